@@ -1,0 +1,60 @@
+"""The exceptions, and how a place in a nested dict is named in a message."""
+
+from __future__ import annotations
+
+import torch
+
+Path = tuple[str, ...]
+
+
+def dotted(path: Path) -> str:
+    """``('obs', 'image')`` as it stands in every message: ``'obs.image'``, quotes included."""
+    return repr(".".join(path))
+
+
+class DeviceMismatchError(RuntimeError):
+    """A tensor was put into a `DeviceDict` that lives on another device; the dict is unchanged.
+
+    A ``RuntimeError``, as torch raises for mixed devices, so that existing handlers keep working.
+
+    Attributes:
+        key: where the tensor was going: the key, or the path as a tuple if that lies in a nested dict.
+        expected: the device of the dict.
+        actual: the device of the tensor.
+
+    >>> import torch
+    >>> from tensordict_lite import DeviceDict, DeviceMismatchError
+    >>> d = DeviceDict({"x": torch.zeros(2)})
+    >>> try:
+    ...     d["y"] = torch.zeros(2, device="meta")
+    ... except DeviceMismatchError as error:
+    ...     print(error.key, error.expected, error.actual)
+    y cpu meta
+    """
+
+    key: str | Path | None
+    expected: torch.device | None
+    actual: torch.device | None
+
+    # One positional message and nothing required beside it: DataLoader re-creates a worker's exception so.
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str | Path | None = None,
+        expected: torch.device | None = None,
+        actual: torch.device | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.key = key
+        self.expected = expected
+        self.actual = actual
+
+    @classmethod
+    def at(cls, path: Path, expected: torch.device, actual: torch.device) -> DeviceMismatchError:
+        """The error for a tensor on ``actual`` at ``path`` of a dict on ``expected``."""
+        message = (
+            f"{dotted(path)} is on {actual}, this DeviceDict is on {expected}; "
+            f'move it with .to({str(expected)!r}), or build with on_mismatch="move"'
+        )
+        return cls(message, key=path[0] if len(path) == 1 else path, expected=expected, actual=actual)

@@ -1,0 +1,138 @@
+"""`to_device` and `to_numpy`: the same moves for plain containers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
+
+from ._core import CheckedDict
+from ._device_dict import DeviceDict
+from ._transfer import CPU, DeviceLike, host_array, resolve, transfer
+
+T = TypeVar("T")
+_Rebuild = Callable[[Iterator[Any]], Any]
+
+
+def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
+    """``obj`` with every tensor in it on ``device``.
+
+    Goes into dicts, lists, tuples, named tuples, dataclasses, ``OrderedDict``, ``defaultdict``, `DeviceDict`, other
+    mappings, and every container registered with PyTorch's pytree. The containers of the result are new and of the
+    same types; ``obj`` is not changed. All else (strings, None, objects, modules) is handed on as it is.
+
+    Args:
+        non_blocking: as in `DeviceDict.to`: by default the result is complete, and the source free, on return.
+
+    Raises: ``RuntimeError`` from torch for a device that is not there, or is out of memory.
+    Cost: one copy a tensor that is elsewhere.
+
+    >>> import torch
+    >>> from tensordict_lite import to_device
+    >>> batch = to_device({"x": torch.zeros(2), "names": ["a", "b"], "pair": (torch.ones(1), None)}, "meta")
+    >>> batch["x"].device, batch["names"], type(batch["pair"])
+    (device(type='meta'), ['a', 'b'], <class 'tuple'>)
+    """
+    target = resolve(device)
+    found: list[Any] = []
+    rebuild = _open(obj, found)
+    tensors: list[Tensor] = []
+    for item in found:
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif isinstance(item, CheckedDict):
+            tensors += item._tensors()
+    moved = iter(transfer(tensors, target, non_blocking=non_blocking))
+
+    def place(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return next(moved)
+        if isinstance(item, CheckedDict):
+            return item._with([next(moved) for _ in item._tensors()], target)
+        return item.to(target, non_blocking=non_blocking)
+
+    return cast(T, rebuild(iter([place(item) for item in found])))
+
+
+def to_numpy(obj: Any) -> Any:
+    """``obj`` with every tensor in it as a NumPy array: detached, on the CPU, sharing memory with tensors there.
+
+    Containers as in `to_device`; a `DeviceDict` becomes a plain dict, which can hold arrays. A ``PackedSequence``,
+    which cannot, comes back on the CPU.
+
+    Raises: ``TypeError`` for a dtype or layout NumPy does not have (bfloat16, sparse).
+    Cost: one copy a tensor that is not on the CPU.
+
+    >>> import torch
+    >>> from tensordict_lite import to_numpy
+    >>> to_numpy([torch.ones(2), {"y": torch.tensor(3)}, "z"])
+    [array([1., 1.], dtype=float32), {'y': array(3)}, 'z']
+    """
+    found: list[Any] = []
+    rebuild = _open(to_device(obj, CPU), found)
+
+    def convert(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return host_array(item)
+        return item.numpy() if isinstance(item, DeviceDict) else item
+
+    return rebuild(iter([convert(item) for item in found]))
+
+
+def _is_ours(obj: Any) -> bool:
+    return isinstance(obj, CheckedDict)
+
+
+def _open(obj: Any, found: list[Any]) -> _Rebuild:
+    """Append to ``found`` what in ``obj`` moves, and return what builds ``obj`` again from that many replacements."""
+    # A PackedSequence keeps its batch sizes on the CPU wherever its data is, so it moves as one.
+    if isinstance(obj, Tensor | CheckedDict | PackedSequence):
+        found.append(obj)
+        return next
+    leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_ours)
+    if len(leaves) != 1 or leaves[0] is not obj:
+        return _parts(leaves, found, lambda parts: pytree.tree_unflatten(parts, spec))
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
+        return _parts([getattr(obj, name) for name in names], found, lambda parts: _dataclass(obj, names, parts))
+    if isinstance(obj, Mapping):
+        mapping = cast("Mapping[Any, Any]", obj)
+        return _parts(list(mapping.values()), found, lambda parts: _mapping(mapping, parts))
+    if isinstance(obj, list):  # a subclass, which pytree does not open
+        return _parts(cast("list[Any]", obj), found, lambda parts: _list(cast("list[Any]", obj), parts))
+    if isinstance(obj, tuple):
+        make = getattr(type(obj), "_make", type(obj))
+        return _parts(list(cast("tuple[Any, ...]", obj)), found, make)
+    return lambda _: obj
+
+
+def _parts(children: list[Any], found: list[Any], build: Callable[[list[Any]], Any]) -> _Rebuild:
+    parts = [_open(child, found) for child in children]
+    return lambda results: build([part(results) for part in parts])
+
+
+def _dataclass(obj: Any, names: list[str], values: list[Any]) -> Any:
+    clone = copy.copy(obj)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(clone, name, value)  # frozen ones too; __init__ and __post_init__ ran for the original
+    return clone
+
+
+def _mapping(obj: Mapping[Any, Any], values: list[Any]) -> Any:
+    if not isinstance(obj, MutableMapping):
+        return type(obj)(dict(zip(obj, values, strict=True)))  # pyright: ignore[reportCallIssue]
+    clone = copy.copy(obj)
+    for key, value in zip(obj, values, strict=True):
+        clone[key] = value
+    return cast(Any, clone)
+
+
+def _list(obj: list[Any], values: list[Any]) -> Any:
+    clone = copy.copy(obj)
+    clone[:] = values
+    return clone

@@ -1,0 +1,104 @@
+"""What a dict does with values that are not tensors of its device: one immutable value, shared by a whole tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import torch
+
+from ._encoders import Utf8
+from ._strings import StringEncoder, as_encoder, encoder_from_json, encoder_to_json, is_registered
+
+Encoders = Mapping[str, Any] | StringEncoder | Any
+"""What ``encoders=`` takes: key to encoder or callable, or one encoder or callable for every key."""
+OnMismatch = Literal["error", "move"]
+Objects = Literal["error", "keep"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The options of a `DeviceDict`. Never mutated: a change makes another policy."""
+
+    encoders: Mapping[str, StringEncoder] = field(default_factory=dict[str, StringEncoder])
+    default_encoder: StringEncoder = field(default_factory=Utf8)
+    on_mismatch: OnMismatch = "error"
+    objects: Objects = "error"
+    dtype: torch.dtype | None = None
+
+    def override(
+        self,
+        encoders: Encoders | None = None,
+        on_mismatch: OnMismatch | None = None,
+        objects: Objects | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Policy:
+        """This policy with the options that are not None checked and put in place; encoders are merged by key."""
+        changes: dict[str, Any] = {}
+        if encoders is not None:
+            if isinstance(encoders, Mapping):
+                given = cast("Mapping[object, object]", encoders)
+                for key in given:
+                    if not isinstance(key, str):
+                        raise TypeError(
+                            f"encoders= maps keys, which are str, to encoders; got the key {key!r}. "
+                            "A key's encoder serves that key in nested dicts too"
+                        )
+                changes["encoders"] = {**self.encoders, **{k: as_encoder(e) for k, e in given.items()}}
+            else:
+                changes["default_encoder"] = as_encoder(encoders)
+        for option, value, allowed in (
+            ("on_mismatch", on_mismatch, ("error", "move")),
+            ("objects", objects, ("error", "keep")),
+        ):
+            if value is not None:
+                if value not in allowed:
+                    raise ValueError(f"{option} is {' or '.join(map(repr, allowed))}, got {value!r}")
+                changes[option] = value
+        if dtype is not None:
+            if not isinstance(cast(object, dtype), torch.dtype) or not dtype.is_floating_point:
+                raise TypeError(
+                    f"dtype is a floating-point torch.dtype, for host values with such content; got {dtype!r}"
+                )
+            changes["dtype"] = dtype
+        return replace(self, **changes)
+
+    def with_encoders(self, encoders: Mapping[str, StringEncoder]) -> Policy:
+        """This policy with the encoders of some keys set; itself if they are already so."""
+        if all(self.encoders.get(key) == encoder for key, encoder in encoders.items()):
+            return self
+        return replace(self, encoders={**self.encoders, **encoders})
+
+    def encoder(self, key: str) -> StringEncoder:
+        """The encoder of ``key``."""
+        return self.encoders.get(key, self.default_encoder)
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain data, but for encoders that have no JSON form, which stay objects."""
+        return {
+            "encoders": {key: _pack(encoder) for key, encoder in self.encoders.items()},
+            "default_encoder": _pack(self.default_encoder),
+            "on_mismatch": self.on_mismatch,
+            "objects": self.objects,
+            "dtype": self.dtype,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Policy:
+        """The policy of `to_state`, every option checked again."""
+        policy = cls(default_encoder=as_encoder(_unpack(state["default_encoder"])))
+        return policy.override(
+            {key: _unpack(encoder) for key, encoder in state["encoders"].items()},
+            state["on_mismatch"],
+            state["objects"],
+            state["dtype"],
+        )
+
+
+def _pack(encoder: StringEncoder) -> Any:
+    return encoder_to_json(encoder) if is_registered(encoder) else encoder
+
+
+def _unpack(packed: Any) -> Any:
+    return encoder_from_json(cast("dict[str, Any]", packed)) if isinstance(packed, dict) else packed

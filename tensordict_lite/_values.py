@@ -1,0 +1,165 @@
+"""One host value -> what a dict stores for it. Tensors and mappings are the caller's, all else is decided here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._errors import Path, dotted
+from ._policy import Policy
+from ._strings import Codes, StringEncoder, encode_nested, flatten_strings
+
+_NUMBERS = (bool, int, float, complex, np.bool_, np.number)
+_STRING_KINDS = "UT"  # NumPy's fixed-width and variable-width strings
+_NUMBER_KINDS = "biufc"
+_ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
+
+
+class Stored(NamedTuple):
+    """What a value becomes: a tensor, the codes of strings (maybe a mapping of them), or the object itself."""
+
+    value: Any
+    encoder: StringEncoder | None = None
+
+
+def store(value: Any, device: torch.device, policy: Policy, path: Path) -> Stored:
+    """What ``value``, which is neither a tensor nor a mapping, is stored as at ``path`` of a dict on ``device``.
+
+    Raises ``TypeError`` or ``ValueError`` that name the path. Codes of strings are left on the CPU.
+    """
+    if isinstance(value, str):
+        return _strings(value, policy, path)
+    if isinstance(value, np.ndarray | np.generic):
+        return _array(np.asarray(value), device, policy, path, value)
+    if isinstance(value, bool | int | float | complex):
+        return Stored(_numbers(value, device, policy, path))
+    if isinstance(value, list | tuple):
+        return _sequence(cast("list[Any] | tuple[Any, ...]", value), device, policy, path)
+    return _object(value, policy, path)
+
+
+def _strings(value: Any, policy: Policy, path: Path) -> Stored:
+    encoder = policy.encoder(path[-1])
+    try:
+        codes: Codes = encode_nested(encoder, *flatten_strings(value))
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{dotted(path)}: {error}") from error
+    return Stored(codes, encoder)
+
+
+def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, path: Path, value: Any) -> Stored:
+    kind = array.dtype.kind
+    if kind in _STRING_KINDS or (kind == "O" and array.size and all(isinstance(item, str) for item in array.flat)):
+        return _strings(array, policy, path)
+    if kind == "O" and array.size and any(isinstance(item, str) for item in array.flat):
+        return _strings(array, policy, path) if policy.objects == "error" else _object(value, policy, path)
+    if kind not in _NUMBER_KINDS:
+        return _object(value, policy, path, f"array of dtype {array.dtype}")
+    strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    if not (array.flags.writeable and array.dtype.isnative and strides_fit):
+        # Sharing such memory is an error in torch, or, read-only, a warning and a trap.
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    dtype = policy.dtype if kind == "f" else None
+    try:
+        return Stored(torch.as_tensor(array, dtype=dtype, device=device))
+    except TypeError:
+        return _object(value, policy, path, f"array of dtype {array.dtype}")
+
+
+def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Tensor:
+    try:
+        tensor = torch.as_tensor(value, device=device)
+        if policy.dtype is not None and tensor.is_floating_point() and tensor.dtype != policy.dtype:
+            # From the Python numbers again: casting the first result would keep only its precision.
+            tensor = torch.as_tensor(value, dtype=policy.dtype, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{dotted(path)}: expected numbers that torch can hold, in lists that are rectangular; torch says: {error}"
+        ) from error
+    return tensor
+
+
+def _sequence(value: list[Any] | tuple[Any, ...], device: torch.device, policy: Policy, path: Path) -> Stored:
+    kinds = _item_types(value)
+    if not kinds:
+        encoded = path[-1] in policy.encoders
+        return _strings(value, policy, path) if encoded else Stored(_numbers(value, device, policy, path))
+    if all(issubclass(kind, _NUMBERS) for kind in kinds):
+        return Stored(_numbers(value, device, policy, path))
+    if all(issubclass(kind, str) for kind in kinds):
+        return _strings(value, policy, path)
+    if any(issubclass(kind, Tensor) for kind in kinds):
+        return _object(value, policy, path)
+    if any(issubclass(kind, np.ndarray) for kind in kinds):
+        try:
+            # Through one array: torch reads a list of arrays number by number, and warns that it does.
+            array = np.asarray(value)
+        except ValueError as error:
+            raise ValueError(f"{dotted(path)}: the arrays in this list differ in shape; {error}") from error
+        return _array(array, device, policy, path, value)
+    if policy.objects == "error" and any(issubclass(kind, str) for kind in kinds):
+        return _strings(value, policy, path)  # raises, and names the item that is no string
+    return _object(value, policy, path)
+
+
+def _item_types(value: Iterable[Any]) -> set[type]:
+    kinds: set[type] = set(map(type, value))
+    for nested in (list, tuple):
+        if nested in kinds:
+            kinds.discard(nested)
+            for item in value:
+                if type(item) is nested:
+                    kinds |= _item_types(cast("list[Any]", item))
+    return kinds
+
+
+def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> Stored:
+    tensor_at = _find_tensor(value)
+    if tensor_at is not None:
+        raise TypeError(
+            f"{dotted(path)} is a {type(value).__name__} that holds a tensor at {tensor_at}, which would escape the "
+            f"device rule; expected {_ACCEPTED}. Join it with torch.stack or pad_sequence, or store it as a mapping"
+        )
+    if policy.objects == "keep":
+        return Stored(value)
+    what = what or type(value).__name__
+    if value is None:
+        way_out = "leave the key out"
+    elif isinstance(value, list | tuple):
+        inside = ", ".join(sorted({kind.__name__ for kind in _item_types(cast("list[Any]", value))}))
+        what, way_out = f"{what} of {inside}", "convert it to numbers or strings"
+    elif hasattr(value, "__array__") and not isinstance(value, np.ndarray | np.generic):
+        way_out = "pass numpy.asarray(value)"
+    else:
+        way_out = "convert it first"
+    raise TypeError(
+        f"{dotted(path)} is {what}, expected {_ACCEPTED}; "
+        f'{way_out}, or build with objects="keep" to keep it as it is, on the host'
+    )
+
+
+def _find_tensor(value: Any) -> str | None:
+    """Where in ``value``, through the standard containers, dataclasses and modules, a tensor is; None if nowhere."""
+    if isinstance(value, Tensor):
+        return "[]"
+    if isinstance(value, torch.nn.Module):
+        return next((f"[{name!r}]" for name, _ in [*value.named_parameters(), *value.named_buffers()]), None)
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        items = enumerate(cast("list[Any]", value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    for at, item in items:
+        inner = _find_tensor(item)
+        if inner is not None:
+            return f"[{at!r}]" if inner == "[]" else f"[{at!r}]{inner}"
+    return None

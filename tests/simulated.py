@@ -1,0 +1,199 @@
+"""A second device with real values and no hardware: ``sim:0`` and ``sim:1``.
+
+``meta`` has no values, so nothing that moves *data* can be tested on it. This registers a small accelerator
+through PyTorch's Python backend for PrivateUse1. Its memory is host memory that DLPack hands over under the
+accelerator's name (``kDLExtDev``), so its tensors are plain ``torch.Tensor`` with real storages, and torch's own
+rules for devices, copies, views and autograd apply to them.
+
+Every copy that has an end on the device goes through ``_copy_from`` and is counted in ``COPIES``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+COPIES: Counter[str] = Counter()
+"""Copies since the last ``clear()``, by direction: ``h2d``, ``d2h``, ``d2d``."""
+
+_EXT_DEV = 12  # DLDeviceType.kDLExtDev, which torch maps to PrivateUse1
+_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}  # DLDataTypeCode
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = [("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+_malloc = ctypes.pythonapi.PyMem_RawMalloc
+_malloc.restype, _malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+# The deleter is C, not a Python callback: torch also frees tensors while an exception is set.
+_free = ctypes.cast(ctypes.pythonapi.PyMem_RawFree, ctypes.c_void_p)
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+_allocated: list[tuple[StorageWeakRef, int]] = []
+
+
+def live_bytes() -> int:
+    """Bytes allocated on the device now."""
+    _allocated[:] = [(storage, nbytes) for storage, nbytes in _allocated if not storage.expired()]
+    return sum(nbytes for _, nbytes in _allocated)
+
+
+class _Module:
+    """What torch looks for under ``torch.sim``."""
+
+    current = 0
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def device_count(self) -> int:
+        return 2
+
+    def current_device(self) -> int:
+        return self.current
+
+    @contextlib.contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+sim = _Module()
+_setup_privateuseone_for_python_backend("sim", backend_module=sim)
+_ops = torch.library.Library("aten", "IMPL", "PrivateUse1")
+_rest = torch.library.Library("_", "IMPL")
+
+
+def _on_cpu(op: Any, *args: Any) -> Any:
+    """The CPU kernel of ``op`` on a device tensor: right where it touches only sizes, strides and the storage."""
+    return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args)
+
+
+def _empty_strided(
+    size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> torch.Tensor:
+    dtype = dtype or torch.get_default_dtype()
+    index = sim.current if device is None or device.index is None else device.index
+    extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    nbytes = extent * dtype.itemsize
+    # One block: the managed tensor, its sizes, its strides, then the data on a 64-byte boundary.
+    head = ctypes.sizeof(_DLManagedTensor) + 16 * len(size)
+    address = _malloc(head + 64 + nbytes)
+    sizes = (ctypes.c_int64 * len(size)).from_address(address + ctypes.sizeof(_DLManagedTensor))
+    strides = (ctypes.c_int64 * len(size)).from_address(address + ctypes.sizeof(_DLManagedTensor) + 8 * len(size))
+    sizes[:], strides[:] = size, stride
+    data = (address + head + 63) // 64 * 64
+    code = _CODES[str(dtype).removeprefix("torch.").rstrip("0123456789")]
+    managed = _DLManagedTensor.from_address(address)
+    managed.dl_tensor = _DLTensor(data, _EXT_DEV, index, len(size), code, dtype.itemsize * 8, 1, sizes, strides, 0)
+    managed.manager_ctx, managed.deleter = None, _free
+    out = torch._C._from_dlpack(_new_capsule(address, b"dltensor", None))
+    _allocated.append((StorageWeakRef(out.untyped_storage()), nbytes))
+    return out
+
+
+def _empty(
+    size: Any,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> torch.Tensor:
+    like = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
+    return _empty_strided(size, like.stride(), like.dtype, device=device)
+
+
+def host_view(t: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the same memory as the device tensor ``t``."""
+    if t.device.type != "sim":
+        return t
+    storage = t.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
+    view = torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
+    if t.is_conj():
+        view = view.conj()
+    return view
+
+
+def _copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    COPIES["d2d" if src.device.type == dst.device.type else "h2d" if dst.device.type == "sim" else "d2h"] += 1
+    host_view(dst).copy_(host_view(src))
+    return dst
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run any other operator on the memory where it lies; results that are new are brought to the device."""
+    device: torch.device | None = None
+    originals: dict[int, torch.Tensor] = {}
+
+    def enter(t: torch.Tensor) -> torch.Tensor:
+        nonlocal device
+        if t.device.type == "sim":
+            device = t.device
+        # An empty ``out=`` is resized by the operator, which memory that is only borrowed does not allow.
+        view = host_view(t) if t.numel() else torch.empty(t.size(), dtype=t.dtype)
+        originals[id(view)] = t
+        return view
+
+    def leave(t: torch.Tensor) -> torch.Tensor:
+        original = originals.get(id(t))
+        if original is not None and original.size() == t.size():
+            return original
+        out = _empty_strided(t.size(), t.stride(), t.dtype, device=device)
+        host_view(out).copy_(t)
+        if original is None:
+            return out
+        return _on_cpu(_SET, original, out.untyped_storage(), 0, out.size(), out.stride())
+
+    args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
+    kwargs = {k: torch.device("cpu") if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+    return tree_map_only(torch.Tensor, leave, op(*args, **kwargs))
+
+
+_SET = torch.ops.aten.set_.source_Storage_storage_offset
+_ops.impl("empty.memory_format", _empty)
+_ops.impl("empty_strided", _empty_strided)
+_ops.impl("_copy_from", _copy_from)
+for _name in ("view", "as_strided", "set_.source_Storage_storage_offset", "_reshape_alias", "unfold"):
+    _packet, _, _overload = _name.partition(".")
+    _op = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
+    _ops.impl(_name, lambda *args, _op=_op: _on_cpu(_op, *args))
+_rest.fallback(_fallback, "PrivateUse1")
