@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ._core import CheckedDict
 from ._transfer import DeviceLike
+from ._tree import TreeDict
 
 _FORMS = "to(device), to(dtype), to(device, dtype), to(tensor) or to(other_dict), with non_blocking= and copy="
 
@@ -36,8 +36,8 @@ def to_arguments(
         first = rest.pop(0)
         if isinstance(first, torch.dtype):
             dtype = first
-        elif isinstance(first, Tensor | CheckedDict):
-            other = first
+        elif isinstance(first, (Tensor, TreeDict)):
+            other = cast(Any, first)
         else:
             device = first
             if rest and not isinstance(rest[0], bool):
@@ -49,14 +49,14 @@ def to_arguments(
         if rest:
             raise TypeError(f"to() got {len(args)} positional arguments; expected {_FORMS}")
     if other is not None:
-        if not isinstance(other, Tensor | CheckedDict):
+        if not isinstance(other, (Tensor, TreeDict)):
             raise TypeError(f"to() got other={type(other).__name__}; expected {_FORMS}")
         device = other.device if isinstance(other, Tensor) else other._device
         dtype = other.dtype if isinstance(other, Tensor) else dtype
         if dtype is not None and not dtype.is_floating_point and not dtype.is_complex:
             dtype = None  # an integer tensor says where to, not in which precision
     if dtype is not None:
-        if not isinstance(dtype, torch.dtype):
+        if not isinstance(cast(object, dtype), torch.dtype):
             raise TypeError(f"to() got {dtype!r} for the dtype; expected {_FORMS}")
         if not dtype.is_floating_point and not dtype.is_complex:
             raise TypeError(
@@ -64,7 +64,7 @@ def to_arguments(
                 f"To cast every tensor use .map(lambda t: t.to({dtype}))"
             )
     if device is not None and not isinstance(device, torch.device):
-        if not isinstance(device, str | int) or isinstance(device, bool):
+        if not isinstance(cast(object, device), (str, int)) or isinstance(device, bool):
             raise TypeError(f"to() got {device!r} of type {type(device).__name__}; expected {_FORMS}")
         device = torch.device(device)
     return Target(device, dtype, non_blocking, copy)

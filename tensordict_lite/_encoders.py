@@ -14,6 +14,10 @@ from torch import Tensor
 from ._strings import integer_codes, register_encoder
 
 
+def _is_count(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 @register_encoder
 @dataclass(frozen=True, slots=True)
 class Utf8:
@@ -46,8 +50,8 @@ class Utf8:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        limit: object = self.max_length
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+        limit = self.max_length
+        if limit is not None and not _is_count(limit, 0, 2**63):
             raise ValueError(f"max_length is a number of bytes, 0 or more, or None; got {limit!r}")
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
@@ -57,8 +61,8 @@ class Utf8:
         if width == 0:  # NumPy has no zero-width byte strings
             return torch.zeros(len(encoded), 0, dtype=torch.uint8)
         # An `S` array pads with zeros in C; it is writable, so torch shares it without a copy.
-        packed = np.array(encoded, dtype=f"S{width}")
-        return torch.from_numpy(packed.view(np.uint8).reshape(len(encoded), width))
+        packed = cast(Any, np.array(encoded, dtype=f"S{width}"))
+        return torch.as_tensor(packed.view(np.uint8).reshape(len(encoded), width))
 
     def decode(self, codes: Tensor, /) -> list[str]:
         """The ``n`` strings of uint8 ``[n, L]``."""
@@ -67,7 +71,8 @@ class Utf8:
         count, width = codes.shape
         if width == 0:
             return [""] * count
-        rows = cast("list[bytes]", codes.contiguous().numpy().view(f"S{width}").reshape(count).tolist())
+        array = cast(Any, codes.contiguous().numpy())
+        rows: list[bytes] = array.view(f"S{width}").reshape(count).tolist()
         return [row.decode() for row in rows]
 
     def _bytes(self, string: str) -> bytes:
@@ -225,10 +230,10 @@ class Hashing:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        buckets, seed = cast("tuple[object, object]", (self.buckets, self.seed))
-        if not isinstance(buckets, int) or isinstance(buckets, bool) or not 1 <= buckets <= 2**63:
+        buckets, seed = self.buckets, self.seed
+        if not _is_count(buckets, 1, 2**63):
             raise ValueError(f"buckets is a whole number from 1 to 2**63, got {buckets!r}")
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        if not _is_count(seed, 0, 2**64 - 1):
             raise ValueError(f"seed is a whole number from 0 to 2**64 - 1, got {seed!r}")
 
     def encode(self, strings: Sequence[str], /) -> Tensor:

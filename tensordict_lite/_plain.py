@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
 
-from ._core import CheckedDict
 from ._device_dict import DeviceDict
 from ._transfer import CPU, DeviceLike, host_array, resolve, transfer
+from ._tree import TreeDict
 
 T = TypeVar("T")
 _Rebuild = Callable[[Iterator[Any]], Any]
@@ -45,15 +45,16 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     for item in found:
         if isinstance(item, Tensor):
             tensors.append(item)
-        elif isinstance(item, CheckedDict):
+        elif isinstance(item, TreeDict):
             tensors += item._tensors()
     moved = iter(transfer(tensors, target, non_blocking=non_blocking))
 
     def place(item: Any) -> Any:
         if isinstance(item, Tensor):
             return next(moved)
-        if isinstance(item, CheckedDict):
-            return item._with([next(moved) for _ in item._tensors()], target)
+        if isinstance(item, TreeDict):
+            d = cast("TreeDict[Any]", item)
+            return d._with([next(moved) for _ in d._tensors()], target)
         return item.to(target, non_blocking=non_blocking)
 
     return cast(T, rebuild(iter([place(item) for item in found])))
@@ -85,13 +86,13 @@ def to_numpy(obj: Any) -> Any:
 
 
 def _is_ours(obj: Any) -> bool:
-    return isinstance(obj, CheckedDict)
+    return isinstance(obj, TreeDict)
 
 
 def _open(obj: Any, found: list[Any]) -> _Rebuild:
     """Append to ``found`` what in ``obj`` moves, and return what builds ``obj`` again from that many replacements."""
     # A PackedSequence keeps its batch sizes on the CPU wherever its data is, so it moves as one.
-    if isinstance(obj, Tensor | CheckedDict | PackedSequence):
+    if isinstance(obj, (Tensor, TreeDict, PackedSequence)):
         found.append(obj)
         return next
     leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_ours)
@@ -106,8 +107,8 @@ def _open(obj: Any, found: list[Any]) -> _Rebuild:
     if isinstance(obj, list):  # a subclass, which pytree does not open
         return _parts(cast("list[Any]", obj), found, lambda parts: _list(cast("list[Any]", obj), parts))
     if isinstance(obj, tuple):
-        make = getattr(type(obj), "_make", type(obj))
-        return _parts(list(cast("tuple[Any, ...]", obj)), found, make)
+        cls: Any = type(cast(object, obj))
+        return _parts(list(cast("tuple[Any, ...]", obj)), found, getattr(cls, "_make", cls))
     return lambda _: obj
 
 

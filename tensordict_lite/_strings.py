@@ -58,7 +58,7 @@ def as_encoder(given: object) -> StringEncoder:
     if isinstance(given, StringEncoder):
         return given
     if callable(given):
-        return EncodeOnly(given)
+        return EncodeOnly(cast(Any, given))
     raise TypeError(
         f"an encoder has encode and decode, or is a callable; got {type(given).__name__}: {given!r}. "
         "Use Utf8(), Vocabulary(tokens), Hashing(buckets) or Tokenizer(hf_tokenizer)"
@@ -146,7 +146,7 @@ def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
         return [value], ()
     shape: list[int] = []
     level = value
-    while isinstance(level, list | tuple):
+    while isinstance(level, (list, tuple)):
         shape.append(len(cast("list[Any]", level)))
         level = cast(Any, level[0] if level else None)
     flat: list[str] = []
@@ -162,7 +162,7 @@ def _collect(value: Any, shape: tuple[int, ...], index: tuple[int, ...], out: li
             raise TypeError(f"item {at} is {type(value).__name__}, expected str as for the others{hint}")
         out.append(value)
         return
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, (list, tuple)):
         raise TypeError(f"item {at} is {type(value).__name__}, expected a list of {shape[0]}")
     items = cast("list[Any]", value)
     if len(items) != shape[0]:
@@ -227,4 +227,4 @@ def integer_codes(encoder: object, codes: Tensor) -> list[int]:
     """1-d integer codes as Python ints; ``TypeError`` for codes of another kind."""
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
         raise TypeError(f"{encoder!r} decodes integer codes, got {str(codes.dtype).removeprefix('torch.')}")
-    return cast("list[int]", codes.tolist())
+    return cast(Any, codes).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -86,13 +87,14 @@ class Tokenizer:
     def from_json(cls, state: Mapping[str, Any]) -> Tokenizer:
         """The encoder of `to_json`'s state. ``ImportError`` without ``transformers``."""
         try:
-            from tokenizers import Tokenizer as Backend  # noqa: PLC0415  (optional, and slow to import)
-            from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+            tokenizers: Any = importlib.import_module("tokenizers")  # optional, and slow to import
+            transformers: Any = importlib.import_module("transformers")
         except ImportError as error:
             raise ImportError('this data holds a Tokenizer; pip install "tensordict_lite[transformers]"') from error
-        backend: Any = Backend.from_str(state["backend"])
+        backend = tokenizers.Tokenizer.from_str(state["backend"])
         attributes = {key: state["attributes"][key] for key in _JSON_ATTRIBUTES}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **state["special_tokens"], **attributes)
+        options = {**state["special_tokens"], **attributes}
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options)
         return cls(tokenizer, **state["call"])
 
     def __eq__(self, other: object) -> bool:

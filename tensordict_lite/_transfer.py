@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ def resolve(device: DeviceLike) -> torch.device:
         return CPU  # an index of the CPU is accepted and ignored, as torch does
     if parsed.type == "meta":
         return torch.device("meta")
-    if parsed.index is not None:
+    if cast("int | None", parsed.index) is not None:
         return parsed
     # Asked of torch itself, so that every backend, and a change of the current device, is answered right.
     return torch.empty(0, device=parsed).device

@@ -35,12 +35,12 @@ def store(value: Any, device: torch.device, policy: Policy, path: Path) -> Store
     """
     if isinstance(value, str):
         return _strings(value, policy, path)
-    if isinstance(value, np.ndarray | np.generic):
-        return _array(np.asarray(value), device, policy, path, value)
-    if isinstance(value, bool | int | float | complex):
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _array(np.asarray(cast(Any, value)), device, policy, path, value)
+    if isinstance(value, (bool, int, float, complex)):
         return Stored(_numbers(value, device, policy, path))
-    if isinstance(value, list | tuple):
-        return _sequence(cast("list[Any] | tuple[Any, ...]", value), device, policy, path)
+    if isinstance(value, (list, tuple)):
+        return _sequence(cast(Any, value), device, policy, path, cast(Any, value))
     return _object(value, policy, path)
 
 
@@ -56,10 +56,11 @@ def _strings(value: Any, policy: Policy, path: Path) -> Stored:
 
 def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, path: Path, value: Any) -> Stored:
     kind = array.dtype.kind
-    if kind in _STRING_KINDS or (kind == "O" and array.size and all(isinstance(item, str) for item in array.flat)):
+    if kind in _STRING_KINDS:
         return _strings(array, policy, path)
-    if kind == "O" and array.size and any(isinstance(item, str) for item in array.flat):
-        return _strings(array, policy, path) if policy.objects == "error" else _object(value, policy, path)
+    if kind == "O":  # what pandas keeps strings in
+        items: Any = array.tolist()
+        return _sequence(items if array.ndim else [items], device, policy, path, value)
     if kind not in _NUMBER_KINDS:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
@@ -79,14 +80,16 @@ def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Te
         if policy.dtype is not None and tensor.is_floating_point() and tensor.dtype != policy.dtype:
             # From the Python numbers again: casting the first result would keep only its precision.
             tensor = torch.as_tensor(value, dtype=policy.dtype, device=device)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "verflow" not in str(error):
+            raise  # out of memory, say, is not about the value
         raise ValueError(
             f"{dotted(path)}: expected numbers that torch can hold, in lists that are rectangular; torch says: {error}"
         ) from error
     return tensor
 
 
-def _sequence(value: list[Any] | tuple[Any, ...], device: torch.device, policy: Policy, path: Path) -> Stored:
+def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, given: Any) -> Stored:
     kinds = _item_types(value)
     if not kinds:
         encoded = path[-1] in policy.encoders
@@ -96,27 +99,28 @@ def _sequence(value: list[Any] | tuple[Any, ...], device: torch.device, policy: 
     if all(issubclass(kind, str) for kind in kinds):
         return _strings(value, policy, path)
     if any(issubclass(kind, Tensor) for kind in kinds):
-        return _object(value, policy, path)
+        return _object(given, policy, path)
     if any(issubclass(kind, np.ndarray) for kind in kinds):
         try:
             # Through one array: torch reads a list of arrays number by number, and warns that it does.
             array = np.asarray(value)
         except ValueError as error:
             raise ValueError(f"{dotted(path)}: the arrays in this list differ in shape; {error}") from error
-        return _array(array, device, policy, path, value)
+        return _array(array, device, policy, path, given)
     if policy.objects == "error" and any(issubclass(kind, str) for kind in kinds):
         return _strings(value, policy, path)  # raises, and names the item that is no string
-    return _object(value, policy, path)
+    return _object(given, policy, path)
 
 
 def _item_types(value: Iterable[Any]) -> set[type]:
+    """The types of the items of nested lists and tuples."""
     kinds: set[type] = set(map(type, value))
-    for nested in (list, tuple):
-        if nested in kinds:
-            kinds.discard(nested)
-            for item in value:
-                if type(item) is nested:
-                    kinds |= _item_types(cast("list[Any]", item))
+    nested: set[type] = {kind for kind in kinds if issubclass(kind, (list, tuple))}
+    if nested:
+        kinds -= nested
+        for item in value:
+            if type(item) in nested:
+                kinds |= _item_types(item)
     return kinds
 
 
@@ -132,10 +136,10 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
     what = what or type(value).__name__
     if value is None:
         way_out = "leave the key out"
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         inside = ", ".join(sorted({kind.__name__ for kind in _item_types(cast("list[Any]", value))}))
         what, way_out = f"{what} of {inside}", "convert it to numbers or strings"
-    elif hasattr(value, "__array__") and not isinstance(value, np.ndarray | np.generic):
+    elif hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic)):
         way_out = "pass numpy.asarray(value)"
     else:
         way_out = "convert it first"
@@ -154,7 +158,7 @@ def _find_tensor(value: Any) -> str | None:
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-    elif isinstance(value, list | tuple | deque | set | frozenset):
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
         items = enumerate(cast("list[Any]", value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]

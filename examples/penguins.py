@@ -1,0 +1,161 @@
+"""Which species is this penguin? One `DeviceDict` holds the table, strings and gaps and all, from file to answer.
+
+    python examples/penguins.py [--epochs 100] [--seed 0] [--out examples/out]
+
+Trains a small network on four fifths of the Palmer Penguins, names the species of the rest, and draws where it errs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from tensordict_lite import DeviceDict, Vocabulary
+
+HERE = Path(__file__).parent
+NA = "NA"  # how the file writes a missing value
+MEASURED = ("bill_length_mm", "bill_depth_mm", "flipper_length_mm", "body_mass_g")
+REQUIRED_ACCURACY = 0.95
+
+
+def read_table(path: Path) -> tuple[DeviceDict, dict[str, Vocabulary]]:
+    """Every row of the file, and the encoders of its strings. A missing number is NaN, a missing sex is "missing"."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    gaps = ", ".join(f"{name} {values.count(NA)}" for name, values in columns.items())
+    print(f"{path.name}: {len(rows)} rows, all kept. Missing values:\n{gaps}\n")
+
+    encoders = {
+        "species": Vocabulary.fit(columns["species"]),
+        "island": Vocabulary.fit(columns["island"]),
+        "sex": Vocabulary.fit({*columns["sex"]} - {NA}, unknown="missing"),
+    }
+    strings = {name: columns[name] for name in encoders}
+    year = [int(value) for value in columns["year"]]
+    measured = {name: [float("nan" if value == NA else value) for value in columns[name]] for name in MEASURED}
+    table = DeviceDict({**strings, "year": year, "measured": measured}, encoders=encoders)
+    table["missing"] = table["measured"].map(torch.isnan)
+    return table, encoders
+
+
+def choose_training_rows(count: int) -> Tensor:
+    """bool ``[count]``: true for a random four fifths of the rows."""
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[torch.randperm(count)[: round(0.8 * count)]] = True
+    return chosen
+
+
+def take_rows(table: DeviceDict, mask: Tensor) -> DeviceDict:
+    """The rows where ``mask`` is true, of every column at every depth."""
+    return table.map(lambda column: column[mask])
+
+
+def standardise(column: Tensor, training: Tensor) -> Tensor:
+    """Gaps filled, then shifted and scaled, with the median, mean and deviation of the training rows alone."""
+    gap = column.isnan()
+    known = column[training & ~gap]
+    return (torch.where(gap, known.median(), column) - known.mean()) / known.std()
+
+
+def network_input(table: DeviceDict, encoders: dict[str, Vocabulary]) -> Tensor:
+    """float32 ``[rows, 14]``: what was measured, what is missing, and island and sex as one-hot codes."""
+    measured = table["measured"].map(lambda column: standardise(column, table["training"]))
+    numbers = torch.stack([*measured.values(), *table["missing"].values()], dim=1)
+    one_hot = [F.one_hot(table[key], len(encoders[key])) for key in ("island", "sex")]
+    return torch.cat([numbers, *one_hot], dim=1)
+
+
+def train(model: nn.Module, rows: DeviceDict, epochs: int) -> None:
+    """Fit the species of ``rows``, all of them in every step: they are few."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    progress = tqdm(range(epochs), desc="training", unit="epoch")
+    for _ in progress:
+        logits = model(rows["input"])
+        loss = F.cross_entropy(logits, rows["species"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        right = logits.argmax(dim=1) == rows["species"]
+        progress.set_postfix(loss=f"{loss.item():.3f}", accuracy=f"{right.float().mean().item():.3f}", refresh=False)
+
+
+def draw_confusion(answers: DeviceDict, names: tuple[str, ...], title: str, path: Path) -> None:
+    """A picture of how many penguins of each species (a row) were taken for each species (a column)."""
+    size = len(names)
+    cell = answers["species"] * size + answers["predicted"]
+    counts = cell.bincount(minlength=size * size).reshape(size, size).tolist()
+
+    figure = Figure(figsize=(5.4, 5), layout="tight")
+    axes = figure.subplots()
+    most = max(map(max, counts))
+    axes.pcolormesh(counts, cmap="Blues", vmin=-most / 10, vmax=most, edgecolors="white", linewidth=3)
+    for row, line in enumerate(counts):
+        for column, count in enumerate(line):
+            color = "white" if count > most / 2 else "black"
+            axes.text(column + 0.5, row + 0.5, str(count), ha="center", va="center", size=18, color=color)
+    centres = [i + 0.5 for i in range(size)]
+    axes.set_xticks(centres, names, size=12)
+    axes.set_yticks(centres, names, size=12, rotation=90, va="center")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_aspect("equal")
+    axes.invert_yaxis()
+    axes.set_title(title, pad=12)
+    axes.set_xlabel("predicted species", labelpad=8)
+    axes.set_ylabel("true species", labelpad=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tell the species of penguins from their measurements.")
+    parser.add_argument("--epochs", type=int, default=100, help="training steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the split and the network (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=HERE / "out", metavar="DIR", help="where the picture goes")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+
+    # The table, and with it which rows are for training, moves to the best device there is in one call.
+    table, encoders = read_table(HERE / "data" / "penguins.csv")
+    table["training"] = choose_training_rows(len(table["species"]))
+    print(table)
+    table = table.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    print(f"\nnow on {table.device}")
+
+    table["input"] = network_input(table, encoders)
+    held_out = take_rows(table, ~table["training"])
+    species = encoders["species"]
+    model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(species)))
+    train(model.to(table.device), take_rows(table, table["training"]), options.epochs)
+
+    # The predictions join the held-out rows and bring their encoder along, so that they read as names.
+    with torch.no_grad():
+        predicted = model(held_out["input"]).argmax(dim=1)
+    answers = held_out | DeviceDict({"predicted": predicted}, encoders={"predicted": species})
+    lengths = answers["measured", "bill_length_mm"].tolist()
+    named = zip(lengths, *(answers.decode(key) for key in ("sex", "island", "predicted", "species")), strict=True)
+    print("\nsome held-out penguins, predicted / true:")
+    for length, sex, island, guess, truth in list(named)[::10]:
+        print(f"  {guess} / {truth}  ({sex}, {island}, bill {length:.1f} mm)")
+
+    right = answers["predicted"] == answers["species"]
+    accuracy = right.float().mean().item()
+    print(f"\nheld-out accuracy {accuracy:.3f}, {right.sum()} of {len(right)} penguins")
+    picture = options.out / "confusion.png"
+    draw_confusion(answers, species.tokens, f"Accuracy {accuracy:.1%} on {len(right)} held-out penguins", picture)
+    print(f"drawn to {picture}")
+    if accuracy < REQUIRED_ACCURACY:
+        sys.exit(f"held-out accuracy {accuracy:.3f} is under the required {REQUIRED_ACCURACY}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""The mapping contract and the device rule: a real dict that refuses what does not belong.
+
+Everything that stores goes through `CheckedDict._stage` (check and convert all of it) and then one `dict.update`, so
+that a call either stores everything or changes nothing. Reading is `dict`'s own C code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from ._errors import Path, dotted
+from ._items import Items, all_home, as_dict, placed, refuse_key, tensors_in
+from ._policy import Encoders, Objects, OnMismatch, Policy
+from ._transfer import CPU, DeviceLike, canonical, resolve, transfer
+from ._tree import TreeDict, V, raw
+from ._values import store
+
+_MISSING: Any = object()
+
+
+class CheckedDict(TreeDict[V]):
+    """The value rule of `DeviceDict`, every mutator of ``dict``, and paths."""
+
+    __slots__ = ()
+
+    def __init_subclass__(
+        cls,
+        *,
+        encoders: Encoders | None = None,
+        on_mismatch: OnMismatch | None = None,
+        objects: Objects | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        if not (encoders is on_mismatch is objects is dtype is None):
+            cls._class_policy = cls._class_policy.override(encoders, on_mismatch, objects, dtype)
+
+    def __init__(
+        self,
+        data: Items | None = None,
+        /,
+        *,
+        device: DeviceLike | None = None,
+        encoders: Encoders | None = None,
+        on_mismatch: OnMismatch | None = None,
+        objects: Objects | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        policy = self._class_policy
+        if type(data) is not dict and isinstance(data, TreeDict):
+            policy = policy.with_encoders(data._policy.encoders)
+        if not (encoders is on_mismatch is objects is dtype is None):
+            policy = policy.override(encoders, on_mismatch, objects, dtype)
+        self._policy = policy
+        self._device = None if device is None else resolve(device)
+        if data is not None:
+            self._take(as_dict(cast(Items, data)), consent=device is not None)
+
+    # --- reading, which is dict's own but for paths ---
+
+    if TYPE_CHECKING:  # pragma: no cover
+
+        def __getitem__(self, key: str | Path, /) -> V: ...
+
+    def __missing__(self, key: object) -> V:
+        node, last = self._walk(key)
+        return raw.__getitem__(node, last)
+
+    def __contains__(self, key: object) -> bool:
+        return raw.__contains__(self, key) or (
+            type(key) is tuple and self.get(cast(Path, key), _MISSING) is not _MISSING
+        )
+
+    def get(self, key: str | Path, default: Any = None, /) -> Any:
+        """The value at ``key``, which may be a path; ``default`` if there is none.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"obs": {"x": 1}})
+        >>> d.get(("obs", "x")), d.get("y")
+        (tensor(1), None)
+        """
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    # --- writing ---
+
+    def __setitem__(self, key: str | Path, value: Any, /) -> None:
+        if (
+            type(value) is Tensor
+            and type(key) is str
+            and (value.is_cpu if self._device is CPU else value.device == self._device)
+        ):
+            raw.__setitem__(self, key, value)
+        elif type(key) is tuple:
+            self._set_path(key, value)
+        else:
+            self._take({cast(str, key): value})
+
+    def __delitem__(self, key: str | Path, /) -> None:
+        if type(key) is tuple:
+            node, last = self._walk(key)
+            raw.__delitem__(node, last)
+        else:
+            raw.__delitem__(self, cast(str, key))
+
+    def pop(self, key: str | Path, default: Any = _MISSING, /) -> Any:
+        """Remove ``key``, which may be a path, and return its value; without it ``default``, or ``KeyError``.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"obs": {"x": 1, "y": 2}})
+        >>> d.pop(("obs", "x")), list(d["obs"])
+        (tensor(1), ['y'])
+        """
+        if type(key) is tuple:
+            value = self.get(key, _MISSING)
+            if value is not _MISSING:
+                del self[key]
+                return value
+        elif raw.__contains__(self, key):
+            return raw.pop(self, cast(str, key))
+        if default is _MISSING:
+            raise KeyError(key)
+        return default
+
+    def setdefault(self, key: str | Path, default: Any = None, /) -> Any:
+        """The value at ``key``; if there is none, ``default`` is stored there first, by the rule of ``d[key] = ...``.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict()
+        >>> d.setdefault("x", 1.5)
+        tensor(1.5000)
+        """
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, data: Items = (), /, **fields: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Store every item, or, if one is refused, none of them.
+
+        A `DeviceDict` brings the encoders of its keys along.
+
+        Args:
+            data: a mapping or an iterable of pairs.
+            fields: more items.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"x": 0})
+        >>> try:
+        ...     d.update(x=1, y=None)
+        ... except TypeError:
+        ...     print(d["x"])
+        tensor(0)
+        """
+        items = as_dict(data)
+        if fields:
+            items = {**items, **fields}
+        if type(data) is not dict and isinstance(data, TreeDict) and data._policy.encoders:
+            known = {key: encoder for key, encoder in data._policy.encoders.items() if key in data}
+            staged = self._stage(items)
+            self._commit(staged[0], staged[1], staged[2].with_encoders(known))
+        else:
+            self._take(items)
+
+    def __ior__(self, other: Items, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.update(other)
+        return self
+
+    def __or__(self, other: Any, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        out = self.copy()
+        out.update(cast("Mapping[str, Any]", other))
+        return out
+
+    def __ror__(self, other: Any, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        out = self._new((), self._device, self._policy)
+        out.update(cast("Mapping[str, Any]", other))
+        out.update(self)
+        return out
+
+    @classmethod
+    def fromkeys(cls, keys: Iterable[str], value: Any = None, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A dict with the same ``value`` at each key, by the rule of ``d[key] = value``.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> DeviceDict.fromkeys(["x", "y"], 0.0)["y"]
+        tensor(0.)
+        """
+        return cls(dict.fromkeys(keys, value))
+
+    # --- the two steps of every write: stage, then commit ---
+
+    def _take(self, data: Mapping[str, Any], *, consent: bool = False, at: Path = ()) -> None:
+        """Store all of ``data`` or raise. ``consent``: tensors elsewhere are moved; ``at``: where this dict is."""
+        device = self._device
+        if device is None:
+            first = next(iter(data.values()), None)
+            device = canonical(first.device) if type(first) is Tensor else None
+        if all_home(data, device):  # what training loops store, all in all
+            raw.update(self, data)
+            self._device = device
+        else:
+            self._commit(*self._stage(data, consent=consent, at=at))
+
+    def _commit(self, staged: Mapping[str, Any], device: torch.device | None, policy: Policy) -> None:
+        raw.update(self, staged)
+        self._device = device
+        self._policy = policy
+
+    def _stage(
+        self, data: Mapping[str, Any], *, consent: bool = False, at: Path = ()
+    ) -> tuple[Mapping[str, Any], torch.device | None, Policy]:
+        """What `_commit` would store: every key checked, every value converted, nothing of this dict changed."""
+        device = self._device
+        tensors = tensors_in(data)
+        if device is None and tensors:
+            device = canonical(tensors[0].device)
+        # Host values alone in a dict without a device go where torch would make them.
+        home = resolve(torch.get_default_device()) if device is None else device
+        moved: dict[int, Tensor] = {}
+        if consent or self._policy.on_mismatch == "move":
+            strangers = [tensor for tensor in tensors if tensor.device != home]
+            moved = dict(zip(map(id, strangers), transfer(strangers, home), strict=True))
+        staged, policy = self._convert(data, home, moved, at)
+        if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
+            device = home
+        return staged, device, policy
+
+    def _convert(
+        self, data: Mapping[str, Any], home: torch.device, moved: Mapping[int, Tensor], at: Path
+    ) -> tuple[dict[str, Any], Policy]:
+        """The stored form of every value, and the policy with the encoders that strings were encoded with."""
+        policy = self._policy
+        staged: dict[str, Any] = {}
+        encoders: dict[str, Any] = {}
+        for key, value in data.items():
+            if not isinstance(cast(object, key), str):
+                refuse_key(key, at)
+            path = (*at, key)
+            if isinstance(value, Tensor):
+                staged[key] = placed(value, home, moved, path)
+            elif isinstance(value, Mapping):
+                staged[key] = self._nest(cast("Mapping[str, Any]", value), home, moved, path)
+            else:
+                stored, encoder = store(value, home, policy, path)
+                if isinstance(stored, Tensor):
+                    stored = stored if stored.device == home else transfer([stored], home)[0]
+                elif encoder is not None:  # an encoder that gives several tensors
+                    codes = self._new((), home, policy)
+                    codes._take(stored, consent=True, at=path)
+                    stored = codes
+                if encoder is not None:
+                    encoders[key] = encoder
+                staged[key] = stored
+        return staged, policy.with_encoders(encoders)
+
+    def _nest(
+        self, value: Mapping[str, Any], home: torch.device, moved: Mapping[int, Tensor], path: Path
+    ) -> CheckedDict[Any]:
+        """``value`` as a nested dict. A `DeviceDict` keeps its class and encoders, and a policy that its class has."""
+        cls: type[CheckedDict[Any]] = type(self)
+        policy = self._policy
+        if isinstance(value, CheckedDict):
+            cls = type(value)
+            own = cls._class_policy is not CheckedDict._class_policy
+            policy = value._policy if own else policy.with_encoders(value._policy.encoders)
+        nested = cls._new((), home, policy)
+        staged, policy = nested._convert(value, home, moved, path)
+        nested._commit(staged, home, policy)
+        return nested
+
+    # --- paths ---
+
+    def _walk(self, key: object) -> tuple[CheckedDict[Any], Any]:
+        """The nested dict that a path leads into, and the last key; ``KeyError`` for a plain key, or no such dict."""
+        path = cast(Path, key if isinstance(key, tuple) else ())
+        if not path:
+            raise KeyError(cast(object, key))
+        node: CheckedDict[Any] = self
+        for part in path[:-1]:
+            inner = raw.get(node, part)
+            if not isinstance(inner, CheckedDict):
+                raise KeyError(path)
+            node = cast("CheckedDict[Any]", inner)
+        return node, path[-1]
+
+    def _set_path(self, path: Path, value: Any) -> None:
+        """Set in the deepest dict that is there; what is missing below it is made, as part of the value."""
+        if not path:
+            raise KeyError("a path needs at least one key, got ()")
+        node: CheckedDict[Any] = self
+        depth = 0
+        for part in path[:-1]:
+            inner: Any = raw.get(node, part, _MISSING)
+            if inner is _MISSING:
+                break
+            if not isinstance(inner, CheckedDict):
+                raise TypeError(
+                    f"{dotted(path[: depth + 1])} is a {type(inner).__name__}, expected a nested dict to put "
+                    f"{dotted(path)} into; delete or rename it first"
+                )
+            node = cast("CheckedDict[Any]", inner)
+            depth += 1
+        for part in reversed(path[depth + 1 :]):
+            value = {part: value}
+        node._take({path[depth]: value}, at=path[:depth])

@@ -1,0 +1,171 @@
+"""A tree of dicts on one device: its state, its copies, how it crosses pickle and pytree. Checks nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, ClassVar, Generic, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, TypeVar
+
+from . import _pytree
+from ._compare import agree, equal
+from ._errors import Path, dotted
+from ._items import first_device, only_tensors, tensors_in
+from ._policy import Policy
+from ._transfer import CPU, canonical, resolve
+
+V = TypeVar("V", default=Tensor)
+
+# dict itself, for its methods under the ones here: `Any` for the type checkers, and reached through the class, because
+# torch.compile knows `dict.update(d, ...)` but not a global that is that method.
+raw: Any = dict
+
+
+class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
+    """State and structure under `DeviceDict`.
+
+    Nested dicts form a tree that is never shared: whatever makes one takes a mapping in by value, its tensors shared
+    and its structure new, so that no dict can change under another one and no cycle can arise.
+    """
+
+    __slots__ = ("__weakref__", "_device", "_policy")
+    _device: torch.device | None  # resolved; None while no tensor and no nested dict was ever stored or asked for
+    _policy: Policy
+    _class_policy: ClassVar[Policy] = Policy()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _pytree.register(cls, _context, _unflatten)
+
+    @classmethod
+    def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
+        """An instance with these items, unchecked; ``__init__`` of a subclass is not run."""
+        out = cls.__new__(cls)
+        out._device = device
+        out._policy = policy
+        raw.update(out, items)
+        return out
+
+    def _tensors(self) -> list[Tensor]:
+        """Every tensor of the tree, depth first."""
+        values = list(self.values())
+        return cast("list[Tensor]", values) if only_tensors(values) else tensors_in(self)
+
+    def _with(self, tensors: list[Tensor], device: torch.device | None) -> Self:
+        """The same tree on ``device`` with these tensors, in the order of `_tensors`, for its own; unchecked."""
+        if only_tensors(self.values()):
+            return self._new(zip(self, tensors, strict=True), device, self._policy)
+        return self._refill(iter(tensors), device)
+
+    def _refill(self, tensors: Iterator[Tensor], device: torch.device | None) -> Self:
+        items: dict[str, Any] = {}
+        for key, value in self.items():
+            if isinstance(value, Tensor):
+                items[key] = next(tensors)
+            elif isinstance(value, TreeDict):
+                items[key] = cast("TreeDict[Any]", value)._refill(tensors, device)
+            else:
+                items[key] = value
+        return self._new(items, device, self._policy)
+
+    def _settle(self, fallback: torch.device | None) -> None:
+        """Take the device from the tensors that are here now; without any, ``fallback``, for nested dicts too."""
+        device = first_device(self)
+        self._device = fallback if device is None else device
+        for value in self.values():
+            if isinstance(value, TreeDict):
+                nested = cast("TreeDict[Any]", value)
+                if nested._device != self._device and first_device(nested) is None:
+                    nested._settle(self._device)
+
+    def copy(self) -> Self:
+        """A new dict with the same tensors: structure copied at every level, no tensor copied.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"obs": {"x": 1}})
+        >>> c = d.copy()
+        >>> del c["obs", "x"]
+        >>> d["obs", "x"] is not None
+        True
+        """
+        return self._with(self._tensors(), self._device)
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        out = self._new((), self._device, self._policy)
+        memo[id(self)] = out
+        raw.update(out, {key: copy.deepcopy(value, memo) for key, value in self.items()})
+        return out
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
+        device = None if self._device is None else str(self._device)
+        policy = None if self._policy is self._class_policy else self._policy.to_state()
+        return restore, (type(self), dict(self), device, policy)
+
+    # --- comparing ---
+
+    __hash__: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __eq__(self, other: object, /) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return agree(self, cast("Mapping[str, Any]", other), equal)
+
+    def __ne__(self, other: object, /) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return not agree(self, cast("Mapping[str, Any]", other), equal)
+
+    def _check(self) -> None:
+        """Raise ``AssertionError`` if anything that must always hold does not. For tests; O(fields)."""
+        _verify(self, self._device, ())
+
+
+def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:
+    where = f"at {dotted(at)}" if at else "at the root"
+    assert isinstance(cast(object, d), TreeDict) and isinstance(cast(object, d._policy), Policy), where
+    assert d._device == device, f"{where}: tracks {d._device}, expected {device}"
+    assert device is None or device == resolve(device), f"{where}: {device} is not resolved"
+    assert (device is CPU) == (device == CPU), f"{where}: the CPU device is not the shared one"
+    for key, value in d.items():
+        path = (*at, key)
+        assert isinstance(cast(object, key), str), f"key {key!r} {where}"
+        if isinstance(value, Tensor):
+            assert value.device == device, f"{dotted(path)} is on {value.device}, expected {device}"
+        elif isinstance(value, TreeDict):
+            assert device is not None, f"{dotted(path)}: nested in a dict without a device"
+            _verify(cast("TreeDict[Any]", value), device, path)
+        else:
+            assert not isinstance(value, Mapping), f"{dotted(path)}: a mapping that is no DeviceDict"
+            assert d._policy.objects == "keep", f"{dotted(path)}: {type(value).__name__} without objects='keep'"
+
+
+def _context(d: TreeDict[Any]) -> _pytree.Context:
+    return _pytree.Context(tuple(d), d._device, d._policy)
+
+
+def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], context: _pytree.Context) -> Any:
+    out = cls._new(items, None, cls._class_policy if context.policy is None else context.policy)
+    out._settle(context.device)
+    return out
+
+
+def restore(cls: type[Any], items: dict[str, Any], device: str | None, policy: dict[str, Any] | None) -> Any:
+    """Build what `TreeDict.__reduce__` took apart; on whatever device the tensors were loaded to.
+
+    Takes data only and checks its form, since a file may hold anything.
+    """
+    if not issubclass(cls, TreeDict):
+        raise TypeError(f"expected a DeviceDict class, got {cls!r}")
+    if type(items) is not dict or not all(type(key) is str for key in items):
+        raise TypeError(f"expected a dict with str keys, got {type(items).__name__}")
+    own = cast("type[TreeDict[Any]]", cls)
+    out = own._new(items, None, own._class_policy if policy is None else Policy.from_state(policy))
+    out._settle(None if device is None else canonical(torch.device(device)))
+    return out
