@@ -47,13 +47,6 @@ def read_table(path: Path) -> tuple[DeviceDict, dict[str, Vocabulary]]:
     return table, encoders
 
 
-def choose_training_rows(count: int) -> Tensor:
-    """bool ``[count]``: true for a random four fifths of the rows."""
-    chosen = torch.zeros(count, dtype=torch.bool)
-    chosen[torch.randperm(count)[: round(0.8 * count)]] = True
-    return chosen
-
-
 def take_rows(table: DeviceDict, mask: Tensor) -> DeviceDict:
     """The rows where ``mask`` is true, of every column at every depth."""
     return table.map(lambda column: column[mask])
@@ -91,27 +84,26 @@ def train(model: nn.Module, rows: DeviceDict, epochs: int) -> None:
 def draw_confusion(answers: DeviceDict, names: tuple[str, ...], title: str, path: Path) -> None:
     """A picture of how many penguins of each species (a row) were taken for each species (a column)."""
     size = len(names)
-    cell = answers["species"] * size + answers["predicted"]
-    counts = cell.bincount(minlength=size * size).reshape(size, size).tolist()
-
-    figure = Figure(figsize=(5.4, 5), layout="tight")
-    axes = figure.subplots()
+    cells = answers["species"] * size + answers["predicted"]
+    counts = cells.bincount(minlength=size * size).reshape(size, size).tolist()
     most = max(map(max, counts))
-    axes.pcolormesh(counts, cmap="Blues", vmin=-most / 10, vmax=most, edgecolors="white", linewidth=3)
+
+    figure = Figure(figsize=(5, 5), layout="tight")
+    axes = figure.subplots()
+    axes.pcolormesh(range(size), range(size), counts, cmap="Blues", vmin=-most / 10, edgecolors="white", linewidth=3)
     for row, line in enumerate(counts):
         for column, count in enumerate(line):
             color = "white" if count > most / 2 else "black"
-            axes.text(column + 0.5, row + 0.5, str(count), ha="center", va="center", size=18, color=color)
-    centres = [i + 0.5 for i in range(size)]
-    axes.set_xticks(centres, names, size=12)
-    axes.set_yticks(centres, names, size=12, rotation=90, va="center")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_aspect("equal")
-    axes.invert_yaxis()
+            axes.text(column, row, str(count), ha="center", va="center", size=18, color=color)
     axes.set_title(title, pad=12)
     axes.set_xlabel("predicted species", labelpad=8)
     axes.set_ylabel("true species", labelpad=8)
+    axes.set_xticks(range(size), names, size=12)
+    axes.set_yticks(range(size), names, size=12, rotation="vertical", va="center")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_aspect("equal")
+    axes.invert_yaxis()  # the first species on top
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -126,7 +118,8 @@ def main() -> None:
 
     # The table, and with it which rows are for training, moves to the best device there is in one call.
     table, encoders = read_table(HERE / "data" / "penguins.csv")
-    table["training"] = choose_training_rows(len(table["species"]))
+    count = len(table["species"])
+    table["training"] = torch.randperm(count) < round(0.8 * count)  # a random four fifths of the rows
     print(table)
     table = table.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     print(f"\nnow on {table.device}")
@@ -141,11 +134,11 @@ def main() -> None:
     with torch.no_grad():
         predicted = model(held_out["input"]).argmax(dim=1)
     answers = held_out | DeviceDict({"predicted": predicted}, encoders={"predicted": species})
+    strings = [answers.decode(key) for key in ("predicted", "species", "island", "sex")]
     lengths = answers["measured", "bill_length_mm"].tolist()
-    named = zip(lengths, *(answers.decode(key) for key in ("sex", "island", "predicted", "species")), strict=True)
-    print("\nsome held-out penguins, predicted / true:")
-    for length, sex, island, guess, truth in list(named)[::10]:
-        print(f"  {guess} / {truth}  ({sex}, {island}, bill {length:.1f} mm)")
+    print("\nevery tenth held-out penguin, predicted / true:")
+    for guess, truth, island, sex, length in list(zip(*strings, lengths, strict=True))[::10]:
+        print(f"  {guess} / {truth}  ({island}, sex {sex}, bill {length:.1f} mm)")
 
     right = answers["predicted"] == answers["species"]
     accuracy = right.float().mean().item()

@@ -229,8 +229,8 @@ class CheckedDict(TreeDict[V]):
         home = resolve(torch.get_default_device()) if device is None else device
         moved: dict[int, Tensor] = {}
         if consent or self._policy.on_mismatch == "move":
-            strangers = [tensor for tensor in tensors if tensor.device != home]
-            moved = dict(zip(map(id, strangers), transfer(strangers, home), strict=True))
+            strangers = {id(tensor): tensor for tensor in tensors if tensor.device != home}
+            moved = dict(zip(strangers, transfer(list(strangers.values()), home), strict=True))
         staged, policy = self._convert(data, home, moved, at)
         if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
             device = home
@@ -282,7 +282,7 @@ class CheckedDict(TreeDict[V]):
     # --- paths ---
 
     def _walk(self, key: object) -> tuple[CheckedDict[Any], Any]:
-        """The nested dict that a path leads into, and the last key; ``KeyError`` for a plain key, or no such dict."""
+        """The dict that holds what a path leads to, and the last key; ``KeyError`` for a plain key or a missing path."""
         path = cast(Path, key if isinstance(key, tuple) else ())
         if not path:
             raise KeyError(cast(object, key))
@@ -292,6 +292,8 @@ class CheckedDict(TreeDict[V]):
             if not isinstance(inner, CheckedDict):
                 raise KeyError(path)
             node = cast("CheckedDict[Any]", inner)
+        if not raw.__contains__(node, path[-1]):
+            raise KeyError(path)
         return node, path[-1]
 
     def _set_path(self, path: Path, value: Any) -> None:

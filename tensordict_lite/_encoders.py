@@ -133,7 +133,7 @@ class Vocabulary:
 
     # Written out, so that any iterable of tokens is taken and kept as a tuple.
     def __init__(self, tokens: Iterable[str], unknown: str | None = None) -> None:
-        tokens = (tokens,) if isinstance(tokens, str) else tuple(tokens)
+        tokens = tuple(tokens)
         for token in cast("tuple[object, ...]", tokens):
             if not isinstance(token, str):
                 raise TypeError(f"tokens are str, got {type(token).__name__}: {token!r}")

@@ -193,7 +193,7 @@ def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tupl
             f"{encoder!r}.encode gave shape {list(codes.shape)} for {len(strings)} strings; "
             f"the first dimension must be {len(strings)}"
         )
-    return codes.reshape(*shape, *codes.shape[1:])
+    return codes.reshape((*shape, *codes.shape[1:]))
 
 
 def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
@@ -208,7 +208,7 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
 
     def rows(tensor: Tensor) -> Tensor:
         host = tensor.detach().cpu()
-        return host.reshape(math.prod(shape), *host.shape[lead:])
+        return host.reshape((math.prod(shape), *host.shape[lead:]))
 
     flat = {key: rows(value) for key, value in codes.items()} if isinstance(codes, Mapping) else rows(codes)
     return _nest(encoder.decode(flat), shape)

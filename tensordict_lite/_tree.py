@@ -110,8 +110,6 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     # --- comparing ---
 
-    __hash__: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
-
     def __eq__(self, other: object, /) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented

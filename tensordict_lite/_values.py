@@ -160,6 +160,8 @@ def _find_tensor(value: Any) -> str | None:
         items = cast("Mapping[Any, Any]", value).items()
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         items = enumerate(cast("list[Any]", value))
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        items = enumerate(cast(Any, value).flat)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     for at, item in items:

@@ -1,0 +1,65 @@
+"""The penguins example, run as a user runs it, with every warning an error."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SPECIES = {"Adelie", "Chinstrap", "Gentoo"}
+
+
+def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "penguins.py"), "--out", str(out), *options]
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", env={**os.environ, "PYTHONUTF8": "1"}, timeout=120, check=False
+    )
+
+
+def held_out_accuracy(printed: str) -> float:
+    found = re.search(r"^held-out accuracy ([\d.]+), (\d+) of (\d+) penguins$", printed, flags=re.MULTILINE)
+    assert found, printed
+    accuracy, right, count = map(float, found.groups())
+    assert accuracy == pytest.approx(right / count, abs=5e-4)
+    return accuracy
+
+
+def test_the_table_is_the_published_one() -> None:
+    with (EXAMPLES / "data" / "penguins.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 344
+    assert {row["species"] for row in rows} == SPECIES
+    assert sum(value == "NA" for row in rows for value in row.values()) == 2 * 4 + 11
+
+
+def test_it_tells_the_species_and_shows_its_work(tmp_path: Path) -> None:
+    done = run(tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert held_out_accuracy(done.stdout) >= 0.95
+
+    assert "344 rows" in done.stdout and "bill_length_mm 2," in done.stdout and "sex 11," in done.stdout
+    assert done.stdout.count("DeviceDict(") == 1
+    assert re.search(r"^├─ species +int64\[344\] +Vocabulary\(\['Adelie', ", done.stdout, flags=re.MULTILINE)
+    assert re.search(r"^│  ├─ bill_length_mm +float32\[344\]$", done.stdout, flags=re.MULTILINE)
+    assert re.search(r"^now on \w+", done.stdout, flags=re.MULTILINE)
+
+    decoded = re.findall(r"^  (\S+) / (\S+)  \(", done.stdout, flags=re.MULTILINE)
+    assert len(decoded) == 7
+    assert {name for pair in decoded for name in pair} <= SPECIES
+
+    picture = tmp_path / "new" / "confusion.png"
+    assert str(picture) in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_it_fails_where_the_network_has_not_learnt(tmp_path: Path) -> None:
+    done = run(tmp_path, "--epochs", "1")
+    assert done.returncode == 1
+    assert held_out_accuracy(done.stdout) < 0.95
+    assert re.search(r"^held-out accuracy 0\.\d+ is under the required 0\.95$", done.stderr, flags=re.MULTILINE)

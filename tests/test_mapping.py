@@ -1,0 +1,314 @@
+"""DeviceDict is a dict: every mutator keeps the device rule, paths work, a failed call changes nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+import torch
+
+from tensordict_lite import DeviceDict, DeviceMismatchError
+
+# What each attribute of dict is for DeviceDict. A new one in a later Python is in neither set and fails the test.
+OVERRIDDEN = {
+    "__contains__", "__delitem__", "__eq__", "__init__", "__init_subclass__", "__ior__", "__ne__", "__or__",
+    "__reduce__", "__repr__", "__ror__", "__setitem__", "copy", "fromkeys", "get", "pop", "setdefault", "update",
+}  # fmt: skip
+SAFE = {
+    # read only
+    "__class__", "__class_getitem__", "__dir__", "__doc__", "__format__", "__getattribute__", "__getitem__",
+    "__getstate__", "__iter__", "__len__", "__reversed__", "__sizeof__", "__str__", "__subclasshook__", "items", "keys",
+    "values",
+    # NotImplemented, or None, for a dict
+    "__hash__",
+    "__ge__", "__gt__", "__le__", "__lt__",
+    # make nothing that holds a value; pickle goes through __reduce__
+    "__new__", "__reduce_ex__", "__setattr__", "__delattr__",
+    # only remove
+    "clear", "popitem",
+}  # fmt: skip
+
+
+def test_every_attribute_of_dict_is_decided_about() -> None:
+    """``dict`` implements each mutator in C, calling no other: one that is not overridden bypasses the rule."""
+    assert not OVERRIDDEN & SAFE
+    undecided = set(dir(dict)) - OVERRIDDEN - SAFE
+    assert not undecided, f"decide whether {sorted(undecided)} can store a value, then override it or list it as safe"
+    for name in OVERRIDDEN:
+        assert getattr(DeviceDict, name) is not getattr(dict, name), name
+        owner = next(cls for cls in DeviceDict.__mro__ if name in vars(cls))
+        assert owner.__module__.startswith("tensordict_lite"), name
+
+
+WRITERS = {
+    "setitem": lambda d, v: d.__setitem__("y", v),
+    "path": lambda d, v: d.__setitem__(("n", "y"), v),
+    "new path": lambda d, v: d.__setitem__(("m", "q", "y"), v),
+    "update": lambda d, v: d.update({"z": 1, "y": v}),
+    "update pairs": lambda d, v: d.update([("z", 1), ("y", v)]),
+    "update generator": lambda d, v: d.update((k, w) for k, w in [("z", 1), ("y", v)]),
+    "update keywords": lambda d, v: d.update(z=1, y=v),
+    "update nested": lambda d, v: d.update(z=1, n={"p": 2, "y": v}),
+    "update user mapping": lambda d, v: d.update(UserDict(z=1, y=v)),
+    "setdefault": lambda d, v: d.setdefault("y", v),
+    "ior": lambda d, v: d.__ior__({"z": 1, "y": v}),
+    "or": lambda d, v: d | {"z": 1, "y": v},
+    "ror": lambda d, v: {"z": 1, "y": v} | d,
+    "nested item": lambda d, v: d["n"].__setitem__("y", v),
+    "nested mapping": lambda d, v: d.__setitem__("y", {"deep": {"er": v}}),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("bad", [torch.zeros(2, device="meta"), None, [torch.zeros(1)]], ids=["meta", "None", "list"])
+def test_no_writer_bypasses_the_rule_and_a_failure_changes_nothing(write: Any, bad: Any) -> None:
+    d = DeviceDict({"x": torch.ones(2), "n": {"w": torch.ones(1)}})
+    before, tensors = d.to_dict(), d._tensors()
+    with pytest.raises(DeviceMismatchError if isinstance(bad, torch.Tensor) else TypeError, match="y|er"):
+        write(d, bad)
+    d._check()
+    assert d.to_dict().keys() == before.keys() and d["n"].keys() == {"w"}
+    assert all(a is b for a, b in zip(d._tensors(), tensors, strict=True))
+    assert d.device == torch.device("cpu")
+
+
+def test_a_failed_first_write_leaves_the_dict_without_a_device() -> None:
+    d = DeviceDict()
+    with pytest.raises(TypeError):
+        d.update(x=torch.zeros(1, device="meta"), y=None)
+    assert d.device is None and not d
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, UserDict, lambda x: list(x.items()), lambda x: tuple(x.items()),
+                                  lambda x: ((k, v) for k, v in x.items()), DeviceDict])  # fmt: skip
+def test_construction_from_every_form_of_items(make: Any) -> None:
+    d = DeviceDict(make({"x": torch.ones(2), "y": torch.zeros(1)}))
+    d._check()
+    assert list(d) == ["x", "y"] and d.device == torch.device("cpu")
+
+
+def test_results_keep_the_type() -> None:
+    class Batch(DeviceDict, objects="keep"):
+        pass
+
+    d = Batch({"x": 1, "n": {"y": 2}})
+    made = [d.copy(), d | {"z": 1}, {"z": 1} | d, Batch.fromkeys(["a"], 1), d.select("x"), d.drop("x"), d.detach(),
+            d.map(lambda t: t + 1), type(d)({"x": torch.ones(1)}), d["n"]]  # fmt: skip
+    assert {type(m) for m in made} == {Batch}
+    d |= {"z": 1}
+    assert type(d) is Batch
+
+
+def test_it_is_a_dict_everywhere() -> None:
+    d = DeviceDict({"x": torch.ones(2), "y": torch.zeros(2)})
+    assert isinstance(d, dict) and isinstance(d, MutableMapping) and issubclass(DeviceDict, MutableMapping)
+    assert len(d) == 2 and list(reversed(d)) == ["y", "x"] and bool(d) and not DeviceDict()
+    assert dict(**d).keys() == d.keys() == {**d}.keys()
+    assert {"x": 1, **d}["x"] is d["x"]
+    match d:
+        case {"x": x, **rest}:
+            assert x is d["x"] and rest.keys() == {"y"}
+        case _:
+            raise AssertionError
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(d)
+
+
+def test_reads_are_dicts_own() -> None:
+    assert DeviceDict.__getitem__ is dict.__getitem__
+    assert all(getattr(DeviceDict, name) is getattr(dict, name) for name in ("__iter__", "__len__", "items", "values"))
+
+
+def test_pop_popitem_clear_setdefault() -> None:
+    d = DeviceDict({"x": 1, "n": {"y": 2, "z": 3}})
+    assert d.pop("x").item() == 1 and d.pop("x", None) is None and d.pop(("n", "q"), 7) == 7
+    assert d.pop(("n", "y")).item() == 2 and list(d["n"]) == ["z"]
+    with pytest.raises(KeyError, match="'x'"):
+        d.pop("x")
+    with pytest.raises(KeyError, match=r"\('n', 'y'\)"):
+        d.pop(("n", "y"))
+    assert d.setdefault("w", 4) is d["w"] and d.setdefault("w", 5).item() == 4
+    assert d.setdefault(("n", "k"), 6) is d["n", "k"]
+    assert d.popitem()[0] == "w"
+    d.clear()
+    assert not d and d.device == torch.device("cpu"), "an emptied dict stays where it is"
+
+
+class TestPaths:
+    def test_get_set_delete_contains(self) -> None:
+        d = DeviceDict({"obs": {"image": torch.ones(2)}})
+        assert d["obs", "image"] is d["obs"]["image"]
+        assert ("obs", "image") in d and ("obs",) in d
+        assert ("obs", "nope") not in d and ("obs", "image", "x") not in d and ("nope", "x") not in d and () not in d
+        d["obs", "state", "q"] = 1.0
+        assert isinstance(d["obs", "state"], DeviceDict) and d.get(("obs", "state", "q")).item() == 1.0
+        assert d.get(("obs", "none"), 3) == 3
+        del d["obs", "state", "q"]
+        assert ("obs", "state") in d and not d["obs", "state"]
+        d._check()
+
+    @pytest.mark.parametrize("path", [(), ("nope",), ("obs", "nope"), ("x", "y"), ("obs", "image", "deeper")])
+    def test_a_missing_path_is_a_key_error_with_the_path(self, path: tuple[str, ...]) -> None:
+        d = DeviceDict({"obs": {"image": 1}, "x": 2})
+        for access in (d.__getitem__, d.__delitem__):
+            with pytest.raises(KeyError) as caught:
+                access(path)
+            assert caught.value.args == (path,)
+
+    def test_a_missing_key_is_dicts_own_key_error(self) -> None:
+        with pytest.raises(KeyError) as caught:
+            DeviceDict()["x"]
+        assert caught.value.args == ("x",)
+
+    def test_a_path_through_a_tensor_cannot_be_set(self) -> None:
+        d = DeviceDict({"n": {"x": 1}})
+        with pytest.raises(TypeError, match=r"'n\.x' is a Tensor, expected a nested dict to put 'n\.x\.y\.z' into"):
+            d["n", "x", "y", "z"] = 1
+        with pytest.raises(KeyError, match="at least one key"):
+            d[()] = 1
+
+    def test_errors_name_the_whole_path(self) -> None:
+        d = DeviceDict({"n": {"x": 1}})
+        with pytest.raises(DeviceMismatchError, match=r"^'n\.m\.y' is on meta, this DeviceDict is on cpu") as caught:
+            d["n", "m", "y"] = torch.zeros(1, device="meta")
+        assert caught.value.key == ("n", "m", "y") and "m" not in d["n"]
+
+
+class TestNesting:
+    def test_a_mapping_is_taken_in_by_value(self) -> None:
+        inner = DeviceDict({"x": torch.ones(1)})
+        outer = DeviceDict({"inner": inner, "again": inner})
+        assert outer["inner"]["x"] is inner["x"]
+        inner["y"] = 1
+        outer["again", "z"] = 1
+        assert list(outer["inner"]) == ["x"] and list(inner) == ["x", "y"]
+
+    def test_a_dict_can_be_put_into_itself_without_a_cycle(self) -> None:
+        d = DeviceDict({"x": 1})
+        d["self"] = d
+        d["self"] = d
+        assert d["self", "self", "x"] is d["x"] and ("self", "self", "self") not in d
+        assert "self" in repr(d)
+
+    def test_an_empty_nested_dict_cannot_take_another_device_than_its_parent(self) -> None:
+        d = DeviceDict({"a": {}, "b": {}})
+        with pytest.raises(DeviceMismatchError):
+            d["a", "x"] = torch.zeros(1, device="meta")
+        with pytest.raises(DeviceMismatchError):
+            d["a"]["x"] = torch.zeros(1, device="meta")
+        d._check()
+        e = DeviceDict({"a": {}, "x": torch.zeros(1, device="meta")})
+        assert e["a"].device == e.device == torch.device("meta")
+        e["a"] = DeviceDict()
+        assert e["a"].device == torch.device("meta")
+        e._check()
+
+    def test_a_subclass_keeps_its_class_when_nested(self) -> None:
+        class Obs(DeviceDict):
+            pass
+
+        assert type(DeviceDict({"o": Obs({"x": 1})})["o"]) is Obs
+
+    def test_copies_do_not_share_structure(self) -> None:
+        d = DeviceDict({"n": {"x": 1}})
+        for c in (d.copy(), d.select("n"), d.drop(), d | {}, DeviceDict(d)):
+            c["n", "y"] = 2
+            assert list(d["n"]) == ["x"] and c["n", "x"] is d["n", "x"]
+
+
+class TestEquality:
+    def test_one_bool_from_keys_dtypes_shapes_and_values(self) -> None:
+        d = DeviceDict({"x": torch.ones(2), "n": {"y": torch.tensor(3)}})
+        assert (d == d.clone()) is True and (d != d.clone()) is False
+        assert d == {"x": torch.ones(2), "n": {"y": torch.tensor(3)}} and {"x": torch.ones(2)} != d
+        for other in (
+            {"x": torch.ones(2)},
+            {"x": torch.ones(2), "m": {"y": torch.tensor(3)}},
+            {"x": torch.ones(2).double(), "n": {"y": torch.tensor(3)}},
+            {"x": torch.ones(2, 1), "n": {"y": torch.tensor(3)}},
+            {"x": torch.ones(2), "n": {"y": torch.tensor(4)}},
+            {"x": torch.ones(2), "n": torch.tensor(3)},
+            {"x": [1.0, 1.0], "n": {"y": torch.tensor(3)}},
+        ):
+            assert d != other and not d == other  # noqa: SIM201
+        assert d != 3 and (d == None) is False  # noqa: E711
+
+    def test_order_does_not_count(self) -> None:
+        assert DeviceDict({"x": 1, "y": 2}) == DeviceDict({"y": 2, "x": 1})
+
+    def test_identity_counts_as_in_a_dict(self) -> None:
+        nan = torch.tensor(float("nan"))
+        assert DeviceDict({"x": nan}) == DeviceDict({"x": nan}) and DeviceDict({"x": nan}) != DeviceDict({"x": nan + 0})
+        meta = DeviceDict({"x": torch.ones(2, device="meta")})
+        assert meta == meta.copy() and meta != meta.clone()
+
+    def test_across_devices(self, device: torch.device) -> None:
+        d = DeviceDict({"x": [1.0, 2.0]})
+        assert d == d.to(device) and d.allclose(d.to(device)) and d != (d.to(device).map(lambda t: t + 1))
+
+    def test_special_layouts(self) -> None:
+        sparse = torch.eye(3).to_sparse()
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        d = DeviceDict({"s": sparse, "n": nested, "c": torch.ones(2, dtype=torch.complex64).conj()})
+        assert d == d.clone() and d != DeviceDict({**d, "s": (torch.eye(3) * 2).to_sparse()})
+        assert d != DeviceDict({**d, "s": torch.eye(3)})
+
+    def test_kept_objects(self) -> None:
+        a = DeviceDict({"o": {1, 2}}, objects="keep")
+        assert a == DeviceDict({"o": {1, 2}}, objects="keep") and a != DeviceDict({"o": {1}}, objects="keep")
+
+    def test_allclose(self) -> None:
+        d = DeviceDict({"x": [1.0], "i": [1]})
+        near = DeviceDict({"x": [1.0 + 1e-6], "i": [1]})
+        assert d.allclose(near) and d != near and not d.allclose(near, rtol=0, atol=1e-9)
+        assert not d.allclose({"x": torch.tensor([1.0])}) and not d.allclose(near.double())
+        nan = DeviceDict({"x": float("nan")})
+        assert nan.allclose(nan.clone(), equal_nan=True) and not nan.allclose(nan.clone())
+
+
+class TestShaping:
+    def test_select_and_drop(self) -> None:
+        d = DeviceDict({"x": 1, "n": {"a": 2, "b": {"c": 3, "d": 4}}})
+        picked = d.select(("n", "b", "c"), ("n", "a"), "x")
+        assert list(picked) == ["n", "x"] and list(picked["n"]) == ["b", "a"] and list(picked["n", "b"]) == ["c"]
+        picked._check()
+        assert d.drop(("n", "b", "c"), "x").flatten().keys() == {"n.a", "n.b.d"}
+        for bad in ("nope", ("n", "nope"), ("x", "y")):
+            with pytest.raises(KeyError):
+                d.select("x", bad)
+            with pytest.raises(KeyError):
+                d.drop("x", bad)
+        assert "x" in d
+
+    def test_flatten_and_unflatten_are_inverse(self) -> None:
+        d = DeviceDict({"x": 1, "n": {"a": 2, "e": {}}, "s": {"name": "ada"}})
+        flat = d.flatten("/")
+        assert list(flat) == ["x", "n/a", "n/e", "s/name"] and flat.decode("s/name") == "ada"
+        back = DeviceDict.unflatten(flat, "/")
+        assert back == d and isinstance(back["n", "e"], DeviceDict)
+        back._check()
+        with pytest.raises(ValueError, match=r"two fields would be named 'a\.b'; flatten with another sep"):
+            DeviceDict({"a": {"b": 1}, "a.b": 2}).flatten()
+        with pytest.raises(ValueError, match="'a' is a field already"):
+            DeviceDict.unflatten({"a": 1, "a.b": 2})
+        with pytest.raises(ValueError, match="is the start of another key"):
+            DeviceDict.unflatten({"a.b": 2, "a": 1})
+
+    def test_map(self, device: torch.device) -> None:
+        d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}, "o": None}, objects="keep")
+        assert d.map(torch.sum)["n", "y"].item() == 3.0
+        moved = d.map(lambda t: t.to(device))
+        assert moved.device == device and moved["n"].device == device
+        moved._check()
+        assert moved.map(lambda t: 0).device == device, "numbers go where the dict is"
+        seen = iter(["cpu", "meta", "cpu"])
+        with pytest.raises(DeviceMismatchError, match=r"'n\.y' is on meta"):
+            DeviceDict({"x": 1, "n": {"y": 2}}).map(lambda t: t.to(next(seen)))
+
+    def test_nbytes_and_to_dict(self) -> None:
+        d = DeviceDict({"x": torch.zeros(3), "n": {"y": torch.zeros(2, dtype=torch.int8)}})
+        assert d.nbytes == 14
+        plain = d.to_dict()
+        assert type(plain) is dict and type(plain["n"]) is dict and plain["x"] is d["x"]

@@ -1,0 +1,388 @@
+"""What ``d[key] = value`` stores, and what it refuses, with the whole message."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simulated
+from tensordict_lite import DeviceDict, DeviceMismatchError, Utf8, Vocabulary
+
+ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
+KEEP = 'or build with objects="keep" to keep it as it is, on the host'
+
+
+class TestTensors:
+    def test_on_the_device_it_is_stored_itself(self, device: torch.device) -> None:
+        for t in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, device=device), torch.eye(2).to_sparse(),
+                  torch.ones(1, dtype=torch.complex64).conj()):  # fmt: skip
+            d = DeviceDict({"x": t})
+            assert d["x"] is t and d.device == t.device
+            d["y"] = t
+            assert d["y"] is t
+            d._check()
+
+    def test_elsewhere_it_is_refused(self, device: torch.device) -> None:
+        d = DeviceDict({"x": torch.ones(2)})
+        with pytest.raises(DeviceMismatchError) as caught:
+            d["y"] = torch.ones(2, device=device)
+        error = caught.value
+        assert str(error) == (
+            f"'y' is on {device}, this DeviceDict is on cpu; move it with .to('cpu'), or build with on_mismatch=\"move\""
+        )
+        assert isinstance(error, RuntimeError)
+        assert (error.key, error.expected, error.actual) == ("y", torch.device("cpu"), device)
+
+    def test_tensors_that_disagree(self, device: torch.device) -> None:
+        with pytest.raises(DeviceMismatchError, match=rf"^'n\.y' is on {device}, this DeviceDict is on cpu"):
+            DeviceDict({"x": torch.ones(1), "n": {"y": torch.ones(1, device=device)}})
+        with pytest.raises(DeviceMismatchError, match=rf"^'y' is on cpu, this DeviceDict is on {device}"):
+            DeviceDict({"s": 1, "x": torch.ones(1, device=device), "y": torch.ones(1)})
+
+    def test_asking_for_a_device_is_consent(self, device: torch.device, copies: Any) -> None:
+        t = torch.ones(2)
+        d = DeviceDict({"x": t, "n": {"y": torch.zeros(1, device=device), "again": t}}, device=device)
+        d._check()
+        assert d.device == device and d["n", "again"] is d["x"], "what was one tensor is still one"
+        if device.type == "sim":
+            assert copies == {"h2d": 1}
+        with pytest.raises(DeviceMismatchError):
+            d["z"] = t
+
+    def test_on_mismatch_move(self, device: torch.device) -> None:
+        d = DeviceDict({"x": torch.ones(2, device=device)}, on_mismatch="move")
+        d["y"] = torch.zeros(2)
+        d.update(z={"w": torch.ones(1)})
+        d["z"]["v"] = torch.ones(1)
+        d._check()
+        assert d["z", "v"].device == device
+        mixed = DeviceDict({"a": torch.ones(1), "b": torch.ones(1, device=device)}, on_mismatch="move")
+        assert mixed.device == torch.device("cpu")
+        mixed._check()
+
+    def test_meta_and_indices(self) -> None:
+        d = DeviceDict({"x": 1}, device="meta")
+        d["y"] = torch.zeros(1, device="meta:0")
+        assert d.device == torch.device("meta")
+        assert DeviceDict(device="cpu:0").device == torch.device("cpu")
+
+    def test_a_device_without_an_index_is_the_current_one(self) -> None:
+        assert DeviceDict(device="sim").device == torch.device("sim:0")
+        assert DeviceDict({"x": 1}).to("sim").device == torch.device("sim:0")
+        with simulated.sim.device(1):
+            d = DeviceDict(device="sim")
+            assert d.device == torch.device("sim:1")
+            d["x"] = torch.ones(1, device="sim")
+            d["y"] = torch.ones(1, device="sim:1")
+            assert d.to("sim") is d
+        assert d.to("sim:1") is d and d.to("sim").device == torch.device("sim:0")
+
+    def test_an_unknown_device(self) -> None:
+        with pytest.raises(RuntimeError, match="nonsense"):
+            DeviceDict(device="nonsense")
+        with pytest.raises(RuntimeError, match="nonsense"):
+            DeviceDict({"x": 1}).to("nonsense")
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("value", "dtype", "expected"),
+        [
+            (True, torch.bool, True),
+            (3, torch.int64, 3),
+            (1.5, torch.float32, 1.5),
+            (2j, torch.complex64, 2j),
+            (np.float64(1.5), torch.float64, 1.5),
+            (np.float32(1.5), torch.float32, 1.5),
+            (np.int16(7), torch.int16, 7),
+            (np.bool_(True), torch.bool, True),
+            (Colour.RED, torch.int64, 3),
+            ([1, 2], torch.int64, [1, 2]),
+            ([[1.0], [2.5]], torch.float32, [[1.0], [2.5]]),
+            ((1, 2.5, True), torch.float32, [1.0, 2.5, 1.0]),
+            ([np.float64(1), 2], torch.float32, [1.0, 2.0]),
+            (Point(1.0, 2.0), torch.float32, [1.0, 2.0]),
+            ([Point(1.0, 2.0)], torch.float32, [[1.0, 2.0]]),
+            ([], torch.float32, []),
+            ([np.array([1, 2]), np.array([3, 4])], torch.int64, [[1, 2], [3, 4]]),
+            ([[np.array([1.0])], [[2.0]]], torch.float64, [[[1.0]], [[2.0]]]),
+            (torch.Size([2, 3]), torch.int64, [2, 3]),
+        ],
+    )
+    def test_become_tensors(self, value: Any, dtype: torch.dtype, expected: Any, device: torch.device) -> None:
+        for where in ("cpu", device):
+            d = DeviceDict({"x": value}, device=where)
+            d._check()
+            assert d["x"].dtype == dtype or isinstance(value, list) and isinstance(value[0], np.float64)
+            assert d["x"].cpu().tolist() == expected
+
+    def test_arrays_are_shared_as_torch_shares_them(self) -> None:
+        array = np.arange(3.0)
+        d = DeviceDict({"x": array})
+        array[0] = 9
+        assert d["x"].dtype == torch.float64 and d["x"][0] == 9
+
+    def test_arrays_that_cannot_be_shared_are_copied_without_a_warning(self) -> None:
+        frozen = np.arange(3)
+        frozen.flags.writeable = False
+        backwards = np.arange(3)[::-1]
+        swapped = np.arange(3).astype(">i4")
+        record = np.zeros(3, dtype=[("a", "i1"), ("b", "i4")])
+        d = DeviceDict(
+            {"f": frozen, "b": backwards, "s": swapped, "r": record["b"], "bc": np.broadcast_to(1.0, (2, 2))}
+        )
+        assert d["b"].tolist() == [2, 1, 0] and d["s"].tolist() == [0, 1, 2] and d["s"].dtype == torch.int32
+        d["f"][0] = 7
+        d["r"][0] = 7
+        d["bc"][0, 0] = 7
+        assert frozen[0] == 0 and record["b"][0] == 0 and d["bc"].tolist() == [[7.0, 1.0], [1.0, 1.0]]
+
+    def test_dtype_is_for_host_values_with_floating_point_content(self) -> None:
+        d = DeviceDict(
+            {"a": np.ones(2), "l": [0.1], "n": 0.1, "s": np.float64(0.5), "i": [1], "j": np.arange(2), "b": True, "c": 1j,
+             "t": torch.ones(1, dtype=torch.float16), "d": {"x": 1.0}, "e": np.ones(1, np.float16)}, dtype=torch.float64,
+        )  # fmt: skip
+        got = {key: str(t.dtype).removeprefix("torch.") for key, t in d.flatten().items()}
+        assert got == {"a": "float64", "l": "float64", "n": "float64", "s": "float64", "i": "int64", "j": "int64",
+                       "b": "bool", "c": "complex64", "t": "float16", "d.x": "float64", "e": "float64"}  # fmt: skip
+        assert d["l"].item() == 0.1 and d["n"].item() == 0.1, "created in the dtype, not cast to it from float32"
+        assert DeviceDict({"x": np.ones(1)}, dtype=torch.float32)["x"].dtype == torch.float32
+
+    def test_the_default_dtype_and_device_of_torch_are_honoured(self, device: torch.device) -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert DeviceDict({"x": 1.0})["x"].dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        with torch.device(device):
+            d = DeviceDict({"x": 1.0, "s": "a", "n": {}})
+        assert d.device == device
+        d._check()
+
+    def test_a_host_value_does_not_decide_the_device_if_a_tensor_can(self, device: torch.device) -> None:
+        d = DeviceDict({"a": 1.0, "n": {"s": "text", "t": torch.ones(1, device=device)}})
+        d._check()
+        assert d.device == device
+
+
+@dataclasses.dataclass
+class Holder:
+    t: Any = None
+
+
+REFUSED = {
+    "None": (None, f"'n.x' is NoneType, expected {ACCEPTED}; leave the key out, {KEEP}"),
+    "object": (object(), f"'n.x' is object, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "bytes": (b"ab", f"'n.x' is bytes, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "range": (range(3), f"'n.x' is range, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "set": ({1, 2}, f"'n.x' is set, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "list of None": ([1, None], f"'n.x' is list of NoneType, int, expected {ACCEPTED}; convert it to numbers or strings, {KEEP}"),
+    "list of dicts": ([{"a": 1}], f"'n.x' is list of dict, expected {ACCEPTED}; convert it to numbers or strings, {KEEP}"),
+    "datetimes": (np.array(["2020-01-01"], dtype="M8[D]"),
+                  f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}"),
+    "datetime": (np.datetime64("2020-01-01"),
+                 f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}"),
+    "records": (np.zeros(1, dtype=[("a", "i4")]),
+                f"'n.x' is array of dtype [('a', '<i4')], expected {ACCEPTED}; convert it first, {KEEP}"),
+    "bytes array": (np.array([b"a"]), f"'n.x' is array of dtype |S1, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "longdouble": (np.ones(1, np.longdouble),
+                   f"'n.x' is array of dtype {np.dtype(np.longdouble)}, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "list of tensors": ([torch.ones(1), torch.ones(1)],
+                        f"'n.x' is a list that holds a tensor at [0], which would escape the device rule; expected {ACCEPTED}. "
+                        "Join it with torch.stack or pad_sequence, or store it as a mapping"),
+    "tensor deep in a list": ([[1.0, torch.ones(())]],
+                              f"'n.x' is a list that holds a tensor at [0][1], which would escape the device rule; expected "
+                              f"{ACCEPTED}. Join it with torch.stack or pad_sequence, or store it as a mapping"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_with_its_message(value: Any, message: str) -> None:
+    d = DeviceDict({"n": {"y": 1}})
+    with pytest.raises(TypeError) as caught:
+        d["n", "x"] = value
+    assert str(caught.value) == message
+    assert list(d["n"]) == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[1, 2], [3]], r"^'x': expected numbers that torch can hold, in lists that are rectangular; torch says: "),
+        ([1, [2]], r"^'x': expected numbers that torch can hold, in lists that are rectangular; torch says: "),
+        (2**70, r"^'x': expected numbers that torch can hold, .*verflow"),
+        ([np.ones(2), np.ones(3)], r"^'x': the arrays in this list differ in shape"),
+    ],
+)
+def test_numbers_that_do_not_fit(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeviceDict({"x": value})
+
+
+def test_array_likes_are_told_the_way_in() -> None:
+    class Series:
+        def __array__(self) -> Any:
+            return np.ones(2)
+
+    with pytest.raises(
+        TypeError, match=re.escape("'x' is Series, expected " + ACCEPTED + "; pass numpy.asarray(value)")
+    ):
+        DeviceDict({"x": Series()})
+
+
+@pytest.mark.parametrize("key", [1, None, 1.5, b"x", ("a", "b")])
+def test_keys_are_str(key: Any) -> None:
+    d = DeviceDict({"n": {}})
+    way_out = "assign d[path] = value for a path" if isinstance(key, tuple) else f"use {str(key)!r}"
+    kind = type(key).__name__
+    with pytest.raises(TypeError) as caught:
+        d.update({key: 1})
+    assert str(caught.value) == f"keys are str, got {key!r} of type {kind}; {way_out}"
+    with pytest.raises(TypeError) as caught:
+        d["n"] = {key: 1}
+    assert str(caught.value) == f"keys are str, got {key!r} of type {kind} in 'n'; {way_out}"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (3, "expected a mapping or an iterable of (key, value) pairs, got int"),
+        ([1, 2], "expected a mapping or an iterable of (key, value) pairs, got list: "),
+        ("abc", "expected a mapping or an iterable of (key, value) pairs, got str: "),
+        ([("a", 1, 2)], "expected a mapping or an iterable of (key, value) pairs, got list: "),
+    ],
+)
+def test_what_is_no_mapping(data: Any, message: str) -> None:
+    for make in (DeviceDict, DeviceDict().update):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            make(data)
+
+
+def test_the_error_of_a_callers_generator_is_the_callers() -> None:
+    def broken() -> Any:
+        yield "x", 1
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        DeviceDict(broken())
+
+
+class TestObjects:
+    def test_kept_as_they_are_and_never_moved(self, device: torch.device) -> None:
+        thing = Holder("a")
+        values = {
+            "thing": thing,
+            "none": None,
+            "mixed": ["a", None],
+            "ids": {1, 2},
+            "when": np.datetime64("2020-01-01"),
+        }
+        d = DeviceDict({"x": 1, "n": values, **values}, objects="keep")
+        d._check()
+        moved = d.to(device)
+        moved._check()
+        assert moved["thing"] is thing and moved["n", "thing"] is thing and moved.numpy()["none"] is None
+        assert moved.device == device and moved.to_dict()["mixed"] == ["a", None]
+        assert d.clone()["thing"] is thing and d.map(lambda t: t)["n", "none"] is None
+
+    def test_objects_alone_do_not_decide_the_device(self, device: torch.device) -> None:
+        d = DeviceDict({"id": None}, objects="keep")
+        assert d.device is None and d.to(device).device == device
+        d["x"] = torch.ones(1, device=device)
+        d._check()
+        assert d.device == device
+
+    def test_what_torch_can_hold_becomes_a_tensor_all_the_same(self) -> None:
+        d = DeviceDict({"x": 1.0, "y": [1, 2], "s": "text"}, objects="keep")
+        assert all(isinstance(value, Tensor) for value in d.values())
+
+    @pytest.mark.parametrize(
+        ("value", "at"),
+        [
+            ([None, torch.ones(1)], "[1]"),
+            (Holder(torch.ones(1)), "['t']"),
+            (Holder([{"a": (None, torch.ones(1))}]), "['t'][0]['a'][1]"),
+            ({torch.ones(1)}, "[0]"),
+            (nn.Sequential(nn.Linear(1, 1)), "['0.weight']"),
+            (nn.utils.rnn.pack_sequence([torch.ones(2)]), "[0]"),
+            (np.array([torch.ones(1), None], dtype=object), "[0]"),
+        ],
+    )
+    def test_an_object_that_holds_a_tensor_is_refused(self, value: Any, at: str) -> None:
+        with pytest.raises(
+            TypeError, match=re.escape(f"that holds a tensor at {at}, which would escape the device rule")
+        ):
+            DeviceDict({"x": value}, objects="keep")
+
+
+class TestPolicy:
+    def test_of_the_instance_survives_every_method(self) -> None:
+        d = DeviceDict({"s": "b", "n": {"s": "a"}}, encoders={"s": Vocabulary(["a", "b"])}, on_mismatch="move",
+                       objects="keep", dtype=torch.float64)  # fmt: skip
+        made = [d.copy(), d.clone(), d.to("meta").to("meta"), d.select("s", "n"), d.drop(), d | {}, d.map(lambda t: t),
+                d.float(), d.detach(), d.contiguous(), d["n"]]  # fmt: skip
+        for m in made:
+            assert m._policy == d._policy, m
+            m["more"] = 0.5
+            m["t"] = torch.ones(1)
+            m["o"] = None
+            assert m["more"].dtype == torch.float64
+        assert d["n"].decode("s") == "a"
+
+    def test_of_the_class_survives_a_rebuild(self, device: torch.device) -> None:
+        class Batch(
+            DeviceDict, on_mismatch="move", objects="keep", dtype=torch.float64, encoders={"s": Vocabulary("ab")}
+        ):
+            pass
+
+        class Sub(Batch, dtype=torch.float16):
+            pass
+
+        d = Batch({"s": "b", "x": torch.ones(1, device=device), "n": {"o": None}})
+        rebuilt = type(d)({key: value for key, value in d.items()})
+        rebuilt["y"] = torch.ones(1)
+        assert rebuilt.decode("s") == "b" and rebuilt["n", "o"] is None and rebuilt["y"].device == device
+        assert type(d["n"]) is Batch, "so that a nested dict is rebuilt under the same policy"
+        assert Sub({"x": 1.0, "o": None})["x"].dtype == torch.float16 and Batch({"x": 1.0})["x"].dtype == torch.float64
+        assert Batch({"x": 1.0}, dtype=torch.float32)["x"].dtype == torch.float32
+        with pytest.raises(TypeError):
+            DeviceDict({"o": None})
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"on_mismatch": "copy"}, ValueError, "on_mismatch is 'error' or 'move', got 'copy'"),
+            ({"objects": True}, ValueError, "objects is 'error' or 'keep', got True"),
+            ({"dtype": torch.int64}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; "
+             "got torch.int64"),
+            ({"dtype": "float32"}, TypeError, "got 'float32'"),
+            ({"encoders": {("a", "b"): Utf8()}}, TypeError, "encoders= maps keys, which are str, to encoders; got the key "
+             "('a', 'b'). A key's encoder serves that key in nested dicts too"),
+            ({"encoders": {"a": 3}}, TypeError, "an encoder has encode and decode, or is a callable; got int: 3"),
+        ],
+    )  # fmt: skip
+    def test_bad_options(self, options: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=re.escape(message)):
+            DeviceDict(**options)
+        with pytest.raises(error, match=re.escape(message)):
+            type("Batch", (DeviceDict,), {}, **options)
+
+    def test_an_unknown_option_is_no_field(self) -> None:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'devcie'"):
+            DeviceDict({"x": 1}, devcie="cpu")  # type: ignore[call-arg]
