@@ -93,7 +93,7 @@ def draw_confusion(answers: DeviceDict, names: tuple[str, ...], title: str, path
     axes.pcolormesh(range(size), range(size), counts, cmap="Blues", vmin=-most / 10, edgecolors="white", linewidth=3)
     for row, line in enumerate(counts):
         for column, count in enumerate(line):
-            color = "white" if count > most / 2 else "black"
+            color = "white" if count > 0.6 * most else "black"
             axes.text(column, row, str(count), ha="center", va="center", size=18, color=color)
     axes.set_title(title, pad=12)
     axes.set_xlabel("predicted species", labelpad=8)

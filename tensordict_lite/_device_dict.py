@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from ._compare import agree, comparable
 from ._display import field_count, html, size, tree
 from ._errors import Path, dotted
 from ._movable import MovableDict
-from ._strings import decode_nested
+from ._strings import StringEncoder, decode_nested
 from ._transfer import canonical
 from ._tree import TreeDict, V, raw
 
@@ -30,7 +31,7 @@ class DeviceDict(MovableDict[V]):
     **Device**: ``device``, ``is_cuda``, `to`, `cpu`, `cuda`, `numpy`, `pin_memory`, `is_pinned`, `share_memory_`,
     `record_stream`.
     **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `requires_grad_`, `contiguous`.
-    **Strings**: `decode`.
+    **Strings**: `decode`, ``encoders``.
 
     Values: a tensor on the device is stored itself. A number becomes a 0-d tensor, a NumPy array, or a nested list of
     numbers, a tensor as ``torch.as_tensor`` makes it (an array on the CPU is shared, unless it is read-only), strings
@@ -140,7 +141,7 @@ class DeviceDict(MovableDict[V]):
         items: dict[str, Any] = {}
         encoders: dict[str, Any] = {}
         _flatten(self, "", sep, items, encoders)
-        return DeviceDict._new(items, self._device, self._policy.with_encoders(encoders))
+        return cast("DeviceDict[V]", DeviceDict._new(items, self._device, self._policy.with_encoders(encoders)))
 
     @classmethod
     def unflatten(cls, mapping: Mapping[str, Any], sep: str = ".") -> Self:
@@ -202,6 +203,17 @@ class DeviceDict(MovableDict[V]):
 
     # --- strings ---
 
+    @property
+    def encoders(self) -> Mapping[str, StringEncoder]:
+        """The encoders by key, read only: those that were given, and the ones that strings were encoded with.
+
+        Nested dicts have their own. To give an existing dict others, make a new one: ``DeviceDict(d, encoders=...)``.
+
+        >>> DeviceDict({"name": "Ada"}).encoders
+        mappingproxy({'name': Utf8(max_length=None)})
+        """
+        return MappingProxyType(dict(self._policy.encoders))
+
     def decode(self, key: str | Path) -> Any:
         """The strings of a field that was encoded: a ``str``, or lists nested as the field's leading dimensions are.
 
@@ -221,7 +233,10 @@ class DeviceDict(MovableDict[V]):
             return decode_nested(encoder, cast(Any, codes))
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{dotted(path)}: {error}") from error
+            hint = (
+                "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
+            )
+            raise kind(f"{dotted(path)}: {error}{hint}") from error
 
     # --- looking ---
 

@@ -14,6 +14,15 @@ from torch import Tensor
 from ._strings import integer_codes, register_encoder
 
 
+def _strings_only(tokens: Iterable[str]) -> tuple[str, ...]:
+    kept = tuple(tokens)
+    for token in cast("tuple[object, ...]", kept):
+        if not isinstance(token, str):
+            hint = "; fill missing values first" if token is None or token != token else ""
+            raise TypeError(f"tokens are str, got {type(token).__name__}: {token!r}{hint}")
+    return kept
+
+
 def _is_count(value: object, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
@@ -133,10 +142,7 @@ class Vocabulary:
 
     # Written out, so that any iterable of tokens is taken and kept as a tuple.
     def __init__(self, tokens: Iterable[str], unknown: str | None = None) -> None:
-        tokens = tuple(tokens)
-        for token in cast("tuple[object, ...]", tokens):
-            if not isinstance(token, str):
-                raise TypeError(f"tokens are str, got {type(token).__name__}: {token!r}")
+        tokens = _strings_only(tokens)
         codes = {token: code for code, token in enumerate(tokens)}
         if len(codes) != len(tokens):
             repeated = next(token for code, token in enumerate(tokens) if codes[token] != code)
@@ -159,11 +165,14 @@ class Vocabulary:
         >>> Vocabulary.fit(["dog", "cat", "dog"], unknown="<unk>")
         Vocabulary(['<unk>', 'cat', 'dog'], unknown='<unk>')
         """
-        tokens = sorted(set(strings))
+        tokens = sorted(set(_strings_only(strings)))
         return cls(tokens if unknown is None or unknown in tokens else [unknown, *tokens], unknown)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._codes
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
         """int64 ``[n]`` of ``n`` strings."""

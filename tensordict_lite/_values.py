@@ -60,7 +60,7 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
         return _strings(array, policy, path)
     if kind == "O":  # what pandas keeps strings in
         items: Any = array.tolist()
-        return _sequence(items if array.ndim else [items], device, policy, path, value)
+        return _sequence(items, device, policy, path, value) if array.ndim else store(items, device, policy, path)
     if kind not in _NUMBER_KINDS:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
@@ -137,8 +137,9 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
     if value is None:
         way_out = "leave the key out"
     elif isinstance(value, (list, tuple)):
-        inside = ", ".join(sorted({kind.__name__ for kind in _item_types(cast("list[Any]", value))}))
-        what, way_out = f"{what} of {inside}", "convert it to numbers or strings"
+        inside = sorted({kind.__name__ for kind in _item_types(cast("list[Any]", value))})
+        what = f"{what} of {', '.join(inside)}"
+        way_out = "fill missing values first" if "NoneType" in inside else "convert it to numbers or strings"
     elif hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic)):
         way_out = "pass numpy.asarray(value)"
     else:
@@ -160,7 +161,7 @@ def _find_tensor(value: Any) -> str | None:
         items = cast("Mapping[Any, Any]", value).items()
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         items = enumerate(cast("list[Any]", value))
-    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+    elif isinstance(value, np.ndarray) and cast(Any, value).dtype.hasobject:
         items = enumerate(cast(Any, value).flat)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]

@@ -192,7 +192,7 @@ REFUSED = {
     "bytes": (b"ab", f"'n.x' is bytes, expected {ACCEPTED}; convert it first, {KEEP}"),
     "range": (range(3), f"'n.x' is range, expected {ACCEPTED}; convert it first, {KEEP}"),
     "set": ({1, 2}, f"'n.x' is set, expected {ACCEPTED}; convert it first, {KEEP}"),
-    "list of None": ([1, None], f"'n.x' is list of NoneType, int, expected {ACCEPTED}; convert it to numbers or strings, {KEEP}"),
+    "list of None": ([1, None], f"'n.x' is list of NoneType, int, expected {ACCEPTED}; fill missing values first, {KEEP}"),
     "list of dicts": ([{"a": 1}], f"'n.x' is list of dict, expected {ACCEPTED}; convert it to numbers or strings, {KEEP}"),
     "datetimes": (np.array(["2020-01-01"], dtype="M8[D]"),
                   f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}"),

@@ -1,0 +1,299 @@
+"""Strings in and out: the four encoders, hooks, nested lists, JSON, pickle, and where an encoder goes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensordict_lite import (
+    DeviceDict,
+    Hashing,
+    StringEncoder,
+    Tokenizer,
+    Utf8,
+    Vocabulary,
+    encoder_from_json,
+    encoder_to_json,
+    register_encoder,
+)
+
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8)
+
+
+class Words:
+    """A stand-in with the two methods of a Hugging Face tokenizer that are used; picklable, compared by value."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words.split()
+
+    def __call__(self, strings: list[str], return_tensors: str, padding: bool | str, **options: Any) -> Any:
+        assert return_tensors == "pt" and padding and isinstance(strings, list)
+        ids = [[self.words.index(word) + 1 for word in string.split()] for string in strings]
+        width = max(map(len, ids))
+        padded = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+        return {"input_ids": padded, "attention_mask": (padded > 0).long()}
+
+    def batch_decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> list[str]:
+        return [" ".join(self.words[i - 1] for i in row if i) for row in ids.tolist()]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Words) and self.words == other.words
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ENCODERS: list[Any] = [
+    Utf8(),
+    Utf8(40),
+    Vocabulary(["a", "b"]),
+    Vocabulary(["a", "<unk>"], unknown="<unk>"),
+    Hashing(8, 3),
+]
+
+
+class TestRoundTrips:
+    @given(st.lists(TEXT, max_size=6))
+    def test_utf8_is_exact(self, strings: list[str]) -> None:
+        codes = Utf8().encode(strings)
+        assert codes.dtype == torch.uint8 and codes.shape[0] == len(strings)
+        assert Utf8().decode(codes) == strings
+        widest = max((len(s.encode()) for s in strings), default=0)
+        assert codes.shape[1] == widest
+        fixed = Utf8(32).encode(strings)
+        assert fixed.shape == (len(strings), 32) and Utf8().decode(fixed) == strings
+
+    @given(st.lists(TEXT, min_size=1, max_size=6))
+    def test_vocabulary_is_exact(self, strings: list[str]) -> None:
+        vocabulary = Vocabulary.fit(strings)
+        assert vocabulary.decode(vocabulary.encode(strings)) == strings
+        assert vocabulary == Vocabulary.fit(reversed(strings)) and list(vocabulary.tokens) == sorted(set(strings))
+
+    @given(st.lists(st.lists(TEXT, min_size=2, max_size=2), min_size=1, max_size=3), st.sampled_from(["cpu", "sim"]))
+    def test_nested_lists_keep_their_shape(self, strings: list[list[str]], device: str) -> None:
+        flat = [s for row in strings for s in row]
+        d = DeviceDict({"u": strings, "v": strings}, encoders={"v": Vocabulary.fit(flat)}, device=device)
+        d._check()
+        assert d["u"].shape[:2] == d["v"].shape == (len(strings), 2)
+        assert d.decode("u") == strings and d.decode("v") == strings
+
+    @pytest.mark.parametrize("value", ["cat", np.str_("cat"), np.array("cat"), np.array("cat", dtype=object)])
+    def test_one_string_has_no_leading_dimension(self, value: Any) -> None:
+        d = DeviceDict(
+            {"u": value, "v": value, "t": value}, encoders={"v": Vocabulary(["cat"]), "t": Tokenizer(Words("cat"))}
+        )
+        assert d["u"].shape == (3,) and d["v"].shape == () and d["t", "input_ids"].shape == (1,)
+        assert d.decode("u") == d.decode("v") == d.decode("t") == "cat"
+
+    @pytest.mark.parametrize(
+        "value",
+        [["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], dtype=object), [np.str_("a"), "b"],
+         *([np.array(["a", "b"], dtype=np.dtypes.StringDType())] if hasattr(np.dtypes, "StringDType") else [])],
+    )  # fmt: skip
+    def test_every_form_of_a_list_of_strings(self, value: Any) -> None:
+        assert DeviceDict({"s": value}).decode("s") == ["a", "b"]
+
+    def test_a_field_of_codes_decodes_whoever_made_them(self, device: torch.device) -> None:
+        d = DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["a", "b"])}, device=device)
+        d["s"] = torch.tensor([[1, 0], [1, 1]], device=device, dtype=torch.int32)
+        assert d.decode("s") == [["b", "a"], ["b", "b"]]
+
+    def test_empty_strings_and_empty_lists(self) -> None:
+        d = DeviceDict({"e": ["", ""], "l": [], "v": [], "p": []}, encoders={"l": Utf8(4), "v": Vocabulary(["a"])})
+        assert d["e"].shape == (2, 0) and d.decode("e") == ["", ""]
+        assert d["l"].shape == (0, 4) and d.decode("l") == [] and d["v"].dtype == torch.int64 and d.decode("v") == []
+        assert d["p"].dtype == torch.float32, "an empty list at a key without an encoder is numbers, as in torch"
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("encoder", "value", "error", "message"),
+        [
+            (Utf8(), "a\0b", ValueError, "'n.s': 'a\\x00b' holds a NUL character, which UTF-8 codes use as padding"),
+            (Utf8(), "\ud800", ValueError, "'n.s': '\\ud800' is not valid Unicode text (a lone surrogate)"),
+            (Utf8(3), ["é", "éé"], ValueError,
+             "'n.s': 'éé' is 4 bytes in UTF-8, over max_length=3; raise max_length, strings are never cut"),
+            (Vocabulary("ab"), ["a", "c"], ValueError,
+             "'n.s': 'c' is not among the 2 tokens of Vocabulary(['a', 'b']); add it, or give unknown="),
+            (Utf8(), ["a", None], TypeError,
+             "'n.s': item [1] is NoneType, expected str as for the others; fill missing values first"),
+            (Utf8(), ["a", float("nan")], TypeError,
+             "'n.s': item [1] is float, expected str as for the others; fill missing values first"),
+            (Utf8(), [None, "a"], TypeError,
+             "'n.s': item [0] is NoneType, expected str as for the others; fill missing values first"),
+            (Utf8(), ["a", 3], TypeError, "'n.s': item [1] is int, expected str as for the others"),
+            (Utf8(), np.array(["a", None], dtype=object), TypeError, "'n.s': item [1] is NoneType, expected str"),
+            (Utf8(), [["a", "b"], ["c"]], ValueError,
+             "'n.s': item [1] has length 1, expected 2: nested lists must be rectangular"),
+            (Utf8(), [["a"], "b"], TypeError, "'n.s': item [1] is str, expected a list of 1"),
+            (lambda strings: [1], "a", TypeError, "encode gave list, expected a Tensor or a mapping of tensors "
+             "(wrap a Hugging Face tokenizer in Tokenizer)"),
+            (lambda strings: torch.zeros(3), ["a", "b"], TypeError, "encode gave shape [3] for 2 strings; the first "
+             "dimension must be 2"),
+        ],
+    )  # fmt: skip
+    def test_encoding(self, encoder: Any, value: Any, error: type[Exception], message: str) -> None:
+        d = DeviceDict({"n": {"x": 1}}, encoders={"s": encoder})
+        with pytest.raises(error, match=re.escape(message)):
+            d["n", "s"] = value
+        assert list(d["n"]) == ["x"]
+
+    def test_decoding(self) -> None:
+        d = DeviceDict(
+            {"v": ["a"], "h": ["a"], "f": ["a"], "x": [1.5], "o": None}, objects="keep",
+            encoders={"v": Vocabulary("ab"), "h": Hashing(4), "f": lambda strings: torch.zeros(len(strings))},
+        )  # fmt: skip
+        d["v"] = torch.tensor([0, -1])
+        for key, error, message in (
+            ("v", ValueError, "'v': code -1 is outside Vocabulary(['a', 'b']), whose codes are 0 to 1"),
+            ("h", TypeError, "'h': Hashing(buckets=4, seed=0) is one way and cannot be decoded"),
+            ("f", TypeError, "'f': <lambda> only encodes; give an object with encode and decode to get strings back"),
+            (
+                "x",
+                TypeError,
+                "'x': Utf8(max_length=None) decodes uint8 codes, got float32; 'x' has no encoder of its own, give one as encoders=",
+            ),
+            ("o", TypeError, "'o' is a kept NoneType, not encoded strings"),
+        ):
+            with pytest.raises(error, match=re.escape(message)):
+                d.decode(key)
+        with pytest.raises(KeyError):
+            d.decode("nope")
+        with pytest.raises(TypeError, match="decodes integer codes, got float32"):
+            DeviceDict({"v": 1.0}, encoders={"v": Vocabulary("ab")}).decode("v")
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: Utf8(-1), "max_length is a number of bytes, 0 or more, or None; got -1"),
+            (lambda: Utf8("3"), "got '3'"),  # type: ignore[arg-type]
+            (
+                lambda: Vocabulary(["a", "b", "a"]),
+                "tokens must be distinct, 'a' is repeated; Vocabulary.fit takes repeated",
+            ),
+            (lambda: Vocabulary(["a"], unknown="b"), "unknown='b' must be one of the tokens"),
+            (lambda: Hashing(0), "buckets is a whole number from 1 to 2**63, got 0"),
+            (lambda: Hashing(4, -1), "seed is a whole number from 0 to 2**64 - 1, got -1"),
+        ],
+    )
+    def test_making(self, make: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()
+
+    def test_tokens_are_strings(self) -> None:
+        with pytest.raises(TypeError, match="tokens are str, got int: 3"):
+            Vocabulary(["a", 3])  # type: ignore[list-item]
+        for missing in (None, float("nan")):
+            with pytest.raises(TypeError, match=r"tokens are str, got .*; fill missing values first"):
+                Vocabulary.fit(["a", missing])  # type: ignore[list-item]
+        assert "a" in Vocabulary(["a"]) and "b" not in Vocabulary(["a"])
+        with pytest.raises(TypeError, match="expected a Hugging Face tokenizer, got int"):
+            Tokenizer(3)
+        with pytest.raises(TypeError, match="return_tensors is always 'pt' here"):
+            Tokenizer(Words("a"), return_tensors="np")
+
+
+class TestEncoderValues:
+    @pytest.mark.parametrize("encoder", ENCODERS, ids=repr)
+    def test_equality_pickle_and_json(self, encoder: Any) -> None:
+        assert isinstance(encoder, StringEncoder)
+        again = pickle.loads(pickle.dumps(encoder))
+        data = json.loads(json.dumps(encoder_to_json(encoder)))
+        rebuilt = encoder_from_json(data)
+        assert again == encoder == rebuilt and hash(again) == hash(encoder) == hash(rebuilt)
+        assert [other == encoder for other in ENCODERS].count(True) == 1
+        assert type(rebuilt) is type(encoder) and repr(rebuilt) == repr(encoder)
+        assert "." not in data["name"], "a name, not an import path"
+        with pytest.raises((AttributeError, TypeError)):
+            encoder.buckets = 3
+
+    def test_an_unknown_name_is_shown(self) -> None:
+        known = "no encoder is registered as 'os.system'; known are hashing, "
+        with pytest.raises(ValueError, match=re.escape(known)):
+            encoder_from_json({"name": "os.system"})
+        with pytest.raises(ValueError, match="registered as None"):
+            encoder_from_json({})
+        with pytest.raises(TypeError, match="has no JSON form; register its class with register_encoder"):
+            encoder_to_json(lambda strings: torch.zeros(0))  # type: ignore[arg-type]
+
+    def test_a_name_is_taken_once(self) -> None:
+        class Other:
+            name = "utf8"
+
+        with pytest.raises(ValueError, match="the encoder name 'utf8' is taken by Utf8; choose another"):
+            register_encoder(Other)
+        assert register_encoder(Utf8) is Utf8
+
+    def test_a_long_vocabulary_has_a_short_repr(self) -> None:
+        assert repr(Vocabulary(map(str, range(50_000)))) == "Vocabulary(<50000 tokens>)"
+
+    def test_hashing_is_the_same_in_every_process(self) -> None:
+        codes = Hashing(2**40, seed=7).encode(["cat", "é", ""]).tolist()
+        program = "from tensordict_lite import Hashing; print(Hashing(2**40, seed=7).encode(['cat', 'é', '']).tolist())"
+        out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert out.stdout.strip() == str(codes)
+        # Written down, so that no change of version or platform goes unnoticed.
+        assert Hashing(1000).encode(["cat", "dog"]).tolist() == [939, 465]
+        assert codes != Hashing(2**40, seed=8).encode(["cat", "é", ""]).tolist()
+
+    def test_hashing_spreads_evenly(self) -> None:
+        counts = torch.bincount(Hashing(16).encode([str(i) for i in range(16_000)]), minlength=16)
+        assert counts.min() > 850 and counts.max() < 1150  # mean 1000, standard deviation 31
+
+
+class TestTokenizer:
+    def test_gives_a_nested_dict(self, device: torch.device) -> None:
+        tokenizer = Tokenizer(Words("a cat sat"))
+        d = DeviceDict({"text": [["a cat", "cat"], ["sat", "a"]]}, encoders={"text": tokenizer}, device=device)
+        d._check()
+        assert d["text", "input_ids"].shape == (2, 2, 2) and list(d["text"]) == ["input_ids", "attention_mask"]
+        assert d.decode("text") == [["a cat", "cat"], ["sat", "a"]]
+        assert d["text"].device == device
+
+    def test_is_a_value(self) -> None:
+        a, b = Tokenizer(Words("a b"), max_length=3), Tokenizer(Words("a b"), max_length=3)
+        assert (
+            a == b and hash(a) == hash(b) and a != Tokenizer(Words("a b")) and a != Tokenizer(Words("a"), max_length=3)
+        )
+        assert pickle.loads(pickle.dumps(a)) == a and a != 3
+        with pytest.raises(AttributeError, match="immutable"):
+            a.call = {}
+        with pytest.raises(TypeError, match="Words is no fast tokenizer, so it has no JSON form"):
+            encoder_to_json(a)
+
+
+class TestWhereAnEncoderGoes:
+    def test_it_stays_with_its_key(self, device: torch.device) -> None:
+        v = Vocabulary(["a", "b"])
+        d = DeviceDict({"s": ["b"], "n": {"s": ["a"], "t": ["free"]}}, encoders={"s": v})
+        for m in (d.to(device), d.clone(), d.copy(), d.select("s", ("n", "s")), pickle.loads(pickle.dumps(d)),
+                  DeviceDict(d), {"z": 1} | d, DeviceDict({"z": 1}) | d, d.to(device).cpu()):  # fmt: skip
+            m._check()
+            assert m.decode("s") == ["b"] and m.decode(("n", "s")) == ["a"], m
+        assert d.flatten().decode("n.s") == ["a"] and d.flatten().decode("n.t") == ["free"]
+
+    def test_update_brings_the_encoders_of_its_keys_only(self) -> None:
+        d = DeviceDict({"s": ["a"], "t": ["b"]}, encoders=Vocabulary(["a", "b"]))
+        other = DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["b", "a"]), "t": Vocabulary(["x"])})
+        d.update(other)
+        assert d["s"].tolist() == [1] and d.decode("s") == ["a"] and d.decode("t") == ["b"]
+
+    def test_one_encoder_for_every_key(self) -> None:
+        d = DeviceDict({"a": "x", "n": {"b": ["y"]}}, encoders=Vocabulary(["x", "y"]))
+        assert d["a"].item() == 0 and d.decode(("n", "b")) == ["y"]
+        hooked = DeviceDict({"a": ["x", "yy"]}, encoders=lambda strings: torch.tensor([len(s) for s in strings]))
+        assert hooked["a"].tolist() == [1, 2]
+
+    def test_a_nested_dict_with_its_own_encoders_keeps_them(self) -> None:
+        inner = DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["b", "a"])})
+        outer = DeviceDict({"s": "a", "inner": inner}, encoders={"s": Vocabulary(["a"])})
+        assert outer["inner", "s"].item() == 1 and outer.decode(("inner", "s")) == outer.decode("s") == "a"
