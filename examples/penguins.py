@@ -26,8 +26,8 @@ MEASURED = ("bill_length_mm", "bill_depth_mm", "flipper_length_mm", "body_mass_g
 REQUIRED_ACCURACY = 0.95
 
 
-def read_table(path: Path) -> tuple[DeviceDict, dict[str, Vocabulary]]:
-    """Every row of the file, and the encoders of its strings. A missing number is NaN, a missing sex is "missing"."""
+def read_table(path: Path) -> DeviceDict:
+    """Every row of the file. A missing number is NaN, a missing sex is "missing"."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -44,7 +44,7 @@ def read_table(path: Path) -> tuple[DeviceDict, dict[str, Vocabulary]]:
     measured = {name: [float("nan" if value == NA else value) for value in columns[name]] for name in MEASURED}
     table = DeviceDict({**strings, "year": year, "measured": measured}, encoders=encoders)
     table["missing"] = table["measured"].map(torch.isnan)
-    return table, encoders
+    return table
 
 
 def take_rows(table: DeviceDict, mask: Tensor) -> DeviceDict:
@@ -59,11 +59,11 @@ def standardise(column: Tensor, training: Tensor) -> Tensor:
     return (torch.where(gap, known.median(), column) - known.mean()) / known.std()
 
 
-def network_input(table: DeviceDict, encoders: dict[str, Vocabulary]) -> Tensor:
+def network_input(table: DeviceDict) -> Tensor:
     """float32 ``[rows, 14]``: what was measured, what is missing, and island and sex as one-hot codes."""
     measured = table["measured"].map(lambda column: standardise(column, table["training"]))
     numbers = torch.stack([*measured.values(), *table["missing"].values()], dim=1)
-    one_hot = [F.one_hot(table[key], len(encoders[key])) for key in ("island", "sex")]
+    one_hot = [F.one_hot(table[key], len(table.encoders[key].tokens)) for key in ("island", "sex")]
     return torch.cat([numbers, *one_hot], dim=1)
 
 
@@ -117,17 +117,17 @@ def main() -> None:
     torch.manual_seed(options.seed)
 
     # The table, and with it which rows are for training, moves to the best device there is in one call.
-    table, encoders = read_table(HERE / "data" / "penguins.csv")
+    table = read_table(HERE / "data" / "penguins.csv")
     count = len(table["species"])
     table["training"] = torch.randperm(count) < round(0.8 * count)  # a random four fifths of the rows
     print(table)
     table = table.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     print(f"\nnow on {table.device}")
 
-    table["input"] = network_input(table, encoders)
+    table["input"] = network_input(table)
     held_out = take_rows(table, ~table["training"])
-    species = encoders["species"]
-    model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(species)))
+    species = table.encoders["species"]
+    model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(species.tokens)))
     train(model.to(table.device), take_rows(table, table["training"]), options.epochs)
 
     # The predictions join the held-out rows and bring their encoder along, so that they read as names.

@@ -16,7 +16,7 @@ from ._errors import Path, dotted
 from ._movable import MovableDict
 from ._strings import StringEncoder, decode_nested
 from ._transfer import canonical
-from ._tree import TreeDict, V, raw
+from ._tree import TreeDict, V, raw, restore
 
 
 class DeviceDict(MovableDict[V]):
@@ -245,6 +245,11 @@ class DeviceDict(MovableDict[V]):
 
     def _repr_html_(self) -> str:
         return html(self, _title(self), _note)
+
+
+# torch.load(weights_only=True) may call these two: they take data only, and check it. A subclass is its author's to add,
+# with the same call, since its __init__ may do anything.
+torch.serialization.add_safe_globals([DeviceDict, restore])
 
 
 def _flatten(d: TreeDict[Any], prefix: str, sep: str, items: dict[str, Any], encoders: dict[str, Any]) -> None:

@@ -110,6 +110,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     # --- comparing ---
 
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  (as for a dict)
+
     def __eq__(self, other: object, /) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented

@@ -157,12 +157,13 @@ def _find_tensor(value: Any) -> str | None:
     if isinstance(value, torch.nn.Module):
         return next((f"[{name!r}]" for name, _ in [*value.named_parameters(), *value.named_buffers()]), None)
     items: Iterable[tuple[Any, Any]] = ()
+    anything = cast(Any, value)
     if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
+        items = anything.items()
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
-        items = enumerate(cast("list[Any]", value))
-    elif isinstance(value, np.ndarray) and cast(Any, value).dtype.hasobject:
-        items = enumerate(cast(Any, value).flat)
+        items = enumerate(anything)
+    elif isinstance(value, np.ndarray) and anything.dtype.hasobject:
+        items = enumerate(anything.flat)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     for at, item in items:

@@ -66,7 +66,7 @@ WRITERS = {
 def test_no_writer_bypasses_the_rule_and_a_failure_changes_nothing(write: Any, bad: Any) -> None:
     d = DeviceDict({"x": torch.ones(2), "n": {"w": torch.ones(1)}})
     before, tensors = d.to_dict(), d._tensors()
-    with pytest.raises(DeviceMismatchError if isinstance(bad, torch.Tensor) else TypeError, match="y|er"):
+    with pytest.raises(DeviceMismatchError if isinstance(bad, torch.Tensor) else TypeError, match=r"y|er"):
         write(d, bad)
     d._check()
     assert d.to_dict().keys() == before.keys() and d["n"].keys() == {"w"}

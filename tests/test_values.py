@@ -355,7 +355,7 @@ class TestPolicy:
             pass
 
         d = Batch({"s": "b", "x": torch.ones(1, device=device), "n": {"o": None}})
-        rebuilt = type(d)({key: value for key, value in d.items()})
+        rebuilt = type(d)(dict(d))
         rebuilt["y"] = torch.ones(1)
         assert rebuilt.decode("s") == "b" and rebuilt["n", "o"] is None and rebuilt["y"].device == device
         assert type(d["n"]) is Batch, "so that a nested dict is rebuilt under the same policy"

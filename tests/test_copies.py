@@ -1,0 +1,166 @@
+"""copy, deepcopy, pickle, torch.save and pytree: what comes back is whole, and its device is the real one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from tensordict_lite import DeviceDict, Utf8, Vocabulary
+
+
+class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b"])}):
+    """At module level, as what is pickled must be."""
+
+
+def lengths(strings: Any) -> torch.Tensor:
+    return torch.tensor([len(s) for s in strings])
+
+
+def full() -> Batch:
+    return Batch({"x": torch.arange(3.0), "s": ["b"], "n": {"t": "text", "e": {}}, "o": {1, 2}}, on_mismatch="move",
+                 encoders={"h": lengths, "u": Utf8(9)}, dtype=torch.float64)  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickle(protocol: int) -> None:
+    d = full()
+    again = pickle.loads(pickle.dumps(d, protocol))
+    again._check()
+    assert again == d and type(again) is Batch and type(again["n"]) is Batch and list(again) == list(d)
+    assert again._policy == d._policy and again.decode("s") == ["b"] and again.device == d.device
+    assert isinstance(again["n", "e"], Batch)
+
+
+def test_an_unchanged_class_policy_is_not_pickled() -> None:
+    assert Batch({"x": torch.ones(1)}).__reduce__()[1][3] is None
+    assert b"Vocabulary" not in pickle.dumps(Batch({"x": torch.ones(1)}))
+
+
+def test_pickling_an_empty_or_unplaced_dict(device: torch.device) -> None:
+    for d in (DeviceDict(), DeviceDict(device=device), DeviceDict({"e": {}}, device=device)):
+        again = pickle.loads(pickle.dumps(d))
+        again._check()
+        assert again.device == d.device and again == d
+
+
+def test_a_forged_pickle_is_refused() -> None:
+    from tensordict_lite._tree import restore  # noqa: PLC0415  (what a pickle of ours calls)
+
+    for args in ((dict, {}, None, None), (DeviceDict, [], None, None), (DeviceDict, {1: 2}, None, None)):
+        with pytest.raises(TypeError, match="expected a"):
+            restore(*args)
+
+
+def test_copy_shares_tensors_deepcopy_does_not() -> None:
+    d = full()
+    for c in (copy.copy(d), d.copy()):
+        c._check()
+        assert c["x"] is d["x"] and c["n"] is not d["n"] and c["n", "t"] is d["n", "t"] and c._policy is d._policy
+    deep = copy.deepcopy(d)
+    deep._check()
+    assert deep == d and deep["x"] is not d["x"] and deep["o"] is not d["o"] and type(deep) is Batch
+    shared = {"a": d, "b": d["x"]}
+    again = copy.deepcopy(shared)
+    assert again["a"]["x"] is again["b"], "deepcopy's memo reaches the tensors"
+
+
+class TestTorchSave:
+    def saved(self, d: DeviceDict) -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save(d, file)
+        file.seek(0)
+        return file
+
+    def test_round_trip_and_map_location(self) -> None:
+        d = DeviceDict({"x": torch.arange(3.0), "n": {"y": torch.ones(1), "e": {}}}, encoders={"s": Vocabulary(["a"])})
+        for weights_only in (True, False):
+            again = torch.load(self.saved(d), weights_only=weights_only)
+            again._check()
+            assert again == d and again._policy == d._policy
+            moved = torch.load(self.saved(d), map_location="meta", weights_only=weights_only)
+            moved._check()
+            assert moved.device == torch.device("meta") and moved["n", "e"].device == torch.device("meta")
+
+    def test_weights_only_takes_a_subclass_once_it_is_declared_safe(self) -> None:
+        d = Batch({"x": torch.ones(1), "s": ["b"]})
+        with pytest.raises(pickle.UnpicklingError, match="Batch was not an allowed global"):
+            torch.load(self.saved(d), weights_only=True)
+        with torch.serialization.safe_globals([Batch]):
+            again = torch.load(self.saved(d), weights_only=True)
+            with pytest.raises(pickle.UnpicklingError, match="lengths was not an allowed global"):
+                torch.load(self.saved(full()), weights_only=True)
+        assert type(again) is Batch and again.decode("s") == ["b"]
+
+
+class TestPytree:
+    def test_tree_map_keeps_everything(self, device: torch.device) -> None:
+        d = full()
+        out = pytree.tree_map_only(torch.Tensor, lambda t: t + 1, d)
+        out._check()
+        assert type(out) is Batch and out._policy is d._policy and out["x"].tolist() == [1, 2, 3] and out["o"] is d["o"]
+        moved = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), d)
+        moved._check()
+        assert moved.device == device and moved["n", "e"].device == device
+
+    def test_foreign_leaves(self) -> None:
+        d = DeviceDict({"x": 1.0, "n": {"y": 2}})
+        leaves, spec = pytree.tree_flatten(d)
+        assert len(leaves) == 2
+        odd = pytree.tree_unflatten([None, "leaf"], spec)
+        assert odd["x"] is None and odd["n", "y"] == "leaf" and odd.device == torch.device("cpu")
+        assert pytree.tree_map(lambda t: t.item(), d) == {"x": 1.0, "n": {"y": 2}}
+
+    def test_two_dicts_on_two_devices_map_together(self, device: torch.device) -> None:
+        d = DeviceDict({"x": 1.0})
+        out = pytree.tree_map(lambda a, b: a + b.cpu(), d, d.to(device))
+        assert out["x"].item() == 2.0
+        with pytest.raises(ValueError, match="mismatch"):
+            pytree.tree_map(lambda a, b: a, d, DeviceDict({"y": 1.0}))
+
+    def test_key_paths(self) -> None:
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(DeviceDict({"n": {"y": 2}}))[0]]
+        assert paths == ["['n']['y']"]
+
+    def test_spec_round_trips_through_json(self) -> None:
+        spec = pytree.tree_structure(DeviceDict({"x": 1.0, "n": {"y": 2}}))
+        assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+
+    def test_every_subclass_is_registered(self) -> None:
+        class Local(Batch):
+            pass
+
+        assert len(pytree.tree_leaves(Local({"x": torch.ones(1), "y": torch.ones(1)}))) == 2
+
+    def test_func_transforms_and_checkpoint(self) -> None:
+        d = DeviceDict({"x": torch.arange(6.0).reshape(3, 2), "y": torch.ones(3)})
+        out = vmap(lambda row: DeviceDict({"s": row["x"].sum() + row["y"]}))(d)
+        assert type(out) is DeviceDict and out["s"].tolist() == [2.0, 6.0, 10.0]
+        g = grad(lambda p: (p["w"] ** 2).sum() + p["n", "b"])(DeviceDict({"w": [1.0, 2.0], "n": {"b": 3.0}}))
+        assert type(g) is DeviceDict and g["w"].tolist() == [2.0, 4.0] and g["n", "b"].item() == 1.0
+        linear = torch.nn.Linear(2, 1, bias=False)
+        assert functional_call(linear, DeviceDict({"weight": [[2.0, 3.0]]}), torch.ones(1, 2)).item() == 5.0
+        x = DeviceDict({"x": torch.ones(2, requires_grad=True)})
+        checkpoint(lambda d: DeviceDict({"y": d["x"] * 3}), x, use_reentrant=False)["y"].sum().backward()
+        assert x["x"].grad.tolist() == [3.0, 3.0]
+
+    def test_export(self) -> None:
+        class Model(torch.nn.Module):
+            def forward(self, batch: DeviceDict) -> DeviceDict:
+                return DeviceDict({"y": batch["x"] * 2, "n": {"z": batch["x"] + 1}})
+
+        d = DeviceDict({"x": torch.ones(2)})
+        out = torch.export.export(Model(), (d,)).module()(d)
+        assert type(out) is DeviceDict and out == Model()(d)
+
+    def test_load_state_dict(self) -> None:
+        linear = torch.nn.Linear(2, 1)
+        linear.load_state_dict(DeviceDict(linear.state_dict()).map(torch.zeros_like))
+        assert not linear.weight.any()
