@@ -282,7 +282,7 @@ class CheckedDict(TreeDict[V]):
     # --- paths ---
 
     def _walk(self, key: object) -> tuple[CheckedDict[Any], Any]:
-        """The dict that holds what a path leads to, and the last key; ``KeyError`` for a plain key or a missing path."""
+        """The dict that holds what a path leads to, and its last key; ``KeyError`` if there is none."""
         path = cast(Path, key if isinstance(key, tuple) else ())
         if not path:
             raise KeyError(cast(object, key))

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from ._compare import agree, comparable
 from ._display import field_count, html, size, tree
 from ._errors import Path, dotted
+from ._items import nbytes
 from ._movable import MovableDict
 from ._strings import StringEncoder, decode_nested
 from ._transfer import canonical
@@ -181,7 +182,7 @@ class DeviceDict(MovableDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": 3}}).nbytes
         16
         """
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(map(nbytes, self._tensors()))
 
     def allclose(
         self, other: Mapping[str, Any], rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
@@ -247,9 +248,9 @@ class DeviceDict(MovableDict[V]):
         return html(self, _title(self), _note)
 
 
-# torch.load(weights_only=True) may call these two: they take data only, and check it. A subclass is its author's to add,
-# with the same call, since its __init__ may do anything.
-torch.serialization.add_safe_globals([DeviceDict, restore])
+# torch.load(weights_only=True) may call these two: they take data only, and check it. A subclass is its author's to
+# add, with the same call, since its __init__ may do anything.
+cast(Any, torch.serialization).add_safe_globals([DeviceDict, restore])
 
 
 def _flatten(d: TreeDict[Any], prefix: str, sep: str, items: dict[str, Any], encoders: dict[str, Any]) -> None:
@@ -266,9 +267,9 @@ def _flatten(d: TreeDict[Any], prefix: str, sep: str, items: dict[str, Any], enc
 
 
 def _title(d: TreeDict[Any]) -> str:
-    count, nbytes = field_count(d), sum(tensor.nbytes for tensor in d._tensors())
+    count, total = field_count(d), sum(map(nbytes, d._tensors()))
     device = "no device yet" if d._device is None else str(d._device)
-    return f"{type(d).__name__}({device}, {count} field{'' if count == 1 else 's'}, {size(nbytes)})"
+    return f"{type(d).__name__}({device}, {count} field{'' if count == 1 else 's'}, {size(total)})"
 
 
 def _note(d: Mapping[str, Any], key: str) -> str:

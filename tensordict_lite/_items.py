@@ -73,6 +73,19 @@ def tensors_in(data: Mapping[str, Any]) -> list[Tensor]:
     return found
 
 
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one, of its indices and values."""
+    if tensor.layout == torch.strided or tensor.layout == torch.jagged:
+        return tensor.nbytes
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    outer, inner = (
+        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    )
+    return outer.nbytes + inner.nbytes + tensor.values().nbytes
+
+
 def first_device(data: Mapping[str, Any]) -> torch.device | None:
     for value in data.values():
         if isinstance(value, Tensor):

@@ -85,17 +85,17 @@ def to_numpy(obj: Any) -> Any:
     return rebuild(iter([convert(item) for item in found]))
 
 
-def _is_ours(obj: Any) -> bool:
-    return isinstance(obj, TreeDict)
+def _moves_as_one(obj: Any) -> bool:
+    # A PackedSequence keeps its batch sizes on the CPU wherever its data is, which pytree does not know.
+    return isinstance(obj, (TreeDict, PackedSequence))
 
 
 def _open(obj: Any, found: list[Any]) -> _Rebuild:
     """Append to ``found`` what in ``obj`` moves, and return what builds ``obj`` again from that many replacements."""
-    # A PackedSequence keeps its batch sizes on the CPU wherever its data is, so it moves as one.
-    if isinstance(obj, (Tensor, TreeDict, PackedSequence)):
+    if isinstance(obj, Tensor) or _moves_as_one(obj):
         found.append(obj)
         return next
-    leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_ours)
+    leaves, spec = pytree.tree_flatten(obj, is_leaf=_moves_as_one)
     if len(leaves) != 1 or leaves[0] is not obj:
         return _parts(leaves, found, lambda parts: pytree.tree_unflatten(parts, spec))
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):

@@ -150,24 +150,24 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
     )
 
 
-def _find_tensor(value: Any) -> str | None:
+def _find_tensor(value: object) -> str | None:
     """Where in ``value``, through the standard containers, dataclasses and modules, a tensor is; None if nowhere."""
     if isinstance(value, Tensor):
         return "[]"
+    inside = cast(Any, value)
+    pairs: Any = ()
     if isinstance(value, torch.nn.Module):
-        return next((f"[{name!r}]" for name, _ in [*value.named_parameters(), *value.named_buffers()]), None)
-    items: Iterable[tuple[Any, Any]] = ()
-    anything = cast(Any, value)
-    if isinstance(value, Mapping):
-        items = anything.items()
+        pairs = value.state_dict(keep_vars=True).items()
+    elif isinstance(value, Mapping):
+        pairs = inside.items()
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
-        items = enumerate(anything)
-    elif isinstance(value, np.ndarray) and anything.dtype.hasobject:
-        items = enumerate(anything.flat)
+        pairs = enumerate(inside)
+    elif isinstance(value, np.ndarray) and inside.dtype.hasobject:
+        pairs = enumerate(inside.flat)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
-    for at, item in items:
-        inner = _find_tensor(item)
-        if inner is not None:
-            return f"[{at!r}]" if inner == "[]" else f"[{at!r}]{inner}"
+        pairs = ((f.name, getattr(inside, f.name, None)) for f in dataclasses.fields(inside))
+    for at, item in cast("Iterable[tuple[Any, Any]]", pairs):
+        found = _find_tensor(item)
+        if found is not None:
+            return f"[{at!r}]" if found == "[]" else f"[{at!r}]{found}"
     return None

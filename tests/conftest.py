@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import simulated
 import torch
 from hypothesis import HealthCheck, settings
-
-import simulated
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from torch import nn
 
-import simulated
 from tensordict_lite import DeviceDict
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from torch import Tensor, nn
 
-import simulated
 from tensordict_lite import DeviceDict, DeviceMismatchError, Utf8, Vocabulary
 
 ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
@@ -129,7 +129,7 @@ class TestNumbers:
         for where in ("cpu", device):
             d = DeviceDict({"x": value}, device=where)
             d._check()
-            assert d["x"].dtype == dtype or isinstance(value, list) and isinstance(value[0], np.float64)
+            assert d["x"].dtype == dtype or (isinstance(value, list) and isinstance(value[0], np.float64))
             assert d["x"].cpu().tolist() == expected
 
     def test_arrays_are_shared_as_torch_shares_them(self) -> None:

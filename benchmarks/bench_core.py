@@ -1,0 +1,199 @@
+"""What `DeviceDict` costs beside a plain dict and beside TensorDict: the core operations, as ratios of times.
+
+    python benchmarks/bench_core.py [--quick] [--rounds N] [--json PATH]
+
+Fields are small (float32[2], on the CPU), so that it is the containers that are timed. In every round the contenders of
+an operation are timed one right after the other and their ratio is taken, so that what else the machine does cancels
+out. Shown is the median of these ratios, with the least and the greatest. Below 1, `DeviceDict` is the faster one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.benchmark import Timer
+
+from tensordict_lite import DeviceDict
+
+try:
+    from tensordict import TensorDict
+except ImportError:
+    TensorDict = None
+
+OURS, DICT, PEER, SMALL = "ours", "dict", "TensorDict", "ours at 8"
+CONTAINERS = {OURS: "d", DICT: "s", PEER: "td"}  # their names in the statements
+SECONDS = 0.04  # spent on one contender in one round
+ABOUT_ONE = 1.1  # what still counts as ~1: on a busy machine the medians of two equal statements differ by as much
+
+
+@dataclass(frozen=True)
+class Goal:
+    """To take at most ``limit`` times as long as ``against``; None: about as long."""
+
+    against: str
+    limit: float | None = None
+    sizes: tuple[int, ...] = (8, 100)
+
+    def __str__(self) -> str:
+        return f"{'~1' if self.limit is None else f'<= {self.limit:g}'} x {self.against}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An operation: the statement of each contender, ours where it is not given, with ``{}`` for the container."""
+
+    name: str
+    ours: str
+    plain: str = ""
+    peer: str = ""
+    goals: tuple[Goal, ...] = ()
+    result: str = ""  # what shows that the statement did its work, where it is no expression
+    sizes: tuple[int, ...] = (8, 100)
+
+    def statements(self) -> dict[str, str]:
+        codes = {OURS: self.ours, DICT: self.plain or self.ours}
+        if TensorDict is not None:
+            codes[PEER] = self.peer or self.ours
+        return {who: code.format(CONTAINERS[who]) for who, code in codes.items()}
+
+
+LOOP = "{{k: %s for k, v in s.items()}}"
+CAST_FLOATS = LOOP % "v.to(torch.float64) if v.is_floating_point() or v.is_complex() else v"
+WRITE = "for k, v in first: {0}[k] = v\nfor k, v in second: {0}[k] = v"
+BUILD = 'DeviceDict(s, device="cpu")'
+BUILD_PEER = 'TensorDict(s, batch_size=%s, device="cpu")'
+ABOUT_DICT, AS_LOOP = (Goal(DICT),), (Goal(DICT, 1.1),)
+FLAT = (Goal(PEER, 0.25, sizes=(8,)), Goal(PEER, 1, sizes=(1000,)), Goal(SMALL, sizes=(1000,)))
+ROWS = (
+    Row("read", '{}["k3"]', goals=(Goal(DICT, 1.5),)),
+    Row("membership", '"k3" in {}', peer='"k3" in {}.keys()', goals=ABOUT_DICT),
+    Row("iterate", "for k, v in {}.items(): pass", goals=ABOUT_DICT, result="list({}.items())"),
+    Row("splat", "accept(**{})", goals=ABOUT_DICT),
+    Row("write", WRITE, goals=(Goal(DICT, 7),), result="{}"),
+    Row("construct", BUILD, "dict(s)", BUILD_PEER % "[2]", goals=(Goal(PEER, 0.5),)),
+    Row("construct, no batch size", BUILD, "dict(s)", BUILD_PEER % "[]"),
+    Row("to(same device)", '{}.to("cpu")', LOOP % 'v.to("cpu")', goals=FLAT, sizes=(8, 100, 1000)),
+    Row("to(dtype), loop spares ids, as ours", "{}.to(torch.float64)", CAST_FLOATS, goals=AS_LOOP),
+    Row("to(dtype), loop casts ids too", "{}.to(torch.float64)", LOOP % "v.to(torch.float64)"),
+    Row("numpy, loop takes any tensor, as ours", "{}.numpy()", LOOP % "v.detach().cpu().numpy()", goals=AS_LOOP),
+    Row("numpy, loop fails for grad or GPU", "{}.numpy()", LOOP % "v.numpy()"),
+    Row("clone", "{}.clone()", LOOP % "v.clone()", goals=AS_LOOP),
+    Row("to(meta)", '{}.to("meta")', LOOP % 'v.to("meta")', goals=AS_LOOP),
+)
+
+
+def scope(size: int) -> dict[str, Any]:
+    """What the statements name: three equal containers, and two sets of other tensors for the same keys."""
+    s, first, second = ({f"k{i}": torch.rand(2) for i in range(size)} for _ in range(3))
+    known: dict[str, Any] = {"s": s, "d": DeviceDict(s), "torch": torch, "DeviceDict": DeviceDict}
+    known |= {"first": list(first.items()), "second": list(second.items()), "accept": lambda **fields: fields}
+    if TensorDict is not None:
+        known |= {"td": TensorDict(s, batch_size=[2], device="cpu"), "TensorDict": TensorDict}
+    return known
+
+
+def same(x: Any, y: Any) -> bool:
+    """Whether two results are equal: keys in order, and for each leaf type, dtype, shape, device and values."""
+    if isinstance(x, Mapping):
+        return isinstance(y, Mapping) and same(list(x.items()), list(y.items()))
+    if isinstance(x, (list, tuple)):
+        return type(x) is type(y) and len(x) == len(y) and all(map(same, x, y))
+    if not hasattr(x, "dtype"):
+        return x == y
+    alike = type(x) is type(y) and all(getattr(x, a) == getattr(y, a) for a in ("dtype", "shape", "device"))
+    return alike and (x.device == torch.device("meta") or bool((x == y).all()))
+
+
+def timers(row: Row, size: int) -> dict[str, Timer]:
+    """A timer for each contender, after an assertion that all do the same."""
+    known, statements, results = scope(size), row.statements(), {}
+    for who, code in statements.items():
+        if row.result:
+            exec(code, known)
+        results[who] = eval(row.result.format(CONTAINERS[who]) or code, known)
+        assert same(results[OURS], results[who]), f"{row.name}, {size} fields: {who} gives another result"
+    return {who: Timer(code, globals=known) for who, code in statements.items()}
+
+
+def import_seconds(module: str) -> float:
+    """Of importing ``module`` after torch, in a fresh interpreter."""
+    # Not with torch.utils.benchmark: it repeats a statement in one process, where a second import does nothing.
+    code = f"import time, torch; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def line(name: str, size: int | None, seconds: Mapping[str, list[float]], goals: tuple[Goal, ...]) -> dict[str, Any]:
+    """A line of the results. ``seconds`` are by contender, one number a round."""
+    ratios = {who: [x / y for x, y in zip(seconds[OURS], times, strict=True)] for who, times in seconds.items()}
+    middle = {who: median(values) for who, values in ratios.items()}
+    return {
+        "operation": name,
+        "fields": size,
+        "median_seconds": {who: median(times) for who, times in seconds.items()},
+        "ratios": {who: {"median": middle[who], "min": min(r), "max": max(r)} for who, r in ratios.items()},
+        "goals": {str(g): middle[g.against] <= (g.limit or ABOUT_ONE) for g in goals if g.against in middle},
+    }
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    columns = [who for who in (DICT, PEER, SMALL) if any(who in one["ratios"] for one in lines)]
+    rows = [["operation", "fields", *(f"ours / {who}" for who in columns), "goal", "met"]]
+    for one in lines:
+        shown = [one["ratios"].get(who) for who in columns]
+        left = [one["operation"], str(one["fields"] or "")]
+        left += ["" if r is None else f"{r['median']:6.2f} ({r['min']:.2f}..{r['max']:.2f})" for r in shown]
+        for goal, met in one["goals"].items() or [("", None)]:
+            rows.append([*left, goal, {True: "yes", False: "NO", None: ""}[met]])
+            left = [""] * len(left)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Core operations beside a plain dict and TensorDict, as ratios.")
+    parser.add_argument("--rounds", type=int, default=9, help="how often each statement is timed (9)")
+    parser.add_argument("--quick", action="store_true", help="three rounds, for a first look")
+    parser.add_argument("--json", type=Path, help="write the results there too")
+    args = parser.parse_args()
+    rounds = 3 if args.quick else args.rounds
+
+    cases = {(row, size): timers(row, size) for row in ROWS for size in row.sizes}
+    seconds: dict[Any, dict[str, list[float]]] = {case: {who: [] for who in cases[case]} for case in cases}
+    for i in range(rounds):
+        for case, contenders in cases.items():
+            for who in list(contenders)[:: -1 if i % 2 else 1]:  # in turns, so that none is always the first
+                seconds[case][who].append(contenders[who].blocked_autorange(min_run_time=SECONDS).median)
+    lines = []
+    for (row, size), times in seconds.items():
+        small = {} if size == 8 else {SMALL: seconds[row, 8][OURS]}
+        lines.append(line(row.name, size, {**times, **small}, tuple(g for g in row.goals if size in g.sizes)))
+    if TensorDict is not None:
+        modules = {OURS: "tensordict_lite", PEER: "tensordict"}
+        pairs = [{who: import_seconds(module) for who, module in modules.items()} for _ in range(rounds + 1)]
+        imports = {who: [pair[who] for pair in pairs[1:]] for who in modules}  # the first fills the file cache
+        lines.append(line("import, after torch", None, imports, (Goal(PEER, 0.05),)))
+
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else [platform.processor()]
+    setting = {"cpu": cpu[0] if cpu else "unknown", "python": platform.python_version(), "torch": torch.__version__}
+    setting["tensordict"] = None if TensorDict is None else version("tensordict")
+    print(", ".join(f"{what} {name or 'is not installed, its column is left out'}" for what, name in setting.items()))
+    print(f"median (least..greatest) ratio of times over {rounds} rounds; ~1: up to {ABOUT_ONE}\n\n{table(lines)}")
+    if args.json:
+        args.json.write_text(json.dumps({**setting, "rounds": rounds, "results": lines}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

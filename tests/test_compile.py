@@ -1,0 +1,111 @@
+"""Under ``torch.compile(fullgraph=True)``: no graph break, the same results, no recompilation for a stable schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from tensordict_lite import DeviceDict
+
+
+def sample() -> DeviceDict:
+    return DeviceDict({"x": torch.ones(2), "y": torch.zeros(2), "n": {"x": torch.ones(3)}})
+
+
+def after(change: Callable[[DeviceDict], Any]) -> Callable[[DeviceDict], DeviceDict]:
+    def run(d: DeviceDict) -> DeviceDict:
+        change(d)
+        return d
+
+    return run
+
+
+def empty_then_set(d: DeviceDict) -> DeviceDict:
+    out = DeviceDict()
+    out["x"] = d["x"] + 1
+    return out
+
+
+OPERATIONS: dict[str, Callable[[DeviceDict], Any]] = {
+    "read": lambda d: d["x"] + 1,
+    "path read": lambda d: d["n", "x"] + 1,
+    "get": lambda d: d.get("x") + d.get("nope", 1),
+    "membership": lambda d: d["x"] + (1 if "x" in d and ("n", "x") in d and ("n", "q") not in d else 2),
+    "splat": lambda d: (lambda x, **rest: x + len(rest))(**d),
+    "keys": lambda d: d["x"] + len([k for k in d]),  # noqa: C416
+    "values": lambda d: sum(v.sum() for v in d["n"].values()),
+    "items": lambda d: sum(v.sum() for k, v in d.items() if k != "n"),
+    "device": lambda d: d["x"] + (1 if d.device.type == "cpu" else 2),
+    "write": after(lambda d: d.__setitem__("w", d["x"] * 2)),
+    "write a number": after(lambda d: d.__setitem__("w", 2.0)),
+    "write a list": after(lambda d: d.__setitem__("w", [1.0, 2.0])),
+    "path write": after(lambda d: d.__setitem__(("n", "x"), d["x"] * 2)),
+    "new path write": after(lambda d: d.__setitem__(("m", "q"), d["x"] * 2)),
+    "delete": after(lambda d: d.__delitem__("x")),
+    "pop": lambda d: d.pop("x") + 1,
+    "path pop": lambda d: d.pop(("n", "x")) + 1,
+    "update": after(lambda d: d.update({"z": d["x"] + 1})),
+    "update keywords": after(lambda d: d.update(z=d["x"] + 1)),
+    "ior": after(lambda d: d.__ior__({"z": d["x"] + 1})),
+    "or": lambda d: d | {"z": d["x"] + 1},
+    "setdefault": after(lambda d: d.setdefault("q", d["x"])),
+    "construct": lambda d: DeviceDict({"q": d["x"] + 1}),
+    "construct on a device": lambda d: DeviceDict({"q": d["x"] + 1}, device="cpu"),
+    "construct from pairs": lambda d: DeviceDict([("a", d["x"])]),
+    "construct from a generator": lambda d: DeviceDict((k, d[k]) for k in ["x", "y"]),
+    "fromkeys": lambda d: DeviceDict.fromkeys(["a", "b"], d["x"]),
+    "empty, then set": empty_then_set,
+    "nest": lambda d: DeviceDict({"q": d["x"] + 1, "m": {"z": d["y"]}}),
+    "copy": lambda d: d.copy(),
+    "to the same device": lambda d: d.to("cpu"),
+    "to a dtype": lambda d: d.to(torch.float64),
+    "to another device": lambda d: d.to("meta"),
+    "half": lambda d: d.half(),
+    "detach": lambda d: d.detach(),
+    "clone": lambda d: d.clone(),
+    "contiguous": lambda d: d.contiguous(),
+    "map": lambda d: d.map(lambda t: t * 2),
+    "select": lambda d: d.select("x", ("n", "x")),
+    "drop": lambda d: d.drop("x"),
+    "flatten": lambda d: d.flatten(),
+    "to_dict": lambda d: d.to_dict(),
+    "tree_map": lambda d: tree_map(lambda t: t + 1, d),
+}
+
+
+@pytest.mark.parametrize("run", OPERATIONS.values(), ids=OPERATIONS)
+def test_in_one_graph_with_the_same_result(run: Callable[[DeviceDict], Any]) -> None:
+    torch._dynamo.reset()
+    expected = run(sample())
+    got = torch.compile(run, fullgraph=True, backend="eager")(sample())
+    assert type(got) is type(expected)
+    if isinstance(expected, DeviceDict):
+        got._check()
+        assert repr(got) == repr(expected) and (got == expected or got.device == torch.device("meta"))
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(got, expected)
+    else:
+        assert DeviceDict(got) == DeviceDict(expected)
+
+
+def test_successive_batches_do_not_recompile() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(d: DeviceDict) -> DeviceDict:
+        d["z"] = d["x"] + d["n", "x"].sum()
+        return DeviceDict({"out": d["z"] * 2}).to("cpu")
+
+    for _ in range(3):
+        assert step(sample())["out"].tolist() == [8.0, 8.0]
+        assert step(sample().clone())["out"].tolist() == [8.0, 8.0]
+    assert len(graphs) == 1

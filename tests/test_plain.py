@@ -1,0 +1,156 @@
+"""`to_device` and `to_numpy` for every kind of container."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree as pytree
+
+from tensordict_lite import DeviceDict, to_device, to_numpy
+
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+class Typed(NamedTuple):
+    a: Any
+    b: Any
+
+
+class SubPair(Pair):
+    pass
+
+
+class MyList(list):
+    pass
+
+
+class MyDict(dict):
+    pass
+
+
+@dataclasses.dataclass
+class Data:
+    a: Any
+    b: Any
+    made: Any = dataclasses.field(init=False, default=None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    a: Any
+    b: Any
+
+
+class Registered:
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+
+pytree.register_pytree_node(Registered, lambda r: ([r.a, r.b], None), lambda leaves, _: Registered(*leaves))
+
+MAKE: dict[str, Any] = {
+    "dict": lambda a, b: {"a": a, "b": b},
+    "int keys": lambda a, b: {1: a, "b": b},
+    "list": lambda a, b: [a, b],
+    "tuple": lambda a, b: (a, b),
+    "namedtuple": Pair,
+    "NamedTuple": Typed,
+    "namedtuple subclass": SubPair,
+    "dataclass": Data,
+    "frozen dataclass": Frozen,
+    "OrderedDict": lambda a, b: OrderedDict(a=a, b=b),
+    "defaultdict": lambda a, b: defaultdict(int, a=a, b=b),
+    "deque": lambda a, b: deque([a, b]),
+    "UserDict": lambda a, b: UserDict(a=a, b=b),
+    "mapping proxy": lambda a, b: MappingProxyType({"a": a, "b": b}),
+    "list subclass": lambda a, b: MyList([a, b]),
+    "dict subclass": lambda a, b: MyDict(a=a, b=b),
+    "registered": Registered,
+    "nested": lambda a, b: {"x": [({"a": a},), Data(a, [b])], "b": b},
+}
+
+
+def parts(obj: Any) -> list[Any]:
+    """Every leaf of any of the above."""
+    if isinstance(obj, (list, tuple, deque)):
+        return [leaf for item in obj for leaf in parts(item)]
+    if isinstance(obj, (dict, UserDict, MappingProxyType)):
+        return [leaf for item in obj.values() for leaf in parts(item)]
+    if dataclasses.is_dataclass(obj):
+        return [leaf for f in dataclasses.fields(obj) for leaf in parts(getattr(obj, f.name))]
+    return [obj.a, obj.b] if isinstance(obj, Registered) else [obj]
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_containers_are_kept_and_the_input_is_not_changed(make: Any, device: torch.device) -> None:
+    tensor, other = torch.arange(3.0), object()
+    obj = make(tensor, other)
+    moved = to_device(obj, device)
+    assert type(moved) is type(obj) and moved is not obj
+    for leaf, source in zip(parts(moved), parts(obj), strict=True):
+        if isinstance(source, torch.Tensor):
+            assert source is tensor and leaf.device == device and leaf.tolist() == [0, 1, 2]
+        else:
+            assert leaf is source
+    arrays = to_numpy(moved)
+    assert type(arrays) is type(obj)
+    assert any(isinstance(leaf, np.ndarray) and leaf.tolist() == [0, 1, 2] for leaf in parts(arrays))
+    same = to_device(obj, "cpu")
+    assert same is not obj and next(leaf for leaf in parts(same) if leaf is tensor) is tensor
+
+
+@pytest.mark.parametrize(
+    "leaf", [None, "text", 3, 1.5, {1, 2}, b"x", torch.nn.Linear(1, 1), range(3), DeviceDict, Data]
+)
+def test_what_is_no_container_of_tensors_is_handed_on(leaf: Any) -> None:
+    assert to_device(leaf, "meta") is leaf and to_device([leaf], "meta")[0] is leaf and to_numpy([leaf])[0] is leaf
+
+
+def test_a_tensor_alone(device: torch.device) -> None:
+    t = torch.ones(2)
+    assert to_device(t, device).device == device and to_device(t, "cpu") is t
+    assert to_numpy(t).tolist() == [1.0, 1.0] and to_numpy(torch.ones(1, requires_grad=True)).tolist() == [1.0]
+
+
+def test_device_dicts_inside(device: torch.device) -> None:
+    d = DeviceDict({"x": [1.0], "n": {"e": {}}, "o": None}, objects="keep")
+    moved = to_device([d, DeviceDict()], device)
+    moved[0]._check()
+    assert moved[0].device == moved[0]["n", "e"].device == moved[1].device == device and d.device == torch.device("cpu")
+    arrays = to_numpy(moved)
+    assert type(arrays[0]) is dict and arrays[0]["x"].tolist() == [1.0] and arrays[0]["n"] == {"e": {}}
+
+
+def test_copies_are_one_a_tensor(copies: Any) -> None:
+    t = [torch.ones(2), {"x": torch.ones(1), "d": DeviceDict({"y": 1})}]
+    moved = to_device(t, "sim")
+    assert copies == {"h2d": 3}
+    copies.clear()
+    to_device(moved, "sim:0")
+    assert not copies
+
+
+def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu(device: torch.device) -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device({"p": packed}, device)["p"]
+    assert moved.data.device == device and moved.batch_sizes.device.type == "cpu"
+    assert to_numpy([packed])[0] is not None
+
+
+def test_numpy_does_not_have_everything() -> None:
+    with pytest.raises(TypeError, match=r"^NumPy has no bfloat16; call \.float\(\) first$"):
+        to_numpy([torch.ones(1, dtype=torch.bfloat16)])
+    with pytest.raises(TypeError, match=r"^'x': NumPy has no bfloat16"):
+        to_numpy([DeviceDict({"x": torch.ones(1, dtype=torch.bfloat16)})])
+
+
+def test_an_unknown_device() -> None:
+    with pytest.raises(RuntimeError, match="nonsense"):
+        to_device([], "nonsense")
