@@ -157,14 +157,14 @@ def _find_tensor(value: object) -> str | None:
     inside = cast(Any, value)
     pairs: Any = ()
     if isinstance(value, torch.nn.Module):
-        pairs = value.state_dict(keep_vars=True).items()
+        pairs = inside.state_dict(keep_vars=True).items()
     elif isinstance(value, Mapping):
         pairs = inside.items()
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         pairs = enumerate(inside)
     elif isinstance(value, np.ndarray) and inside.dtype.hasobject:
         pairs = enumerate(inside.flat)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif dataclasses.is_dataclass(inside) and not isinstance(value, type):
         pairs = ((f.name, getattr(inside, f.name, None)) for f in dataclasses.fields(inside))
     for at, item in cast("Iterable[tuple[Any, Any]]", pairs):
         found = _find_tensor(item)

@@ -1,0 +1,118 @@
+"""In a training program: DataLoader and its default collate, pinning, and DDP on two real ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert
+
+from tensordict_lite import DeviceDict, DeviceMismatchError
+
+
+class Samples(Dataset[DeviceDict]):
+    def __init__(self, bad: bool = False) -> None:
+        self.samples = [
+            DeviceDict({"x": torch.full((2,), float(i)), "n": {"i": i}}, encoders={"s": len_hook}) for i in range(6)
+        ]
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> DeviceDict:
+        if self.bad:
+            DeviceDict({"x": 1})["y"] = torch.zeros(1, device="meta")
+        return self.samples[index]
+
+
+def len_hook(strings: Any) -> Tensor:
+    return torch.tensor([len(s) for s in strings])
+
+
+def test_default_collate_batches_and_leaves_the_samples_alone() -> None:
+    samples = Samples().samples
+    before = [copy.deepcopy(s) for s in samples]
+    for batch in (default_collate(samples), default_convert(default_collate(samples))):
+        batch._check()
+        assert type(batch) is DeviceDict and type(batch["n"]) is DeviceDict
+        assert batch["x"].shape == (6, 2) and batch["n", "i"].tolist() == list(range(6))
+    assert samples == before
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_loader_with_workers(context: str) -> None:
+    loader = DataLoader(Samples(), batch_size=3, num_workers=2, multiprocessing_context=context)
+    batches = list(loader)
+    for batch in batches:
+        batch._check()
+        assert type(batch) is DeviceDict and batch.encoders.keys() == {"s"}
+    assert torch.cat([b["n", "i"] for b in batches]).tolist() == list(range(6))
+
+
+def test_the_error_of_a_worker_reaches_the_user_with_its_message() -> None:
+    with pytest.raises(DeviceMismatchError, match="'y' is on meta, this DeviceDict is on cpu"):
+        list(DataLoader(Samples(bad=True), num_workers=1))
+
+
+def test_both_ways_a_loader_pins() -> None:
+    """torch to 2.9 copies and updates a Mapping, later ones call ``pin_memory`` if there is one, maybe with a device."""
+    d = DeviceDict({"x": torch.ones(2), "n": {"y": 1}})
+    before = d.copy()
+    clone = copy.copy(d)
+    clone.update({key: value.clone() for key, value in d.items()})
+    clone._check()
+    assert clone == d and d["x"] is before["x"]
+    if torch.cuda.is_available():
+        assert d.pin_memory("cuda").is_pinned() and not d.is_pinned()
+        batch = next(iter(DataLoader(Samples(), batch_size=2, pin_memory=True)))
+        assert type(batch) is DeviceDict and batch.is_pinned()
+
+
+class Net(nn.Module):
+    """Takes and gives a DeviceDict; one layer is only used on some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, batch: DeviceDict, both: bool) -> DeviceDict:
+        out = DeviceDict({"y": self.used(batch["x"]), "n": {"z": batch["x"].sum()}})
+        return out | {"w": self.sometimes(batch["x"])} if both else out
+
+
+def _rank(rank: int, port: int, mode: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        options = {} if mode == "plain" else {mode: True}
+        model = DistributedDataParallel(Net(), **options)
+        both = mode != "find_unused_parameters"
+        for step in range(2):
+            batch = DeviceDict({"x": torch.tensor([[float(rank + 1), float(step)]])})
+            out = model(batch, both)
+            assert type(out) is DeviceDict
+            out._check()
+            model.zero_grad()
+            sum(t.sum() for key, t in out.items() if key != "n").backward()
+            # The gradient of a linear layer's weight is its input: the mean over both ranks, if they were synchronised.
+            assert model.module.used.weight.grad.tolist() == [[1.5, float(step)]], (mode, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
+def test_ddp_synchronises_gradients_with_a_device_dict_as_output(mode: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(_rank, args=(port, mode), nprocs=2, start_method="spawn")
