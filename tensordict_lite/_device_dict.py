@@ -211,7 +211,7 @@ class DeviceDict(MovableDict[V]):
         Nested dicts have their own. To give an existing dict others, make a new one: ``DeviceDict(d, encoders=...)``.
 
         >>> DeviceDict({"name": "Ada"}).encoders
-        mappingproxy({'name': Utf8(max_length=None)})
+        mappingproxy({'name': Utf8()})
         """
         return MappingProxyType(dict(self._policy.encoders))
 

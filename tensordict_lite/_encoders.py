@@ -28,7 +28,7 @@ def _is_count(value: object, least: int, most: int) -> bool:
 
 
 @register_encoder
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Utf8:
     """Strings as their UTF-8 bytes: uint8 ``[..., L]``, zero padded; decodes exactly.
 
@@ -62,6 +62,9 @@ class Utf8:
         limit = self.max_length
         if limit is not None and not _is_count(limit, 0, 2**63):
             raise ValueError(f"max_length is a number of bytes, 0 or more, or None; got {limit!r}")
+
+    def __repr__(self) -> str:
+        return "Utf8()" if self.max_length is None else f"Utf8({self.max_length})"
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
         """uint8 ``[n, L]`` of ``n`` strings."""

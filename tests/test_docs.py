@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import re
@@ -50,29 +51,33 @@ def _blocks(path: Path) -> list[str]:
 
 
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks are one session, in order; a trailing ``# value`` comment is what the expression gives."""
+    """The blocks are one session. After a statement, ``# -> value`` is its repr, ``# SomeError: text`` what it raises."""
     monkeypatch.chdir(tmp_path)
-    blocks = _blocks(ROOT / "README.md")
-    assert blocks
     scope: dict[str, Any] = {"__name__": "readme"}
     checked = 0
-    for block in blocks:
-        # Without a GPU the examples run on the device that has no values but all the rules.
-        source = block if torch.cuda.is_available() else block.replace('"cuda"', '"meta"').replace("cuda:0", "meta")
-        lines = source.splitlines(keepends=True)
-        for node in __import__("ast").parse(source).body:
-            code = "".join(lines[node.lineno - 1 : node.end_lineno])
-            comment = re.search(r"#\s*(.*)$", code.rstrip("\n"))
-            expected = comment.group(1) if comment else ""
-            error = re.match(r"(\w+Error): (.*)", expected)
+    for block in _blocks(ROOT / "README.md"):
+        # Without a GPU the examples run on the simulated one.
+        source = block if torch.cuda.is_available() else block.replace("cuda", "sim")
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            comment = code.rpartition("  # ")[2]
+            error = re.match(r"(\w+Error): (.*)", comment)
             if error:
-                with pytest.raises(Exception, match=re.escape(error.group(2))) as caught:
+                with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(error[2])) as caught:
                     exec(compile(code, "README.md", "exec"), scope)
-                assert caught.type.__name__ == error.group(1)
-                checked += 1
-            elif expected.startswith("-> "):
-                assert repr(eval(code, scope)) == expected.removeprefix("-> "), code
-                checked += 1
+                assert caught.type.__name__ == error[1]
+            elif comment.startswith("-> "):
+                assert repr(eval(code, scope)) == comment.removeprefix("-> "), code
             else:
                 exec(compile(code, "README.md", "exec"), scope)
-    assert checked >= 5
+                continue
+            checked += 1
+    assert checked >= 20
+
+
+def test_the_readme_shows_the_tree_as_it_is() -> None:
+    state = DeviceDict({"x": torch.zeros(2, 2), "species": ["cat", "dog"], "obs": {"step": 3}},
+                       encoders={"species": tensordict_lite.Vocabulary(["cat", "dog"])})  # fmt: skip
+    shown = repr(state).replace("(cpu", "(cuda:0")
+    assert shown in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -160,7 +160,7 @@ class TestErrors:
             (
                 "x",
                 TypeError,
-                "'x': Utf8(max_length=None) decodes uint8 codes, got float32; 'x' has no encoder of its own, give one as encoders=",
+                "'x': Utf8() decodes uint8 codes, got float32; 'x' has no encoder of its own, give one as encoders=",
             ),
             ("o", TypeError, "'o' is a kept NoneType, not encoded strings"),
         ):
