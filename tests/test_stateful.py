@@ -189,7 +189,8 @@ class Programs(RuleBasedStateMachine):
             self.d = {
                 "copy": before.copy,
                 "copy.copy": lambda: copy.copy(before),
-                "deepcopy": lambda: copy.deepcopy(before),
+                # through the CPU, as for pickle: torch cannot make a bare storage on a simulated device
+                "deepcopy": lambda: copy.deepcopy(before.cpu()).to(self.device),
                 "clone": before.clone,
                 "map": lambda: before.map(lambda t: t + 0),
                 "detach": before.detach,
