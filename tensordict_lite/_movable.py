@@ -13,6 +13,7 @@ from typing_extensions import Self
 from ._arguments import to_arguments
 from ._checked import CheckedDict
 from ._errors import Path, dotted
+from ._items import only_tensors
 from ._transfer import CPU, DeviceLike, host_array, resolve, transfer
 from ._tree import TreeDict, V
 
@@ -77,18 +78,22 @@ class MovableDict(CheckedDict[V]):
         >>> d.to("meta").device, d.to(torch.float64)["x"].dtype, d.to(torch.float64)["id"].dtype
         (device(type='meta'), torch.float64, torch.int64)
         """
-        device, dtype, non_blocking, copy = to_arguments(*args, **kwargs)
+        device, dtype, non_blocking, copy = to_arguments(args, kwargs)
         if device is not None and device != self._device:
             device = resolve(device)
         if device is None or device == self._device:
             if dtype is None and not copy:
                 return self
             device = None
-        tensors = self._tensors()
-        moved = transfer(tensors, device, dtype, non_blocking=non_blocking, copy=copy)
-        if device is None and all(map(is_, tensors, moved)) and not copy:
-            return self
-        return self._with(moved, self._device if device is None else device)
+        values = list(self.values())
+        flat = only_tensors(values)
+        tensors = cast("list[Tensor]", values) if flat else self._tensors()
+        moved = transfer(tensors, device, dtype, non_blocking, copy)
+        if device is None:
+            if not copy and all(map(is_, tensors, moved)):
+                return self
+            device = self._device
+        return self._with(moved, device, flat)
 
     def cpu(self) -> Self:
         """``to("cpu")``: complete on return, under a busy stream too.
@@ -133,7 +138,7 @@ class MovableDict(CheckedDict[V]):
         >>> d = DeviceDict({"x": 1.0})
         >>> pinned = d.pin_memory() if torch.cuda.is_available() else d
         """
-        return self._with([tensor.pin_memory() for tensor in self._tensors()], self._device)
+        return self._each(Tensor.pin_memory)
 
     def is_pinned(self) -> bool:
         """Whether there are tensors and all are in pinned memory. Asks the driver, once a tensor.
@@ -204,7 +209,7 @@ class MovableDict(CheckedDict[V]):
         >>> DeviceDict({"x": torch.ones(2, requires_grad=True)}).detach()["x"].requires_grad
         False
         """
-        return self._with([tensor.detach() for tensor in self._tensors()], self._device)
+        return self._each(Tensor.detach)
 
     def clone(self) -> Self:
         """Every tensor copied, as ``Tensor.clone``: autograd records it.
@@ -213,7 +218,7 @@ class MovableDict(CheckedDict[V]):
         >>> d.clone()["x"].add_(1) is not None, d["x"]
         (True, tensor([1.]))
         """
-        return self._with([tensor.clone() for tensor in self._tensors()], self._device)
+        return self._each(Tensor.clone)
 
     def contiguous(self) -> Self:
         """Every tensor contiguous; those that are already are kept.
@@ -221,7 +226,7 @@ class MovableDict(CheckedDict[V]):
         >>> DeviceDict({"x": torch.zeros(2, 3).t()}).contiguous()["x"].is_contiguous()
         True
         """
-        return self._with([tensor.contiguous() for tensor in self._tensors()], self._device)
+        return self._each(Tensor.contiguous)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of the floating-point and complex tensors, in place. Returns ``self``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, Generic, cast
 
 import torch
@@ -54,10 +54,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         values = list(self.values())
         return cast("list[Tensor]", values) if only_tensors(values) else tensors_in(self)
 
-    def _with(self, tensors: list[Tensor], device: torch.device | None) -> Self:
-        """The same tree on ``device`` with these tensors, in the order of `_tensors`, for its own; unchecked."""
-        if only_tensors(self.values()):
-            return self._new(zip(self, tensors, strict=True), device, self._policy)
+    def _with(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
+        """The same tree on ``device`` with these tensors, in the order of `_tensors`, for its own; unchecked.
+
+        ``flat``: the caller knows that there is nothing but plain tensors.
+        """
+        if flat or only_tensors(self.values()):
+            # Through a dict: an update from one is a single copy, from pairs an insert each (0.4x at 8 fields).
+            return self._new(dict(zip(self, tensors, strict=True)), device, self._policy)
         return self._refill(iter(tensors), device)
 
     def _refill(self, tensors: Iterator[Tensor], device: torch.device | None) -> Self:
@@ -70,6 +74,18 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             else:
                 items[key] = value
         return self._new(items, device, self._policy)
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same tree with ``function`` of every tensor, which must stay on the device; unchecked."""
+        items: dict[str, Any] = {}
+        for key, value in self.items():
+            if isinstance(value, Tensor):
+                items[key] = function(value)
+            elif isinstance(value, TreeDict):
+                items[key] = cast("TreeDict[Any]", value)._each(function)
+            else:
+                items[key] = value
+        return self._new(items, self._device, self._policy)
 
     def _settle(self, fallback: torch.device | None) -> None:
         """Take the device from the tensors that are here now; without any, ``fallback``, for nested dicts too."""
@@ -91,7 +107,9 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         >>> d["obs", "x"] is not None
         True
         """
-        return self._with(self._tensors(), self._device)
+        if only_tensors(self.values()):
+            return self._new(self, self._device, self._policy)
+        return self._each(lambda tensor: tensor)
 
     def __copy__(self) -> Self:
         return self.copy()
