@@ -70,7 +70,7 @@ def transfer(
             return [t.to(device) for t in tensors]
         return [t.to(device, non_blocking=non_blocking, copy=copy) for t in tensors]
     if device is None and not copy:
-        # One look-up for "is cast" and "is not so already"; t.to(dtype) alone takes ten times as long to find the latter.
+        # One look-up for "is cast" and "is not so already", which t.to(dtype) takes ten times as long to find.
         cast_from = _FROM[dtype]
         return [t.to(dtype) if t.dtype in cast_from else t for t in tensors]
     return [
