@@ -28,10 +28,10 @@ def to_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Target:
             return only, None, False, False
         if type(only) is torch.dtype and only in CASTABLE:
             return None, only, False, False
-    return _sort(*args, **kwargs)
+    return to(*args, **kwargs)
 
 
-def _sort(
+def to(  # so named for the messages of Python's own about its arguments
     *args: Any,
     device: DeviceLike | None = None,
     dtype: torch.dtype | None = None,
@@ -42,27 +42,29 @@ def _sort(
     rest = list(args)
     if rest:
         first = rest.pop(0)
-        if isinstance(first, torch.dtype):
-            dtype = first
-        elif isinstance(first, (Tensor, TreeDict)):
-            other = cast(Any, first)
+        if isinstance(first, (Tensor, TreeDict)):
+            other = _once(other, cast(Any, first), "other")
+        elif isinstance(first, torch.dtype):
+            dtype = _once(dtype, first, "dtype")
         else:
-            device = first
+            device = _once(device, first, "device")
             if rest and not isinstance(rest[0], bool):
-                dtype = rest.pop(0)
+                dtype = _once(dtype, rest.pop(0), "dtype")
         if rest:
             non_blocking = rest.pop(0)
         if rest:
             copy = rest.pop(0)
         if rest:
             raise TypeError(f"to() got {len(args)} positional arguments; expected {_FORMS}")
+    for name, flag in (("non_blocking", non_blocking), ("copy", copy)):
+        if not isinstance(cast(object, flag), bool):
+            raise TypeError(f"to() got {flag!r} for {name}, which is True or False; expected {_FORMS}")
     if other is not None:
         if not isinstance(other, (Tensor, TreeDict)):
             raise TypeError(f"to() got other={type(other).__name__}; expected {_FORMS}")
-        device = other.device if isinstance(other, Tensor) else other._device
-        dtype = other.dtype if isinstance(other, Tensor) else dtype
-        if dtype not in CASTABLE:
-            dtype = None  # an integer tensor says where to, not in which precision
+        device = _once(device, other.device if isinstance(other, Tensor) else other._device, "device")
+        if isinstance(other, Tensor) and other.dtype in CASTABLE:
+            dtype = _once(dtype, other.dtype, "dtype")  # an integer tensor says where to, not in which precision
     if dtype is not None:
         if not isinstance(cast(object, dtype), torch.dtype):
             raise TypeError(f"to() got {dtype!r} for the dtype; expected {_FORMS}")
@@ -76,3 +78,9 @@ def _sort(
             raise TypeError(f"to() got {device!r} of type {type(device).__name__}; expected {_FORMS}")
         device = torch.device(device)
     return device, dtype, non_blocking, copy
+
+
+def _once(before: Any, given: Any, name: str) -> Any:
+    if before is not None and given is not None:
+        raise TypeError(f"to() got the {name} twice, {before!r} and {given!r}; expected {_FORMS}")
+    return before if given is None else given

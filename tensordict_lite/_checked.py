@@ -7,14 +7,14 @@ that a call either stores everything or changes nothing. Reading is `dict`'s own
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from ._errors import Path, dotted
-from ._items import Items, all_home, as_dict, placed, refuse_key, tensors_in
+from ._items import Items, all_home, as_dict, placed, refuse_key, snapshot, tensors_in
 from ._policy import Encoders, Objects, OnMismatch, Policy
 from ._transfer import CPU, DeviceLike, canonical, resolve, transfer
 from ._tree import TreeDict, V, raw
@@ -27,6 +27,7 @@ class CheckedDict(TreeDict[V]):
     """The value rule of `DeviceDict`, every mutator of ``dict``, and paths."""
 
     __slots__ = ()
+    _class_options: ClassVar[tuple[Any, ...]]  # what one class gave; `_class_policy` is what it and its bases make
 
     def __init_subclass__(
         cls,
@@ -39,7 +40,14 @@ class CheckedDict(TreeDict[V]):
     ) -> None:
         super().__init_subclass__(**kwargs)
         if not (encoders is on_mismatch is objects is dtype is None):
-            cls._class_policy = cls._class_policy.override(encoders, on_mismatch, objects, dtype)
+            cls._class_options = (encoders, on_mismatch, objects, dtype)
+        # Of every class that gives options, the more derived one's over the others': so several bases add up.
+        given = [base.__dict__["_class_options"] for base in cls.__mro__ if "_class_options" in base.__dict__]
+        if given:
+            policy = Policy()
+            for options in reversed(given):
+                policy = policy.override(*options)
+            cls._class_policy = policy
 
     def __init__(
         self,
@@ -52,14 +60,19 @@ class CheckedDict(TreeDict[V]):
         objects: Objects | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if self:
+            raise TypeError(f"this {type(self).__name__} is made already; use update to add to it")
         policy = self._class_policy
-        if type(data) is not dict and isinstance(data, TreeDict):
-            policy = policy.with_encoders(data._policy.encoders)
+        if type(data) is not dict and isinstance(data, TreeDict):  # a copy, which may change class
+            own = policy is not TreeDict._class_policy
+            policy = policy.with_encoders(data._policy.encoders) if own else data._policy
         if not (encoders is on_mismatch is objects is dtype is None):
             policy = policy.override(encoders, on_mismatch, objects, dtype)
         self._policy = policy
         self._device = None if device is None else resolve(device)
         if data is not None:
+            if device is None and isinstance(data, TreeDict):
+                self._device = data._device
             self._take(as_dict(cast(Items, data)), consent=device is not None)
 
     # --- reading, which is dict's own but for paths ---
@@ -163,9 +176,10 @@ class CheckedDict(TreeDict[V]):
         if fields:
             items = {**items, **fields}
         if type(data) is not dict and isinstance(data, TreeDict) and data._policy.encoders:
-            known = {key: encoder for key, encoder in data._policy.encoders.items() if key in data}
-            staged = self._stage(items)
-            self._commit(staged[0], staged[1], staged[2].with_encoders(known))
+            encoders = data._policy.encoders
+            staged, device, policy = self._stage(items)
+            brought = {key: encoders[key] for key in encoders if key in data and key not in fields}
+            self._commit(staged, device, policy.with_encoders(brought))
         else:
             self._take(items)
 
@@ -210,7 +224,12 @@ class CheckedDict(TreeDict[V]):
             raw.update(self, data)
             self._device = device
         else:
-            self._commit(*self._stage(data, consent=consent, at=at))
+            try:
+                staged = self._stage(data, consent=consent, at=at)
+            except RecursionError as error:
+                where = f"in {dotted(at)} " if at else ""
+                raise ValueError(f"a value {where}holds itself, or is nested too deep") from error
+            self._commit(*staged)
 
     def _commit(self, staged: Mapping[str, Any], device: torch.device | None, policy: Policy) -> None:
         raw.update(self, staged)
@@ -222,11 +241,12 @@ class CheckedDict(TreeDict[V]):
     ) -> tuple[Mapping[str, Any], torch.device | None, Policy]:
         """What `_commit` would store: every key checked, every value converted, nothing of this dict changed."""
         device = self._device
+        data = snapshot(data)
         tensors = tensors_in(data)
         if device is None and tensors:
             device = canonical(tensors[0].device)
         # Host values alone in a dict without a device go where torch would make them.
-        home = resolve(torch.get_default_device()) if device is None else device
+        home = canonical(torch.empty(0).device) if device is None else device
         moved: dict[int, Tensor] = {}
         if consent or self._policy.on_mismatch == "move":
             strangers = {id(tensor): tensor for tensor in tensors if tensor.device != home}
@@ -283,7 +303,7 @@ class CheckedDict(TreeDict[V]):
 
     def _walk(self, key: object) -> tuple[CheckedDict[Any], Any]:
         """The dict that holds what a path leads to, and its last key; ``KeyError`` if there is none."""
-        path = cast(Path, key if isinstance(key, tuple) else ())
+        path = cast(Path, key if type(key) is tuple else ())
         if not path:
             raise KeyError(cast(object, key))
         node: CheckedDict[Any] = self

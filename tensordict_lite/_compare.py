@@ -25,28 +25,33 @@ def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Te
         elif isinstance(x, Tensor) or isinstance(y, Tensor):
             equal = False
         else:
-            equal = x is y or bool(np.all(x == y))
+            equal = x is y or _same_object(x, y)
         if not equal:
             return False
     return True
 
 
-def comparable(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Both as dense tensors on one device, if dtype, layout and shape agree and there are values to compare."""
-    if x.dtype != y.dtype or x.layout != y.layout or x.is_nested or y.is_nested or x.shape != y.shape:
-        return None
-    if x.is_meta or y.is_meta:
-        return None
+def _same_object(x: Any, y: Any) -> bool:
+    if any(isinstance(value, np.ndarray) for value in (x, y)):
+        return np.array_equal(x, y)  # where == would broadcast
+    return bool(np.all(x == y))
+
+
+def values_agree(x: Tensor, y: Tensor, compare: Callable[[Tensor, Tensor], bool]) -> bool:
+    """Whether dtype, layout and shape agree, and ``compare`` finds the values so, as dense tensors on one device."""
+    if x.dtype != y.dtype or x.layout != y.layout or x.is_nested != y.is_nested or x.is_meta or y.is_meta:
+        return False
+    if x.is_nested:
+        rows = zip(x.unbind(), y.unbind(), strict=False)
+        return x.size(0) == y.size(0) and all(values_agree(a, b, compare) for a, b in rows)
+    if x.shape != y.shape:
+        return False
     if x.device != y.device:
         x, y = x.cpu(), y.cpu()
-    return (x, y) if x.layout == torch.strided else (x.to_dense(), y.to_dense())
+    return compare(x, y) if x.layout == torch.strided else compare(x.to_dense(), y.to_dense())
 
 
 def equal(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors agree in dtype, layout, shape and every value; NaN only with itself."""
-    if x is y:  # as in a dict: what is identical is equal, NaN and tensors without values too
-        return True
-    if x.is_nested and y.is_nested:
-        return x.size(0) == y.size(0) and all(map(equal, x.unbind(), y.unbind()))
-    pair = comparable(x, y)
-    return pair is not None and torch.equal(*pair)
+    """Whether two tensors agree in dtype, layout, shape and every value. NaN equals only itself."""
+    # As in a dict: what is identical is equal, NaN and tensors without values too.
+    return x is y or values_agree(x, y, torch.equal)

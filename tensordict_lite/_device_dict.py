@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ._compare import agree, comparable
+from ._compare import agree, values_agree
 from ._display import field_count, html, size, tree
+from ._encoders import Hashing, Utf8, Vocabulary
 from ._errors import Path, dotted
 from ._items import nbytes
 from ._movable import MovableDict
@@ -42,8 +45,9 @@ class DeviceDict(MovableDict[V]):
     Args:
         data: a mapping or an iterable of pairs.
         device: where everything is to be, and is moved. None: the device of the first tensor; tensors that disagree
-            raise. A dict that holds no tensor yet has the device None and takes that of the first one stored, which
-            it then keeps, emptied or not. Values from the host alone go to ``torch.get_default_device()``.
+            raise. A dict without tensors has the device None until the first one is stored, and then keeps that device,
+            emptied or not. Values from the host alone, and nested dicts without tensors, put it on torch's default
+            device; give ``device=`` where that is not meant.
         encoders: a mapping from key to string encoder, good for that key at any depth, or one encoder for every key.
             A bare callable encodes only. A key without one uses `Utf8`. The encoder stays with the key through every
             method, copies and pickle.
@@ -146,26 +150,24 @@ class DeviceDict(MovableDict[V]):
 
     @classmethod
     def unflatten(cls, mapping: Mapping[str, Any], sep: str = ".") -> Self:
-        """The nested dict of one level of joined keys: `flatten` undone.
+        """The nested dict of one level of joined keys: `flatten` undone, with its encoders if given a `DeviceDict`.
 
         Raises: ``ValueError`` if a key is both a field and the start of another. No tensor is copied.
 
         >>> DeviceDict.unflatten({"obs.a": 1, "obs.b.c": 2}).to_dict()
         {'obs': {'a': tensor(1), 'b': {'c': tensor(2)}}}
         """
-        nested: dict[str, Any] = {}
-        for key, value in mapping.items():
-            *parents, last = key.split(sep)
-            node = nested
-            for part in parents:
-                inner = node.setdefault(part, {})
-                if type(inner) is not dict:
-                    raise ValueError(f"{key!r}: {part!r} is a field already, so it cannot be a nested dict too")
-                node = cast("dict[str, Any]", inner)
-            if last in node:
-                raise ValueError(f"{key!r} is the start of another key, so it cannot be a field too")
-            node[last] = value
-        return cls(nested)
+        if not isinstance(mapping, TreeDict):
+            return cls(_unflatten(mapping, sep))
+        known = mapping._policy.encoders
+        policy = replace(mapping._policy, encoders={key: known[key] for key in known if sep not in key})
+        out = cls._new((), mapping._device, policy)
+        out._take(_unflatten(mapping, sep))
+        for key, encoder in known.items():
+            if sep in key and (path := tuple(key.split(sep))) in out:
+                node, last = out._walk(path)
+                node._policy = node._policy.with_encoders({last: encoder})
+        return out
 
     def to_dict(self) -> dict[str, Any]:
         """A plain nested dict of the same tensors and kept objects; no tensor is copied.
@@ -196,11 +198,8 @@ class DeviceDict(MovableDict[V]):
         True
         """
 
-        def close(x: Tensor, y: Tensor) -> bool:
-            pair = comparable(x, y)
-            return pair is not None and torch.allclose(*pair, rtol=rtol, atol=atol, equal_nan=equal_nan)
-
-        return agree(self, other, close)
+        close = partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan)
+        return agree(self, other, lambda x, y: values_agree(x, y, close))
 
     # --- strings ---
 
@@ -248,9 +247,9 @@ class DeviceDict(MovableDict[V]):
         return html(self, _title(self), _note)
 
 
-# torch.load(weights_only=True) may call these two: they take data only, and check it. A subclass is its author's to
-# add, with the same call, since its __init__ may do anything.
-cast(Any, torch.serialization).add_safe_globals([DeviceDict, restore])
+# What torch.load(weights_only=True) may call: these take data only, and check it. A subclass is its author's to add,
+# with the same call, since its __init__ may do anything.
+cast(Any, torch.serialization).add_safe_globals([DeviceDict, restore, Utf8, Vocabulary, Hashing])
 
 
 def _flatten(d: TreeDict[Any], prefix: str, sep: str, items: dict[str, Any], encoders: dict[str, Any]) -> None:
@@ -264,6 +263,23 @@ def _flatten(d: TreeDict[Any], prefix: str, sep: str, items: dict[str, Any], enc
         items[name] = value.copy() if isinstance(value, TreeDict) else value
         if key in d._policy.encoders:
             encoders[name] = d._policy.encoders[key]
+
+
+def _unflatten(mapping: Mapping[str, Any], sep: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in mapping.items():
+        head, nested, rest = key.partition(sep)
+        if (head in groups) != bool(nested) and head in out:
+            raise ValueError(f"{head!r} cannot be both a field and a nested dict, as {key!r} has it")
+        if nested:
+            out[head] = groups.setdefault(head, {})
+            groups[head][rest] = value
+        else:
+            out[head] = value
+    for head, group in groups.items():
+        out[head] = _unflatten(group, sep)
+    return out
 
 
 def _title(d: TreeDict[Any]) -> str:

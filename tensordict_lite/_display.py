@@ -57,7 +57,7 @@ def _rows(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) -> 
         said = note(data, key)
         if len(said) > _LONGEST_NOTE:
             said = said[: _LONGEST_NOTE - 1] + "…"
-        yield Row(here, key, _what(value), said)
+        yield Row(here, key if key.isprintable() else repr(key), _what(value), said)
         if isinstance(value, Mapping):
             yield from _rows(cast("Mapping[str, Any]", value), note, here)
 

@@ -11,10 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._strings import integer_codes, register_encoder
+from ._strings import integer_codes, register_encoder, tensor_codes
 
 
 def _strings_only(tokens: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(tokens, str):
+        raise TypeError(
+            f"tokens are an iterable of strings, got the one string {tokens!r}; for its characters use list()"
+        )
     kept = tuple(tokens)
     for token in cast("tuple[object, ...]", kept):
         if not isinstance(token, str):
@@ -71,14 +75,14 @@ class Utf8:
         encoded = [self._bytes(string) for string in strings]
         width = max(map(len, encoded), default=0) if self.max_length is None else self.max_length
         if width == 0:  # NumPy has no zero-width byte strings
-            return torch.zeros(len(encoded), 0, dtype=torch.uint8)
+            return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")
         # An `S` array pads with zeros in C; it is writable, so torch shares it without a copy.
         packed = cast(Any, np.array(encoded, dtype=f"S{width}"))
-        return torch.as_tensor(packed.view(np.uint8).reshape(len(encoded), width))
+        return torch.as_tensor(packed.view(np.uint8).reshape(len(encoded), width), device="cpu")
 
     def decode(self, codes: Tensor, /) -> list[str]:
         """The ``n`` strings of uint8 ``[n, L]``."""
-        if codes.dtype != torch.uint8:
+        if tensor_codes(self, codes).dtype != torch.uint8:
             raise TypeError(f"{self!r} decodes uint8 codes, got {str(codes.dtype).removeprefix('torch.')}")
         count, width = codes.shape
         if width == 0:
@@ -100,6 +104,9 @@ class Utf8:
                 "raise max_length, strings are never cut"
             )
         return encoded
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Utf8, (self.max_length,)
 
     def to_json(self) -> dict[str, Any]:
         """The state, as JSON values."""
@@ -182,9 +189,9 @@ class Vocabulary:
         codes = self._codes
         if self.unknown is not None:
             other = codes[self.unknown]
-            return torch.tensor([codes.get(string, other) for string in strings], dtype=torch.int64)
+            return torch.tensor([codes.get(string, other) for string in strings], dtype=torch.int64, device="cpu")
         try:
-            return torch.tensor([codes[string] for string in strings], dtype=torch.int64)
+            return torch.tensor([codes[string] for string in strings], dtype=torch.int64, device="cpu")
         except KeyError as error:
             raise ValueError(
                 f"{error.args[0]!r} is not among the {len(self)} tokens of {self!r}; add it, or give unknown="
@@ -209,7 +216,7 @@ class Vocabulary:
         return cls(**state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.tokens, self.unknown)  # the look-up table is made again, not sent
+        return Vocabulary, (self.tokens, self.unknown)  # the look-up table is made again, not sent
 
     def __repr__(self) -> str:
         shown = repr(list(self.tokens)) if len(self) <= 6 else f"<{len(self)} tokens>"
@@ -255,11 +262,15 @@ class Hashing:
             hashlib.blake2b(string.encode("utf-8", "surrogatepass"), digest_size=8, salt=salt).digest()
             for string in strings
         )
-        return torch.tensor([int.from_bytes(digest, "little") % self.buckets for digest in digests], dtype=torch.int64)
+        codes = [int.from_bytes(digest, "little") % self.buckets for digest in digests]
+        return torch.tensor(codes, dtype=torch.int64, device="cpu")
 
     def decode(self, codes: Tensor, /) -> list[str]:
         """Raises ``TypeError``: a hash cannot be undone."""
         raise TypeError(f"{self!r} is one way and cannot be decoded; use Vocabulary to get strings back")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hashing, (self.buckets, self.seed)
 
     def to_json(self) -> dict[str, Any]:
         """The state, as JSON values."""

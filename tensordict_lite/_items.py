@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._errors import DeviceMismatchError, Path, dotted
-from ._transfer import CPU, canonical
+from ._transfer import CPU
 
 Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -24,10 +24,10 @@ def only_tensors(values: Iterable[Any]) -> bool:
 
 def as_dict(data: Items) -> Mapping[str, Any]:
     """``data`` as a mapping that can be walked twice; ``TypeError`` if it is neither a mapping nor pairs."""
-    if isinstance(data, dict):
+    if type(data) is dict:
         return cast("dict[str, Any]", data)
-    if isinstance(data, Mapping):
-        return dict(cast("Mapping[str, Any]", data))
+    if isinstance(data, Mapping):  # through items(), which a subclass of dict may have of its own
+        return dict(cast("Mapping[str, Any]", data).items())
     expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(cast(object, data)).__name__}"
     if not isinstance(cast(object, data), Iterable):
         raise TypeError(expected)
@@ -36,6 +36,15 @@ def as_dict(data: Items) -> Mapping[str, Any]:
         return dict(pairs)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{expected}: {error}") from error
+
+
+def snapshot(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data`` with every mapping in it that is no dict read once, into one: it may make its values at each access."""
+    out = dict(data.items())
+    for key, value in out.items():
+        if isinstance(value, Mapping) and (type(cast(object, value)) is dict or not isinstance(value, dict)):
+            out[key] = snapshot(cast("Mapping[str, Any]", value))
+    return out
 
 
 def refuse_key(key: object, at: Path) -> NoReturn:
@@ -76,23 +85,10 @@ def tensors_in(data: Mapping[str, Any]) -> list[Tensor]:
 
 def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a sparse one, of its indices and values."""
-    if tensor.layout == torch.strided or tensor.layout == torch.jagged:
-        return tensor.nbytes
     if tensor.layout == torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
-    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    outer, inner = (
-        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
-    )
-    return outer.nbytes + inner.nbytes + tensor.values().nbytes
-
-
-def first_device(data: Mapping[str, Any]) -> torch.device | None:
-    for value in data.values():
-        if isinstance(value, Tensor):
-            return canonical(value.device)
-        if isinstance(value, Mapping):
-            device = first_device(cast("Mapping[str, Any]", value))
-            if device is not None:
-                return device
-    return None
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
+    return tensor.numel() * tensor.element_size()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
 
@@ -24,7 +27,7 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
 
     Goes into dicts, lists, tuples, named tuples, dataclasses, ``OrderedDict``, ``defaultdict``, `DeviceDict`, other
     mappings, and every container registered with PyTorch's pytree. The containers of the result are new and of the
-    same types; ``obj`` is not changed. All else (strings, None, objects, modules) is handed on as it is.
+    same types; ``obj`` is not changed. All else (strings, None, sets, modules, other objects) is handed on as it is.
 
     Args:
         non_blocking: as in `DeviceDict.to`: by default the result is complete, and the source free, on return.
@@ -85,25 +88,35 @@ def to_numpy(obj: Any) -> Any:
     return rebuild(iter([convert(item) for item in found]))
 
 
-def _moves_as_one(obj: Any) -> bool:
-    # A PackedSequence keeps its batch sizes on the CPU wherever its data is, which pytree does not know.
-    return isinstance(obj, (TreeDict, PackedSequence))
+def _is_whole(obj: Any) -> bool:
+    # A PackedSequence keeps its batch sizes on the CPU wherever its data is, and a Size becomes a tuple: pytree knows
+    # neither.
+    return isinstance(obj, (TreeDict, PackedSequence, torch.Size))
 
 
 def _open(obj: Any, found: list[Any]) -> _Rebuild:
     """Append to ``found`` what in ``obj`` moves, and return what builds ``obj`` again from that many replacements."""
-    if isinstance(obj, Tensor) or _moves_as_one(obj):
+    if isinstance(obj, (Tensor, TreeDict, PackedSequence)):
         found.append(obj)
         return next
-    leaves, spec = pytree.tree_flatten(obj, is_leaf=_moves_as_one)
+    leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_whole)
     if len(leaves) != 1 or leaves[0] is not obj:
         return _parts(leaves, found, lambda parts: pytree.tree_unflatten(parts, spec))
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
-        return _parts([getattr(obj, name) for name in names], found, lambda parts: _dataclass(obj, names, parts))
+    # A container that pytree does not know is only built again if there is something in it to move.
+    before = len(found)
+    rebuild = _open_other(obj, found)
+    return rebuild if len(found) > before else lambda _: obj
+
+
+def _open_other(obj: Any, found: list[Any]) -> _Rebuild:
+    if isinstance(obj, (type, Module)):
+        return lambda _: obj
     if isinstance(obj, Mapping):
         mapping = cast("Mapping[Any, Any]", obj)
         return _parts(list(mapping.values()), found, lambda parts: _mapping(mapping, parts))
+    if dataclasses.is_dataclass(obj):
+        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
+        return _parts([getattr(obj, name) for name in names], found, lambda parts: _dataclass(obj, names, parts))
     if isinstance(obj, list):  # a subclass, which pytree does not open
         return _parts(cast("list[Any]", obj), found, lambda parts: _list(cast("list[Any]", obj), parts))
     if isinstance(obj, tuple):
@@ -125,12 +138,15 @@ def _dataclass(obj: Any, names: list[str], values: list[Any]) -> Any:
 
 
 def _mapping(obj: Mapping[Any, Any], values: list[Any]) -> Any:
-    if not isinstance(obj, MutableMapping):
-        return type(obj)(dict(zip(obj, values, strict=True)))  # pyright: ignore[reportCallIssue]
-    clone = copy.copy(obj)
-    for key, value in zip(obj, values, strict=True):
+    items = dict(zip(obj, values, strict=True))
+    if not isinstance(obj, (dict, UserDict)):
+        return type(obj)(items)  # pyright: ignore[reportCallIssue]  (a copy could share its storage with the original)
+    clone: Any = copy.copy(cast(Any, obj))
+    for key, value in items.items():
         clone[key] = value
-    return cast(Any, clone)
+    if dataclasses.is_dataclass(clone):  # the form of transformers' outputs: every item is an attribute too
+        return _dataclass(clone, [name for name in items if hasattr(clone, name)], [*items.values()])
+    return clone
 
 
 def _list(obj: list[Any], values: list[Any]) -> Any:

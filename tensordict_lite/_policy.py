@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import torch
 
 from ._encoders import Utf8
-from ._strings import StringEncoder, as_encoder, encoder_from_json, encoder_to_json, is_registered
+from ._strings import StringEncoder, as_encoder
 
 Encoders = Mapping[str, Any] | StringEncoder | Any
 """What ``encoders=`` takes: key to encoder or callable, or one encoder or callable for every key."""
@@ -75,10 +75,10 @@ class Policy:
         return self.encoders.get(key, self.default_encoder)
 
     def to_state(self) -> dict[str, Any]:
-        """Plain data, but for encoders that have no JSON form, which stay objects."""
+        """Plain data and encoders, for pickle, which then writes an encoder once however many dicts share it."""
         return {
-            "encoders": {key: _pack(encoder) for key, encoder in self.encoders.items()},
-            "default_encoder": _pack(self.default_encoder),
+            "encoders": dict(self.encoders),
+            "default_encoder": self.default_encoder,
             "on_mismatch": self.on_mismatch,
             "objects": self.objects,
             "dtype": self.dtype,
@@ -87,18 +87,5 @@ class Policy:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Policy:
         """The policy of `to_state`, every option checked again."""
-        policy = cls(default_encoder=as_encoder(_unpack(state["default_encoder"])))
-        return policy.override(
-            {key: _unpack(encoder) for key, encoder in state["encoders"].items()},
-            state["on_mismatch"],
-            state["objects"],
-            state["dtype"],
-        )
-
-
-def _pack(encoder: StringEncoder) -> Any:
-    return encoder_to_json(encoder) if is_registered(encoder) else encoder
-
-
-def _unpack(packed: Any) -> Any:
-    return encoder_from_json(cast("dict[str, Any]", packed)) if isinstance(packed, dict) else packed
+        policy = cls(default_encoder=as_encoder(state["default_encoder"]))
+        return policy.override(state["encoders"], state["on_mismatch"], state["objects"], state["dtype"])

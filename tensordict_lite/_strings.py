@@ -55,6 +55,8 @@ class EncodeOnly:
 
 def as_encoder(given: object) -> StringEncoder:
     """``given`` itself if it encodes and decodes, wrapped if it is a bare callable."""
+    if isinstance(given, type):
+        raise TypeError(f"an encoder is an instance, got the class {given.__name__}; call it: {given.__name__}(...)")
     if isinstance(given, StringEncoder):
         return given
     if callable(given):
@@ -91,14 +93,11 @@ def register_encoder(cls: _E) -> _E:
     {'name': 'length'}
     """
     name: str = cls.name
-    if _registry.setdefault(name, cls) is not cls:
-        raise ValueError(f"the encoder name {name!r} is taken by {_registry[name].__qualname__}; choose another")
+    known = _registry.get(name, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):  # else a notebook cell run again
+        raise ValueError(f"the encoder name {name!r} is taken by {known.__qualname__}; choose another")
+    _registry[name] = cls
     return cls
-
-
-def is_registered(encoder: object) -> bool:
-    """Whether ``encoder`` has a JSON form."""
-    return _registry.get(getattr(encoder, "name", "")) is type(encoder)
 
 
 def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
@@ -110,24 +109,31 @@ def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
     >>> encoder_to_json(Vocabulary(["cat", "dog"]))
     {'name': 'vocabulary', 'tokens': ['cat', 'dog'], 'unknown': None}
     """
-    if not is_registered(encoder):
+    if _registry.get(str(getattr(encoder, "name", ""))) is not type(encoder):
         raise TypeError(f"{encoder!r} has no JSON form; register its class with register_encoder")
     return {"name": cast(Any, encoder).name, **cast(Any, encoder).to_json()}
 
 
 def encoder_from_json(data: Mapping[str, Any]) -> StringEncoder:
-    """The encoder of a JSON form; nothing is imported, an unknown name is a ``ValueError`` that shows it.
+    """The encoder of a JSON form. What names no registered encoder, or does not fit it, is a ``ValueError``.
+
+    Nothing that ``data`` names is imported.
 
     >>> from tensordict_lite import encoder_from_json
     >>> encoder_from_json({"name": "hashing", "buckets": 16, "seed": 0})
     Hashing(buckets=16, seed=0)
     """
+    if not isinstance(cast(object, data), Mapping):
+        raise ValueError(f"the JSON form of an encoder is an object, got {type(data).__name__}")
     state = dict(data)
     name = state.pop("name", None)
     cls = _registry.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"no encoder is registered as {name!r}; known are {', '.join(sorted(_registry))}")
-    return cls.from_json(state)
+    try:
+        return cls.from_json(state)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"the JSON form of the encoder {name!r} is malformed: {error}") from error
 
 
 # --- nested lists of strings ---
@@ -185,12 +191,12 @@ def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, 
 def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:
     if not isinstance(codes, Tensor):
         raise TypeError(
-            f"{encoder!r}.encode gave {type(codes).__name__}, expected a Tensor or a mapping of tensors "
+            f"{short(encoder)}.encode gave {type(codes).__name__}, expected a Tensor or a mapping of tensors "
             "(wrap a Hugging Face tokenizer in Tokenizer)"
         )
     if codes.ndim == 0 or codes.shape[0] != len(strings):
         raise TypeError(
-            f"{encoder!r}.encode gave shape {list(codes.shape)} for {len(strings)} strings; "
+            f"{short(encoder)}.encode gave shape {list(codes.shape)} for {len(strings)} strings; "
             f"the first dimension must be {len(strings)}"
         )
     return codes.reshape((*shape, *codes.shape[1:]))
@@ -199,7 +205,12 @@ def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tupl
 def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
     """The strings of ``codes``: a ``str``, or lists nested as the leading dimensions are."""
     ndim: int | None = getattr(encoder, "code_ndim", None)
-    first = next(iter(codes.values())) if isinstance(codes, Mapping) else codes
+    if isinstance(codes, Mapping):
+        first = next(iter(codes.values()), None)
+        if first is None or not all(isinstance(cast(object, value), Tensor) for value in codes.values()):
+            raise TypeError(f"{short(encoder)} decodes tensors, got a nested dict that is not codes")
+    else:
+        first = codes
     # Without code_ndim only the first dimension is known to count strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)
     if lead < 0:
@@ -223,8 +234,22 @@ def _nest(strings: list[str], shape: tuple[int, ...]) -> Any:
     return [_nest(strings[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
 
 
+def short(encoder: object) -> str:
+    """The repr of an encoder, cut: anybody's may be in a message."""
+    text = repr(encoder)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def tensor_codes(encoder: object, codes: object) -> Tensor:
+    """``codes`` if it is a tensor; ``TypeError`` otherwise."""
+    if not isinstance(codes, Tensor):
+        raise TypeError(f"{encoder!r} decodes a tensor of codes, got {type(codes).__name__}")
+    return codes
+
+
 def integer_codes(encoder: object, codes: Tensor) -> list[int]:
     """1-d integer codes as Python ints; ``TypeError`` for codes of another kind."""
+    tensor_codes(encoder, codes)
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
         raise TypeError(f"{encoder!r} decodes integer codes, got {str(codes.dtype).removeprefix('torch.')}")
     return cast(Any, codes).tolist()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
+import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ._strings import register_encoder
 
-_JSON_ATTRIBUTES = ("model_input_names", "padding_side", "truncation_side", "model_max_length")
+# What a tokenizer's files say of its last call and of where it came from, and is not part of what it is.
+_PASSING = {"tokenizer.json": ("padding", "truncation"), "tokenizer_config.json": ("is_local", "local_files_only")}
 
 
 @register_encoder
@@ -23,7 +28,7 @@ class Tokenizer:
         tokenizer: any tokenizer of ``transformers``, which the caller imported; this package does not need it.
         call: keyword arguments of every call (``truncation``, ``max_length``, ...); ``padding`` is True unless given.
 
-    Equal to another with an equal tokenizer and call. The JSON form holds the whole tokenizer and needs a fast one.
+    Equal to another with an equal tokenizer and call. The JSON form holds the files that ``save_pretrained`` writes.
     Decoding is ``batch_decode(input_ids, skip_special_tokens=True)`` and as exact as the tokenizer is.
 
     Example (``bert`` is a ``transformers`` tokenizer)::
@@ -72,42 +77,42 @@ class Tokenizer:
         return self.tokenizer.batch_decode(codes["input_ids"], skip_special_tokens=True)
 
     def to_json(self) -> dict[str, Any]:
-        """The state, as JSON values. ``TypeError`` for a slow tokenizer, which has no such form."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise TypeError(f"{type(self.tokenizer).__name__} is no fast tokenizer, so it has no JSON form")
-        return {
-            "backend": backend.to_str(),
-            "special_tokens": {key: str(token) for key, token in self.tokenizer.special_tokens_map.items()},
-            "attributes": {key: getattr(self.tokenizer, key) for key in _JSON_ATTRIBUTES},
-            "call": dict(self.call),
-        }
+        """The state, as JSON values: the call, and the tokenizer's own files, text as it is and others in base64."""
+        if not hasattr(self.tokenizer, "save_pretrained"):
+            raise TypeError(f"{type(self.tokenizer).__name__} has no save_pretrained, so it has no JSON form")
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            files = {path.name: _read(path) for path in sorted(Path(folder).iterdir()) if path.is_file()}
+        return {"files": files, "call": dict(self.call)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Tokenizer:
-        """The encoder of `to_json`'s state. ``ImportError`` without ``transformers``."""
+        """The encoder of `to_json`'s state. ``ImportError`` without ``transformers``, whose code alone is run."""
         try:
-            tokenizers: Any = importlib.import_module("tokenizers")  # optional, and slow to import
-            transformers: Any = importlib.import_module("transformers")
+            transformers: Any = importlib.import_module("transformers")  # optional, and slow to import
         except ImportError as error:
             raise ImportError('this data holds a Tokenizer; pip install "tensordict_lite[transformers]"') from error
-        backend = tokenizers.Tokenizer.from_str(state["backend"])
-        attributes = {key: state["attributes"][key] for key in _JSON_ATTRIBUTES}
-        options = {**state["special_tokens"], **attributes}
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in state["files"].items():
+                if Path(name).name != name:
+                    raise ValueError(f"a tokenizer's file is named without a folder, got {name!r}")
+                text = content["text"].encode() if "text" in content else base64.b64decode(content["base64"])
+                (Path(folder) / name).write_bytes(text)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         return cls(tokenizer, **state["call"])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tokenizer):
             return NotImplemented
-        if self.call != other.call:
+        if self.call != other.call or type(self.tokenizer) is not type(other.tokenizer):
             return False
         if self.tokenizer is other.tokenizer:
             return True
-        try:
+        if hasattr(self.tokenizer, "save_pretrained"):
             return self.to_json() == other.to_json()
-        except TypeError:
-            return bool(self.tokenizer == other.tokenizer)
+        return bool(self.tokenizer == other.tokenizer)
 
     def __hash__(self) -> int:
         return hash((type(self), tuple(sorted(self.call))))
@@ -121,3 +126,16 @@ class Tokenizer:
 
 def _rebuild(tokenizer: Any, call: dict[str, Any]) -> Tokenizer:
     return Tokenizer(tokenizer, **call)
+
+
+def _read(path: Path) -> dict[str, str]:
+    content = path.read_bytes()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(content).decode("ascii")}
+    passing = _PASSING.get(path.name)
+    if passing:
+        kept = {key: value for key, value in json.loads(text).items() if key not in passing}
+        text = json.dumps(kept, ensure_ascii=False)
+    return {"text": text}

@@ -35,7 +35,7 @@ def resolve(device: DeviceLike) -> torch.device:
 
     Raises torch's ``RuntimeError`` for a device that is unknown, or that this machine or build does not have.
     """
-    parsed = torch.device(device)
+    parsed = device if isinstance(device, torch.device) else torch.device(device)
     if parsed == CPU:
         return CPU
     if parsed == META:
@@ -61,7 +61,7 @@ def transfer(
     complete, and every source free to be changed, on return; with True torch's contract holds. Autograd records.
     Cost: one copy for each tensor that is not as wanted.
     """
-    if device is not None and device.type == "mps":
+    if non_blocking and device is not None and device.type == "mps":
         non_blocking = False  # torch may read the source after the call, changed or freed: pytorch#139550, #189690
     if dtype is None:
         if device is None:

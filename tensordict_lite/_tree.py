@@ -13,7 +13,7 @@ from typing_extensions import Self, TypeVar
 from . import _pytree
 from ._compare import agree, equal
 from ._errors import Path, dotted
-from ._items import first_device, only_tensors, tensors_in
+from ._items import only_tensors
 from ._policy import Policy
 from ._transfer import CPU, canonical, resolve
 
@@ -51,8 +51,15 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def _tensors(self) -> list[Tensor]:
         """Every tensor of the tree, depth first."""
-        values = list(self.values())
-        return cast("list[Tensor]", values) if only_tensors(values) else tensors_in(self)
+        if only_tensors(self.values()):
+            return list(cast("Iterable[Tensor]", self.values()))
+        found: list[Tensor] = []
+        for value in self.values():
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, TreeDict):  # as `_refill` has it: a foreign leaf of pytree's may be any mapping
+                found += cast("TreeDict[Any]", value)._tensors()
+        return found
 
     def _with(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
         """The same tree on ``device`` with these tensors, in the order of `_tensors`, for its own; unchecked.
@@ -88,13 +95,16 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._new(items, self._device, self._policy)
 
     def _settle(self, fallback: torch.device | None) -> None:
-        """Take the device from the tensors that are here now; without any, ``fallback``, for nested dicts too."""
-        device = first_device(self)
-        self._device = fallback if device is None else device
+        """Take the device from the tensors that are here now; without any, ``fallback``, for nested dicts too.
+
+        If pytree put tensors of several devices here there is no device to name, and None lets `to` gather them.
+        """
+        devices = {tensor.device for tensor in self._tensors()}
+        self._device = canonical(devices.pop()) if len(devices) == 1 else None if devices else fallback
         for value in self.values():
             if isinstance(value, TreeDict):
                 nested = cast("TreeDict[Any]", value)
-                if nested._device != self._device and first_device(nested) is None:
+                if nested._device != self._device and not nested._tensors():
                     nested._settle(self._device)
 
     def copy(self) -> Self:
@@ -181,7 +191,7 @@ def restore(cls: type[Any], items: dict[str, Any], device: str | None, policy: d
     """
     if not issubclass(cls, TreeDict):
         raise TypeError(f"expected a DeviceDict class, got {cls!r}")
-    if type(items) is not dict or not all(type(key) is str for key in items):
+    if type(items) is not dict or not all(isinstance(cast(object, key), str) for key in items):
         raise TypeError(f"expected a dict with str keys, got {type(items).__name__}")
     own = cast("type[TreeDict[Any]]", cls)
     out = own._new(items, None, own._class_policy if policy is None else Policy.from_state(policy))

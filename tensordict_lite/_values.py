@@ -15,7 +15,8 @@ from ._errors import Path, dotted
 from ._policy import Policy
 from ._strings import Codes, StringEncoder, encode_nested, flatten_strings
 
-_NUMBERS = (bool, int, float, complex, np.bool_, np.number)
+_SCALARS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFloat)
+_NUMBERS = (*_SCALARS, np.bool_, np.number)
 _STRING_KINDS = "UT"  # NumPy's fixed-width and variable-width strings
 _NUMBER_KINDS = "biufc"
 _ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
@@ -36,8 +37,8 @@ def store(value: Any, device: torch.device, policy: Policy, path: Path) -> Store
     if isinstance(value, str):
         return _strings(value, policy, path)
     if isinstance(value, (np.ndarray, np.generic)):
-        return _array(np.asarray(cast(Any, value)), device, policy, path, value)
-    if isinstance(value, (bool, int, float, complex)):
+        return _array(np.asanyarray(cast(Any, value)), device, policy, path, value)
+    if isinstance(value, _SCALARS):
         return Stored(_numbers(value, device, policy, path))
     if isinstance(value, (list, tuple)):
         return _sequence(cast(Any, value), device, policy, path, cast(Any, value))
@@ -60,9 +61,15 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
         return _strings(array, policy, path)
     if kind == "O":  # what pandas keeps strings in
         items: Any = array.tolist()
-        return _sequence(items, device, policy, path, value) if array.ndim else store(items, device, policy, path)
+        if array.ndim:
+            return _sequence(items, device, policy, path, value)
+        return _strings(items, policy, path) if isinstance(items, str) else _object(value, policy, path)
     if kind not in _NUMBER_KINDS:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise TypeError(
+            f"{dotted(path)} is a masked array, whose masked values a tensor would show; use .filled(value)"
+        )
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
     if not (array.flags.writeable and array.dtype.isnative and strides_fit):
         # Sharing such memory is an error in torch, or, read-only, a warning and a trap.
@@ -76,11 +83,12 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
 
 def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Tensor:
     try:
-        tensor = torch.as_tensor(value, device=device)
+        # torch.tensor, not as_tensor: under torch.compile the latter makes a constant of every number it is given.
+        tensor = torch.tensor(value, device=device)
         if policy.dtype is not None and tensor.is_floating_point() and tensor.dtype != policy.dtype:
             # From the Python numbers again: casting the first result would keep only its precision.
-            tensor = torch.as_tensor(value, dtype=policy.dtype, device=device)
-    except (TypeError, ValueError, RuntimeError) as error:
+            tensor = torch.tensor(value, dtype=policy.dtype, device=device)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "verflow" not in str(error):
             raise  # out of memory, say, is not about the value
         raise ValueError(
@@ -95,7 +103,12 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
         encoded = path[-1] in policy.encoders
         return _strings(value, policy, path) if encoded else Stored(_numbers(value, device, policy, path))
     if all(issubclass(kind, _NUMBERS) for kind in kinds):
-        return Stored(_numbers(value, device, policy, path))
+        tensor = _numbers(value, device, policy, path)
+        if not tensor.numel():  # torch goes by the first list alone, and drops the numbers of the others
+            raise ValueError(
+                f"{dotted(path)}: expected lists that are rectangular, got an empty one beside one of numbers"
+            )
+        return Stored(tensor)
     if all(issubclass(kind, str) for kind in kinds):
         return _strings(value, policy, path)
     if any(issubclass(kind, Tensor) for kind in kinds):
@@ -106,7 +119,8 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
             array = np.asarray(value)
         except ValueError as error:
             raise ValueError(f"{dotted(path)}: the arrays in this list differ in shape; {error}") from error
-        return _array(array, device, policy, path, given)
+        fits = array.dtype.kind in _NUMBER_KINDS
+        return _array(array, device, policy, path, given) if fits else _object(given, policy, path)
     if policy.objects == "error" and any(issubclass(kind, str) for kind in kinds):
         return _strings(value, policy, path)  # raises, and names the item that is no string
     return _object(given, policy, path)

@@ -291,9 +291,9 @@ class TestShaping:
         back._check()
         with pytest.raises(ValueError, match=r"two fields would be named 'a\.b'; flatten with another sep"):
             DeviceDict({"a": {"b": 1}, "a.b": 2}).flatten()
-        with pytest.raises(ValueError, match="'a' is a field already"):
+        with pytest.raises(ValueError, match=r"'a' cannot be both a field and a nested dict, as 'a\.b' has it"):
             DeviceDict.unflatten({"a": 1, "a.b": 2})
-        with pytest.raises(ValueError, match="is the start of another key"):
+        with pytest.raises(ValueError, match="'a' cannot be both a field and a nested dict, as 'a' has it"):
             DeviceDict.unflatten({"a.b": 2, "a": 1})
 
     def test_map(self, device: torch.device) -> None:

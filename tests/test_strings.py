@@ -122,7 +122,7 @@ class TestErrors:
             (Utf8(), "\ud800", ValueError, "'n.s': '\\ud800' is not valid Unicode text (a lone surrogate)"),
             (Utf8(3), ["é", "éé"], ValueError,
              "'n.s': 'éé' is 4 bytes in UTF-8, over max_length=3; raise max_length, strings are never cut"),
-            (Vocabulary("ab"), ["a", "c"], ValueError,
+            (Vocabulary(["a", "b"]), ["a", "c"], ValueError,
              "'n.s': 'c' is not among the 2 tokens of Vocabulary(['a', 'b']); add it, or give unknown="),
             (Utf8(), ["a", None], TypeError,
              "'n.s': item [1] is NoneType, expected str as for the others; fill missing values first"),
@@ -150,7 +150,7 @@ class TestErrors:
     def test_decoding(self) -> None:
         d = DeviceDict(
             {"v": ["a"], "h": ["a"], "f": ["a"], "x": [1.5], "o": None}, objects="keep",
-            encoders={"v": Vocabulary("ab"), "h": Hashing(4), "f": lambda strings: torch.zeros(len(strings))},
+            encoders={"v": Vocabulary(["a", "b"]), "h": Hashing(4), "f": lambda strings: torch.zeros(len(strings))},
         )  # fmt: skip
         d["v"] = torch.tensor([0, -1])
         for key, error, message in (
@@ -169,7 +169,7 @@ class TestErrors:
         with pytest.raises(KeyError):
             d.decode("nope")
         with pytest.raises(TypeError, match="decodes integer codes, got float32"):
-            DeviceDict({"v": 1.0}, encoders={"v": Vocabulary("ab")}).decode("v")
+            DeviceDict({"v": 1.0}, encoders={"v": Vocabulary(["a", "b"])}).decode("v")
 
     @pytest.mark.parametrize(
         ("make", "message"),
@@ -267,8 +267,65 @@ class TestTokenizer:
         assert pickle.loads(pickle.dumps(a)) == a and a != 3
         with pytest.raises(AttributeError, match="immutable"):
             a.call = {}
-        with pytest.raises(TypeError, match="Words is no fast tokenizer, so it has no JSON form"):
+        with pytest.raises(TypeError, match="Words has no save_pretrained, so it has no JSON form"):
             encoder_to_json(a)
+
+
+class TestHuggingFace:
+    """With the real library, where it is installed."""
+
+    @pytest.fixture
+    def tokenizer(self) -> Any:
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        tokenizers = pytest.importorskip("tokenizers")
+        words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[SEP]", "a", "cat", "dog", "."])}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", sep_token="[SEP]", padding_side="left",
+            clean_up_tokenization_spaces=True, model_max_length=8, chat_template="{{ messages }}",
+        )  # fmt: skip
+
+    def test_encodes_and_decodes(self, tokenizer: Any) -> None:
+        d = DeviceDict({"t": ["a cat.", "dog"]}, encoders={"t": Tokenizer(tokenizer, truncation=True)})
+        assert d["t", "input_ids"].shape == (2, 3) and d["t", "attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+        assert d.decode("t") == ["a cat.", "dog"]
+        again = pickle.loads(pickle.dumps(d))
+        assert again == d and again.decode("t") == ["a cat.", "dog"] and again.encoders == d.encoders
+
+    def test_json_holds_all_of_it(self, tokenizer: Any) -> None:
+        encoder = Tokenizer(tokenizer, max_length=5, truncation=True)
+        before = json.dumps(encoder_to_json(encoder))
+        encoder.encode(["a cat", "dog"])
+        assert json.dumps(encoder_to_json(encoder)) == before, "use does not change what it is"
+        again = encoder_from_json(json.loads(before))
+        assert again == encoder and again.tokenizer is not tokenizer
+        for name in (
+            "padding_side",
+            "model_max_length",
+            "chat_template",
+            "all_special_tokens",
+            "clean_up_tokenization_spaces",
+        ):
+            assert getattr(again.tokenizer, name) == getattr(tokenizer, name), name
+        assert (
+            again.encode(["a cat .", "dog"])["input_ids"].tolist()
+            == encoder.encode(["a cat .", "dog"])["input_ids"].tolist()
+        )
+        assert again != Tokenizer(tokenizer) and again.decode(again.encode(["cat ."])) == encoder.decode(
+            encoder.encode(["cat ."])
+        )
+
+    def test_a_file_outside_the_folder_is_refused(self, tokenizer: Any) -> None:
+        data = encoder_to_json(Tokenizer(tokenizer))
+        data["files"]["../evil"] = {"text": ""}
+        with pytest.raises(ValueError, match="named without a folder"):
+            encoder_from_json(data)
+
+    def test_without_wrapping_the_way_out_is_told(self, tokenizer: Any) -> None:
+        with pytest.raises(TypeError, match=r"wrap a Hugging Face tokenizer in Tokenizer") as caught:
+            DeviceDict({"t": "a"}, encoders={"t": tokenizer})
+        assert len(str(caught.value)) < 250
 
 
 class TestWhereAnEncoderGoes:

@@ -347,7 +347,7 @@ class TestPolicy:
 
     def test_of_the_class_survives_a_rebuild(self, device: torch.device) -> None:
         class Batch(
-            DeviceDict, on_mismatch="move", objects="keep", dtype=torch.float64, encoders={"s": Vocabulary("ab")}
+            DeviceDict, on_mismatch="move", objects="keep", dtype=torch.float64, encoders={"s": Vocabulary(["a", "b"])}
         ):
             pass
 
