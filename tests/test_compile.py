@@ -72,6 +72,8 @@ OPERATIONS: dict[str, Callable[[DeviceDict], Any]] = {
     "select": lambda d: d.select("x", ("n", "x")),
     "drop": lambda d: d.drop("x"),
     "flatten": lambda d: d.flatten(),
+    "unflatten": lambda d: DeviceDict.unflatten({"a.b": d["x"], "a.c": d["y"]}),
+    "host values alone": lambda d: DeviceDict({"n": 1, "x": [1.0]}),
     "to_dict": lambda d: d.to_dict(),
     "tree_map": lambda d: tree_map(lambda t: t + 1, d),
 }
@@ -109,3 +111,24 @@ def test_successive_batches_do_not_recompile() -> None:
         assert step(sample())["out"].tolist() == [8.0, 8.0]
         assert step(sample().clone())["out"].tolist() == [8.0, 8.0]
     assert len(graphs) == 1
+
+
+def test_a_number_that_changes_does_not_recompile_for_every_value() -> None:
+    """``torch.as_tensor`` made a constant of each: a step counter recompiled until the limit."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(d: DeviceDict, count: int) -> torch.Tensor:
+        d["step"] = count
+        d["size"] = d["x"].shape[0]
+        return d["x"] + d["step"] + d["size"]
+
+    for count in range(6):
+        d = DeviceDict({"x": torch.ones(count + 2)})
+        assert step(d, count)[0].item() == 1 + count + count + 2
+    assert len(graphs) <= 3
