@@ -217,8 +217,7 @@ class TestEncoderValues:
             encoder.buckets = 3
 
     def test_an_unknown_name_is_shown(self) -> None:
-        known = "no encoder is registered as 'os.system'; known are hashing, "
-        with pytest.raises(ValueError, match=re.escape(known)):
+        with pytest.raises(ValueError, match=r"no encoder is registered as 'os\.system'; known are .*hashing, .*utf8"):
             encoder_from_json({"name": "os.system"})
         with pytest.raises(ValueError, match="registered as None"):
             encoder_from_json({})
