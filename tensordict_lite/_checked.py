@@ -106,8 +106,8 @@ class CheckedDict(TreeDict[V]):
     # --- writing ---
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
-        # The plain case in one expression: `is_cpu` takes half the time of `device ==` (a write is 7.6x a dict's against
-        # 9.3x), and a method for the rest of the check would double it.
+        # The plain case in one expression, no call. `is_cpu` takes half the time of `device ==`: a write is 7.6x a dict's
+        # so, 9.3x without.
         if (
             type(value) is Tensor
             and type(key) is str

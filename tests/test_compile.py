@@ -94,15 +94,25 @@ def test_in_one_graph_with_the_same_result(run: Callable[[DeviceDict], Any]) -> 
         assert DeviceDict(got) == DeviceDict(expected)
 
 
-def test_successive_batches_do_not_recompile() -> None:
+@pytest.fixture
+def graphs() -> list[Any]:
+    """What `counting` was given to compile."""
     torch._dynamo.reset()
-    graphs: list[Any] = []
+    return []
+
+
+def counting(graphs: list[Any]) -> Callable[[Any, Any], Any]:
+    """A backend that runs a graph as it is, and keeps it in ``graphs``."""
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph
 
-    @torch.compile(fullgraph=True, backend=backend)
+    return backend
+
+
+def test_successive_batches_do_not_recompile(graphs: list[Any]) -> None:
+    @torch.compile(fullgraph=True, backend=counting(graphs))
     def step(d: DeviceDict) -> DeviceDict:
         d["z"] = d["x"] + d["n", "x"].sum()
         return DeviceDict({"out": d["z"] * 2}).to("cpu")
@@ -113,16 +123,10 @@ def test_successive_batches_do_not_recompile() -> None:
     assert len(graphs) == 1
 
 
-def test_a_number_that_changes_does_not_recompile_for_every_value() -> None:
+def test_a_number_that_changes_does_not_recompile_for_every_value(graphs: list[Any]) -> None:
     """``torch.as_tensor`` made a constant of each: a step counter recompiled until the limit."""
-    torch._dynamo.reset()
-    graphs: list[Any] = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    @torch.compile(fullgraph=True, backend=backend)
+    @torch.compile(fullgraph=True, backend=counting(graphs))
     def step(d: DeviceDict, count: int) -> torch.Tensor:
         d["step"] = count
         d["size"] = d["x"].shape[0]
