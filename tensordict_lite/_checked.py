@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ._errors import Path, dotted
+from ._errors import DeviceMismatchError, Path, dotted
 from ._items import Items, all_home, as_dict, placed, refuse_key, snapshot, tensors_in
 from ._policy import Encoders, Objects, OnMismatch, Policy
+from ._strings import StringEncoder
 from ._transfer import CPU, DeviceLike, canonical, resolve, transfer
 from ._tree import TreeDict, V, raw
 from ._values import store
@@ -60,12 +61,12 @@ class CheckedDict(TreeDict[V]):
         objects: Objects | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if self:
+        if self or getattr(self, "_device", None) is not None:
             raise TypeError(f"this {type(self).__name__} is made already; use update to add to it")
         policy = self._class_policy
         if type(data) is not dict and isinstance(data, TreeDict):  # a copy, which may change class
             own = policy is not TreeDict._class_policy
-            policy = policy.with_encoders(data._policy.encoders) if own else data._policy
+            policy = policy.with_encoders(data._policy.carried(data)) if own else data._policy
         if not (encoders is on_mismatch is objects is dtype is None):
             policy = policy.override(encoders, on_mismatch, objects, dtype)
         self._policy = policy
@@ -91,13 +92,15 @@ class CheckedDict(TreeDict[V]):
         )
 
     def get(self, key: str | Path, default: Any = None, /) -> Any:
-        """The value at ``key``, which may be a path; ``default`` if there is none.
+        """The value at ``key``, which may be a path; ``default`` if there is none. Raises nothing, copies nothing.
 
         >>> from tensordict_lite import DeviceDict
         >>> d = DeviceDict({"obs": {"x": 1}})
         >>> d.get(("obs", "x")), d.get("y")
         (tensor(1), None)
         """
+        if type(key) is not tuple:
+            return raw.get(self, key, default)
         try:
             return self[key]
         except KeyError:
@@ -129,6 +132,8 @@ class CheckedDict(TreeDict[V]):
     def pop(self, key: str | Path, default: Any = _MISSING, /) -> Any:
         """Remove ``key``, which may be a path, and return its value; without it ``default``, or ``KeyError``.
 
+        Copies nothing.
+
         >>> from tensordict_lite import DeviceDict
         >>> d = DeviceDict({"obs": {"x": 1, "y": 2}})
         >>> d.pop(("obs", "x")), list(d["obs"])
@@ -148,6 +153,8 @@ class CheckedDict(TreeDict[V]):
     def setdefault(self, key: str | Path, default: Any = None, /) -> Any:
         """The value at ``key``; if there is none, ``default`` is stored there first, by the rule of ``d[key] = ...``.
 
+        Raises, and costs, what that does.
+
         >>> from tensordict_lite import DeviceDict
         >>> d = DeviceDict()
         >>> d.setdefault("x", 1.5)
@@ -166,6 +173,9 @@ class CheckedDict(TreeDict[V]):
             data: a mapping or an iterable of pairs.
             fields: more items.
 
+        Raises: as ``d[key] = ...``, for the first item that is refused; ``TypeError`` for what is no mapping or pairs.
+        Cost: a check an item; no copy of a tensor that is in place.
+
         >>> from tensordict_lite import DeviceDict
         >>> d = DeviceDict({"x": 0})
         >>> try:
@@ -177,11 +187,11 @@ class CheckedDict(TreeDict[V]):
         items = as_dict(data)
         if fields:
             items = {**items, **fields}
-        self._take(items)
+        brought: dict[str, StringEncoder] = {}
         if type(data) is not dict and isinstance(data, TreeDict):
-            encoders = data._policy.encoders
+            encoders = data._policy.carried(data)
             brought = {key: encoders[key] for key in encoders if key in data and key not in fields}
-            self._policy = self._policy.with_encoders(brought)
+        self._take(items, encoders=brought)
 
     def __ior__(self, other: Items, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.update(other)
@@ -204,7 +214,7 @@ class CheckedDict(TreeDict[V]):
 
     @classmethod
     def fromkeys(cls, keys: Iterable[str], value: Any = None, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A dict with the same ``value`` at each key, by the rule of ``d[key] = value``.
+        """A dict with the same ``value`` at each key, by the rule of ``d[key] = value``, which says what it raises.
 
         >>> from tensordict_lite import DeviceDict
         >>> DeviceDict.fromkeys(["x", "y"], 0.0)["y"]
@@ -214,22 +224,33 @@ class CheckedDict(TreeDict[V]):
 
     # --- the two steps of every write: stage, then commit ---
 
-    def _take(self, data: Mapping[str, Any], *, consent: bool = False, at: Path = ()) -> None:
-        """Store all of ``data`` or raise. ``consent``: tensors elsewhere are moved; ``at``: where this dict is."""
+    def _take(
+        self,
+        data: Mapping[str, Any],
+        *,
+        consent: bool = False,
+        at: Path = (),
+        encoders: Mapping[str, StringEncoder] | None = None,
+    ) -> None:
+        """Store all of ``data``, and ``encoders`` of its keys, or raise.
+
+        ``consent``: tensors elsewhere are moved; ``at``: where in a tree this dict is.
+        """
         device = self._device
         if device is None:
+            if self and self._tensors():  # see `_settle`
+                raise DeviceMismatchError(
+                    f"this {type(self).__name__} has tensors on several devices; .to(device) it first"
+                )
             first = next(iter(data.values()), None)
             device = canonical(first.device) if type(first) is Tensor else None
+        # Whatever can raise comes before the first change.
+        policy = self._policy.with_encoders(encoders) if encoders else self._policy
         if all_home(data, device):  # what training loops store, all in all
-            raw.update(self, data)
-            self._device = device
+            self._commit(data, device, policy)
         else:
-            try:
-                staged = self._stage(data, consent=consent, at=at)
-            except RecursionError as error:
-                where = f"in {dotted(at)} " if at else ""
-                raise ValueError(f"a value {where}holds itself, or is nested too deep") from error
-            self._commit(*staged)
+            staged, device, policy = self._stage(data, consent=consent, at=at)
+            self._commit(staged, device, policy.with_encoders(encoders) if encoders else policy)
 
     def _commit(self, staged: Mapping[str, Any], device: torch.device | None, policy: Policy) -> None:
         raw.update(self, staged)
@@ -241,7 +262,11 @@ class CheckedDict(TreeDict[V]):
     ) -> tuple[Mapping[str, Any], torch.device | None, Policy]:
         """What `_commit` would store: every key checked, every value converted, nothing of this dict changed."""
         device = self._device
-        data = snapshot(data)
+        try:
+            data = snapshot(data, TreeDict)
+        except RecursionError as error:
+            where = f" in {dotted(at)}" if at else ""
+            raise ValueError(f"a mapping{where} holds itself, or is nested too deep") from error
         tensors = tensors_in(data)
         if device is None and tensors:
             device = canonical(tensors[0].device)
@@ -293,7 +318,7 @@ class CheckedDict(TreeDict[V]):
         if isinstance(value, CheckedDict):
             cls = type(value)
             own = cls._class_policy is not CheckedDict._class_policy
-            policy = value._policy if own else policy.with_encoders(value._policy.encoders)
+            policy = value._policy if own else policy.with_encoders(value._policy.carried(value))
         nested = cls._new((), home, policy)
         staged, policy = nested._convert(value, home, moved, path)
         nested._commit(staged, home, policy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from ._compare import agree, values_agree
 from ._display import field_count, html, size, tree
 from ._encoders import Hashing, Utf8, Vocabulary
 from ._errors import Path, dotted
-from ._items import nbytes
+from ._items import as_dict, nbytes, refuse_key
 from ._movable import MovableDict
 from ._strings import StringEncoder, decode_nested
 from ._transfer import canonical
@@ -81,6 +80,7 @@ class DeviceDict(MovableDict[V]):
     """
 
     __slots__ = ()
+    __module__ = "tensordict_lite"  # before pytree registers the name, which exported programs keep
 
     # --- like a dict ---
 
@@ -126,6 +126,8 @@ class DeviceDict(MovableDict[V]):
         The results are stored by the rule of ``d[key] = ...``; the device is that of the first tensor among them, so
         ``function`` may move all of them.
 
+        Raises: what ``function`` does; for a result, as ``d[key] = ...``. Cost: the calls.
+
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}}).map(torch.sum).to_dict()
         {'x': tensor(3.), 'n': {'y': tensor(3.)}}
         """
@@ -158,7 +160,7 @@ class DeviceDict(MovableDict[V]):
         {'obs': {'a': tensor(1), 'b': {'c': tensor(2)}}}
         """
         if not isinstance(mapping, TreeDict):
-            return cls(_unflatten(mapping, sep))
+            return cls(_unflatten(as_dict(mapping), sep))
         known = mapping._policy.encoders
         policy = replace(mapping._policy, encoders={key: known[key] for key in known if sep not in key})
         out = cls._new((), mapping._device, policy)
@@ -179,7 +181,7 @@ class DeviceDict(MovableDict[V]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors: elements times element size, memory that two share counted twice.
+        """Bytes of all tensors: elements times element size, memory that two share counted twice. Reads no value.
 
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": 3}}).nbytes
         16
@@ -192,13 +194,20 @@ class DeviceDict(MovableDict[V]):
         """Whether ``other`` has the same keys, dtypes and shapes, and values that ``torch.allclose`` finds close.
 
         ``==`` is the same with equal values. Dicts on two devices are compared on the CPU.
-        Cost: a synchronisation a field on an accelerator. Tensors on ``meta`` have no values and are close to none.
+        Tensors on ``meta`` have no values and are close to none.
+        Raises: ``TypeError`` for what is no mapping. Cost: a synchronisation a field on an accelerator.
 
         >>> DeviceDict({"x": 1.0}).allclose({"x": torch.tensor(1.0 + 1e-7)})
         True
         """
+        if not isinstance(cast(object, other), Mapping):
+            raise TypeError(f"allclose compares with a mapping, got {type(other).__name__}")
 
-        close = partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan)
+        def close(x: Tensor, y: Tensor) -> bool:
+            if x.is_floating_point() and x.dtype.itemsize == 1:  # torch has no arithmetic for float8
+                x, y = x.float(), y.float()
+            return torch.allclose(x, y, rtol, atol, equal_nan)
+
         return agree(self, other, lambda x, y: values_agree(x, y, close))
 
     # --- strings ---
@@ -207,7 +216,8 @@ class DeviceDict(MovableDict[V]):
     def encoders(self) -> Mapping[str, StringEncoder]:
         """The encoders by key, read only: those that were given, and the ones that strings were encoded with.
 
-        Nested dicts have their own. To give an existing dict others, make a new one: ``DeviceDict(d, encoders=...)``.
+        Nested dicts have their own. ``DeviceDict(d, encoders=...)`` is ``d`` with others for its own keys; codes that
+        are there stay as they are, so give it encoders that can read them. Cost: a copy of this small mapping.
 
         >>> DeviceDict({"name": "Ada"}).encoders
         mappingproxy({'name': Utf8()})
@@ -269,6 +279,8 @@ def _unflatten(mapping: Mapping[str, Any], sep: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key, value in mapping.items():
+        if not isinstance(cast(object, key), str):
+            refuse_key(key, ())
         head, nested, rest = key.partition(sep)
         if (head in groups) != bool(nested) and head in out:
             raise ValueError(f"{head!r} cannot be both a field and a nested dict, as {key!r} has it")

@@ -106,7 +106,7 @@ class Utf8:
         return encoded
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Utf8, (self.max_length,)
+        return type(self), (self.max_length,)
 
     def to_json(self) -> dict[str, Any]:
         """The state, as JSON values."""
@@ -216,7 +216,7 @@ class Vocabulary:
         return cls(**state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Vocabulary, (self.tokens, self.unknown)  # the look-up table is made again, not sent
+        return type(self), (self.tokens, self.unknown)  # the look-up table is made again, not sent
 
     def __repr__(self) -> str:
         shown = repr(list(self.tokens)) if len(self) <= 6 else f"<{len(self)} tokens>"
@@ -270,7 +270,7 @@ class Hashing:
         raise TypeError(f"{self!r} is one way and cannot be decoded; use Vocabulary to get strings back")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hashing, (self.buckets, self.seed)
+        return type(self), (self.buckets, self.seed)
 
     def to_json(self) -> dict[str, Any]:
         """The state, as JSON values."""

@@ -28,6 +28,8 @@ def as_dict(data: Items) -> Mapping[str, Any]:
         return cast("dict[str, Any]", data)
     if isinstance(data, Mapping):  # through items(), which a subclass of dict may have of its own
         return dict(cast("Mapping[str, Any]", data).items())
+    if hasattr(data, "keys"):  # dict's own protocol: a table whose iteration gives names alone
+        return dict(cast("Mapping[str, Any]", data))
     expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(cast(object, data)).__name__}"
     if not isinstance(cast(object, data), Iterable):
         raise TypeError(expected)
@@ -38,12 +40,12 @@ def as_dict(data: Items) -> Mapping[str, Any]:
         raise TypeError(f"{expected}: {error}") from error
 
 
-def snapshot(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` with every mapping in it that is no dict read once, into one: it may make its values at each access."""
+def snapshot(data: Mapping[str, Any], trusted: type) -> dict[str, Any]:
+    """``data`` with every mapping in it but ``trusted`` ones read once, into a dict: it may make its values anew."""
     out = dict(data.items())
     for key, value in out.items():
-        if isinstance(value, Mapping) and (type(cast(object, value)) is dict or not isinstance(value, dict)):
-            out[key] = snapshot(cast("Mapping[str, Any]", value))
+        if isinstance(value, Mapping) and not isinstance(value, trusted):
+            out[key] = snapshot(cast("Mapping[str, Any]", value), trusted)
     return out
 
 
@@ -54,13 +56,14 @@ def refuse_key(key: object, at: Path) -> NoReturn:
 
 
 def all_home(data: Mapping[str, Any], device: torch.device | None) -> bool:
-    """Whether every key is a ``str`` and every value a plain tensor on ``device``."""
+    """Whether every key is a ``str`` and every value a tensor on ``device``."""
     # One Python loop: measured against C loops over map(type, ...) and attrgetter, 0.65x at 8 fields, 0.87x at 100.
     on_cpu = device is CPU
     for key, value in data.items():
-        if type(value) is not Tensor or type(key) is not str:
+        plain = type(value) is Tensor
+        if (not plain and not isinstance(value, Tensor)) or type(key) is not str:
             return False
-        if not (value.is_cpu if on_cpu else value.device == device):
+        if not (value.is_cpu if on_cpu and plain else value.device == device):
             return False
     return True
 

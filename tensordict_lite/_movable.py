@@ -68,7 +68,8 @@ class MovableDict(CheckedDict[V]):
         A dtype, as in ``nn.Module.to``, casts floating-point and complex tensors only and must itself be one: ids and
         masks stay what they are.
 
-        Raises: ``RuntimeError`` from torch for a device that is not there, or is out of memory; this dict is intact.
+        Raises: ``TypeError`` for arguments that fit no form; torch's own error for a device that is not there, or that
+        is out of memory. This dict is then as it was.
 
         Cost: nothing for the device it is on, whatever the number of fields; else one copy a tensor that changes.
 
@@ -96,7 +97,7 @@ class MovableDict(CheckedDict[V]):
         return self._with(moved, device, flat)
 
     def cpu(self) -> Self:
-        """``to("cpu")``: complete on return, under a busy stream too.
+        """``to("cpu")``: complete on return, under a busy stream too. Raises and costs what that does.
 
         >>> DeviceDict({"x": 1.0}).cpu().device
         device(type='cpu')
@@ -104,7 +105,7 @@ class MovableDict(CheckedDict[V]):
         return self.to(CPU)
 
     def cuda(self, index: int | None = None, *, non_blocking: bool = False) -> Self:
-        """``to("cuda")``: the current CUDA device, or the one with ``index``.
+        """``to("cuda")``: the current CUDA device, or the one with ``index``. Raises and costs what that does.
 
         >>> d = DeviceDict({"x": 1.0})
         >>> moved = d.cuda() if torch.cuda.is_available() else d
@@ -119,7 +120,9 @@ class MovableDict(CheckedDict[V]):
         Tensors are detached. Those on the CPU share their memory with the arrays, unless ``copy``; others are moved
         first, as `cpu` does.
 
-        Raises: ``TypeError`` that names the key for a dtype or layout NumPy does not have (bfloat16, sparse).
+        Raises: ``TypeError`` that names the key for a dtype or layout NumPy does not have (bfloat16, sparse);
+        ``NotImplementedError`` from torch on ``meta``, where there are no values.
+        Cost: nothing a tensor on the CPU; elsewhere a copy each, and a synchronisation.
 
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": 3}}).numpy()
         {'x': array([1., 2.], dtype=float32), 'n': {'y': array(3)}}
@@ -152,6 +155,8 @@ class MovableDict(CheckedDict[V]):
     def share_memory_(self) -> Self:
         """Move the tensors' storages to shared memory, in place; no effect on CUDA. Returns ``self``.
 
+        Raises: torch's ``RuntimeError`` for tensors that cannot be shared. Cost: a copy and a segment a storage.
+
         >>> DeviceDict({"x": [1.0]}).share_memory_()["x"].is_shared()
         True
         """
@@ -172,7 +177,7 @@ class MovableDict(CheckedDict[V]):
     # --- like a tensor ---
 
     def half(self) -> Self:
-        """``to(torch.float16)``.
+        """``to(torch.float16)``, with what that raises and costs.
 
         >>> DeviceDict({"x": 1.0}).half()["x"].dtype
         torch.float16
@@ -180,7 +185,7 @@ class MovableDict(CheckedDict[V]):
         return self.to(torch.float16)
 
     def float(self) -> Self:
-        """``to(torch.float32)``.
+        """``to(torch.float32)``, with what that raises and costs.
 
         >>> DeviceDict({"x": 1.0}).half().float()["x"].dtype
         torch.float32
@@ -188,7 +193,7 @@ class MovableDict(CheckedDict[V]):
         return self.to(torch.float32)
 
     def double(self) -> Self:
-        """``to(torch.float64)``.
+        """``to(torch.float64)``, with what that raises and costs.
 
         >>> DeviceDict({"x": 1.0}).double()["x"].dtype
         torch.float64
@@ -196,7 +201,7 @@ class MovableDict(CheckedDict[V]):
         return self.to(torch.float64)
 
     def bfloat16(self) -> Self:
-        """``to(torch.bfloat16)``.
+        """``to(torch.bfloat16)``, with what that raises and costs.
 
         >>> DeviceDict({"x": 1.0}).bfloat16()["x"].dtype
         torch.bfloat16
@@ -212,7 +217,7 @@ class MovableDict(CheckedDict[V]):
         return self._each(Tensor.detach)
 
     def clone(self) -> Self:
-        """Every tensor copied, as ``Tensor.clone``: autograd records it.
+        """Every tensor copied, as ``Tensor.clone``: autograd records it. Cost: a copy a tensor.
 
         >>> d = DeviceDict({"x": [1.0]})
         >>> d.clone()["x"].add_(1) is not None, d["x"]
@@ -221,7 +226,7 @@ class MovableDict(CheckedDict[V]):
         return self._each(Tensor.clone)
 
     def contiguous(self) -> Self:
-        """Every tensor contiguous; those that are already are kept.
+        """Every tensor contiguous; those that are already are kept. Cost: a copy of each other one.
 
         >>> DeviceDict({"x": torch.zeros(2, 3).t()}).contiguous()["x"].is_contiguous()
         True
@@ -230,6 +235,8 @@ class MovableDict(CheckedDict[V]):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of the floating-point and complex tensors, in place. Returns ``self``.
+
+        Raises: torch's ``RuntimeError`` where False is asked of a tensor that is not a leaf. No copy.
 
         >>> d = DeviceDict({"x": [1.0], "id": [1]}).requires_grad_()
         >>> d["x"].requires_grad, d["id"].requires_grad

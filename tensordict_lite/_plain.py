@@ -32,7 +32,7 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     Args:
         non_blocking: as in `DeviceDict.to`: by default the result is complete, and the source free, on return.
 
-    Raises: ``RuntimeError`` from torch for a device that is not there, or is out of memory.
+    Raises: torch's own error for a device that is not there, or is out of memory.
     Cost: one copy a tensor that is elsewhere.
 
     >>> import torch
@@ -99,6 +99,8 @@ def _open(obj: Any, found: list[Any]) -> _Rebuild:
     if isinstance(obj, (Tensor, TreeDict, PackedSequence)):
         found.append(obj)
         return next
+    if obj is None or type(obj) in (str, int, float, bool):
+        return lambda _: obj
     leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_whole)
     if len(leaves) != 1 or leaves[0] is not obj:
         return _parts(leaves, found, lambda parts: pytree.tree_unflatten(parts, spec))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -69,6 +69,12 @@ class Policy:
         if all(self.encoders.get(key) == encoder for key, encoder in encoders.items()):
             return self
         return replace(self, encoders={**self.encoders, **encoders})
+
+    def carried(self, keys: Iterable[str]) -> Mapping[str, StringEncoder]:
+        """The encoders that go along with the values of ``keys``: those by key, and the one for every key, if given."""
+        if self.default_encoder == Utf8():
+            return self.encoders
+        return {**dict.fromkeys(keys, self.default_encoder), **self.encoders}
 
     def encoder(self, key: str) -> StringEncoder:
         """The encoder of ``key``."""

@@ -103,15 +103,15 @@ def register_encoder(cls: _E) -> _E:
 def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
     """The JSON form of an encoder: its registered name and its state, plain JSON values throughout.
 
-    Raises ``TypeError`` for one whose class is not registered (a bare callable, say).
+    Raises ``TypeError`` for one whose class is not registered (a bare callable, say). Cost: the size of the encoder.
 
     >>> from tensordict_lite import Vocabulary, encoder_to_json
     >>> encoder_to_json(Vocabulary(["cat", "dog"]))
-    {'name': 'vocabulary', 'tokens': ['cat', 'dog'], 'unknown': None}
+    {'tokens': ['cat', 'dog'], 'unknown': None, 'name': 'vocabulary'}
     """
     if _registry.get(str(getattr(encoder, "name", ""))) is not type(encoder):
         raise TypeError(f"{encoder!r} has no JSON form; register its class with register_encoder")
-    return {"name": cast(Any, encoder).name, **cast(Any, encoder).to_json()}
+    return {**cast(Any, encoder).to_json(), "name": cast(Any, encoder).name}
 
 
 def encoder_from_json(data: Mapping[str, Any]) -> StringEncoder:

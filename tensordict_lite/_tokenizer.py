@@ -7,7 +7,8 @@ import importlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -27,6 +28,9 @@ class Tokenizer:
     Args:
         tokenizer: any tokenizer of ``transformers``, which the caller imported; this package does not need it.
         call: keyword arguments of every call (``truncation``, ``max_length``, ...); ``padding`` is True unless given.
+
+    Raises: ``TypeError`` for what is no tokenizer; on encoding, ``ValueError`` for an empty list, and what the
+    tokenizer raises. Cost: the tokenizer's; comparing two that are not the same object, and the JSON form, write their files.
 
     Equal to another with an equal tokenizer and call. The JSON form holds the files that ``save_pretrained`` writes.
     Decoding is ``batch_decode(input_ids, skip_special_tokens=True)`` and as exact as the tokenizer is.
@@ -61,13 +65,15 @@ class Tokenizer:
         if "return_tensors" in call:
             raise TypeError("return_tensors is always 'pt' here; leave it out")
         object.__setattr__(self, "tokenizer", tokenizer)
-        object.__setattr__(self, "call", {"padding": True, **call})
+        object.__setattr__(self, "call", MappingProxyType({"padding": True, **call}))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Tokenizer is immutable; make another instead of setting {name!r}")
 
     def encode(self, strings: Sequence[str], /) -> Mapping[str, Tensor]:
         """The tokenizer's tensors for ``n`` strings, each ``[n, L]``."""
+        if not strings:
+            raise ValueError("no strings to tokenize, so the width of their codes is not known")
         return {**self.tokenizer(list(strings), return_tensors="pt", **self.call)}
 
     def decode(self, codes: Mapping[str, Tensor], /) -> list[str]:
@@ -82,7 +88,8 @@ class Tokenizer:
             raise TypeError(f"{type(self.tokenizer).__name__} has no save_pretrained, so it has no JSON form")
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save_pretrained(folder)
-            files = {path.name: _read(path) for path in sorted(Path(folder).iterdir()) if path.is_file()}
+            paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+            files = {path.relative_to(folder).as_posix(): _read(path) for path in paths}
         return {"files": files, "call": dict(self.call)}
 
     @classmethod
@@ -94,10 +101,12 @@ class Tokenizer:
             raise ImportError('this data holds a Tokenizer; pip install "tensordict_lite[transformers]"') from error
         with tempfile.TemporaryDirectory() as folder:
             for name, content in state["files"].items():
-                if Path(name).name != name:
-                    raise ValueError(f"a tokenizer's file is named without a folder, got {name!r}")
+                path = PurePosixPath(name)
+                if path.is_absolute() or not path.parts or ".." in path.parts or "\\" in name:
+                    raise ValueError(f"a tokenizer's file lies inside its folder, got {name!r}")
                 text = content["text"].encode() if "text" in content else base64.b64decode(content["base64"])
-                (Path(folder) / name).write_bytes(text)
+                (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
+                (Path(folder) / path).write_bytes(text)
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )

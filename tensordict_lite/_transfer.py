@@ -33,7 +33,8 @@ def canonical(device: torch.device) -> torch.device:
 def resolve(device: DeviceLike) -> torch.device:
     """The device that tensors made on ``device`` report: ``"cuda"`` is the current CUDA device, with its index.
 
-    Raises torch's ``RuntimeError`` for a device that is unknown, or that this machine or build does not have.
+    Raises torch's ``RuntimeError`` for a device type that is unknown, and torch's own error for one without an index
+    that this machine or build does not have.
     """
     parsed = device if isinstance(device, torch.device) else torch.device(device)
     if parsed == CPU:
@@ -92,5 +93,6 @@ def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
         what = str(tensor.dtype).removeprefix("torch.") + (
             "" if tensor.layout == torch.strided else f", {tensor.layout}"
         )
-        way_out = "call .float() first" if tensor.is_floating_point() and not tensor.is_sparse else "convert it first"
+        dense = tensor.layout == torch.strided and tensor.is_floating_point()
+        way_out = "call .float() first" if dense else "convert it first"
         raise TypeError(f"NumPy has no {what}; {way_out}") from error

@@ -49,7 +49,7 @@ def _strings(value: Any, policy: Policy, path: Path) -> Stored:
     encoder = policy.encoder(path[-1])
     try:
         codes: Codes = encode_nested(encoder, *flatten_strings(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{dotted(path)}: {error}") from error
     return Stored(codes, encoder)
@@ -67,9 +67,7 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
     if kind not in _NUMBER_KINDS:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise TypeError(
-            f"{dotted(path)} is a masked array, whose masked values a tensor would show; use .filled(value)"
-        )
+        raise TypeError(f"{dotted(path)} is a masked array, and a tensor would show what is masked; use .filled(value)")
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
     if not (array.flags.writeable and array.dtype.isnative and strides_fit):
         # Sharing such memory is an error in torch, or, read-only, a warning and a trap.
@@ -98,7 +96,12 @@ def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Te
 
 
 def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, given: Any) -> Stored:
-    kinds = _item_types(value)
+    try:
+        kinds = _item_types(value)
+    except RecursionError as error:
+        if policy.objects == "keep":
+            return _object(given, policy, path)
+        raise ValueError(f"{dotted(path)} is a list that holds itself, or is nested too deep") from error
     if not kinds:
         encoded = path[-1] in policy.encoders
         return _strings(value, policy, path) if encoded else Stored(_numbers(value, device, policy, path))
@@ -113,6 +116,8 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
         return _strings(value, policy, path)
     if any(issubclass(kind, Tensor) for kind in kinds):
         return _object(given, policy, path)
+    if any(issubclass(kind, np.ma.MaskedArray) for kind in kinds):
+        raise TypeError(f"{dotted(path)} holds masked values, which a tensor would show; fill them first")
     if any(issubclass(kind, np.ndarray) for kind in kinds):
         try:
             # Through one array: torch reads a list of arrays number by number, and warns that it does.
@@ -164,10 +169,14 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
     )
 
 
-def _find_tensor(value: object) -> str | None:
+def _find_tensor(value: object, seen: set[int] | None = None) -> str | None:
     """Where in ``value``, through the standard containers, dataclasses and modules, a tensor is; None if nowhere."""
+    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         return "[]"
+    if id(value) in seen:  # an object may lead back to itself
+        return None
+    seen.add(id(value))
     inside = cast(Any, value)
     pairs: Any = ()
     if isinstance(value, torch.nn.Module):
@@ -181,7 +190,7 @@ def _find_tensor(value: object) -> str | None:
     elif dataclasses.is_dataclass(inside) and not isinstance(value, type):
         pairs = ((f.name, getattr(inside, f.name, None)) for f in dataclasses.fields(inside))
     for at, item in cast("Iterable[tuple[Any, Any]]", pairs):
-        found = _find_tensor(item)
+        found = _find_tensor(item, seen)
         if found is not None:
             return f"[{at!r}]" if found == "[]" else f"[{at!r}]{found}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import io
@@ -43,6 +44,21 @@ class TestPytree:
         gathered = mixed.to(SIM)
         gathered._check()
         assert gathered["i"].device == SIM
+
+    def test_nothing_can_be_stored_before_it_is_gathered(self) -> None:
+        """The next write gave it a device that some of its tensors were not on."""
+        mixed = pytree.tree_map(lambda t: t.to(SIM) if t.is_floating_point() else t, DeviceDict({"f": [1.0], "i": [1]}))
+        for key in ("z", ("n", "z")):
+            with pytest.raises(DeviceMismatchError, match=r"has tensors on several devices; \.to\(device\) it first"):
+                mixed[key] = 1
+        assert list(mixed) == ["f", "i"]
+
+    def test_an_exported_program_names_the_public_class(self) -> None:
+        assert '"tensordict_lite.DeviceDict"' in pytree.treespec_dumps(pytree.tree_structure(DeviceDict({"x": 1})))
+        spec = pytree.tree_structure(DeviceDict(device="meta"))
+        assert pytree.tree_unflatten([], pytree.treespec_loads(pytree.treespec_dumps(spec))).device == torch.device(
+            "meta"
+        )
 
 
 class TestArguments:
@@ -105,6 +121,32 @@ class Owner(MutableMapping[str, Any]):
         return len(self.own)
 
 
+class Table:
+    """As a data frame: iterates its columns' names, and has dict's protocol of ``keys``."""
+
+    def keys(self) -> list[str]:
+        return ["x1", "x2"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, key: str) -> Any:
+        return np.ones(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedding:
+    """An encoder whose ``==`` raises."""
+
+    table: torch.Tensor
+
+    def encode(self, strings: Any) -> torch.Tensor:
+        return self.table[: len(strings)]
+
+    def decode(self, codes: Any) -> list[str]:
+        return ["?"] * len(codes)
+
+
 class TestOddMappings:
     def test_what_is_checked_is_what_is_stored(self) -> None:
         """A dict subclass with its own ``items`` was checked through it and stored past it."""
@@ -118,6 +160,28 @@ class TestOddMappings:
         moved = DeviceDict({"x": torch.ones(1, device=SIM)}, on_mismatch="move")
         moved["n"] = Lazy()
         moved._check()
+
+    def test_a_nested_dict_subclass_with_its_own_items_moves_too(self) -> None:
+        DeviceDict({"n": Items(x=1)}, device=SIM)._check()
+
+    def test_a_table_is_taken_by_columns(self) -> None:
+        """Its two-letter names passed for pairs: {'x': '2'}."""
+        d = DeviceDict(Table())  # type: ignore[arg-type]
+        assert list(d) == ["x1", "x2"] and d["x1"].tolist() == [1.0, 1.0]
+
+    def test_an_update_whose_encoders_cannot_be_compared_changes_nothing(self) -> None:
+        d = DeviceDict({"s": ["a"]}, encoders={"s": Embedding(torch.ones(3))})
+        before = d["s"]
+        with pytest.raises(RuntimeError, match="ambiguous"):
+            d.update(DeviceDict({"s": ["bb"]}, encoders={"s": Embedding(torch.zeros(3))}))
+        assert d["s"] is before
+
+    def test_what_is_not_a_mapping_is_said_so(self) -> None:
+        with pytest.raises(TypeError, match="allclose compares with a mapping, got int"):
+            DeviceDict().allclose(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="keys are str, got 1 of type int"):
+            DeviceDict.unflatten({1: 2})  # type: ignore[dict-item]
+        assert DeviceDict.unflatten([("a.b", 2)])["a", "b"].item() == 2  # type: ignore[arg-type]
 
     def test_unflatten_leaves_the_callers_dict_alone(self) -> None:
         inner = {"x": 1}
@@ -138,7 +202,9 @@ class TestOddMappings:
         items.append(items)
         d = DeviceDict({"n": {"y": 1}})
         for value in (loop, items):
-            with pytest.raises(ValueError, match="holds itself, or is nested too deep"):
+            with pytest.raises(
+                ValueError, match=r"^(a mapping in 'n'|'n\.x' is a list that) holds itself, or is nested too deep"
+            ):
                 d["n", "x"] = value
         assert list(d["n"]) == ["y"]
 
@@ -205,6 +271,34 @@ class TestValues:
             DeviceDict({"x": value})
         assert DeviceDict({"x": np.ma.array([1, 2])})["x"].tolist() == [1, 2]
 
+    def test_masked_values_in_a_list(self) -> None:
+        for value in ([np.ma.array([1, 9], mask=[0, 1]), np.ma.array([1, 2])], [1.0, np.ma.masked]):
+            with pytest.raises(TypeError, match="'x' holds masked values, which a tensor would show; fill them first"):
+                DeviceDict({"x": value})
+
+    def test_a_kept_object_may_lead_back_to_itself(self) -> None:
+        loop: Any = [None]
+        loop.append(loop)
+        d = DeviceDict({"o": {"nested": 1}}, objects="keep")
+        d["k"] = (loop, "text")
+        assert d["k"][0] is loop and copy.deepcopy(d)["k"][0] is not loop
+        loop.append({"x": torch.ones(1)})
+        with pytest.raises(TypeError, match=r"holds a tensor at \[0\]\[2\]\['x'\]"):
+            d["again"] = (loop, "text")
+
+    def test_parameters_are_stored_themselves(self) -> None:
+        p = torch.nn.Parameter(torch.ones(1))
+        d = DeviceDict({"p": p})
+        d["q"] = p
+        assert d["p"] is p and d["q"] is p
+        with pytest.raises(DeviceMismatchError):
+            d["r"] = torch.nn.Parameter(torch.ones(1, device="meta"))
+
+    def test_numpy_of_layouts_it_does_not_have(self) -> None:
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        with pytest.raises(TypeError, match=r"^'n': NumPy has no float32, torch\.jagged; convert it first$"):
+            DeviceDict({"n": jagged}).numpy()
+
     def test_kept_arrays_are_compared_whole(self) -> None:
         def kept(*dates: str) -> DeviceDict:
             return DeviceDict({"t": np.array(dates, dtype="M8[D]")}, objects="keep")
@@ -216,6 +310,9 @@ class TestValues:
         jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
         d = DeviceDict({"n": jagged})
         assert d == d.clone() and d.allclose(d.clone())
+        for dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64):
+            d = DeviceDict({"x": torch.ones(2).to(dtype)})
+            assert d.allclose(d.clone()) and d == d.clone(), dtype
 
     def test_made_twice(self) -> None:
         d = DeviceDict({"x": 1})
@@ -225,6 +322,23 @@ class TestValues:
 
 
 class TestStrings:
+    def test_one_encoder_for_every_key_goes_along_with_the_keys(self) -> None:
+        """Only encoders by key did: elsewhere the codes were read by another encoder."""
+        codes = torch.tensor([97], dtype=torch.uint8)
+        d = DeviceDict({"c": codes}, encoders=Vocabulary(map(str, range(200))))
+        other = DeviceDict({"z": 1})
+        for holder, key in ((other | d, "c"), (DeviceDict({"n": d}), ("n", "c")), (DeviceDict(d), "c")):
+            assert holder.decode(key) == ["97"]
+        other.update(d)
+        assert other.decode("c") == ["97"]
+
+    def test_an_encoder_that_looks_something_up_in_vain(self) -> None:
+        with pytest.raises(ValueError, match=r"^'s': 'q'$"):
+            DeviceDict({"s": "q"}, encoders={"s": lambda strings: torch.tensor([{"a": 1}[s] for s in strings])})
+
+    def test_a_subclass_of_an_encoder_stays_one(self) -> None:
+        assert type(pickle.loads(pickle.dumps(Words(["a"])))) is Words
+
     def test_codes_are_made_on_the_cpu_whatever_the_default_device(self) -> None:
         d = DeviceDict({"x": 1}, encoders={"v": Vocabulary(["a"])})
         with torch.device("meta"):
@@ -277,6 +391,10 @@ class TestStrings:
             "keep",
             torch.float64,
         ) and "s" in policy.encoders
+
+
+class Words(Vocabulary):
+    pass
 
 
 @dataclasses.dataclass
