@@ -30,7 +30,7 @@ class Tokenizer:
         call: keyword arguments of every call (``truncation``, ``max_length``, ...); ``padding`` is True unless given.
 
     Raises: ``TypeError`` for what is no tokenizer; on encoding, ``ValueError`` for an empty list, and what the
-    tokenizer raises. Cost: the tokenizer's; comparing two that are not the same object, and the JSON form, write their files.
+    tokenizer raises. Cost: the tokenizer's; comparing two that are not one object, and the JSON form, write files.
 
     Equal to another with an equal tokenizer and call. The JSON form holds the files that ``save_pretrained`` writes.
     Decoding is ``batch_decode(input_ids, skip_special_tokens=True)`` and as exact as the tokenizer is.
