@@ -14,7 +14,7 @@ from typing_extensions import Self
 from ._compare import agree, values_agree
 from ._display import field_count, html, size, tree
 from ._encoders import Hashing, Utf8, Vocabulary
-from ._errors import Path, dotted
+from ._errors import Path, dotted, located
 from ._items import as_dict, nbytes, refuse_key
 from ._movable import MovableDict
 from ._strings import StringEncoder, decode_nested
@@ -242,11 +242,10 @@ class DeviceDict(MovableDict[V]):
         try:
             return decode_nested(encoder, cast(Any, codes))
         except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
             hint = (
                 "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
             )
-            raise kind(f"{dotted(path)}: {error}{hint}") from error
+            raise located(error, path, hint) from error
 
     # --- looking ---
 

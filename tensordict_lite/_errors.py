@@ -12,6 +12,12 @@ def dotted(path: Path) -> str:
     return repr(".".join(path))
 
 
+def located(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:
+    """``error``, of a part that does not know where it is, as the one to raise: with ``path`` in front."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{dotted(path)}: {error}{hint}")
+
+
 class DeviceMismatchError(RuntimeError):
     """A tensor was put into a `DeviceDict` that lives on another device; the dict is unchanged.
 

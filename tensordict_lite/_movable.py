@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from ._arguments import to_arguments
 from ._checked import CheckedDict
-from ._errors import Path, dotted
+from ._errors import Path, located
 from ._items import only_tensors
 from ._transfer import CPU, DeviceLike, host_array, resolve, transfer
 from ._tree import TreeDict, V
@@ -28,6 +28,8 @@ class MovableDict(CheckedDict[V]):
     @property
     def device(self) -> torch.device | None:
         """The device of every tensor, index included; None while nothing was stored or asked for.
+
+        None too after a ``tree_map`` that left tensors on several devices, until `to` gathers them.
 
         >>> DeviceDict({"x": 1.0}).device, DeviceDict().device
         (device(type='cpu'), None)
@@ -141,7 +143,7 @@ class MovableDict(CheckedDict[V]):
         >>> d = DeviceDict({"x": 1.0})
         >>> pinned = d.pin_memory() if torch.cuda.is_available() else d
         """
-        return self._each(Tensor.pin_memory)
+        return self._each(Tensor.pin_memory, self._device)
 
     def is_pinned(self) -> bool:
         """Whether there are tensors and all are in pinned memory. Asks the driver, once a tensor.
@@ -214,7 +216,7 @@ class MovableDict(CheckedDict[V]):
         >>> DeviceDict({"x": torch.ones(2, requires_grad=True)}).detach()["x"].requires_grad
         False
         """
-        return self._each(Tensor.detach)
+        return self._each(Tensor.detach, self._device)
 
     def clone(self) -> Self:
         """Every tensor copied, as ``Tensor.clone``: autograd records it. Cost: a copy a tensor.
@@ -223,7 +225,7 @@ class MovableDict(CheckedDict[V]):
         >>> d.clone()["x"].add_(1) is not None, d["x"]
         (True, tensor([1.]))
         """
-        return self._each(Tensor.clone)
+        return self._each(Tensor.clone, self._device)
 
     def contiguous(self) -> Self:
         """Every tensor contiguous; those that are already are kept. Cost: a copy of each other one.
@@ -231,7 +233,7 @@ class MovableDict(CheckedDict[V]):
         >>> DeviceDict({"x": torch.zeros(2, 3).t()}).contiguous()["x"].is_contiguous()
         True
         """
-        return self._each(Tensor.contiguous)
+        return self._each(Tensor.contiguous, self._device)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of the floating-point and complex tensors, in place. Returns ``self``.
@@ -255,7 +257,7 @@ def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
             try:
                 array = host_array(value)
             except TypeError as error:
-                raise TypeError(f"{dotted((*at, key))}: {error}") from error
+                raise located(error, (*at, key)) from error
             out[key] = np.array(array) if copy else array
         elif isinstance(value, TreeDict):
             out[key] = _numpy(cast("TreeDict[Any]", value), copy, (*at, key))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._errors import Path, dotted
+from ._errors import Path, dotted, located
 from ._policy import Policy
 from ._strings import Codes, StringEncoder, encode_nested, flatten_strings
 
@@ -50,8 +50,7 @@ def _strings(value: Any, policy: Policy, path: Path) -> Stored:
     try:
         codes: Codes = encode_nested(encoder, *flatten_strings(value))
     except (TypeError, ValueError, LookupError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{dotted(path)}: {error}") from error
+        raise located(error, path) from error
     return Stored(codes, encoder)
 
 
