@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ._transfer import CASTABLE, DeviceLike
+from ._devices import DeviceLike
+from ._transfer import CASTABLE
 from ._tree import TreeDict
 
 _FORMS = "to(device), to(dtype), to(device, dtype), to(tensor) or to(other_dict), with non_blocking= and copy="

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from ._devices import CPU, DeviceLike, canonical, resolve
 from ._errors import DeviceMismatchError, Path, dotted
 from ._items import Items, all_home, as_dict, placed, refuse_key, snapshot, tensors_in
 from ._policy import Encoders, Objects, OnMismatch, Policy
 from ._strings import StringEncoder
-from ._transfer import CPU, DeviceLike, canonical, resolve, transfer
+from ._transfer import transfer
 from ._tree import TreeDict, V, raw
 from ._values import store
 

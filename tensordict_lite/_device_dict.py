@@ -12,13 +12,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ._compare import agree, values_agree
+from ._devices import canonical
 from ._display import field_count, html, size, tree
 from ._encoders import Hashing, Utf8, Vocabulary
 from ._errors import Path, dotted, located
 from ._items import as_dict, nbytes, refuse_key
 from ._movable import MovableDict
+from ._packing import packed_layout
 from ._strings import StringEncoder, decode_nested
-from ._transfer import canonical
 from ._tree import TreeDict, V, raw, restore
 
 
@@ -296,7 +297,8 @@ def _unflatten(mapping: Mapping[str, Any], sep: str) -> dict[str, Any]:
 def _title(d: TreeDict[Any]) -> str:
     count, total = field_count(d), sum(map(nbytes, d._tensors()))
     device = "no device yet" if d._device is None else str(d._device)
-    return f"{type(d).__name__}({device}, {count} field{'' if count == 1 else 's'}, {size(total)})"
+    packed = "" if packed_layout(d._tensors(), d._device) is None else ", packed"
+    return f"{type(d).__name__}({device}, {count} field{'' if count == 1 else 's'}, {size(total)}{packed})"
 
 
 def _note(d: Mapping[str, Any], key: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from ._devices import CPU
 from ._errors import DeviceMismatchError, Path, dotted
-from ._transfer import CPU
 
 Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
 

@@ -15,7 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
 
 from ._device_dict import DeviceDict
-from ._transfer import CPU, DeviceLike, host_array, resolve, transfer
+from ._devices import CPU, DeviceLike, resolve
+from ._packing import packed_layout
+from ._transfer import host_array, transfer
 from ._tree import TreeDict
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
         non_blocking: as in `DeviceDict.to`: by default the result is complete, and the source free, on return.
 
     Raises: torch's own error for a device that is not there, or is out of memory.
-    Cost: one copy a tensor that is elsewhere.
+    Cost: as `DeviceDict.to`, all tensors together; a packed `DeviceDict` moves as one tensor.
 
     >>> import torch
     >>> from tensordict_lite import to_device
@@ -48,19 +50,24 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     for item in found:
         if isinstance(item, Tensor):
             tensors.append(item)
-        elif isinstance(item, TreeDict):
+        elif _moves_with_others(item):
             tensors += item._tensors()
     moved = iter(transfer(tensors, target, non_blocking=non_blocking))
 
     def place(item: Any) -> Any:
         if isinstance(item, Tensor):
             return next(moved)
-        if isinstance(item, TreeDict):
+        if _moves_with_others(item):
             d = cast("TreeDict[Any]", item)
             return d._with([next(moved) for _ in d._tensors()], target)
         return item.to(target, non_blocking=non_blocking)
 
     return cast(T, rebuild(iter([place(item) for item in found])))
+
+
+def _moves_with_others(item: Any) -> bool:
+    """Whether it is a dict whose tensors are moved with all others of the call: not one that moves as one tensor."""
+    return isinstance(item, TreeDict) and packed_layout(item._tensors(), item._device) is None
 
 
 def to_numpy(obj: Any) -> Any:
@@ -70,7 +77,7 @@ def to_numpy(obj: Any) -> Any:
     which cannot, comes back on the CPU.
 
     Raises: ``TypeError`` for a dtype or layout NumPy does not have (bfloat16, sparse).
-    Cost: one copy a tensor that is not on the CPU.
+    Cost: nothing for tensors on the CPU; the rest as `to_device`.
 
     >>> import torch
     >>> from tensordict_lite import to_numpy

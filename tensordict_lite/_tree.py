@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Generic, cast
 
 import torch
@@ -12,10 +12,11 @@ from typing_extensions import Self, TypeVar
 
 from . import _pytree
 from ._compare import agree, equal
+from ._devices import CPU, canonical, resolve
 from ._errors import Path, dotted
 from ._items import only_tensors
+from ._packing import block_of, from_block, packed_layout
 from ._policy import Policy
-from ._transfer import CPU, canonical, resolve
 
 V = TypeVar("V", default=Tensor)
 
@@ -51,15 +52,20 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def _tensors(self) -> list[Tensor]:
         """Every tensor of the tree, depth first."""
-        if only_tensors(self.values()):
-            return list(cast("Iterable[Tensor]", self.values()))
+        return self._listed()[0]
+
+    def _listed(self) -> tuple[list[Tensor], bool]:
+        """Every tensor of the tree, depth first, and whether there is nothing here but plain tensors."""
+        values = list(self.values())
+        if only_tensors(values):
+            return cast("list[Tensor]", values), True
         found: list[Tensor] = []
-        for value in self.values():
+        for value in values:
             if isinstance(value, Tensor):
                 found.append(value)
             elif isinstance(value, TreeDict):  # as `_each` has it: a foreign leaf of pytree's may be any mapping
                 found += cast("TreeDict[Any]", value)._tensors()
-        return found
+        return found, False
 
     def _with(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
         """The same tree on ``device`` with these tensors, in the order of `_tensors`, for its own; unchecked.
@@ -122,8 +128,15 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
         device = None if self._device is None else str(self._device)
-        policy = None if self._policy is self._class_policy else self._policy.to_state()
-        return restore, (type(self), dict(self), device, policy)
+        distinct = list({id(tensor): tensor for tensor in self._tensors()}.values())
+        found = packed_layout(distinct, self._device)
+        if found is None:
+            return restore, (type(self), dict(self), device, _pickled_policy(self))
+        layout, _ = found
+        numbers = {id(distinct[i]): i for i in layout.members}
+        specs = [(run.dtype, run.shape, run.stride, run.members) for run in layout.runs]
+        block = block_of(distinct, layout)
+        return restore, (type(self), _items_without(self, numbers), device, _pickled_policy(self), block, specs)
 
     # --- comparing ---
 
@@ -173,16 +186,68 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
     return out
 
 
-def restore(cls: type[Any], items: dict[str, Any], device: str | None, policy: dict[str, Any] | None) -> Any:
+def _pickled_policy(d: TreeDict[Any]) -> dict[str, Any] | None:
+    return None if d._policy is d._class_policy else d._policy.to_state()
+
+
+def _items_without(d: TreeDict[Any], numbers: Mapping[int, int]) -> dict[str, Any]:
+    """The items of a packed dict without what the block holds: for a tensor in it its number, for a nested dict a list
+    of what makes it, and anything else in a tuple.
+    """
+    items: dict[str, Any] = {}
+    for key, value in d.items():
+        if isinstance(value, TreeDict):
+            nested = cast("TreeDict[Any]", value)
+            items[key] = [type(nested), _items_without(nested, numbers), _pickled_policy(nested)]
+        else:
+            items[key] = numbers.get(id(value), (value,))
+    return items
+
+
+def restore(
+    cls: type[Any],
+    items: dict[str, Any],
+    device: str | None,
+    policy: dict[str, Any] | None,
+    block: Tensor | None = None,
+    specs: list[Any] | None = None,
+) -> Any:
     """Build what `TreeDict.__reduce__` took apart; on whatever device the tensors were loaded to.
 
     Takes data only and checks its form, since a file may hold anything.
     """
-    if not issubclass(cls, TreeDict):
-        raise TypeError(f"expected a DeviceDict class, got {cls!r}")
-    if type(items) is not dict or not all(isinstance(cast(object, key), str) for key in items):
-        raise TypeError(f"expected a dict with str keys, got {type(items).__name__}")
-    own = cast("type[TreeDict[Any]]", cls)
-    out = own._new(items, None, own._class_policy if policy is None else Policy.from_state(policy))
+    if block is not None:
+        items = _items_with(items, from_block(block, specs))
+    out = _restored(cls, items, policy)
     out._settle(None if device is None else canonical(torch.device(device)))
+    return out
+
+
+def _restored(cls: Any, items: Any, policy: Any) -> TreeDict[Any]:
+    if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
+        raise TypeError(f"expected a DeviceDict class, got {cls!r}")
+    own = cast("type[TreeDict[Any]]", cls)
+    _refuse_unless_dict(items)
+    return own._new(items, None, own._class_policy if policy is None else Policy.from_state(policy))
+
+
+def _refuse_unless_dict(items: Any) -> None:
+    if type(items) is not dict or not all(isinstance(key, str) for key in cast("dict[Any, Any]", items)):
+        raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
+
+
+def _items_with(items: Any, fields: Sequence[Tensor | None]) -> dict[str, Any]:
+    """`_items_without` undone."""
+    _refuse_unless_dict(items)
+    out: dict[str, Any] = {}
+    for key, value in items.items():
+        match value:
+            case int() if 0 <= value < len(fields) and fields[value] is not None:
+                out[key] = fields[value]
+            case [cls, inner, policy] if type(value) is list:
+                out[key] = _restored(cls, _items_with(inner, fields), policy)
+            case (other,) if type(value) is tuple:
+                out[key] = other
+            case _:
+                raise ValueError(f"a packed dict whose item {key!r} is damaged")
     return out
