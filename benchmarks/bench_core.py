@@ -8,20 +8,15 @@ an operation are timed right after each other and their ratio is taken, so that 
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from common import aligned, interleaved, parser, ratio, same, setting, write
 from torch.utils.benchmark import Timer
 
 from tensordict_lite import DeviceDict
@@ -33,7 +28,6 @@ except ImportError:
 
 OURS, DICT, PEER, SMALL = "ours", "dict", "TensorDict", "ours at 8"
 CONTAINERS = {OURS: "d", DICT: "s", PEER: "td"}  # their names in the statements
-SECONDS = 0.04  # spent on one contender in one round
 ABOUT_ONE = 1.2  # what still counts as ~1: on a busy machine the medians of equal statements of 15 ns may differ so
 
 
@@ -105,18 +99,6 @@ def scope(size: int) -> dict[str, Any]:
     return known
 
 
-def same(x: Any, y: Any) -> bool:
-    """Whether two results are equal: keys in order, and for each leaf type, dtype, shape, device and values."""
-    if isinstance(x, Mapping):
-        return isinstance(y, Mapping) and same(list(x.items()), list(y.items()))
-    if isinstance(x, (list, tuple)):
-        return type(x) is type(y) and len(x) == len(y) and all(map(same, x, y))
-    if not hasattr(x, "dtype"):
-        return x == y
-    alike = type(x) is type(y) and all(getattr(x, a, 0) == getattr(y, a, 0) for a in ("dtype", "shape", "device"))
-    return alike and (getattr(x, "is_meta", False) or bool((x == y).all()))
-
-
 def timers(row: Row, size: int) -> dict[str, Timer]:
     """A timer for each contender, after an assertion that all do the same."""
     known, statements, results = scope(size), row.statements(), {}
@@ -138,14 +120,14 @@ def import_seconds(module: str) -> float:
 def line(name: str, size: int | None, seconds: Mapping[str, list[float]], goals: tuple[Goal, ...]) -> dict[str, Any]:
     """A line of the results. ``seconds`` are by contender, one number a round."""
     others = {who: times for who, times in seconds.items() if who != OURS}
-    ratios = {who: [x / y for x, y in zip(seconds[OURS], times, strict=True)] for who, times in others.items()}
-    middle = {who: median(values) for who, values in ratios.items()}
+    ratios = {who: ratio(seconds[OURS], times) for who, times in others.items()}
+    met = {str(g): ratios[g.against]["median"] <= (g.limit or ABOUT_ONE) for g in goals if g.against in ratios}
     return {
         "operation": name,
         "fields": size,
         "median_seconds": {who: median(times) for who, times in seconds.items()},
-        "ratios": {who: {"median": middle[who], "min": min(r), "max": max(r)} for who, r in ratios.items()},
-        "goals": {str(g): middle[g.against] <= (g.limit or ABOUT_ONE) for g in goals if g.against in middle},
+        "ratios": ratios,
+        "goals": met,
     }
 
 
@@ -159,29 +141,17 @@ def table(lines: list[dict[str, Any]]) -> str:
         for goal, met in one["goals"].items() or [("", None)]:
             rows.append([*left, goal, {True: "yes", False: "NO", None: ""}[met]])
             left = [""] * len(left)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Core operations beside a plain dict and TensorDict, as ratios.")
-    parser.add_argument("--rounds", type=int, default=9, help="how often each statement is timed (9)")
-    parser.add_argument("--quick", action="store_const", dest="rounds", const=3, help="three rounds, for a first look")
-    parser.add_argument("--json", type=Path, help="write the results there too")
-    args = parser.parse_args()
-    cpuinfo = Path("/proc/cpuinfo")
-    cpu = re.findall(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "") or [platform.processor()]
-    setting = {"cpu": cpu[0] or "unknown", "python": platform.python_version(), "torch": torch.__version__}
-    setting["tensordict"] = version("tensordict") if TensorDict is not None else None
-    print(", ".join(f"{what} {name or 'is not installed, its column is left out'}" for what, name in setting.items()))
+    args = parser("Core operations beside a plain dict and TensorDict, as ratios.").parse_args()
+    measured = setting(tensordict=TensorDict)
+    print(", ".join(f"{what} {name or 'is not installed, its column is left out'}" for what, name in measured.items()))
     print(f"median (least..greatest) of {args.rounds} ratios; below 1 ours is faster; ~1: to {ABOUT_ONE}\n", flush=True)
 
     cases = {(row, size): timers(row, size) for row in ROWS for size in row.sizes}
-    seconds: dict[Any, dict[str, list[float]]] = {case: {who: [] for who in cases[case]} for case in cases}
-    for i in range(args.rounds):
-        for case, contenders in cases.items():
-            for who in reversed(contenders) if i % 2 else contenders:  # so that none is always the first
-                seconds[case][who].append(contenders[who].blocked_autorange(min_run_time=SECONDS).median)
+    seconds = interleaved(cases, args.rounds)
     lines = []
     for (row, size), times in seconds.items():
         small = {} if size == 8 else {SMALL: seconds[row, 8][OURS]}
@@ -192,8 +162,7 @@ def main() -> None:
         lines.append(line("import, after torch", None, imports, (Goal(PEER, 0.05),)))
 
     print(table(lines))
-    if args.json:
-        args.json.write_text(json.dumps({**setting, "rounds": args.rounds, "results": lines}, indent=1) + "\n")
+    write(args.json, {**measured, "rounds": args.rounds, "results": lines})
 
 
 if __name__ == "__main__":

@@ -245,7 +245,9 @@ def _items_with(items: Any, fields: Sequence[Tensor | None]) -> dict[str, Any]:
             case int() if 0 <= value < len(fields) and fields[value] is not None:
                 out[key] = fields[value]
             case [cls, inner, policy] if type(value) is list:
-                out[key] = _restored(cls, _items_with(inner, fields), policy)
+                nested = _restored(cls, _items_with(inner, fields), policy)
+                nested._settle(None)  # one without tensors takes its device from the root
+                out[key] = nested
             case (other,) if type(value) is tuple:
                 out[key] = other
             case _:

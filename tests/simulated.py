@@ -55,12 +55,23 @@ _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 _allocated: list[tuple[StorageWeakRef, int]] = []
+_limit: list[int] = []
 
 
 def live_bytes() -> int:
     """Bytes allocated on the device now."""
     _allocated[:] = [(storage, nbytes) for storage, nbytes in _allocated if not storage.expired()]
     return sum(nbytes for _, nbytes in _allocated)
+
+
+@contextlib.contextmanager
+def memory_left(nbytes: int) -> Iterator[None]:
+    """Within it the device has so many bytes left, and no more: then it is out of memory, in torch's words."""
+    _limit[:] = [live_bytes() + nbytes]
+    try:
+        yield
+    finally:
+        _limit.clear()
 
 
 class _Module:
@@ -113,6 +124,8 @@ def _empty_strided(
     index = sim.current if device is None or device.index is None else device.index
     extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     nbytes = extent * dtype.itemsize
+    if _limit and live_bytes() + nbytes > _limit[0]:
+        raise torch.OutOfMemoryError(f"sim out of memory. Tried to allocate {nbytes} bytes.")
     # One block: the managed tensor, its sizes, its strides, then the data on a 64-byte boundary.
     head = ctypes.sizeof(_DLManagedTensor) + 16 * len(size)
     address = _malloc(head + 64 + nbytes)
@@ -188,10 +201,18 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, leave, op(*args, **kwargs))
 
 
+def _foreach_copy(into: Any, out_of: Any, non_blocking: bool = False) -> None:
+    # One kernel for the whole list, as on CUDA.
+    COPIES["d2d"] += 1
+    for dst, src in zip(into, out_of, strict=True):
+        host_view(dst).copy_(host_view(src))
+
+
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 _ops.impl("empty.memory_format", _empty)
 _ops.impl("empty_strided", _empty_strided)
 _ops.impl("_copy_from", _copy_from)
+_ops.impl("_foreach_copy_", _foreach_copy)
 for _name in ("view", "as_strided", "set_.source_Storage_storage_offset", "_reshape_alias", "unfold"):
     _packet, _, _overload = _name.partition(".")
     _op = getattr(getattr(torch.ops.aten, _packet), _overload or "default")

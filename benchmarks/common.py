@@ -1,0 +1,82 @@
+"""What the benchmarks share: rounds of timing, ratios, tables and the setting that they were measured in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.benchmark import Timer
+
+SECONDS = 0.04  # spent on one contender in one round
+Case = TypeVar("Case", bound=Hashable)
+Seconds = dict[str, list[float]]  # by contender, one number a round
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    out = argparse.ArgumentParser(description=description)
+    out.add_argument("--rounds", type=int, default=9, help="how often each statement is timed (9)")
+    out.add_argument("--quick", action="store_const", dest="rounds", const=3, help="three rounds, for a first look")
+    out.add_argument("--json", type=Path, help="write the results there too")
+    return out
+
+
+def setting(**peers: Any) -> dict[str, str | None]:
+    """The processor, and the versions: those of ``peers`` by package, None for one that could not be imported."""
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = re.findall(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "") or [platform.processor()]
+    out = {"cpu": cpu[0] or "unknown", "python": platform.python_version(), "torch": torch.__version__}
+    return out | {package: None if peer is None else version(package) for package, peer in peers.items()}
+
+
+def same(x: Any, y: Any) -> bool:
+    """Whether two results are equal: keys in order, and for each leaf type, dtype, shape, device and values."""
+    if isinstance(x, Mapping):
+        return isinstance(y, Mapping) and same(list(x.items()), list(y.items()))
+    if isinstance(x, (list, tuple)):
+        return type(x) is type(y) and len(x) == len(y) and all(map(same, x, y))
+    if not hasattr(x, "dtype"):
+        return x == y
+    alike = type(x) is type(y) and all(getattr(x, a, 0) == getattr(y, a, 0) for a in ("dtype", "shape", "device"))
+    return alike and (getattr(x, "is_meta", False) or bool((x == y).all()))
+
+
+def interleaved(cases: Mapping[Case, Mapping[str, Timer]], rounds: int) -> dict[Case, Seconds]:
+    """The median time of each contender in each round, those of a case timed right after each other."""
+    seconds: dict[Case, Seconds] = {case: {who: [] for who in cases[case]} for case in cases}
+    for i in range(rounds):
+        for case, contenders in cases.items():
+            for who in in_turn(contenders, i):
+                seconds[case][who].append(contenders[who].blocked_autorange(min_run_time=SECONDS).median)
+    return seconds
+
+
+def in_turn(contenders: Mapping[str, Any], i: int) -> list[str]:
+    """Their names in the order of round ``i``, so that none is always the first."""
+    return list(reversed(contenders) if i % 2 else contenders)
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Of two contenders' times, round by round, so that other load on the machine cancels out."""
+    values = [x / y for x, y in zip(over, under, strict=True)]
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table of text, its columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def write(path: Path | None, results: Mapping[str, Any]) -> None:
+    """Write the results as JSON, if a path is given."""
+    if path:
+        path.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,0 +1,116 @@
+"""The arithmetic of a block: nothing overlaps, everything is aligned, and a layout follows from the specs alone."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensordict_lite._layout import ALIGNMENT, Group, aligned, dense_stride, divide, lay_out, recast
+
+F, D, L, B = torch.float32, torch.float64, torch.int64, torch.bool
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@st.composite
+def group_lists(draw: st.DrawFn) -> list[Group]:
+    specs = draw(st.lists(st.tuples(st.sampled_from([F, D, L, B]), shapes), max_size=6, unique=True))
+    groups: list[Group] = [((dtype, shape, row_major(shape)), []) for dtype, shape in specs]
+    if groups:
+        for i, which in enumerate(draw(st.lists(st.integers(0, len(groups) - 1), min_size=len(groups), max_size=20))):
+            groups[which][1].append(i)
+    return [group for group in groups if group[1]]
+
+
+def spans(groups: list[Group]) -> dict[int, tuple[int, int]]:
+    """Start and end of each field, by its number."""
+    found = {}
+    for run in lay_out(groups).runs:
+        nbytes = math.prod(run.shape) * run.dtype.itemsize
+        for j, i in enumerate(run.members):
+            found[i] = (run.offset + j * run.step, run.offset + j * run.step + nbytes)
+    return found
+
+
+@given(group_lists())
+def test_fields_are_aligned_apart_and_within(groups: list[Group]) -> None:
+    layout, where = lay_out(groups), spans(groups)
+    assert sorted(where) == sorted(layout.members) == sorted(i for _, members in groups for i in members)
+    assert all(start % ALIGNMENT == 0 for start, _ in where.values())
+    ordered = sorted(span for span in where.values() if span[0] < span[1])
+    assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
+    assert layout.nbytes == max((end for _, end in ordered), default=0), "nothing after the last field"
+
+
+@given(group_lists())
+def test_a_layout_lays_out_to_itself(groups: list[Group]) -> None:
+    """What was packed by it is found packed by it."""
+    layout = lay_out(groups)
+    assert lay_out(layout.groups) == layout
+
+
+def test_specs_that_become_equal_are_one_run() -> None:
+    """A field with gaps and one without, and fields that are cast to one dtype, lie side by side in the end."""
+    gaps = [((F, (2, 3), (3, 1)), [0, 3]), ((L, (2,), (1,)), [1]), ((F, (2, 3), (8, 1)), [2])]
+    assert [(run.dtype, run.members) for run in lay_out(gaps).runs] == [(F, [0, 2, 3]), (L, [1])]
+    assert lay_out(gaps).runs[0].stride == (3, 1)
+    mixed = [((F, (2,), (1,)), [0]), ((L, (2,), (1,)), [1]), ((D, (2,), (1,)), [2])]
+    cast = lay_out(recast(mixed, {D: F}))
+    assert [(run.dtype, run.members) for run in cast.runs] == [(F, [0, 2]), (L, [1])]
+    assert mixed[0][1] == [0], "the groups are not changed"
+
+
+@given(group_lists(), st.integers(1, 300), st.integers(300, 600))
+def test_divide_keeps_to_the_limits(groups: list[Group], largest: int, limit: int) -> None:
+    parts = divide(groups, largest, limit)
+    sizes = {i: math.prod(shape) * dtype.itemsize for (dtype, shape, _), members in groups for i in members}
+    taken = [i for part in parts for _, members in part for i in members]
+    assert sorted(taken) == sorted(i for i, size in sizes.items() if size <= largest), "each once, none that is large"
+    for part in parts:
+        assert lay_out(part).nbytes <= aligned(limit)
+
+
+def test_divide_fills_a_part_before_the_next() -> None:
+    group: Group = ((torch.uint8, (64,), (1,)), list(range(10)))
+    assert [[members for _, members in part] for part in divide([group], 64, 256)] == [
+        [[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9]],
+    ]  # fmt: skip
+    assert divide([], 64, 256) == [[]] and divide([group], 63, 256) == [[]]
+
+
+@given(st.data())
+def test_dense_strides_are_those_of_empty_like(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=4))
+    order = data.draw(st.permutations(range(len(shape))))
+    gaps = data.draw(st.lists(st.integers(0, 2), min_size=len(shape), max_size=len(shape)))
+    base = torch.empty([n + gap for n, gap in zip(shape, gaps, strict=True)])
+    t = base[tuple(slice(0, n) for n in shape)].permute(*order) if shape else base
+    strides = zip(t.shape, torch.empty_like(t).stride(), dense_stride(t.shape, t.stride()), strict=True)
+    assert all(torchs == ours for size, torchs, ours in strides if size != 1), "that of a dimension of 1 is never used"
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "dense"),
+    [
+        ((2, 3), (1, 2), (1, 2)),  # transposed
+        ((2, 3, 4, 4), (48, 1, 12, 3), (48, 1, 12, 3)),  # channels_last
+        ((2, 3), (6, 2), (3, 1)),  # every other column
+        ((3, 4), (0, 1), (4, 1)),  # expanded
+        ((3, 4), (0, 0), (4, 1)),
+        ((1, 3), (100, 1), (100, 1)),  # the stride of a dimension of one is never used
+        ((0, 3), (7, 9), (7, 9)),
+        ((), (), ()),
+    ],
+)
+def test_dense_stride(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[int, ...]) -> None:
+    assert dense_stride(shape, stride) == dense

@@ -1,0 +1,380 @@
+"""The engine: what is planned, that it is carried out so, and that no source is needed, and none lost, afterwards."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tensordict_lite import DeviceDict, to_device, to_numpy
+from tensordict_lite._devices import CPU
+from tensordict_lite._packing import pack
+from tensordict_lite._transfer import BLOCK, SMALL, Plan, plan, transfer
+
+SIM, META, MPS = torch.device("sim:0"), torch.device("meta"), torch.device("mps")
+OTHER = torch.device("sim:1")
+
+
+def small(n: int, device: Any = "cpu") -> list[Tensor]:
+    return [torch.full((4, 4), float(i), device=device) for i in range(n)]
+
+
+def large(n: int, device: Any = "cpu") -> list[Tensor]:
+    return [torch.full((SMALL // 4 + 1,), float(i), device=device) for i in range(n)]
+
+
+def members(how: Plan) -> list[list[int]]:
+    return [layout.members for layout in how.together]
+
+
+class TestPlan:
+    def test_small_tensors_go_together_and_large_ones_singly(self) -> None:
+        tensors = [*small(3), *large(2), *small(2)]
+        for source, target in ((CPU, SIM), (SIM, CPU)):
+            how = plan(tensors, source, target)
+            assert members(how) == [[0, 1, 2, 5, 6]] and how.singly == (3, 4) and how.packed is None
+
+    def test_the_largest_small_one(self) -> None:
+        edge = [torch.zeros(SMALL, dtype=torch.uint8), torch.zeros(SMALL + 1, dtype=torch.uint8)]
+        how = plan([*small(1), *edge], CPU, SIM)
+        assert members(how) == [[0, 1]] and how.singly == (2,)
+
+    def test_packed_tensors_are_one_block(self) -> None:
+        packed = pack([*small(3), *large(2)], CPU)
+        for target in (SIM, OTHER):
+            how = plan(packed, CPU, target)
+            assert how.packed is not None and sorted(how.packed.members) == [0, 1, 2, 3, 4] and how.singly == ()
+        weight = torch.ones(2, requires_grad=True)
+        assert plan([*packed, weight], CPU, SIM).singly == (5,)
+        assert plan(packed[:-1], CPU, SIM).packed is None, "the block has more in it"
+        assert plan([*packed, torch.ones(1)], CPU, SIM).packed is None
+
+    def test_no_block_outgrows_its_limit(self) -> None:
+        each = torch.zeros(SMALL, dtype=torch.uint8)
+        n = 2 * BLOCK // SMALL + 1
+        how = plan([each.clone() for _ in range(n)], CPU, SIM)
+        assert [len(part) for part in members(how)] == [BLOCK // SMALL] * 2 and how.singly == (n - 1,)
+        assert all(layout.nbytes <= BLOCK for layout in how.together)
+
+    def test_two_hundred_small_ones_are_one_copy(self) -> None:
+        how = plan([torch.zeros(16, 32) for _ in range(200)], CPU, SIM)
+        assert [len(part) for part in members(how)] == [200] and how.singly == ()
+
+    def test_one_alone_goes_singly(self) -> None:
+        assert plan(small(1), CPU, SIM) == Plan(singly=(0,)) and plan([], CPU, SIM) == Plan()
+        assert plan([*small(1), *large(1)], CPU, SIM) == Plan(singly=(0, 1))
+
+    def test_what_is_more_than_its_bytes_goes_singly(self) -> None:
+        special = [torch.ones(2, requires_grad=True), torch.eye(2).to_sparse(), torch.tensor([1j]).conj()]
+        how = plan([*special, *small(2)], CPU, SIM)
+        assert members(how) == [[3, 4]] and how.singly == (0, 1, 2)
+
+    def test_between_devices_and_where_bytes_are_not_trusted_nothing_is_gathered(self) -> None:
+        singly = Plan(singly=(0, 1, 2))
+        assert plan(small(3, SIM), SIM, OTHER) == singly
+        assert plan(small(3), CPU, MPS) == plan(small(3), CPU, META) == singly
+        assert plan(pack(small(3), CPU), CPU, MPS) == singly
+        assert plan(small(3, SIM), SIM, CPU, non_blocking=True) == singly, "it is for the caller to wait"
+
+    def test_a_cast_is_planned_with_the_dtype_that_comes_out(self) -> None:
+        tensors = [torch.zeros(SMALL // 8, dtype=torch.float64), *small(2), torch.zeros(3, dtype=torch.int64)]
+        how = plan(tensors, CPU, SIM, torch.float32)
+        assert members(how) == [[0, 1, 2, 3]] and {run.dtype for run in how.together[0].runs} == {
+            torch.float32,
+            torch.int64,
+        }
+        assert plan([torch.zeros(SMALL // 4), *small(1)], CPU, SIM, torch.float64).singly == (0, 1), (
+            "too large when cast"
+        )
+
+    def test_a_plan_is_a_value(self) -> None:
+        tensors = [*small(3), *large(1)]
+        assert plan(tensors, CPU, SIM) == plan([t.clone() for t in tensors], CPU, SIM)
+
+
+class TestCopies:
+    def test_to_a_device_and_back(self, copies: Any) -> None:
+        d = DeviceDict({f"k{i}": t for i, t in enumerate(small(200))})
+        moved = d.to("sim")
+        assert copies == {"h2d": 1}
+        copies.clear()
+        assert moved.to("sim") is moved and not copies
+        assert moved.cpu() == d and copies["d2h"] == 1 and copies.total() <= 2, "gathered on the device, by one kernel"
+        copies.clear()
+        moved.numpy()
+        to_numpy([moved, moved])
+        assert copies["d2h"] == 2
+
+    def test_a_mixed_batch(self, copies: Any) -> None:
+        d = DeviceDict({"image": large(1)[0], **{f"k{i}": t for i, t in enumerate(small(20))}})
+        assert d.to("sim").cpu() == d and copies["h2d"] == 2 and copies["d2h"] == 2
+
+    def test_a_packed_dict_among_others(self, copies: Any) -> None:
+        packed = DeviceDict({"x": [1.0], "y": large(1)[0]}).pack()
+        moved = to_device({"a": packed, "b": small(3), "c": DeviceDict({"z": 1})}, "sim")
+        assert copies == {"h2d": 2} and moved["a"].is_packed and moved["a"].cpu() == packed
+        assert [t.cpu().mean() for t in moved["b"]] == [0, 1, 2] and moved["c"]["z"].item() == 1
+
+    def test_tensors_on_several_devices(self, copies: Any) -> None:
+        mixed = [*small(3), *small(2, OTHER), *small(2, SIM)]
+        copies.clear()
+        moved = transfer(mixed, SIM)
+        assert all(t.device == SIM for t in moved) and all(a is b for a, b in zip(moved[5:], mixed[5:], strict=True))
+        assert [t.cpu().mean().item() for t in moved] == [0, 1, 2, 0, 1, 0, 1]
+        copies.clear()
+        assert [t.device for t in transfer(mixed, CPU)] == [CPU] * 7 and copies["d2h"] == 2
+
+    def test_one_that_is_there_twice_is_copied_once(self, copies: Any) -> None:
+        t = large(1)[0]
+        moved = to_device({"a": t, "b": [t]}, "sim")
+        assert copies == {"h2d": 1} and moved["a"] is moved["b"][0]
+
+
+class TestResults:
+    @given(st.data())
+    def test_any_tensors_arrive(self, data: st.DataObject) -> None:
+        dtypes = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.int64, torch.bool, torch.uint8])
+        shapes = st.lists(st.sampled_from([0, 1, 2, 3, 17]), max_size=3)
+        kinds = st.sampled_from(["plain", "grad", "transposed", "channels", "gaps", "tied"])
+        tensors: list[Tensor] = []
+        for dtype, shape, kind in data.draw(st.lists(st.tuples(dtypes, shapes, kinds), max_size=12)):
+            t = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float32)[: torch.Size(shape).numel()]
+            t = t.reshape(shape).to(dtype)
+            if kind == "grad" and dtype.is_floating_point:
+                t = t.requires_grad_()
+            elif kind == "transposed" and t.dim() >= 2:
+                t = t.transpose(0, 1)
+            elif kind == "gaps" and t.dim():
+                t = t[..., ::2]
+            elif kind == "tied" and tensors:
+                t = tensors[0]
+            tensors.append(t)
+        cast = data.draw(st.sampled_from([None, torch.float32, torch.float16]))
+        there = transfer(tensors, SIM, cast, source=data.draw(st.sampled_from([None, CPU])))
+        back = transfer(there, CPU)
+        for before, on_device, after in zip(tensors, there, back, strict=True):
+            expected = before.to(cast) if cast is not None and before.is_floating_point() else before
+            assert on_device.device == SIM and after.device == CPU and after.dtype == on_device.dtype == expected.dtype
+            assert torch.equal(after, expected) and after.requires_grad == before.requires_grad
+            assert after.stride() == before.to("sim").cpu().stride() or 1 in before.shape or before.numel() == 0
+
+    def test_the_source_can_be_changed_at_once(self, device: torch.device) -> None:
+        tensors = [*small(5), *large(2)]
+        for source in (tensors, pack(tensors, CPU)):
+            if device.type == "cuda":
+                source = [t.pin_memory() for t in source]  # noqa: PLW2901
+            expected = [t.clone() for t in source]
+            moved = transfer(source, device)
+            for t in source:
+                t.fill_(-1)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(moved, expected, strict=True))
+
+    def test_own_version_counters(self, device: torch.device) -> None:
+        """Fields of a block must not share one, or writing the mask would invalidate what autograd saved of x."""
+        moved = DeviceDict({"x": torch.ones(3), "mask": torch.ones(3)}).to(device)
+        weight = torch.ones(3, device=device, requires_grad=True)
+        loss = (weight * moved["x"]).sum()
+        moved["mask"].zero_()
+        loss.backward()
+        assert weight.grad is not None and moved["x"]._version == 0
+
+    def test_on_the_host_each_owns_its_memory(self, device: torch.device) -> None:
+        for back in (DeviceDict(enumerate_keys(small(5, device))).cpu(), to_device(small(5, device), "cpu")):
+            tensors = list(back.values()) if isinstance(back, dict) else back
+            assert all(t.untyped_storage().nbytes() == t.nbytes and not t.is_pinned() for t in tensors)
+
+    def test_keeping_one_keeps_no_large_batch(self) -> None:
+        d = DeviceDict(enumerate_keys([*small(3), *large(4), *[t.flatten() for t in small(1000)]]))
+        before = simulated.live_bytes()
+        moved = d.to("sim")
+        kept = moved["k0"]
+        del moved
+        assert 0 < simulated.live_bytes() - before <= BLOCK + 1 and kept.cpu().sum() == 0
+        del kept
+        assert simulated.live_bytes() == before
+
+    def test_gathered_is_not_packed(self) -> None:
+        """The fields share a block, but so that each can be sent on by itself; only `pack` makes a packed dict."""
+        moved = DeviceDict(enumerate_keys(small(5))).to("sim")
+        assert not moved.is_packed and moved.pack().is_packed
+
+
+def enumerate_keys(tensors: list[Tensor]) -> dict[str, Tensor]:
+    return {f"k{i}": t for i, t in enumerate(tensors)}
+
+
+class TestOutOfMemory:
+    @pytest.mark.parametrize("allowed", [0, 100, SMALL * 2, SMALL * 4])
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_in_the_middle_of_a_move(self, allowed: int, packed: bool) -> None:
+        d = DeviceDict({**enumerate_keys([*small(20), *large(6)]), "w": torch.ones(2, requires_grad=True)})
+        d = d.pack() if packed else d
+        expected, live = d.clone(), simulated.live_bytes()
+        with simulated.memory_left(allowed), pytest.raises(torch.OutOfMemoryError, match="sim out of memory"):
+            d.to("sim")
+        assert simulated.live_bytes() == live, "nothing of it is left on the device"
+        assert d == expected and d.is_packed == packed
+        assert d.to("sim").cpu() == expected
+
+    def test_while_gathering_on_the_device(self) -> None:
+        moved = DeviceDict(enumerate_keys(small(20))).to("sim")
+        live = simulated.live_bytes()
+        with simulated.memory_left(100), pytest.raises(torch.OutOfMemoryError):
+            moved.cpu()
+        assert simulated.live_bytes() == live and moved.cpu() == enumerate_keys(small(20))
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+    def test_on_cuda(self) -> None:
+        d = DeviceDict({**enumerate_keys(small(20)), "x": torch.zeros(1 << 20), "y": torch.zeros(1 << 28)})
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(256e6 / torch.cuda.get_device_properties(0).total_memory)
+        before = torch.cuda.memory_allocated()
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                d.to("cuda")
+            assert torch.cuda.memory_allocated() == before and d["k3"].mean() == 3
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_nothing_leaks() -> None:
+    """Neither on the device nor in Python: many moves leave behind what a few leave."""
+    d = DeviceDict({**enumerate_keys([*small(10), *large(1)]), "n": {"z": 1}})
+    packed = d.pack()
+    live = simulated.live_bytes()
+
+    def left_behind() -> int:
+        for _ in range(50):
+            for source in (d, packed):
+                assert source.to("sim").cpu() is not None and source.to("sim", torch.float16) is not None
+        assert simulated.live_bytes() == live
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        left_behind()  # fills Python's own free lists
+        before = left_behind()
+        assert left_behind() - before < 5_000, "less than one tensor of each move"
+    finally:
+        tracemalloc.stop()
+
+
+def test_threads_move_at_once() -> None:
+    d = DeviceDict(enumerate_keys([*small(50), *large(1)]))
+    wrong: list[int] = []
+
+    def move(i: int) -> None:
+        mine = d.map(lambda t: t + i)
+        for _ in range(10):
+            if mine.pack().to("sim").cpu() != mine or mine.to("sim").cpu() != mine:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=move, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_to_mps_every_copy_is_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may read the source of an asynchronous copy to Metal after it was changed or freed."""
+    asked: list[Any] = []
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        asked.append((args[0], kwargs.get("non_blocking", False)))
+        return self
+
+    monkeypatch.setattr(Tensor, "to", to)
+    transfer(small(3), MPS, non_blocking=True, source=CPU)
+    transfer(pack(small(3), CPU), MPS, torch.float16, non_blocking=True, source=CPU)
+    assert asked == [(MPS, False)] * 6
+
+
+class FakeStream:
+    """Stands in for CUDA's current stream: notes when the host waits."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+
+class TestHowCudaIsCalled:
+    """What is asked of torch for CUDA, on machines without: which copies wait, what is pinned. The device is simulated."""
+
+    CUDA = torch.device("cuda:0")
+
+    @pytest.fixture
+    def log(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        log: list[str] = []
+        real_to, real_empty = Tensor.to, torch.empty
+
+        def to(self: Tensor, device: Any, *args: Any, **kwargs: Any) -> Tensor:
+            waits = "" if kwargs.get("non_blocking") else " and waits"
+            log.append(f"{self.nbytes} to {torch.device(device).type}{waits}")
+            return real_to(self, "sim" if torch.device(device).type == "cuda" else device, *args, **kwargs)
+
+        def empty(*args: Any, **kwargs: Any) -> Tensor:
+            if kwargs.pop("pin_memory", False):
+                log.append(f"{args[0]} pinned")
+            if kwargs.get("device") == self.CUDA:
+                kwargs["device"] = "sim"
+            return real_empty(*args, **kwargs)
+
+        monkeypatch.setattr(Tensor, "to", to)
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream(log))
+        return log
+
+    def test_small_tensors_go_through_pinned_memory_and_nobody_waits(self, log: list[str]) -> None:
+        moved = transfer(small(5), self.CUDA, source=CPU)
+        assert log == ["321 pinned", "321 to cuda"] and [t.cpu().mean() for t in moved] == [0, 1, 2, 3, 4]
+
+    def test_so_does_a_small_packed_dict(self, log: list[str]) -> None:
+        packed = pack(small(5), CPU)
+        moved = transfer(packed, self.CUDA, source=CPU)
+        packed[3].fill_(-1)
+        assert log == ["320 pinned", "320 to cuda"] and [t.cpu().mean() for t in moved] == [0, 1, 2, 3, 4]
+
+    def test_large_ones_are_never_pinned_and_waited_for_once(self, log: list[str]) -> None:
+        transfer([*large(3), *small(2)], self.CUDA, source=CPU)
+        each = SMALL + 4
+        assert log == ["129 pinned", "129 to cuda", *[f"{each} to cuda"] * 3, "wait"]
+
+    def test_nor_is_a_large_packed_dict(self, log: list[str]) -> None:
+        packed = pack([torch.zeros(BLOCK // 4), torch.zeros(1)], CPU)
+        transfer(packed, self.CUDA, source=CPU)
+        assert log == [f"{BLOCK + 4} to cuda and waits"]
+
+    def test_non_blocking_copies_straight_from_the_source(self, log: list[str]) -> None:
+        transfer(pack(small(5), CPU), self.CUDA, non_blocking=True, source=CPU)
+        transfer(large(2), self.CUDA, non_blocking=True, source=CPU)
+        assert log == ["320 to cuda", f"{SMALL + 4} to cuda", f"{SMALL + 4} to cuda"]
+
+    def test_the_host_waits_though_a_copy_fails(self, log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise torch.OutOfMemoryError("out of memory")
+
+        monkeypatch.setattr(Tensor, "to", to)
+        with pytest.raises(torch.OutOfMemoryError):
+            transfer(large(2), self.CUDA, source=CPU)
+        assert log == ["wait"]
+
+    def test_while_a_graph_is_captured_nothing_is_gathered(
+        self, log: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A replay reads again from where the copy read: that must be the tensors themselves."""
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert (
+            plan(small(5), CPU, self.CUDA) == plan(pack(small(5), CPU), CPU, self.CUDA) == Plan(singly=(0, 1, 2, 3, 4))
+        )
