@@ -120,21 +120,31 @@ def all_bytes(fields: Fields) -> Tensor:
     return torch.cat([field.flatten().view(torch.uint8) for field in fields.values()])
 
 
+def as_peer(fields: Fields) -> Any:
+    """A TensorDict that knows its device: without, it would be consolidated on the host."""
+    return TensorDict(fields, batch_size=[], device=next(iter(fields.values())).device)
+
+
+def tensors(x: Any) -> Fields:
+    """What a contender holds or gives, as a plain dict."""
+    return {"": x} if isinstance(x, Tensor) else dict(x.items())
+
+
 LOOP_CODE = "{k: v.%s for k, v in x.items()}"
 PACKED = Contender("ours packed", lambda s: DeviceDict(s).pack())
 UNPACKED = Contender("ours unpacked", DeviceDict)
 LOOP = Contender("loop", dict, LOOP_CODE % "to(to)")
 PINNING = Contender("loop, pinning each", dict, LOOP_CODE % "pin_memory().to(to, non_blocking=True)", waits=True)
 WAITING = Contender("loop, one wait", dict, LOOP_CODE % "to(to, non_blocking=True)", waits=True)
-PEER = Contender("TensorDict", lambda s: TensorDict(s, batch_size=[]))
+PEER = Contender("TensorDict", as_peer)
 PEER_PINNING = replace(PEER, name="TensorDict, pinning", code="x.to(to, non_blocking_pin=True)")
-PEER_PACKED = Contender("TensorDict consolidated", lambda s: TensorDict(s, batch_size=[]).consolidate())
+PEER_PACKED = Contender("TensorDict consolidated", lambda s: as_peer(s).consolidate())
 SENT = Contender("accelerate", dict, "send_to_device(x, to)")
 ONE = Contender("one tensor", all_bytes)
 
 IN_PINNED = {  # packing gives pageable memory, so what is packed is pinned after
     PACKED: replace(PACKED, make=lambda s: DeviceDict(s).pack().pin_memory()),
-    PEER_PACKED: replace(PEER_PACKED, make=lambda s: TensorDict(s, batch_size=[]).consolidate(pin_memory=True)),
+    PEER_PACKED: replace(PEER_PACKED, make=lambda s: as_peer(s).consolidate(pin_memory=True)),
     ONE: replace(ONE, make=lambda s: all_bytes(s).pin_memory()),
 }
 AS_LOOP = tuple(Goal(ours.name, (LOOP, PINNING, WAITING), 1) for ours in (PACKED, UNPACKED))
@@ -203,9 +213,10 @@ class Bench:
         self.left_out[f"{one.name} in {operation.name}"] = f"{type(error).__name__}: {reason}"
 
     def timers(self, operation: Operation, size: str, synchronize: Callable[[], None]) -> dict[str, Timer]:
-        """A timer for each contender, after an assertion that all give what the source holds."""
+        """A timer for each contender, after assertions that all begin and end in the same places, with equal values."""
         source = SIZES[size]()
         placed = {key: operation.start(field) for key, field in source.items()}
+        before = {(field.device, field.is_pinned()) for field in placed.values()}
         out: dict[str, Timer] = {}
         for one in operation.contenders:
             if self.missing(one):
@@ -218,11 +229,12 @@ class Bench:
             except Exception as error:
                 self.leave_out(operation, one, error)
                 continue
-            expected: Mapping[str, Tensor] = {"": all_bytes(source)} if isinstance(result, Tensor) else source
-            got = {"": result} if isinstance(result, Tensor) else result
-            arrived = all(tensor.device == operation.end for tensor in got.values())
-            right = arrived and same(expected, {key: tensor.cpu() for key, tensor in got.items()})
-            assert right, f"{operation.name}, {size}: {one.name} gives another result"
+            begun = {(tensor.device, tensor.is_pinned()) for tensor in tensors(known["x"]).values()}
+            ended = {tensor.device for tensor in tensors(result).values()}
+            expected = {"": all_bytes(source)} if isinstance(result, Tensor) else source
+            right = same(expected, {key: tensor.cpu() for key, tensor in tensors(result).items()})
+            assert begun == before, f"{operation.name}, {size}: {one.name} begins in other memory"
+            assert ended == {operation.end} and right, f"{operation.name}, {size}: {one.name} gives another result"
             code = f"{one.code}; synchronize()" if operation.waits or one.waits else one.code
             # Timer's own clock would wait for the device. Here the statement does, or it is not to be waited for.
             out[one.name] = Timer(code, setup="synchronize()", timer=perf_counter, globals=known)
@@ -250,7 +262,7 @@ class Bench:
                 except Exception as error:
                     self.leave_out(operation, one, error)
                     continue
-                assert same(expected, dict(result.items())), f"{operation.name}, {size}: {one.name} differs"
+                assert same(expected, tensors(result)), f"{operation.name}, {size}: {one.name} differs"
                 contenders[one.name], nbytes[one.name] = one, len(message)
             seconds: Seconds = {who: [] for who in contenders}
             for i in range(self.rounds):

@@ -1,0 +1,82 @@
+"""Draw what bench_transfer.py measured: a chart for each operation and size, a bar for each contender.
+
+    python benchmarks/plot_transfer.py PATH.json OUT.svg
+
+A bar is the median time as a multiple of that of the packed DeviceDict, the thin line on it the least and the greatest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+REFERENCE = "ours packed"
+COLOURS = {REFERENCE: "#1b6ca8", "ours unpacked": "#6fb1dd", "one tensor": "#8a8a8a"}
+OTHER = "#d9a25f"
+NAMES, WIDTH, TOP = 1.8, 2.5, 1.3  # inches: for the contenders' names, of a chart, and for the title
+BAR, ROOM = 0.2, 0.75  # of a bar, and of what stands above and below the bars
+
+
+def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
+    """One chart; ``named``: with the contenders' names, which those to the right of it then share."""
+    ratios = line["ratios"][REFERENCE]
+    whos = list(ratios)
+    middle = [ratios[who]["median"] for who in whos]
+    spread = [[ratios[who]["median"] - ratios[who]["min"] for who in whos]]
+    spread += [[ratios[who]["max"] - ratios[who]["median"] for who in whos]]
+    colours = [COLOURS.get(who, OTHER) for who in whos]
+    axes.barh(whos, middle, xerr=spread, color=colours, height=0.72, error_kw={"lw": 0.8, "ecolor": "#444444"})
+    for y, who in enumerate(whos):
+        value = ratios[who]["median"]
+        axes.text(ratios[who]["max"], y, f" {value:.{0 if value >= 9.95 else 1 if value >= 0.95 else 2}f}", va="center")
+    axes.axvline(1, color=COLOURS[REFERENCE], lw=0.8, ls=":")
+    axes.set_xlim(0, 1.28 * max(ratios[who]["max"] for who in whos))  # with room for the numbers
+    axes.set_ylim(len(whos) - 0.4, -0.6)
+    axes.tick_params(left=False, labelleft=named)
+    axes.set_xticks([])
+    axes.set_title(line["fields"], fontsize=9)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def chart(results: dict[str, Any], out: Path) -> None:
+    """A row of charts for each operation, one for each size."""
+    operations: dict[str, list[dict[str, Any]]] = {}
+    for line in results["results"]:
+        operations.setdefault(line["operation"], []).append(line)
+    rows = list(operations.values())
+    heights = [ROOM + BAR * max(len(line["median_seconds"]) for line in row) for row in rows]
+    columns = max(map(len, rows))
+    pyplot.rcParams.update({"font.size": 8, "svg.hashsalt": "transfer"})  # the same file from the same results
+    figure = pyplot.figure(figsize=(NAMES + WIDTH * columns, TOP + sum(heights)), layout="constrained")
+    where = f"{results['gpu'] or results.get('device') or 'CPU only'}, {results['cpu']}, torch {results['torch']}"
+    figure.suptitle(f"Time as a multiple of the packed DeviceDict's: shorter is faster\n{where}", fontsize=10)
+    for part, (operation, row) in zip(
+        figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0], operations.items(), strict=True
+    ):
+        part.suptitle(operation, x=0.01, ha="left", fontsize=9.5, fontweight="bold")
+        for column, axes in enumerate(part.subplots(1, columns, squeeze=False)[0]):
+            if column < len(row):
+                draw(axes, row[column], named=column == 0)
+            else:
+                axes.set_visible(False)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw what bench_transfer.py measured.")
+    parser.add_argument("json", type=Path, help="what it wrote")
+    parser.add_argument("out", type=Path, help="the picture; its suffix says of which kind")
+    args = parser.parse_args()
+    chart(json.loads(args.json.read_text()), args.out)
+
+
+if __name__ == "__main__":
+    main()
