@@ -216,7 +216,7 @@ class Bench:
         """A timer for each contender, after assertions that all begin and end in the same places, with equal values."""
         source = SIZES[size]()
         placed = {key: operation.start(field) for key, field in source.items()}
-        before = {(field.device, field.is_pinned()) for field in placed.values()}
+        memory = {(field.device, field.is_pinned()) for field in placed.values()}
         out: dict[str, Timer] = {}
         for one in operation.contenders:
             if self.missing(one):
@@ -224,17 +224,17 @@ class Bench:
             known = {"to": operation.end, "synchronize": synchronize, "send_to_device": send_to_device}
             try:
                 known["x"] = one.make(placed)
+                begun = {(tensor.device, tensor.is_pinned()) for tensor in tensors(known["x"]).values()}
+                assert begun == memory, f"{size}: begins in other memory"
                 result = eval(one.code, known)
                 synchronize()
+                expected = {"": all_bytes(source)} if isinstance(result, Tensor) else source
+                arrived = all(tensor.device == operation.end for tensor in tensors(result).values())
+                right = same(expected, {key: tensor.cpu() for key, tensor in tensors(result).items()})
+                assert arrived and right, f"{size}: gives another result"
             except Exception as error:
                 self.leave_out(operation, one, error)
                 continue
-            begun = {(tensor.device, tensor.is_pinned()) for tensor in tensors(known["x"]).values()}
-            ended = {tensor.device for tensor in tensors(result).values()}
-            expected = {"": all_bytes(source)} if isinstance(result, Tensor) else source
-            right = same(expected, {key: tensor.cpu() for key, tensor in tensors(result).items()})
-            assert begun == before, f"{operation.name}, {size}: {one.name} begins in other memory"
-            assert ended == {operation.end} and right, f"{operation.name}, {size}: {one.name} gives another result"
             code = f"{one.code}; synchronize()" if operation.waits or one.waits else one.code
             # Timer's own clock would wait for the device. Here the statement does, or it is not to be waited for.
             out[one.name] = Timer(code, setup="synchronize()", timer=perf_counter, globals=known)
@@ -258,11 +258,10 @@ class Bench:
                     continue
                 try:
                     message = receive(near, one, size)
-                    result = ForkingPickler.loads(message)
+                    assert same(expected, tensors(ForkingPickler.loads(message))), f"{size}: gives another result"
                 except Exception as error:
                     self.leave_out(operation, one, error)
                     continue
-                assert same(expected, tensors(result)), f"{operation.name}, {size}: {one.name} differs"
                 contenders[one.name], nbytes[one.name] = one, len(message)
             seconds: Seconds = {who: [] for who in contenders}
             for i in range(self.rounds):

@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 REFERENCE = "ours packed"
 COLOURS = {REFERENCE: "#1b6ca8", "ours unpacked": "#6fb1dd", "one tensor": "#8a8a8a"}
 OTHER = "#d9a25f"
-NAMES, WIDTH, TOP = 1.8, 2.5, 1.3  # inches: for the contenders' names, of a chart, and for the title
-BAR, ROOM = 0.2, 0.75  # of a bar, and of what stands above and below the bars
+NAMES, WIDTH, GAP = 1.75, 2.1, 0.35  # inches: for the contenders' names, of a chart, and between charts
+TOP, HEAD, BAR = 0.6, 0.75, 0.21  # inches: for the title, for those of a row and its charts, and for a bar
 
 
 def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
@@ -36,8 +36,8 @@ def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
     axes.barh(whos, middle, xerr=spread, color=colours, height=0.72, error_kw={"lw": 0.8, "ecolor": "#444444"})
     for y, who in enumerate(whos):
         value = ratios[who]["median"]
-        axes.text(ratios[who]["max"], y, f" {value:.{0 if value >= 9.95 else 1 if value >= 0.95 else 2}f}", va="center")
-    axes.axvline(1, color=COLOURS[REFERENCE], lw=0.8, ls=":")
+        text = f" {value:.{0 if value >= 9.95 else 1 if value >= 1.95 else 2}f}"
+        axes.text(ratios[who]["max"], y, text, va="center")
     axes.set_xlim(0, 1.28 * max(ratios[who]["max"] for who in whos))  # with room for the numbers
     axes.set_ylim(len(whos) - 0.4, -0.6)
     axes.tick_params(left=False, labelleft=named)
@@ -51,22 +51,22 @@ def chart(results: dict[str, Any], out: Path) -> None:
     operations: dict[str, list[dict[str, Any]]] = {}
     for line in results["results"]:
         operations.setdefault(line["operation"], []).append(line)
-    rows = list(operations.values())
-    heights = [ROOM + BAR * max(len(line["median_seconds"]) for line in row) for row in rows]
-    columns = max(map(len, rows))
+    heights = [BAR * max(len(line["median_seconds"]) for line in row) for row in operations.values()]
+    width = NAMES + (WIDTH + GAP) * max(map(len, operations.values()))
+    height = TOP + sum(HEAD + bars for bars in heights) + GAP / 2
     pyplot.rcParams.update({"font.size": 8, "svg.hashsalt": "transfer"})  # the same file from the same results
-    figure = pyplot.figure(figsize=(NAMES + WIDTH * columns, TOP + sum(heights)), layout="constrained")
-    where = f"{results['gpu'] or results.get('device') or 'CPU only'}, {results['cpu']}, torch {results['torch']}"
-    figure.suptitle(f"Time as a multiple of the packed DeviceDict's: shorter is faster\n{where}", fontsize=10)
-    for part, (operation, row) in zip(
-        figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0], operations.items(), strict=True
-    ):
-        part.suptitle(operation, x=0.01, ha="left", fontsize=9.5, fontweight="bold")
-        for column, axes in enumerate(part.subplots(1, columns, squeeze=False)[0]):
-            if column < len(row):
-                draw(axes, row[column], named=column == 0)
-            else:
-                axes.set_visible(False)
+    figure = pyplot.figure(figsize=(width, height))
+    where = f"{results['gpu'] or results['device'] or 'CPU only'}, {results['cpu']}, torch {results['torch']}"
+    title = f"Time as a multiple of the packed DeviceDict's: shorter is faster\n{where}"
+    figure.text(0.1 / width, 1 - 0.1 / height, title, va="top", fontsize=9.5)
+    bottom = height - TOP
+    for bars, (operation, row) in zip(heights, operations.items(), strict=True):
+        figure.text(0.1 / width, (bottom - 0.2) / height, operation, va="top", fontsize=9.5, fontweight="bold")
+        bottom -= HEAD + bars
+        for column, line in enumerate(row):
+            left = NAMES + (WIDTH + GAP) * column
+            box = (left / width, bottom / height, WIDTH / width, bars / height)
+            draw(figure.add_axes(box), line, named=column == 0)
     figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
