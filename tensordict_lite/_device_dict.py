@@ -33,7 +33,7 @@ class DeviceDict(MovableDict[V]):
     **Dict**: ``d[key]``, ``d[path]``, ``get``, ``pop``, ``setdefault``, ``update``, ``|``, ``|=``, ``==``, ``copy``,
     ``fromkeys``, `select`, `drop`, `map`, `flatten`, `unflatten`, `to_dict`, `allclose`, ``nbytes``.
     **Device**: ``device``, ``is_cuda``, `to`, `cpu`, `cuda`, `numpy`, `pin_memory`, `is_pinned`, `share_memory_`,
-    `record_stream`.
+    `record_stream`, `pack`, ``is_packed``.
     **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `requires_grad_`, `contiguous`.
     **Strings**: `decode`, ``encoders``.
 

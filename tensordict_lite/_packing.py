@@ -190,25 +190,26 @@ def blockwise(
     """What ``function``, which copies a tensor or returns it, makes of packed tensors on ``device``: called for their
     block, and for each tensor beside it. None if they are not packed, for which the caller has its own way.
     """
-    found = packed_layout(tensors, device)
+    distinct = distinct_of(tensors)
+    found = packed_layout(distinct, device)
     if found is None:
         return None
     layout, beside = found
-    out = list(tensors)
-    block = block_of(tensors, layout)
+    out = list(distinct)
+    block = block_of(distinct, layout)
     made = function(block)
     if made is not block:
         scatter(made, layout, out)
     for i in beside:
-        out[i] = function(tensors[i])
-    return out
+        out[i] = function(distinct[i])
+    return _instead(tensors, distinct, out)
 
 
 def is_packed(tensors: Sequence[Tensor], device: torch.device | None) -> bool:
     """Whether those of the tensors on ``device`` that can be packed lie in one block; so where there are none."""
     if device is None or not (concrete() and has_bytes(device)):
         return True
-    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    distinct = distinct_of(tensors)
     layout = lay_out(arrange(distinct)[0])
     return not layout.nbytes or lie_in_one_block(distinct, layout)
 
@@ -255,8 +256,18 @@ def from_block(block: Any, specs: Any) -> list[Tensor | None]:
 
 def once(tensors: Sequence[Tensor], function: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
     """``function`` of the list with each tensor in it once, its results where the tensors were."""
-    if len({*map(id, tensors)}) == len(tensors):
-        return function(list(tensors))
-    distinct = {id(tensor): tensor for tensor in tensors}
-    results = dict(zip(distinct, function(list(distinct.values())), strict=True))
-    return [results[id(tensor)] for tensor in tensors]
+    distinct = distinct_of(tensors)
+    return _instead(tensors, distinct, function(distinct))
+
+
+def distinct_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, each once, in the order in which they come first."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _instead(tensors: Sequence[Tensor], distinct: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+    """``results``, which are for ``distinct``, where the tensors were."""
+    if len(distinct) == len(tensors):
+        return results
+    by_id = {id(tensor): result for tensor, result in zip(distinct, results, strict=True)}
+    return [by_id[id(tensor)] for tensor in tensors]

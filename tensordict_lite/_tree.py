@@ -15,7 +15,7 @@ from ._compare import agree, equal
 from ._devices import CPU, canonical, resolve
 from ._errors import Path, dotted
 from ._items import only_tensors
-from ._packing import block_of, from_block, packed_layout
+from ._packing import block_of, distinct_of, from_block, packed_layout
 from ._policy import Policy
 
 V = TypeVar("V", default=Tensor)
@@ -128,7 +128,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
         device = None if self._device is None else str(self._device)
-        distinct = list({id(tensor): tensor for tensor in self._tensors()}.values())
+        distinct = distinct_of(self._tensors())
         found = packed_layout(distinct, self._device)
         if found is None:
             return restore, (type(self), dict(self), device, _pickled_policy(self))

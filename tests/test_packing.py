@@ -157,7 +157,8 @@ class TestPack:
     def test_a_tensor_under_two_keys_stays_one(self, device: torch.device) -> None:
         t = torch.ones(3)
         d = DeviceDict({"a": t, "b": torch.zeros(2), "n": {"c": t}})
-        for again in (d.pack(), d.pack().to(device), d.to(device), pickle.loads(pickle.dumps(d.pack()))):
+        for again in (d.pack(), d.pack().to(device), d.to(device), pickle.loads(pickle.dumps(d.pack())), d.pack().clone(),
+                      d.pack().to(device, torch.float64).to(torch.float32)):  # fmt: skip
             assert again["a"] is again["n", "c"] and again["b"] is not again["a"] and again.cpu() == d
         assert d.pack().is_packed and d.pack().to(device).is_packed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, default_collate, default_convert
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate, default_convert
 
 from tensordict_lite import DeviceDict, DeviceMismatchError
 
@@ -34,6 +35,12 @@ class Samples(Dataset[DeviceDict]):
         return self.samples[index]
 
 
+def packed(samples: list[DeviceDict]) -> DeviceDict:
+    """A batch of twenty fields in one storage."""
+    x = torch.stack([sample["x"] for sample in samples])
+    return DeviceDict({f"k{i}": x + i for i in range(20)}).pack()
+
+
 def len_hook(strings: Any) -> Tensor:
     return torch.tensor([len(s) for s in strings])
 
@@ -46,6 +53,26 @@ def test_default_collate_batches_and_leaves_the_samples_alone() -> None:
         assert type(batch) is DeviceDict and type(batch["n"]) is DeviceDict
         assert batch["x"].shape == (6, 2) and batch["n", "i"].tolist() == list(range(6))
     assert samples == before
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_many_packed_batches_from_workers_can_be_held(context: str) -> None:
+    """Each costs one file descriptor, where one a field would run out of them."""
+    resource = pytest.importorskip("resource", reason="POSIX alone counts file descriptors so")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = 150
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + room, hard))
+    try:
+        loader = DataLoader(
+            ConcatDataset([Samples()] * 10), num_workers=2, collate_fn=packed, multiprocessing_context=context
+        )
+        held = list(loader)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(held) == 60 and sum(len(batch) for batch in held) > 2 * room
+    for i, batch in enumerate(held):
+        batch._check()
+        assert batch.is_packed and batch["k3"].tolist() == [[i % 6 + 3.0] * 2]
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
