@@ -37,8 +37,8 @@ of its own to a GPU takes some microseconds before the first byte. (``bench_tran
 """
 BLOCK = 1 << 20
 """Bytes of the largest block that tensors are gathered in, and of the largest that goes through pinned memory. It bounds
-what a tensor that is kept keeps alive with it, and is the largest allocation that torch serves from its pool of small
-ones (``kSmallSize`` in c10's CUDACachingAllocator)."""
+what a tensor that is kept keeps alive with it, and is the most that torch allocates from its pool for small blocks
+(``kSmallSize`` in c10's CUDACachingAllocator)."""
 
 CASTABLE = frozenset(
     dtype
