@@ -36,8 +36,8 @@ SMALL = 64 << 10
 of its own to a GPU takes some microseconds before the first byte. (``bench_transfer.py --sweep`` measures both.)
 """
 BLOCK = 1 << 20
-"""Bytes of the largest block that tensors are gathered in, and of the largest that goes through pinned memory. It bounds
-what a tensor that is kept keeps alive with it, and is the most that torch allocates from its pool for small blocks
+"""Bytes of the largest block that tensors are gathered in, and of the largest that goes through pinned memory. This much
+one tensor that is kept may keep alive with it. It is also the most that torch allocates from its pool for small blocks
 (``kSmallSize`` in c10's CUDACachingAllocator)."""
 
 CASTABLE = frozenset(
