@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench bench-gpu clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -17,6 +17,12 @@ check: .venv/tests
 
 bench: .venv/benchmarks
 	$(BIN)/python benchmarks/bench_core.py
+	$(BIN)/python benchmarks/bench_transfer.py --device cpu --json benchmarks/results/transfer-cpu.json
+	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json benchmarks/results/transfer-cpu.svg
+
+# With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
+bench-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_transfer.py --json benchmarks/results/transfer-gpu.json
 
 clean:
 	rm -rf .venv examples/out

@@ -251,6 +251,7 @@ class Bench:
         near, far = context.Pipe()
         sender = context.Process(target=send_pickles, args=(far,), daemon=True)
         sender.start()
+        far.close()  # so that nobody waits for a sender that has died
         for size in operation.sizes:
             expected, contenders, nbytes = SIZES[size](), {}, {}
             for one in operation.contenders:

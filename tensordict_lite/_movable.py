@@ -14,7 +14,7 @@ from ._arguments import to_arguments
 from ._checked import CheckedDict
 from ._devices import CPU, DeviceLike, resolve
 from ._errors import Path, located
-from ._packing import blockwise, is_packed, once, pack
+from ._packing import blockwise, is_packed, once, pack, packs
 from ._transfer import clones, host_array, transfer
 from ._tree import TreeDict, V
 
@@ -208,9 +208,11 @@ class MovableDict(CheckedDict[V]):
         True
         """
         device = self._device
-        if device is None or self.is_packed:
+        if device is None or not packs(device):
             return self
-        return self._with(once(self._tensors(), lambda tensors: pack(tensors, device)), device)
+        tensors, flat = self._listed()
+        packed = once(tensors, lambda distinct: pack(distinct, device))
+        return self if all(map(is_, tensors, packed)) else self._with(packed, device, flat)
 
     def record_stream(self, stream: Any) -> None:
         """``Tensor.record_stream`` for every tensor: its memory is not reused before the work on ``stream`` is done.

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ._layout import Group, Layout, Spec, lay_out, recast
+from ._layout import Group, Layout, Spec, dense_stride, lay_out, recast
 
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
@@ -54,50 +54,55 @@ def has_bytes(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda", "xpu") or device.type == torch._C._get_privateuse1_backend_name()
 
 
-def arrange(tensors: Sequence[Tensor]) -> tuple[list[Group], list[int]]:
-    """The tensors that can be packed, grouped by what they are, and the numbers of those that cannot.
+def packable(t: Tensor) -> bool:
+    """Whether a tensor is no more than its bytes.
 
-    A tensor that requires grad, a subclass, one that is sparse, nested or quantised, and one whose conjugate or
-    negative bit is set, has more to it than its bytes.
+    More are one that requires grad, a subclass, one that is sparse, nested or quantised, and one whose conjugate or
+    negative bit is set.
     """
+    return (
+        type(t) is Tensor
+        and t.layout is _strided
+        and not (t.requires_grad or t.is_nested or t.is_neg())
+        and (dtype := t.dtype) in PACKABLE
+        and not (dtype.is_complex and t.is_conj())
+    )
+
+
+def arrange(tensors: Sequence[Tensor]) -> tuple[list[Group], list[int]]:
+    """The tensors that can be packed, grouped by what they are, and the numbers of those that cannot."""
     groups: dict[Spec, list[int]] = {}
     beside: list[int] = []
     for i, t in enumerate(tensors):
-        if type(t) is not Tensor or t.layout is not _strided or t.requires_grad or t.is_nested or t.is_neg():
+        if not packable(t):
             beside.append(i)
-            continue
-        dtype = t.dtype
-        spec = (dtype, t.shape, t.stride())
-        if dtype.is_complex and t.is_conj():
-            beside.append(i)
-        elif spec in groups:
+        elif (spec := (t.dtype, t.shape, t.stride())) in groups:
             groups[spec].append(i)
-        elif dtype in PACKABLE:
-            groups[spec] = [i]
         else:
-            beside.append(i)
+            groups[spec] = [i]
     return list(groups.items()), beside
 
 
-def lie_in_one_block(tensors: Sequence[Tensor], layout: Layout) -> bool:
-    """Whether they lie in one storage exactly as ``layout`` says, with nothing else in it.
+def block_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout | None:
+    """The layout of ``groups`` if the tensors lie in one storage exactly so, with nothing else in it; else None.
 
     Tensors without elements lie nowhere, and are not asked.
     """
+    layout = lay_out(groups)
     runs = [run for run in layout.runs if run.step]
-    if not runs:
-        return False
+    if not runs or any(dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups):
+        return None
     first = tensors[runs[0].members[0]]
     if first.storage_offset() or first.untyped_storage().nbytes() != layout.nbytes:
-        return False
+        return None
     base = first.data_ptr()
     for run in runs:
         expected = base + run.offset
         for i in run.members:
             if tensors[i].data_ptr() != expected:
-                return False
+                return None
             expected += run.step
-    return True
+    return layout
 
 
 def block_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -151,7 +156,7 @@ def gather(tensors: Sequence[Tensor], layout: Layout, block: Tensor) -> Tensor:
     return block
 
 
-def scatter(block: Tensor, layout: Layout, out: list[Tensor]) -> None:
+def scatter(block: Tensor, layout: Layout, out: list[Tensor] | dict[int, Tensor]) -> None:
     """Put the fields of ``block``, a uint8 tensor over the whole of its storage, into ``out`` at their numbers.
 
     They share its memory and nothing else: each has a version counter of its own, so that writing one in place leaves
@@ -168,20 +173,20 @@ def scatter(block: Tensor, layout: Layout, out: list[Tensor]) -> None:
 
 
 def may_be_packed(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors, if `concrete`, are worth a look at each: the first that has a storage leaves room in it."""
+    """Whether it is worth to look at each: the first that can be packed leaves room in its storage. If `concrete`."""
     for t in tensors:
-        if type(t) is Tensor and t.layout is _strided and (nbytes := t.nbytes):
+        if packable(t) and (nbytes := t.nbytes):
             return t.untyped_storage().nbytes() > nbytes and len(tensors) > 1
     return False
 
 
 def packed_layout(tensors: Sequence[Tensor], device: torch.device | None) -> tuple[Layout, list[int]] | None:
     """The layout of packed tensors on ``device``, and the numbers of those beside them; None if they are not packed."""
-    if device is None or not (concrete() and may_be_packed(tensors) and has_bytes(device)):
+    if not (packs(device) and may_be_packed(tensors)):
         return None
     groups, beside = arrange(tensors)
-    layout = lay_out(groups)
-    return (layout, beside) if lie_in_one_block(tensors, layout) else None
+    layout = block_layout(tensors, groups)
+    return None if layout is None else (layout, beside)
 
 
 def blockwise(
@@ -205,38 +210,48 @@ def blockwise(
     return _instead(tensors, distinct, out)
 
 
+def packs(device: torch.device | None) -> bool:
+    """Whether tensors on ``device`` can be packed now."""
+    return device is not None and concrete() and has_bytes(device)
+
+
 def is_packed(tensors: Sequence[Tensor], device: torch.device | None) -> bool:
     """Whether those of the tensors on ``device`` that can be packed lie in one block; so where there are none."""
-    if device is None or not (concrete() and has_bytes(device)):
+    if not packs(device):
         return True
     distinct = distinct_of(tensors)
-    layout = lay_out(arrange(distinct)[0])
-    return not layout.nbytes or lie_in_one_block(distinct, layout)
+    groups, _ = arrange(distinct)
+    return _no_bytes(groups) or block_layout(distinct, groups) is not None
+
+
+def _no_bytes(groups: Sequence[Group]) -> bool:
+    return all(0 in shape for (_, shape, _), _ in groups)
 
 
 def pack(
-    tensors: Sequence[Tensor], device: torch.device, casts: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
+    tensors: list[Tensor], device: torch.device, casts: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
 ) -> list[Tensor]:
     """New tensors in one block on ``device``, where they are, of the dtypes that ``casts`` has for theirs.
 
-    Those that cannot be packed are returned themselves.
+    Those that cannot be packed are returned themselves, and all if they lie in one block and there are no casts.
     """
     groups, _ = arrange(tensors)
+    if _no_bytes(groups) or (not casts and block_layout(tensors, groups)):
+        return tensors
     layout = lay_out(recast(groups, casts))
     out = list(tensors)
     scatter(gather(tensors, layout, new_block(layout.nbytes, device)), layout, out)
     return out
 
 
-def from_block(block: Any, specs: Any) -> list[Tensor | None]:
-    """The packed tensors of which ``block``, and the groups of their layout, are all that a pickle has kept.
+def from_block(block: Any, specs: Any) -> dict[int, Tensor]:
+    """The packed tensors, by their numbers, of which a pickle has kept only ``block`` and the groups of their layout.
 
-    At their numbers; None at those of tensors beside them. The arguments may come from a file that was tampered with:
-    ``ValueError`` unless they fit each other.
+    The arguments may come from a file that was tampered with: ``ValueError`` unless they fit each other.
     """
     try:
         layout = lay_out([((dtype, shape, stride), members) for dtype, shape, stride, members in specs])
-        numbers = sorted(layout.members)
+        numbers = layout.members
         sound = (
             all(run.dtype in PACKABLE and len(run.shape) == len(run.stride) for run in layout.runs)
             and all(type(n) is int and n >= 0 for run in layout.runs for n in (*run.shape, *run.stride, *run.members))
@@ -249,7 +264,7 @@ def from_block(block: Any, specs: Any) -> list[Tensor | None]:
         raise ValueError("a packed dict whose layout is damaged") from error
     if not sound:
         raise ValueError("a packed dict whose layout does not fit its storage")
-    out: list[Any] = [None] * (numbers[-1] + 1)
+    out: dict[int, Tensor] = {}
     scatter(block, layout, out)
     return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -16,12 +15,12 @@ from ._devices import CPU, META
 from ._layout import Layout, divide, lay_out, recast
 from ._packing import (
     arrange,
+    block_layout,
     block_of,
     blockwise,
     concrete,
     gather,
     has_bytes,
-    lie_in_one_block,
     may_be_packed,
     new_block,
     once,
@@ -36,8 +35,8 @@ SMALL = 64 << 10
 of its own to a GPU takes some microseconds before the first byte. (``bench_transfer.py --sweep`` measures both.)
 """
 BLOCK = 1 << 20
-"""Bytes of the largest block that tensors are gathered in, and of the largest that goes through pinned memory. This much
-one tensor that is kept may keep alive with it. It is also the most that torch allocates from its pool for small blocks
+"""Bytes of the largest block that tensors are gathered in, and of the largest that goes through pinned memory. So much
+may one tensor that is kept keep alive with it. It is also the most that torch allocates from its pool for small blocks
 (``kSmallSize`` in c10's CUDACachingAllocator)."""
 
 CASTABLE = frozenset(
@@ -91,9 +90,9 @@ def plan(
     if "cuda" in (source.type, target.type) and torch.cuda.is_current_stream_capturing():
         return Plan(singly=everything)  # each replay of the graph reads the sources anew, and would not the block
     groups, beside = arrange(tensors)
-    layout = lay_out(groups)
-    if dtype is None and lie_in_one_block(tensors, layout):
-        return Plan(packed=layout, singly=tuple(beside))
+    packed = block_layout(tensors, groups) if dtype is None else None
+    if packed is not None:
+        return Plan(packed=packed, singly=tuple(beside))
     if (source == CPU) == (target == CPU) or (target == CPU and non_blocking):
         return Plan(singly=everything)
     parts = map(lay_out, divide(recast(groups, _CASTS[dtype]), SMALL, BLOCK))
@@ -157,8 +156,10 @@ def clones(tensors: Sequence[Tensor], device: torch.device | None, plain: bool =
         return packed
     # If one of a list requires grad all results would.
     if plain and tensors and _clone_list is not None and not any(map(_requires_grad, tensors)):
-        with suppress(NotImplementedError):  # nested ones
+        try:
             return list(_clone_list(tensors))
+        except NotImplementedError:  # for nested ones
+            pass
     return [t.clone() for t in tensors]
 
 
@@ -169,8 +170,11 @@ def _stay(tensors: list[Tensor], device: torch.device, dtype: torch.dtype | None
         return _one_by_one(tensors, None, dtype, False, copy)
     layout, beside = found
     casts = _CASTS[dtype]
-    changed = copy or any(run.dtype in casts for run in layout.runs)
-    out = pack(tensors, device, casts) if changed else list(tensors)
+    out = list(tensors)
+    if any(run.dtype in casts for run in layout.runs):
+        out = pack(tensors, device, casts)
+    elif copy:
+        scatter(block_of(tensors, layout).clone(), layout, out)
     rest = _one_by_one([tensors[i] for i in beside], None, dtype, False, copy)
     for i, tensor in zip(beside, rest, strict=True):
         out[i] = tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar, Generic, cast
 
 import torch
@@ -236,13 +236,13 @@ def _refuse_unless_dict(items: Any) -> None:
         raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
 
 
-def _items_with(items: Any, fields: Sequence[Tensor | None]) -> dict[str, Any]:
+def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
     """`_items_without` undone."""
     _refuse_unless_dict(items)
     out: dict[str, Any] = {}
     for key, value in items.items():
         match value:
-            case int() if 0 <= value < len(fields) and fields[value] is not None:
+            case int() if value in fields:
                 out[key] = fields[value]
             case [cls, inner, policy] if type(value) is list:
                 nested = _restored(cls, _items_with(inner, fields), policy)

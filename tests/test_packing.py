@@ -150,6 +150,8 @@ class TestPack:
             packed = d.pack()
             assert packed[kind] is tensor, kind
             assert packed.is_packed and storages(packed.drop(kind)) == 1, kind
+            for again in (packed.clone(), packed.to(copy=True), copy.copy(packed)):
+                assert storages(again.drop(kind)) == 1 and again["x"].equal(d["x"]) and again["y"].equal(d["y"]), kind
         grad = DeviceDict({"w": torch.ones(2, requires_grad=True), "x": torch.ones(2), "y": torch.zeros(3)}).pack()
         (grad.to("sim")["w"] * 3).sum().backward()
         assert grad["w"].grad.tolist() == [3.0, 3.0] and grad.is_packed
@@ -272,6 +274,18 @@ def set_within_the_storage(d: DeviceDict) -> None:
     d["x"].set_(d["x"].untyped_storage(), 16, (2, 3), (3, 1))
 
 
+def set_to_another_stride(d: DeviceDict) -> None:
+    d["x"].set_(d["x"].untyped_storage(), 0, (2, 3), (1, 1))
+
+
+def set_to_overlap(d: DeviceDict) -> None:
+    d["x"].as_strided_((2, 3), (0, 1))
+
+
+def storage_grown(d: DeviceDict) -> None:
+    d["x"].untyped_storage().resize_(1000)
+
+
 def set_to_another_shape(d: DeviceDict) -> None:
     d["x"].resize_(3)
 
@@ -286,7 +300,7 @@ def transposed(d: DeviceDict) -> None:
 
 
 CHANGES = [replaced, deleted, added, reordered, swapped, nested_replaced, given_data, given_data_of_another_dtype,
-           set_to_other_storage, set_within_the_storage, set_to_another_shape, resized, transposed]  # fmt: skip
+           set_to_other_storage, set_within_the_storage, set_to_another_stride, set_to_overlap, storage_grown, set_to_another_shape, resized, transposed]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -497,7 +511,7 @@ class TestPickled:
         assert function is restore and restore(cls, items, device, policy, block, specs) == sample()
         (dtype, shape, stride, members), *rest = specs
         for bad in (
-            None, [], 3, [None], specs[:-1], [*specs, (dtype, shape, stride, [9])], [(dtype, (1 << 40,), (1,), members), *rest],
+            None, [], 3, [None], specs[:-1], [(dtype, shape, stride, [1 << 60, 1]), *rest[1:]], [*specs, (dtype, shape, stride, [9])], [(dtype, (1 << 40,), (1,), members), *rest],
             [(dtype, (-1, 3), stride, members), *rest], [(dtype, shape, (1,), members), *rest],
             [(dtype, shape, stride, [0, 0]), *rest], [(dtype, shape, stride, [-1, 1]), *rest],
             [(dtype, shape, stride, ["0", "1"]), *rest], [("float32", shape, stride, members), *rest],
