@@ -90,15 +90,15 @@ def plan(
     if "cuda" in (source.type, target.type) and torch.cuda.is_current_stream_capturing():
         return Plan(singly=everything)  # each replay of the graph reads the sources anew, and would not the block
     groups, beside = arrange(tensors)
-    packed = block_layout(tensors, groups) if dtype is None else None
+    packed = block_layout(tensors, groups) if dtype is None and may_be_packed(tensors) else None
     if packed is not None:
         return Plan(packed=packed, singly=tuple(beside))
     if (source == CPU) == (target == CPU) or (target == CPU and non_blocking):
         return Plan(singly=everything)
     parts = map(lay_out, divide(recast(groups, _CASTS[dtype]), SMALL, BLOCK))
     together = tuple(part for part in parts if len(part.members) > 1)
-    gathered = {i for part in together for i in part.members}
-    return Plan(together=together, singly=tuple(i for i in everything if i not in gathered))
+    singly = set(everything).difference(*(part.members for part in together))
+    return Plan(together=together, singly=tuple(sorted(singly)))
 
 
 def transfer(
