@@ -33,6 +33,11 @@ class Run(NamedTuple):
     step: int
     """Bytes from one to the next; 0 for fields without elements."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 class Layout(NamedTuple):
     """A block: its runs, in the order of their first members, and its size."""
@@ -85,15 +90,15 @@ def aligned(nbytes: int) -> int:
 
 
 def divide(groups: Iterable[Group], largest: int, limit: int) -> list[list[Group]]:
-    """The fields of up to ``largest`` bytes in as many parts as it takes for each to need at most ``limit``."""
+    """The fields of 1 to ``largest`` bytes in as many parts as it takes for each to need at most ``limit``."""
     parts: list[list[Group]] = [[]]
     room = limit
     for spec, members in groups:
         nbytes = prod(spec[1]) * spec[0].itemsize
         step = aligned(nbytes)
-        left = members if nbytes <= largest else []
+        left = members if 0 < nbytes <= largest else []
         while left:
-            fit = room // step if step else len(left)
+            fit = room // step
             if fit:
                 parts[-1].append((spec, left[:fit]))
                 room -= step * min(fit, len(left))
@@ -111,8 +116,8 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> Sizes:
     Else the stride of a dense tensor with its dimensions in the same order, as ``torch.empty_like`` gives it; the
     row-major one if some are expanded.
     """
-    wide = [i for i, size in enumerate(shape) if size != 1]  # the stride of the other dimensions is never used
-    order = sorted(wide, key=lambda i: stride[i])
+    wide = [i for i, size in enumerate(shape) if size != 1]  # the strides of the others are never used
+    order = sorted(wide, key=lambda i: (stride[i], -i))  # from the innermost
     if 0 in shape or all(stride[i] == expected for i, expected in zip(order, _products(shape, order), strict=True)):
         return tuple(stride)
     if 0 in (stride[i] for i in wide):

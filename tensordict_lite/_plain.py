@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it in 
 
 from ._device_dict import DeviceDict
 from ._devices import CPU, DeviceLike, resolve
-from ._packing import packed_layout
+from ._packing import distinct_of, packed_layout
 from ._transfer import host_array, transfer
 from ._tree import TreeDict
 
@@ -46,28 +46,37 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     target = resolve(device)
     found: list[Any] = []
     rebuild = _open(obj, found)
-    tensors: list[Tensor] = []
+    moved: dict[int, Tensor] = {}
+
+    def move(tensors: list[Tensor]) -> None:
+        left = [tensor for tensor in tensors if id(tensor) not in moved]
+        results = transfer(left, target, non_blocking=non_blocking)
+        moved.update(zip(map(id, left), results, strict=True))
+
+    together: list[Tensor] = []
     for item in found:
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif _moves_with_others(item):
-            tensors += item._tensors()
-    moved = iter(transfer(tensors, target, non_blocking=non_blocking))
+        tensors = _tensors(item)
+        if len(tensors) > 1 and packed_layout(distinct_of(tensors), tensors[0].device) is not None:
+            move(tensors)
+        else:
+            together += tensors
+    move(together)
 
     def place(item: Any) -> Any:
         if isinstance(item, Tensor):
-            return next(moved)
-        if _moves_with_others(item):
+            return moved[id(item)]
+        if isinstance(item, TreeDict):
             d = cast("TreeDict[Any]", item)
-            return d._with([next(moved) for _ in d._tensors()], target)
+            return d._with([moved[id(tensor)] for tensor in d._tensors()], target)
         return item.to(target, non_blocking=non_blocking)
 
     return cast(T, rebuild(iter([place(item) for item in found])))
 
 
-def _moves_with_others(item: Any) -> bool:
-    """Whether it is a dict whose tensors are moved with all others of the call: not one that moves as one tensor."""
-    return isinstance(item, TreeDict) and packed_layout(item._tensors(), item._device) is None
+def _tensors(item: Any) -> list[Tensor]:
+    if isinstance(item, Tensor):
+        return [item]
+    return item._tensors() if isinstance(item, TreeDict) else []
 
 
 def to_numpy(obj: Any) -> Any:

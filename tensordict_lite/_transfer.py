@@ -11,23 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._block import arrange, block_of, concrete, gather, has_bytes, new_block, scatter
 from ._devices import CPU, META
-from ._layout import Layout, divide, lay_out, recast
-from ._packing import (
-    arrange,
-    block_layout,
-    block_of,
-    blockwise,
-    concrete,
-    gather,
-    has_bytes,
-    may_be_packed,
-    new_block,
-    once,
-    pack,
-    packed_layout,
-    scatter,
-)
+from ._layout import ALIGNMENT, Layout, divide, lay_out, recast
+from ._packing import block_layout, blockwise, may_be_packed, once, pack, packed_layout
 
 SMALL = 64 << 10
 """Bytes up to which a tensor is gathered with others instead of copied by itself. To gather one of 2 KiB takes the host
@@ -87,15 +74,13 @@ def plan(
     everything = tuple(range(len(tensors)))
     if len(tensors) < 2 or not (has_bytes(source) and has_bytes(target)):
         return Plan(singly=everything)
-    if "cuda" in (source.type, target.type) and torch.cuda.is_current_stream_capturing():
-        return Plan(singly=everything)  # each replay of the graph reads the sources anew, and would not the block
     groups, beside = arrange(tensors)
     packed = block_layout(tensors, groups) if dtype is None and may_be_packed(tensors) else None
     if packed is not None:
         return Plan(packed=packed, singly=tuple(beside))
     if (source == CPU) == (target == CPU) or (target == CPU and non_blocking):
         return Plan(singly=everything)
-    parts = map(lay_out, divide(recast(groups, _CASTS[dtype]), SMALL, BLOCK))
+    parts = map(lay_out, divide(recast(groups, _CASTS[dtype]), SMALL, BLOCK - ALIGNMENT))
     together = tuple(part for part in parts if len(part.members) > 1)
     singly = set(everything).difference(*(part.members for part in together))
     return Plan(together=together, singly=tuple(sorted(singly)))
@@ -164,12 +149,12 @@ def clones(tensors: Sequence[Tensor], device: torch.device | None, plain: bool =
 
 
 def _stay(tensors: list[Tensor], device: torch.device, dtype: torch.dtype | None, copy: bool) -> list[Tensor]:
-    """Those of packed tensors that are cast, or copied, bring the others along into a new block."""
-    found = packed_layout(tensors, device)
+    """If tensors that are packed are cast or copied, they all get a new block."""
+    casts = _CASTS[dtype]
+    found = packed_layout(tensors, device) if copy or any(t.dtype in casts for t in tensors) else None
     if found is None:
         return _one_by_one(tensors, None, dtype, False, copy)
     layout, beside = found
-    casts = _CASTS[dtype]
     out = list(tensors)
     if any(run.dtype in casts for run in layout.runs):
         out = pack(tensors, device, casts)
@@ -184,37 +169,63 @@ def _stay(tensors: list[Tensor], device: torch.device, dtype: torch.dtype | None
 def _move(
     tensors: list[Tensor], source: torch.device, target: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> list[Tensor]:
-    if dtype is not None and packed_layout(tensors, source) is not None:
-        tensors, dtype = _stay(tensors, source, dtype, False), None
+    cuda = "cuda" in (source.type, target.type)
+    if cuda and torch.cuda.is_current_stream_capturing():
+        # Each replay of the graph reads the sources anew. It would not read what was gathered from them.
+        return _one_by_one(tensors, target, dtype, non_blocking, False)
+    if dtype is not None and has_bytes(target) and packed_layout(tensors, source) is not None:  # cast off the host
+        if target == CPU:
+            return _move(_stay(tensors, source, dtype, False), source, target, None, non_blocking)
+        return _stay(_move(tensors, source, target, None, non_blocking), target, dtype, False)
     how = plan(tensors, source, target, dtype, non_blocking)
-    pinned = "cuda" in (source.type, target.type)  # torch keeps freed pinned memory for the next time
     out = list(tensors)
+    singly = list(how.singly)
     if how.packed is not None:
         block = block_of(tensors, how.packed)
-        private = pinned and source == CPU and not non_blocking and block.nbytes <= BLOCK
-        if private:  # the copy then need not be waited for: torch holds pinned memory until what reads it is done
-            block = new_block(block.nbytes, CPU, pin=True).copy_(block)
-        scatter(block.to(target, non_blocking=private or non_blocking), how.packed, out)
+        if cuda and source == CPU and not non_blocking and block.nbytes <= BLOCK:
+            private, pinned = _staging(block.nbytes, cuda)
+            moved = private.copy_(block).to(target, non_blocking=pinned)
+        else:
+            moved = block.to(target, non_blocking=non_blocking)
+        scatter(moved, how.packed, out)
     for layout in how.together:
         if target != CPU:
             # A byte more than the fields need: they share the storage, but nobody asked for a packed dict.
-            block = gather(tensors, layout, new_block(layout.nbytes + 1, CPU, pinned))
-            scatter(block.to(target, non_blocking=pinned), layout, out)
+            block, pinned = _staging(layout.nbytes + 1, cuda)
+            scatter(gather(tensors, layout, block).to(target, non_blocking=pinned), layout, out)
             continue
-        block = gather(tensors, layout, new_block(layout.nbytes, source))
-        scatter(new_block(layout.nbytes, CPU, pinned).copy_(block), layout, out)
+        try:
+            block = gather(tensors, layout, new_block(layout.nbytes, source))
+        except torch.OutOfMemoryError:  # what is moved may be moved because the device is full
+            singly += layout.members
+            continue
+        scatter(_staging(layout.nbytes, cuda)[0].copy_(block), layout, out)
         for i in layout.members:
             out[i] = out[i].clone()  # memory of its own, pageable
-    # Copies from the host do not wait for each other; one wait at the end lets the sources go.
-    wait = pinned and source == CPU and not non_blocking and len(how.singly) > 1
+    # Copies from the host do not wait for each other; one wait at the end lets the sources go. (With a cast they do:
+    # torch then casts on the host, and else on the device, for which that may have no room.)
+    wait = cuda and source == CPU and dtype is None and not non_blocking and len(singly) > 1
     try:
-        moved = _one_by_one([tensors[i] for i in how.singly], target, dtype, non_blocking or wait, False)
+        moved = _one_by_one([tensors[i] for i in singly], target, dtype, non_blocking or wait, False)
     finally:
         if wait:
             torch.cuda.current_stream(target).synchronize()
-    for i, tensor in zip(how.singly, moved, strict=True):
+    for i, tensor in zip(singly, moved, strict=True):
         out[i] = tensor
     return out
+
+
+def _staging(nbytes: int, cuda: bool) -> tuple[Tensor, bool]:
+    """uint8[nbytes] on the host, and whether it is pinned, so that no copy from it need be waited for.
+
+    torch keeps pinned memory for the next time, and does not give it out while a copy that reads it is under way.
+    """
+    if cuda:
+        try:
+            return new_block(nbytes, CPU, pin=True), True
+        except RuntimeError:  # there is no more memory that can be pinned
+            pass
+    return new_block(nbytes, CPU), False
 
 
 def _one_by_one(

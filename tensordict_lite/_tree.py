@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, Generic, cast
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from . import _pytree
+from ._block import block_of
 from ._compare import agree, equal
 from ._devices import CPU, canonical, resolve
 from ._errors import Path, dotted
 from ._items import only_tensors
-from ._packing import block_of, distinct_of, from_block, packed_layout
+from ._packing import distinct_of, from_block, once, pack, packed_layout, packs, partial
 from ._policy import Policy
 
 V = TypeVar("V", default=Tensor)
@@ -40,6 +42,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _pytree.register(cls, _context, _unflatten)
+        # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.
+        ForkingPickler.register(cls, _taken_apart)
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
@@ -127,16 +131,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
-        device = None if self._device is None else str(self._device)
-        distinct = distinct_of(self._tensors())
-        found = packed_layout(distinct, self._device)
-        if found is None:
-            return restore, (type(self), dict(self), device, _pickled_policy(self))
-        layout, _ = found
-        numbers = {id(distinct[i]): i for i in layout.members}
-        specs = [(run.dtype, run.shape, run.stride, run.members) for run in layout.runs]
-        block = block_of(distinct, layout)
-        return restore, (type(self), _items_without(self, numbers), device, _pickled_policy(self), block, specs)
+        device, tensors = self._device, self._tensors()
+        if device is None or not (packs(device) and partial(distinct_of(tensors))):
+            return _taken_apart(self)
+        return _taken_apart(self._with(once(tensors, lambda distinct: pack(distinct, device)), device))
 
     # --- comparing ---
 
@@ -186,6 +184,19 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
     return out
 
 
+def _taken_apart(d: TreeDict[Any]) -> tuple[Any, ...]:
+    """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed."""
+    device = None if d._device is None else str(d._device)
+    distinct = distinct_of(d._tensors())
+    found = packed_layout(distinct, d._device)
+    if found is None:
+        return restore, (type(d), dict(d), device, _pickled_policy(d))
+    layout, _ = found
+    specs = [(run.dtype, run.shape, run.stride, run.members) for run in layout.runs]
+    items = _items_without(d, {id(distinct[i]): i for i in layout.members})
+    return restore, (type(d), items, device, _pickled_policy(d), block_of(distinct, layout), specs)
+
+
 def _pickled_policy(d: TreeDict[Any]) -> dict[str, Any] | None:
     return None if d._policy is d._class_policy else d._policy.to_state()
 
@@ -216,10 +227,13 @@ def restore(
 
     Takes data only and checks its form, since a file may hold anything.
     """
-    if block is not None:
-        items = _items_with(items, from_block(block, specs))
-    out = _restored(cls, items, policy)
-    out._settle(None if device is None else canonical(torch.device(device)))
+    try:
+        if block is not None:
+            items = _items_with(items, from_block(block, specs))
+        out = _restored(cls, items, policy)
+        out._settle(None if device is None else canonical(torch.device(device)))
+    except RecursionError as error:
+        raise ValueError("a dict that holds itself, or is nested too deep") from error
     return out
 
 
@@ -242,7 +256,7 @@ def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in items.items():
         match value:
-            case int() if value in fields:
+            case int() if type(value) is int and value in fields:
                 out[key] = fields[value]
             case [cls, inner, policy] if type(value) is list:
                 nested = _restored(cls, _items_with(inner, fields), policy)

@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from tensordict_lite import DeviceDict, Vocabulary
+from tensordict_lite._block import PACKABLE
 from tensordict_lite._layout import ALIGNMENT
-from tensordict_lite._packing import PACKABLE
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b"])}):
@@ -86,7 +87,6 @@ class TestPack:
         assert first.untyped_storage().nbytes() == 3 * 64 + 1 and first.storage_offset() == 0
 
     def test_what_is_packed_already_is_kept(self) -> None:
-        assert DeviceDict().pack().is_packed
         alone = DeviceDict({"x": torch.ones(3)})
         assert alone.is_packed and alone.pack() is alone, "one tensor in a storage of its own"
         assert "packed" not in repr(alone)
@@ -115,7 +115,7 @@ class TestPack:
         d = DeviceDict({f"{i}": data.draw(st.sampled_from(views))(torch.from_numpy(a)) for i, a in enumerate(made)})
         packed = d.pack()
         packed._check()
-        assert packed.is_packed
+        assert packed.is_packed or not any(t.numel() for t in d.values())
         for key, tensor in d.items():
             out = packed[key]
             assert out.shape == tensor.shape and torch.equal(out.nan_to_num(), tensor.nan_to_num())
@@ -123,7 +123,7 @@ class TestPack:
             if 0 not in tensor.shape and 0 not in tensor.stride():
                 assert all(ours == torchs for size, ours, torchs in strides if size != 1)
         moved = packed.to("sim")
-        assert moved.is_packed and packed.map(torch.nan_to_num) == moved.cpu().map(torch.nan_to_num)
+        assert moved.is_packed == packed.is_packed and packed.map(torch.nan_to_num) == moved.cpu().map(torch.nan_to_num)
 
     def test_strides_are_dense_and_memory_formats_kept(self) -> None:
         image = torch.rand(2, 3, 4, 5)
@@ -142,7 +142,7 @@ class TestPack:
         assert packed == d and packed.is_packed and packed["b"].shape == () and packed["a"].shape == (0, 3)
         assert packed.to("sim").cpu() == d
         empty = DeviceDict({"a": torch.zeros(0, 3), "b": torch.zeros(0)})
-        assert empty.is_packed and empty.to("sim")["a"].shape == (0, 3)
+        assert empty.pack() is empty and empty.to("sim")["a"].shape == (0, 3)
 
     def test_what_is_more_than_its_bytes_stays_beside(self) -> None:
         for kind, tensor in beside().items():
@@ -164,9 +164,11 @@ class TestPack:
             assert again["a"] is again["n", "c"] and again["b"] is not again["a"] and again.cpu() == d
         assert d.pack().is_packed and d.pack().to(device).is_packed
 
-    def test_on_meta_there_is_nothing_to_pack(self) -> None:
-        d = sample().to("meta")
-        assert d.pack() is d and d.is_packed and sample().pack().to("meta").device == torch.device("meta")
+    def test_where_there_is_nothing_to_pack_nothing_is(self) -> None:
+        for d in (sample().to("meta"), DeviceDict(), DeviceDict(device="cpu"), DeviceDict({"z": torch.zeros(0)}),
+                  DeviceDict({"w": torch.ones(1, requires_grad=True)})):  # fmt: skip
+            assert d.pack() is d and not d.is_packed
+        assert sample().pack().to("meta").device == torch.device("meta")
 
     def test_out_of_memory_leaves_the_dict_as_it_was(self) -> None:
         d = sample().to("sim")
@@ -330,12 +332,13 @@ class TestNothingStaleIsSent:
         assert again.is_packed and again == packed and storages(again) == 1
 
 
-def test_a_field_that_is_freed_memory_elsewhere_is_not_taken_for_packed() -> None:
-    """The address alone would be matched by an array over the same memory, which is the same data all the same."""
+def test_a_field_over_the_same_memory_in_another_storage() -> None:
+    """It may count as packed, as what lies there is the field, but nothing may go wrong with it."""
     packed = sample().pack()
-    packed["x"] = torch.from_numpy(packed["x"].numpy())
-    packed["x"].fill_(4.0)
-    assert (packed.to("sim")["x"].cpu() == 4.0).all()
+    packed["id"] = torch.from_numpy(packed["id"].numpy())
+    packed["id"].fill_(4)
+    for sent in (packed.to("sim").cpu(), packed.clone(), pickle.loads(pickle.dumps(packed))):
+        assert sent["id"].tolist() == [4, 4, 4] and sent == packed
 
 
 class TestWhatCostsOneTensor:
@@ -350,7 +353,12 @@ class TestWhatCostsOneTensor:
         back = moved.cpu()
         assert copies == {"d2h": 1} and back.is_packed and back == d
         copies.clear()
-        assert d.to("sim", torch.float16).is_packed and copies == {"h2d": 1}
+        half = d.to("sim", torch.float16)
+        assert half.is_packed and half["k3"].dtype == torch.float16 and copies == {"h2d": 1, "d2d": 1}, (
+            "cast over there"
+        )
+        copies.clear()
+        assert half.to("cpu", torch.float32) == d and copies == {"d2h": 1, "d2d": 1}
         copies.clear()
         assert d.to("sim", non_blocking=True).cpu() == d and copies == {"h2d": 1, "d2h": 1}
 
@@ -510,25 +518,81 @@ class TestPickled:
         function, (cls, items, device, policy, block, specs) = sample().pack().__reduce__()
         assert function is restore and restore(cls, items, device, policy, block, specs) == sample()
         (dtype, shape, stride, members), *rest = specs
-        for bad in (
-            None, [], 3, [None], specs[:-1], [(dtype, shape, stride, [1 << 60, 1]), *rest[1:]], [*specs, (dtype, shape, stride, [9])], [(dtype, (1 << 40,), (1,), members), *rest],
-            [(dtype, (-1, 3), stride, members), *rest], [(dtype, shape, (1,), members), *rest],
-            [(dtype, shape, stride, [0, 0]), *rest], [(dtype, shape, stride, [-1, 1]), *rest],
-            [(dtype, shape, stride, ["0", "1"]), *rest], [("float32", shape, stride, members), *rest],
-            [(torch.qint8, shape, stride, members), *rest], [(dtype, ("2", 3), stride, members), *rest],
-            [(dtype, shape, stride), *rest],
-        ):  # fmt: skip
+        layouts = [
+            None, [], 3, [None], specs[:-1], [*specs, (dtype, shape, stride, [9])], [(dtype, (1 << 40,), (1,), members), *rest],
+            [(dtype, shape, stride, [1 << 60, 1]), *rest[1:]], [(dtype, (-1, 3), stride, members), *rest],
+            [(dtype, shape, (1,), members), *rest], [(dtype, shape, stride, [0, 0]), *rest],
+            [(dtype, shape, stride, [-1, 1]), *rest], [(dtype, shape, stride, ["0", "1"]), *rest],
+            [(dtype, shape, stride, torch.zeros(1, dtype=torch.int64).expand(1 << 40)), *rest],
+            [("float32", shape, stride, members), *rest], [(torch.qint8, shape, stride, members), *rest],
+            [(dtype, ("2", 3), stride, members), *rest], [(dtype, (2.0, 3), stride, members), *rest],
+            [(dtype, shape, (3, True), members), *rest], [(dtype, (0, 1 << 70), stride, members), *rest],
+            [(dtype, shape, stride), *rest], [[dtype, shape, stride, members], *rest],
+        ]  # fmt: skip
+        for bad in layouts:
             with pytest.raises(ValueError, match=r"^a packed dict whose layout"):
                 restore(cls, items, device, policy, block, bad)
-        for buffer in (block[:10].clone(), block.to(torch.float32), "block"):
+        for bad in (block[:10].clone(), block[:10]):
             with pytest.raises(ValueError, match=r"^a packed dict whose layout"):
-                restore(cls, items, device, policy, buffer, specs)
-        for value in (99, -1, (1, 2), [], None, "x", [DeviceDict, {}], 1.5):
+                restore(cls, items, device, policy, bad if len(bad) != len(block) else bad[1:].clone(), specs[:-1])
+        for bad in (block.to(torch.float32), "block", block.view(1, -1), block.to_sparse(), 1):
+            with pytest.raises(ValueError, match=r"^a packed dict whose storage is damaged"):
+                restore(cls, items, device, policy, bad, specs)
+        for value in (99, -1, True, False, (1, 2), [], None, "x", [DeviceDict, {}], 1.5):
             with pytest.raises((ValueError, TypeError), match=r"^a packed dict whose item 'x' is damaged"):
                 restore(cls, {**items, "x": value}, device, policy, block, specs)
         for nested in ([dict, {}, None], [DeviceDict, [], None], [3, {}, None]):
             with pytest.raises(TypeError, match=r"^expected a"):
                 restore(cls, {**items, "x": nested}, device, policy, block, specs)
+        endless: list[Any] = [DeviceDict, {}, None]
+        endless[1]["again"] = endless
+        with pytest.raises(ValueError, match="holds itself, or is nested too deep"):
+            restore(cls, {**items, "x": endless}, device, policy, block, specs)
+        assert sample().pack() == sample(), "what was refused is not remembered"
+
+    def test_equal_dicts_give_equal_bytes_and_nothing_that_lay_there_before(self) -> None:
+        def forget(secret: bytes) -> None:
+            for _ in range(200):
+                torch.frombuffer(bytearray(secret * 500), dtype=torch.uint8).clone()
+
+        def packed() -> DeviceDict:
+            return DeviceDict({f"k{i}": torch.full((1 + i % 5,), i) for i in range(45)}).pack()
+
+        def memory(d: DeviceDict) -> Tensor:
+            return torch.empty(0, dtype=torch.uint8).set_(d._tensors()[0].untyped_storage())
+
+        forget(b"SECRET")
+        first = packed()
+        forget(b"OTHER.")
+        assert b"SECRET" not in pickle.dumps(first) and memory(packed()).equal(memory(first))
+        large = DeviceDict({"a": torch.ones(100_003, dtype=torch.uint8), "b": torch.ones(100_003, dtype=torch.uint8),
+                            "c": torch.ones(3), "d": torch.ones(3), "e": torch.ones(5)})  # fmt: skip
+        assert int((memory(large.pack()) != 0).sum()) == 200_006 + 2 * 11, "1.0 has two bytes that are not zero"
+
+    def test_fields_that_have_a_part_of_a_storage_are_not_written_with_all_of_it(self) -> None:
+        """Pickle writes the storage of each tensor whole: fifty fields of a block would be fifty blocks."""
+        d = DeviceDict({f"k{i}": torch.full((1000,), float(i)) for i in range(50)})
+        plain = len(pickle.dumps(d))
+        packed = d.pack()
+        packed["more"] = 1
+        for part in (
+            packed,
+            packed.select("k0", "k1"),
+            DeviceDict({"obs": packed})["obs"],
+            DeviceDict({"row": packed["k3"][2:5]}),
+        ):
+            again = pickle.loads(data := pickle.dumps(part))
+            again._check()
+            assert again == part and len(data) < plain + 1000 and (len(part) > 2 or len(data) < 10_000)
+
+    def test_fields_that_overlap_are_still_one_memory_after_torch_save(self) -> None:
+        base = torch.arange(10.0)
+        file = io.BytesIO()
+        torch.save(DeviceDict({"all": base, "row": base[2:5]}), file)
+        file.seek(0)
+        again = torch.load(file)
+        again["all"].zero_()
+        assert not again["row"].any()
 
 
 class TestUnderTransforms:
@@ -557,12 +621,18 @@ class TestUnderTransforms:
 
         assert step(sample()) == sample().double() and step(sample().pack()) == sample().double()
 
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode AD's own
     def test_functorch_modes_and_traces(self) -> None:
         packed = DeviceDict({"x": torch.arange(6.0).reshape(3, 2), "y": torch.ones(3, 2)}).pack()
         out = torch.func.vmap(lambda d: d.pack().clone().to(torch.float64)["x"].sum())(packed)
         assert out.tolist() == [1.0, 5.0, 9.0]
         grad = torch.func.grad(lambda d: (d.pack().clone()["x"] ** 2).sum())(packed)
         assert grad["x"].tolist() == (packed["x"] * 2).tolist()
+        with forward_ad.dual_level():
+            dual = DeviceDict({"x": torch.ones(3), "y": torch.zeros(4)}).pack()
+            dual["x"] = forward_ad.make_dual(dual["x"], torch.full((3,), 2.0))
+            for again in (dual.clone(), dual.pack(), dual.to("sim").cpu(), dual.double(), dual.to(copy=True)):
+                assert forward_ad.unpack_dual(again["x"]).tangent.tolist() == [2.0] * 3
         from torch._subclasses import FakeTensorMode  # noqa: PLC0415  (private)
 
         with FakeTensorMode() as mode:

@@ -154,3 +154,11 @@ def test_numpy_does_not_have_everything() -> None:
 def test_an_unknown_device() -> None:
     with pytest.raises(RuntimeError, match="nonsense"):
         to_device([], "nonsense")
+
+
+def test_packed_dicts_keep_their_ties_and_the_result_is_always_new(copies: Any) -> None:
+    packed = DeviceDict({"a": [1.0], "b": [2.0]}).pack()
+    moved = to_device([packed, packed, packed["a"]], "sim")
+    assert copies == {"h2d": 1} and moved[0]["a"] is moved[1]["a"] is moved[2]
+    here = to_device({"p": packed}, "cpu")["p"]
+    assert here is not packed and here["a"] is packed["a"]
