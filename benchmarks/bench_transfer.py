@@ -179,7 +179,7 @@ PACK = Operation(
     "pack",
     (
         replace(PACKED, make=DeviceDict, code="x.pack()"),
-        replace(LOOP, code=LOOP_CODE % "clone()"),
+        replace(LOOP, name="loop of clones", code=LOOP_CODE % "clone()"),
         replace(PEER_PACKED, make=PEER.make, code="x.consolidate()"),
     ),
     (Goal(PACKED.name, (PEER_PACKED,), 2, only="40 x 2 KB"),),

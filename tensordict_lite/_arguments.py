@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._devices import DeviceLike
-from ._transfer import CASTABLE
+from ._singly import CASTABLE
 from ._tree import TreeDict
 
 _FORMS = "to(device), to(dtype), to(device, dtype), to(tensor) or to(other_dict), with non_blocking= and copy="

@@ -94,8 +94,11 @@ def block_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor:
     return block.set_(first.untyped_storage(), 0, (layout.nbytes,), (1,))
 
 
-def _regions(block: Tensor, layout: Layout) -> list[Tensor]:
-    """The memory of every run in ``block``: [members, *shape], or [*shape] for a single member."""
+def regions(block: Tensor, layout: Layout) -> list[Tensor]:
+    """The memory of every run in ``block``, a uint8 tensor over the whole of its storage.
+
+    Each is [members, *shape] of the run's dtype, or [*shape] for a single member.
+    """
     flat: dict[torch.dtype, Tensor] = {}  # the whole block, as each dtype
     out: list[Tensor] = []
     for dtype, shape, stride, members, offset, step in layout.runs:
@@ -110,11 +113,11 @@ def _regions(block: Tensor, layout: Layout) -> list[Tensor]:
     return out
 
 
-def gather(tensors: Sequence[Tensor], layout: Layout, block: Tensor) -> Tensor:
-    """``block`` with copies of the tensors, which are on its device, each cast to the dtype it has in ``layout``."""
+def gather(tensors: Sequence[Tensor], layout: Layout, into: Sequence[Tensor]) -> None:
+    """Copy the tensors ``into`` the regions of a block on their device, each cast to the dtype it has in ``layout``."""
     # By the dtypes to and from, as the CUDA kernel of some versions reads a list of mixed ones wrong.
     together: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for run, region in zip(layout.runs, _regions(block, layout), strict=True):
+    for run, region in zip(layout.runs, into, strict=True):
         sources = [tensors[i] for i in run.members]
         dtypes = {source.dtype for source in sources}
         single = len(sources) == 1
@@ -125,12 +128,11 @@ def gather(tensors: Sequence[Tensor], layout: Layout, block: Tensor) -> Tensor:
             torch.stack(sources, out=region)  # a quarter of the time of copying into views (0.2 and 0.8 us a field)
         else:
             for view, source in zip((region,) if single else region.unbind(), sources, strict=True):
-                into, out_of = together.setdefault((run.dtype, source.dtype), ([], []))
-                into.append(view)
-                out_of.append(source)
-    for into, out_of in together.values():
-        torch._foreach_copy_(into, out_of)
-    return block
+                views, those = together.setdefault((run.dtype, source.dtype), ([], []))
+                views.append(view)
+                those.append(source)
+    for views, those in together.values():
+        torch._foreach_copy_(views, those)
 
 
 def clear_gaps(block: Tensor, layout: Layout) -> Tensor:
@@ -148,13 +150,13 @@ def clear_gaps(block: Tensor, layout: Layout) -> Tensor:
     return block
 
 
-def scatter(block: Tensor, layout: Layout, out: list[Tensor] | dict[int, Tensor]) -> None:
-    """Put the fields of ``block``, a uint8 tensor over the whole of its storage, into ``out`` at their numbers.
+def scatter(layout: Layout, out_of: Sequence[Tensor], out: list[Tensor] | dict[int, Tensor]) -> None:
+    """Put the fields ``out_of`` the regions of a block into ``out``, at their numbers.
 
-    They share its memory and nothing else: each has a version counter of its own, so that writing one in place leaves
+    They share the memory and nothing else: each has a version counter of its own, so that writing one in place leaves
     what autograd saved of another valid. Views of one tensor would have one counter between them.
     """
-    for run, region in zip(layout.runs, _regions(block, layout), strict=True):
+    for run, region in zip(layout.runs, out_of, strict=True):
         # `.data` is the view, with a counter of its own. After unbind it takes half the time of making each tensor over
         # the storage (0.7 and 1.6 us), which is why equal fields are neighbours.
         if len(run.members) == 1:

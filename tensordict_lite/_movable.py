@@ -15,7 +15,8 @@ from ._checked import CheckedDict
 from ._devices import CPU, DeviceLike, resolve
 from ._errors import Path, located
 from ._packing import blockwise, is_packed, once, pack, packs
-from ._transfer import clones, host_array, transfer
+from ._singly import host_array
+from ._transfer import clone, transfer
 from ._tree import TreeDict, V
 
 
@@ -63,8 +64,10 @@ class MovableDict(CheckedDict[V]):
         ``to(tensor)`` (its device and dtype), ``to(other_dict)`` (its device).
 
         Args:
-            non_blocking: False: when this returns, the result is complete and the source may be changed or freed.
-                True: torch's own contract for asynchronous copies. Always blocking to MPS.
+            non_blocking: False: when this returns, the source may be changed or freed, and the result can be used. On
+                the host it is complete; on CUDA it is for whatever follows on the current stream, and another stream
+                waits for this one, as for every result. True: torch's own contract for asynchronous copies. Always
+                blocking to MPS.
             copy: True: new tensors even where nothing changes.
 
         Returns: a new dict with the same keys and policy, or ``self`` if nothing changes. Kept objects are not moved.
@@ -77,7 +80,8 @@ class MovableDict(CheckedDict[V]):
         Cost: nothing for the device it is on, whatever the number of fields. A packed dict (see `pack`) is copied as
         one tensor. Else, between the host and a device, tensors of up to 64 KiB are gathered in a private block of up
         to 1 MiB, pinned for CUDA, and copied together, larger ones one by one; results on the host own their memory. To
-        CUDA the call waits only for what was not gathered. A cast is a copy of each tensor that changes.
+        CUDA the call waits only for what was not gathered. A cast is a copy of each tensor that changes; in a packed
+        dict it is one of all, into a new storage, made on the device if there is one at either end.
 
         >>> d = DeviceDict({"x": [0.5], "id": [7]})
         >>> d.to("cpu") is d
@@ -173,11 +177,11 @@ class MovableDict(CheckedDict[V]):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the tensors lie in one storage, as `pack` puts them: whether `pack` would return this dict itself.
+        """Whether the tensors lie in one storage, in the order and at the places where `pack` puts them.
 
-        Read from where they lie. A field that was replaced, added or removed, resized, or given other storage, makes it
-        False; writing into one in place does not. Tensors that are never packed do not count. Cost: O(fields), no
-        synchronisation.
+        Read from where they lie. A field that was replaced, added, removed, moved to another place in the order,
+        resized or given other storage makes it False; writing into one in place does not. Tensors that are never packed
+        do not count; False if there are no others. Cost: O(fields), no synchronisation.
 
         >>> d = DeviceDict({"x": [1.0, 2.0], "y": [3]}).pack()
         >>> d.is_packed, d.select("x").is_packed
@@ -197,8 +201,9 @@ class MovableDict(CheckedDict[V]):
         the whole storage.
 
         Tensors that require grad, subclasses, sparse, nested and quantised tensors, and views with the conjugate or
-        negative bit set stay as they are, beside the storage. On ``meta``, ``mps`` and XLA devices, and while
-        ``torch.compile`` or a functorch transform traces, all do.
+        negative bit set stay as they are, beside the storage. On ``meta``, ``mps`` and XLA devices all do, and also
+        where something must see each operation on a tensor: while ``torch.compile``, a functorch transform,
+        forward-mode autograd or a ``TorchDispatchMode`` looks on.
 
         Raises: torch's own error if the device is out of memory. Cost: one allocation, a copy of every tensor, no
         synchronisation.
@@ -276,7 +281,7 @@ class MovableDict(CheckedDict[V]):
         (True, tensor([1.]))
         """
         tensors, flat = self._listed()
-        return self._with(clones(tensors, self._device, plain=flat), self._device, flat)
+        return self._with(clone(tensors, self._device, plain=flat), self._device, flat)
 
     def contiguous(self) -> Self:
         """Every tensor contiguous; those that are already are kept. Cost: a copy of each other one.

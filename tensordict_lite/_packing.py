@@ -17,7 +17,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ._block import PACKABLE, arrange, block_of, clear_gaps, concrete, gather, has_bytes, new_block, packable, scatter
+from ._block import (
+    PACKABLE,
+    arrange,
+    block_of,
+    clear_gaps,
+    concrete,
+    gather,
+    has_bytes,
+    new_block,
+    packable,
+    regions,
+    scatter,
+)
 from ._layout import Group, Layout, dense_stride, lay_out, recast
 
 
@@ -26,15 +38,21 @@ def block_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout |
 
     Tensors without elements lie nowhere, and are not asked.
     """
-    layout = lay_out(groups)
-    runs = [run for run in layout.runs if run.step]
-    if not runs or any(dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups):
+    filled = [members for (_, shape, _), members in groups if 0 not in shape]
+    if not filled:
         return None
-    first = tensors[runs[0].members[0]]
-    if first.storage_offset() or first.untyped_storage().nbytes() != layout.nbytes:
+    first = tensors[filled[0][0]]
+    nbytes = first.untyped_storage().nbytes()
+    alone = len(filled) == len(filled[0]) == 1
+    if first.storage_offset() or (nbytes == first.nbytes) != alone:  # the common case, told without a layout
+        return None
+    layout = lay_out(groups)
+    if nbytes != layout.nbytes or any(dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups):
         return None
     base = first.data_ptr()
-    for run in runs:
+    for run in layout.runs:
+        if not run.step:
+            continue
         expected = base + run.offset
         for i in run.members:
             if tensors[i].data_ptr() != expected:
@@ -92,7 +110,7 @@ def blockwise(
     block = block_of(distinct, layout)
     made = function(block)
     if made is not block:
-        scatter(made, layout, out)
+        scatter(layout, regions(made, layout), out)
     for i in beside:
         out[i] = function(distinct[i])
     return _instead(tensors, distinct, out)
@@ -119,12 +137,13 @@ def pack(
     Those that cannot be packed are returned themselves, and all if they lie in one block and there are no casts.
     """
     groups, _ = arrange(tensors)
-    layout = lay_out(recast(groups, casts))
-    if not layout.nbytes or (not casts and block_layout(tensors, groups)):
+    if all(0 in shape for (_, shape, _), _ in groups) or (not casts and block_layout(tensors, groups)):
         return tensors
+    layout = lay_out(recast(groups, casts))
     out = list(tensors)
-    block = clear_gaps(new_block(layout.nbytes, device), layout)
-    scatter(gather(tensors, layout, block), layout, out)
+    into = regions(clear_gaps(new_block(layout.nbytes, device), layout), layout)
+    gather(tensors, layout, into)
+    scatter(layout, into, out)
     return out
 
 
@@ -143,7 +162,7 @@ def from_block(block: Any, specs: Any) -> dict[int, Tensor]:
     if block.untyped_storage().nbytes() != layout.nbytes or len(set(numbers)) != len(numbers):
         raise ValueError("a packed dict whose layout does not fit its storage")
     out: dict[int, Tensor] = {}
-    scatter(block, layout, out)
+    scatter(layout, regions(block, layout), out)
     return out
 
 

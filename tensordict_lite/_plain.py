@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree  # torch has no public name for it in 
 from ._device_dict import DeviceDict
 from ._devices import CPU, DeviceLike, resolve
 from ._packing import distinct_of, packed_layout
-from ._transfer import host_array, transfer
+from ._singly import host_array
+from ._transfer import transfer
 from ._tree import TreeDict
 
 T = TypeVar("T")

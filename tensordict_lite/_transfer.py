@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ._block import arrange, block_of, concrete, gather, has_bytes, new_block, scatter
+from ._block import arrange, block_of, concrete, gather, has_bytes, new_block, regions, scatter
 from ._devices import CPU, META
 from ._layout import ALIGNMENT, Layout, divide, lay_out, recast
 from ._packing import block_layout, blockwise, may_be_packed, once, pack, packed_layout
+from ._singly import CASTS, clones, one_by_one
 
 SMALL = 64 << 10
 """Bytes up to which a tensor is gathered with others instead of copied by itself. To gather one of 2 KiB takes the host
@@ -25,26 +23,6 @@ BLOCK = 1 << 20
 """Bytes of the largest block that tensors are gathered in, and of the largest that goes through pinned memory. So much
 may one tensor that is kept keep alive with it. It is also the most that torch allocates from its pool for small blocks
 (``kSmallSize`` in c10's CUDACachingAllocator)."""
-
-CASTABLE = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-)
-"""The dtypes that a cast goes from and to."""
-_CASTS: Mapping[torch.dtype | None, Mapping[torch.dtype, torch.dtype]] = {
-    None: {},
-    **{dtype: dict.fromkeys(CASTABLE - {dtype}, dtype) for dtype in CASTABLE},
-}
-"""By the dtype that is asked for, what becomes what: one look-up, where ``t.to(dtype)`` takes ten times as long to find
-that there is nothing to do."""
-_CAST = {
-    torch.float16: Tensor.half,
-    torch.bfloat16: Tensor.bfloat16,
-    torch.float32: Tensor.float,
-    torch.float64: Tensor.double,
-}
-"""``t.double()`` takes 1.4 us where ``t.to(torch.float64)``, whose arguments could be much else, takes 2.3."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +53,12 @@ def plan(
     if len(tensors) < 2 or not (has_bytes(source) and has_bytes(target)):
         return Plan(singly=everything)
     groups, beside = arrange(tensors)
-    packed = block_layout(tensors, groups) if dtype is None and may_be_packed(tensors) else None
+    packed = block_layout(tensors, groups) if dtype is None else None
     if packed is not None:
         return Plan(packed=packed, singly=tuple(beside))
     if (source == CPU) == (target == CPU) or (target == CPU and non_blocking):
         return Plan(singly=everything)
-    parts = map(lay_out, divide(recast(groups, _CASTS[dtype]), SMALL, BLOCK - ALIGNMENT))
+    parts = map(lay_out, divide(recast(groups, CASTS[dtype]), SMALL, BLOCK - ALIGNMENT))
     together = tuple(part for part in parts if len(part.members) > 1)
     singly = set(everything).difference(*(part.members for part in together))
     return Plan(together=together, singly=tuple(sorted(singly)))
@@ -104,13 +82,13 @@ def transfer(
     Cost: to another device the copies of the `plan`; else a copy for each that is cast, or one for all that are packed.
     """
     if device is META:
-        return _one_by_one(tensors, device, dtype, non_blocking, copy)
+        return one_by_one(tensors, device, dtype, non_blocking, copy)
     if device is None or device == source:
         if source is None or not (concrete() and may_be_packed(tensors)):
-            return _one_by_one(tensors, None, dtype, False, copy)
+            return one_by_one(tensors, None, dtype, False, copy)
         return once(tensors, lambda distinct: _stay(distinct, source, dtype, copy))
     if not concrete():
-        return _one_by_one(tensors, device, dtype, non_blocking, copy)
+        return one_by_one(tensors, device, dtype, non_blocking, copy)
     if source is not None:
         return once(tensors, lambda distinct: _move(distinct, source, device, dtype, non_blocking))
     places: dict[torch.device, list[int]] = {}
@@ -124,43 +102,30 @@ def transfer(
     return out
 
 
-_clone_list: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)
-"""Of newer versions of torch. It takes three quarters of the time of a call for each."""
-_requires_grad = attrgetter("requires_grad")
-
-
-def clones(tensors: Sequence[Tensor], device: torch.device | None, plain: bool = False) -> list[Tensor]:
+def clone(tensors: Sequence[Tensor], device: torch.device | None, plain: bool) -> list[Tensor]:
     """A copy of each, as ``Tensor.clone``; of packed ones on ``device`` one of them all, packed again.
 
     ``plain``: the caller knows that no subclass is among them.
     """
     if not concrete():
-        return [t.clone() for t in tensors]
+        return clones(tensors)
     packed = blockwise(tensors, device, Tensor.clone) if may_be_packed(tensors) else None
-    if packed is not None:
-        return packed
-    # If one of a list requires grad all results would.
-    if plain and tensors and _clone_list is not None and not any(map(_requires_grad, tensors)):
-        try:
-            return list(_clone_list(tensors))
-        except NotImplementedError:  # for nested ones
-            pass
-    return [t.clone() for t in tensors]
+    return clones(tensors, plain) if packed is None else packed
 
 
 def _stay(tensors: list[Tensor], device: torch.device, dtype: torch.dtype | None, copy: bool) -> list[Tensor]:
     """If tensors that are packed are cast or copied, they all get a new block."""
-    casts = _CASTS[dtype]
+    casts = CASTS[dtype]
     found = packed_layout(tensors, device) if copy or any(t.dtype in casts for t in tensors) else None
     if found is None:
-        return _one_by_one(tensors, None, dtype, False, copy)
+        return one_by_one(tensors, None, dtype, False, copy)
     layout, beside = found
     out = list(tensors)
     if any(run.dtype in casts for run in layout.runs):
         out = pack(tensors, device, casts)
     elif copy:
-        scatter(block_of(tensors, layout).clone(), layout, out)
-    rest = _one_by_one([tensors[i] for i in beside], None, dtype, False, copy)
+        scatter(layout, regions(block_of(tensors, layout).clone(), layout), out)
+    rest = one_by_one([tensors[i] for i in beside], None, dtype, False, copy)
     for i, tensor in zip(beside, rest, strict=True):
         out[i] = tensor
     return out
@@ -172,7 +137,7 @@ def _move(
     cuda = "cuda" in (source.type, target.type)
     if cuda and torch.cuda.is_current_stream_capturing():
         # Each replay of the graph reads the sources anew. It would not read what was gathered from them.
-        return _one_by_one(tensors, target, dtype, non_blocking, False)
+        return one_by_one(tensors, target, dtype, non_blocking, False)
     if dtype is not None and has_bytes(target) and packed_layout(tensors, source) is not None:  # cast off the host
         if target == CPU:
             return _move(_stay(tensors, source, dtype, False), source, target, None, non_blocking)
@@ -187,26 +152,28 @@ def _move(
             moved = private.copy_(block).to(target, non_blocking=pinned)
         else:
             moved = block.to(target, non_blocking=non_blocking)
-        scatter(moved, how.packed, out)
+        scatter(how.packed, regions(moved, how.packed), out)
     for layout in how.together:
-        if target != CPU:
+        if target == CPU:
+            try:
+                block = new_block(layout.nbytes, source)
+            except torch.OutOfMemoryError:  # what is moved may be moved because the device is full
+                singly += layout.members
+                continue
+            gather(tensors, layout, regions(block, layout))
+            scatter(layout, regions(_staging(layout.nbytes, cuda)[0].copy_(block), layout), out)
+            for i in layout.members:
+                out[i] = out[i].clone()  # memory of its own, pageable
+        else:
             # A byte more than the fields need: they share the storage, but nobody asked for a packed dict.
             block, pinned = _staging(layout.nbytes + 1, cuda)
-            scatter(gather(tensors, layout, block).to(target, non_blocking=pinned), layout, out)
-            continue
-        try:
-            block = gather(tensors, layout, new_block(layout.nbytes, source))
-        except torch.OutOfMemoryError:  # what is moved may be moved because the device is full
-            singly += layout.members
-            continue
-        scatter(_staging(layout.nbytes, cuda)[0].copy_(block), layout, out)
-        for i in layout.members:
-            out[i] = out[i].clone()  # memory of its own, pageable
+            gather(tensors, layout, regions(block, layout))
+            scatter(layout, regions(block.to(target, non_blocking=pinned), layout), out)
     # Copies from the host do not wait for each other; one wait at the end lets the sources go. (With a cast they do:
     # torch then casts on the host, and else on the device, for which that may have no room.)
     wait = cuda and source == CPU and dtype is None and not non_blocking and len(singly) > 1
     try:
-        moved = _one_by_one([tensors[i] for i in singly], target, dtype, non_blocking or wait, False)
+        moved = one_by_one([tensors[i] for i in singly], target, dtype, non_blocking or wait, False)
     finally:
         if wait:
             torch.cuda.current_stream(target).synchronize()
@@ -226,44 +193,3 @@ def _staging(nbytes: int, cuda: bool) -> tuple[Tensor, bool]:
         except RuntimeError:  # there is no more memory that can be pinned
             pass
     return new_block(nbytes, CPU), False
-
-
-def _one_by_one(
-    tensors: Sequence[Tensor], device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool, copy: bool
-) -> list[Tensor]:
-    if non_blocking and device is not None and device.type == "mps":
-        non_blocking = False  # torch may read the source after the call, changed or freed: pytorch#139550, #189690
-    if dtype is None:
-        if device is None:
-            return clones(tensors, None) if copy else list(tensors)
-        if not copy and not non_blocking:
-            return [t.to(device) for t in tensors]
-        return [t.to(device, non_blocking=non_blocking, copy=copy) for t in tensors]
-    casts = _CASTS[dtype]
-    if device is None and not copy:
-        cast = _CAST.get(dtype)
-        if cast is None:
-            return [t.to(dtype) if t.dtype in casts else t for t in tensors]
-        return [cast(t) if t.dtype in casts else t for t in tensors]
-    return [
-        t.to(
-            t.device if device is None else device,
-            casts.get(t.dtype, t.dtype),
-            non_blocking=non_blocking,
-            copy=copy,
-        )
-        for t in tensors
-    ]
-
-
-def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The NumPy array of a CPU tensor, detached, sharing its memory. ``TypeError`` for what NumPy does not have."""
-    try:
-        return tensor.numpy(force=True)  # detach, and resolve conjugate and negative bits, in one C call
-    except (TypeError, RuntimeError) as error:
-        what = str(tensor.dtype).removeprefix("torch.") + (
-            "" if tensor.layout == torch.strided else f", {tensor.layout}"
-        )
-        dense = tensor.layout == torch.strided and tensor.is_floating_point()
-        way_out = "call .float() first" if dense else "convert it first"
-        raise TypeError(f"NumPy has no {what}; {way_out}") from error

@@ -15,7 +15,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 # From the ground up: a room imports from rooms before it only.
 ORDER = [
-    "_errors", "_devices", "_layout", "_block", "_packing", "_transfer", "_strings", "_encoders", "_tokenizer", "_policy", "_values", "_items", "_compare", "_pytree",
+    "_errors", "_devices", "_layout", "_block", "_packing", "_singly", "_transfer", "_strings", "_encoders", "_tokenizer", "_policy", "_values", "_items", "_compare", "_pytree",
     "_display", "_tree", "_arguments", "_checked", "_movable", "_device_dict", "_plain", "__init__",
 ]  # fmt: skip
 
