@@ -81,7 +81,7 @@ class MovableDict(CheckedDict[V]):
         one tensor. Else, between the host and a device, tensors of up to 64 KiB are gathered in a private block of up
         to 1 MiB, pinned for CUDA, and copied together, larger ones one by one; results on the host own their memory. To
         CUDA the call waits only for what was not gathered. A cast is a copy of each tensor that changes; in a packed
-        dict it is one of all, into a new storage, made on the device if there is one at either end.
+        dict it is one of all, into a new storage, made where they arrive.
 
         >>> d = DeviceDict({"x": [0.5], "id": [7]})
         >>> d.to("cpu") is d

@@ -75,8 +75,9 @@ def transfer(
     """``tensors`` on ``device`` (resolved; None: where they are), floating-point and complex ones as ``dtype``.
 
     A tensor that is as wanted is returned itself, unless ``copy``. One that is in the list twice is moved once. Packed
-    tensors stay packed. With ``non_blocking=False`` every result is complete, and every source free to be changed, on
-    return; with True torch's contract holds. Autograd records.
+    tensors stay packed. With ``non_blocking=False`` every source is free to be changed on return, and every result can
+    be used: on the host it is complete, on CUDA for what follows on the current stream. With True torch's contract
+    holds. Autograd records.
 
     ``source`` is where all of them are, if that is known.
     Cost: to another device the copies of the `plan`; else a copy for each that is cast, or one for all that are packed.
@@ -138,8 +139,8 @@ def _move(
     if cuda and torch.cuda.is_current_stream_capturing():
         # Each replay of the graph reads the sources anew. It would not read what was gathered from them.
         return one_by_one(tensors, target, dtype, non_blocking, False)
-    if dtype is not None and has_bytes(target) and packed_layout(tensors, source) is not None:  # cast off the host
-        if target == CPU:
+    if dtype is not None and has_bytes(target) and packed_layout(tensors, source) is not None:
+        if target == CPU and non_blocking:  # cast before: the host must not read what is still under way
             return _move(_stay(tensors, source, dtype, False), source, target, None, non_blocking)
         return _stay(_move(tensors, source, target, None, non_blocking), target, dtype, False)
     how = plan(tensors, source, target, dtype, non_blocking)

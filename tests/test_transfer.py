@@ -319,7 +319,7 @@ class TestHowCudaIsCalled:
         real_to, real_empty = Tensor.to, torch.empty
 
         def to(self: Tensor, device: Any, *args: Any, **kwargs: Any) -> Tensor:
-            waits = "" if kwargs.get("non_blocking") else " and waits"
+            waits = "" if kwargs.pop("non_blocking", False) else " and waits"
             log.append(f"{self.nbytes} to {torch.device(device).type}{waits}")
             return real_to(self, "sim" if torch.device(device).type == "cuda" else device, *args, **kwargs)
 
@@ -384,6 +384,14 @@ class TestHowCudaIsCalled:
     def test_a_packed_dict_is_cast_on_the_gpu(self, log: list[str]) -> None:
         moved = transfer(pack([*small(3), *large(1)], CPU), self.CUDA, torch.float16, source=CPU)
         assert log[1:] == ["65732 to cuda"] and all(t.dtype == torch.float16 and t.device == SIM for t in moved)
+
+    def test_on_the_way_to_the_host_it_is_cast_there_unless_nobody_waits(self, log: list[str]) -> None:
+        there = transfer(pack(small(3), CPU), SIM)
+        log.clear()
+        for non_blocking in (False, True):
+            moved = transfer(there, CPU, torch.float16, non_blocking, source=self.CUDA)
+            assert all(t.dtype == torch.float16 and t.device == CPU for t in moved) and moved[2].mean() == 2
+        assert log == ["192 to cpu and waits", "160 to cpu"]
 
     def test_casts_of_large_ones_wait_so_that_they_are_done_on_the_host(self, log: list[str]) -> None:
         transfer(large(2), self.CUDA, torch.float64, source=CPU)
