@@ -1,4 +1,4 @@
-"""Draw what bench_transfer.py measured: a chart for each operation and size, a bar for each contender.
+"""Draw what bench_transfer.py or bench_loader.py measured: a chart for each operation and size, a bar for each contender.
 
     python benchmarks/plot_transfer.py PATH.json OUT.svg
 
@@ -18,8 +18,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-REFERENCE = "ours packed"
-COLOURS = {REFERENCE: "#1b6ca8", "ours unpacked": "#6fb1dd", "one tensor": "#8a8a8a"}
+COLOURS = {"ours": "#1b6ca8", "ours packed": "#1b6ca8", "ours unpacked": "#6fb1dd", "one tensor": "#8a8a8a"}
 OTHER = "#d9a25f"
 NAMES, WIDTH, GAP = 1.75, 2.1, 0.35  # inches: for the contenders' names, of a chart, and between charts
 TOP, HEAD, BAR = 0.6, 0.75, 0.21  # inches: for the title, for those of a row and its charts, and for a bar
@@ -27,7 +26,7 @@ TOP, HEAD, BAR = 0.6, 0.75, 0.21  # inches: for the title, for those of a row an
 
 def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
     """One chart; ``named``: with the contenders' names, which those to the right of it then share."""
-    ratios = line["ratios"][REFERENCE]
+    ratios = next(iter(line["ratios"].values()))  # those to ours, packed where it is both
     whos = list(ratios)
     middle = [ratios[who]["median"] for who in whos]
     spread = [[ratios[who]["median"] - ratios[who]["min"] for who in whos]]
@@ -71,7 +70,7 @@ def chart(results: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw what bench_transfer.py measured.")
+    parser = argparse.ArgumentParser(description="Draw what a benchmark measured.")
     parser.add_argument("json", type=Path, help="what it wrote")
     parser.add_argument("out", type=Path, help="the picture; its suffix says of which kind")
     args = parser.parse_args()

@@ -1,9 +1,12 @@
 """One typed container, `DeviceDict`: a real dict whose tensors all live on one device."""
 
+from ._collate import collate
 from ._device_dict import DeviceDict
 from ._encoders import Hashing, Utf8, Vocabulary
 from ._errors import DeviceMismatchError
+from ._join import cat, stack
 from ._plain import to_device, to_numpy
+from ._prefetch import prefetch
 from ._strings import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
 from ._tokenizer import Tokenizer
 
@@ -11,6 +14,11 @@ __all__ = [
     # the container
     "DeviceDict",
     "DeviceMismatchError",
+    # batches
+    "stack",
+    "cat",
+    "collate",
+    "prefetch",
     # plain containers
     "to_device",
     "to_numpy",
@@ -26,6 +34,6 @@ __all__ = [
 ]
 
 # Public classes are pickled, shown and documented under the public name, whatever room they live in.
-for _public in (DeviceDict, DeviceMismatchError, Hashing, Tokenizer, Utf8, Vocabulary):
+for _public in (DeviceDict, DeviceMismatchError, Hashing, Tokenizer, Utf8, Vocabulary, prefetch):
     _public.__module__ = __name__
 del _public

@@ -19,6 +19,7 @@ from ._errors import Path, dotted, located
 from ._items import as_dict, nbytes, refuse_key
 from ._movable import MovableDict
 from ._packing import packed_layout
+from ._rows import Rows
 from ._strings import StringEncoder, decode_nested
 from ._tree import TreeDict, V, raw, restore
 
@@ -35,7 +36,7 @@ class DeviceDict(MovableDict[V]):
     **Device**: ``device``, ``is_cuda``, `to`, `cpu`, `cuda`, `numpy`, `pin_memory`, `is_pinned`, `share_memory_`,
     `record_stream`, `pack`, ``is_packed``.
     **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `requires_grad_`, `contiguous`.
-    **Strings**: `decode`, ``encoders``.
+    **Strings**: `decode`, ``encoders``. **Batch**: `rows`.
 
     Values: a tensor on the device is stored itself. A number becomes a 0-d tensor, a NumPy array, or a nested list of
     numbers, a tensor as ``torch.as_tensor`` makes it (an array on the CPU is shared, unless it is read-only), strings
@@ -210,6 +211,27 @@ class DeviceDict(MovableDict[V]):
             return torch.allclose(x, y, rtol, atol, equal_nan)
 
         return agree(self, other, lambda x, y: values_agree(x, y, close))
+
+    # --- like a batch ---
+
+    @property
+    def rows(self) -> Rows[Self]:
+        """The batch view: the first dimension of the fields as rows. ``len(d)`` stays the number of keys.
+
+        ``d.rows[3]``, ``d.rows[8:16]`` (views), ``d.rows[mask_or_indices]`` (copies), ``d.rows[index] = other`` (in
+        place, all fields at once), ``len(d.rows)``, iteration (views), ``d.rows.split(n)`` (views),
+        ``d.rows.shuffle(generator=None)`` (a copy). Every result is a dict of the same class, with the encoders. Of a
+        kept object that is a list of one for each row, rows have theirs; other objects are kept as they are.
+
+        Raises: ``ValueError`` that lists the shapes, for fields that disagree on the first dimension; ``IndexError``,
+        ``TypeError`` for rows that are not there, or an index that is none. Cost: that of indexing every tensor; a mask
+        on an accelerator synchronises.
+
+        >>> d = DeviceDict({"x": [[1, 2], [3, 4], [5, 6]], "name": ["a", "b", "c"]})
+        >>> len(d), len(d.rows), d.rows[1:].decode("name"), d.rows[0]["x"]
+        (2, 3, ['b', 'c'], tensor([1, 2]))
+        """
+        return Rows(self)
 
     # --- strings ---
 

@@ -74,6 +74,15 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     return cast(T, rebuild(iter([place(item) for item in found])))
 
 
+def tensors_inside(obj: Any) -> list[Tensor]:
+    """The tensors that `to_device` would move."""
+    found: list[Any] = []
+    _open(obj, found)
+    return [
+        tensor for item in found for tensor in ([item.data] if isinstance(item, PackedSequence) else _tensors(item))
+    ]
+
+
 def _tensors(item: Any) -> list[Tensor]:
     if isinstance(item, Tensor):
         return [item]

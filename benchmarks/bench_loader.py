@@ -1,0 +1,383 @@
+"""What samples of many fields cost a DataLoader: batches a second, file descriptors, rows, and copies behind compute.
+
+    python benchmarks/bench_loader.py [--quick] [--rounds N] [--json PATH]
+
+The samples are in memory, and nothing reads the batches, so that collating and sending is what is timed. All processes
+compute with one thread. In every round the contenders of a case are timed right after each other and the ratio of their
+times is taken, so that other load on the machine cancels out. tensordict is left out if it is not installed, and the
+part that needs a GPU without one.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from tensordict_lite import DeviceDict, collate, prefetch, stack
+
+sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already; runpy has not
+from common import Seconds, aligned, in_turn, interleaved, parser, ratio, same, setting, write
+
+try:
+    from tensordict import TensorDict
+except ImportError:
+    TensorDict = None
+
+ROWS = 32  # of a batch
+WARM = 5  # batches taken before a measurement, more than the workers have ready
+SECONDS = 0.3  # that the batches of one measurement take, about
+HELD = 64  # batches, for their file descriptors
+STEPS = 100  # of the loop on the GPU
+Fields = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """So many fields of one dtype and shape."""
+
+    count: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def samples(self, count: int) -> list[Fields]:
+        """So many, the same ones at every call."""
+        generator = torch.Generator().manual_seed(0)
+        keys = [sys.intern(f"k{i}") for i in range(self.count)]  # interned, as literals are
+
+        def draw() -> Tensor:
+            return torch.randint(256, self.shape, dtype=torch.uint8, generator=generator).to(self.dtype)
+
+        return [{key: draw() for key in keys} for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``sample`` makes what the dataset gives of the fields, ``collate`` a batch of such samples."""
+
+    name: str
+    sample: Callable[[Fields], Any]
+    collate: Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Samples(Dataset[Any]):
+    """Each process makes them for itself when it first needs them."""
+
+    size: Size
+    sample: Callable[[Fields], Any]
+
+    @cached_property
+    def made(self) -> list[Any]:
+        return [self.sample(fields) for fields in self.size.samples(2 * ROWS)]
+
+    def __getitem__(self, i: int) -> Any:
+        return self.made[i]
+
+
+def as_peer(fields: Fields) -> Any:
+    return TensorDict(fields, batch_size=[])
+
+
+def consolidated(samples: list[Any]) -> Any:
+    return torch.stack(samples).consolidate(share_memory=True)
+
+
+def joined(fields: Fields) -> Tensor:
+    """One tensor of as many bytes: the least that a loader can do."""
+    return torch.cat([field.flatten() for field in fields.values()])
+
+
+OURS, DICT, PEER, ONE = "ours", "dict", "TensorDict", "one tensor"
+CONTENDERS = (
+    Contender(OURS, dict, collate),
+    Contender(DICT, dict, default_collate),
+    Contender(PEER, as_peer, torch.stack),
+    Contender("TensorDict consolidated", as_peer, consolidated),
+    Contender(ONE, joined, default_collate),
+)
+Goals = Mapping[str, float]  # by contender: how many times as long as ours it takes at least
+LOADED: dict[str, tuple[Size, Goals]] = {  # the goals are those with workers
+    "8 x 64 float32": (Size(8, (64,)), {DICT: 2.5, ONE: 0.8}),
+    "40 x 16 float32": (Size(40, (16,)), {DICT: 10, ONE: 0.6}),
+    "200 x 4 float32": (Size(200, (4,)), {DICT: 20}),
+    "4 images": (Size(4, (3, 224, 224), torch.uint8), {DICT: 1}),
+}
+WORKERS: dict[int, Goals | None] = {0: {DICT: 1}, 1: None, 2: None}  # None: the goals of the size
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is done with a batch, or to make one: an expression of each contender."""
+
+    name: str
+    ours: str
+    plain: str
+    peer: str
+    timed: str = "{}"
+    result: str = "{}"
+
+    def codes(self) -> dict[str, str]:
+        return {OURS: self.ours, DICT: self.plain} | ({} if TensorDict is None else {PEER: self.peer})
+
+
+AS_LOOP: Goals = {DICT: 1 / 1.1, PEER: 1}
+EACH_ROW = "({k: v[i] for k, v in s.items()} for i in range(len(ss)))"
+OPERATIONS = (
+    Operation("rows 8 to 16", "d.rows[8:16]", "{k: v[8:16] for k, v in s.items()}", "td[8:16]"),
+    Operation("one row", "d.rows[3]", "{k: v[3] for k, v in s.items()}", "td[3]"),
+    Operation(f"each of {ROWS} rows", "d.rows", EACH_ROW, "td", timed="for row in {}: pass", result="list({})"),
+    Operation(f"stack {ROWS}", "stack(ds)", "{k: torch.stack([s[k] for s in ss]) for k in ss[0]}", "torch.stack(tds)"),
+)
+
+
+class Bench:
+    """Runs the parts, and keeps what they give and what was left out."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.lines: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}
+
+    def leave_out(self, where: str, who: str, error: Exception) -> None:
+        """A peer that fails is left out, with the reason; ours may not fail."""
+        if who == OURS:
+            raise error
+        reason = next(iter(str(error).splitlines()), "")
+        self.left_out[f"{who} in {where}"] = f"{type(error).__name__}: {reason}"
+
+    def loaders(self, where: str, size: Size, workers: int) -> dict[str, Iterator[Any]]:
+        """Endless batches of each contender, after assertions that the first are equal."""
+        expected = default_collate(size.samples(ROWS))
+        out: dict[str, Iterator[Any]] = {}
+        for one in CONTENDERS:
+            if TensorDict is None and one.name.startswith(PEER):
+                continue
+            try:
+                batches = batches_of(one, size, workers)
+                first = next(batches)
+                if isinstance(first, Tensor):
+                    right = torch.equal(first, torch.cat([field.flatten(1) for field in expected.values()], 1))
+                else:
+                    right = same(expected, dict(first.items()))
+                assert right, "gives another batch"
+            except Exception as error:
+                self.leave_out(where, one.name, error)
+                continue
+            if one.name == OURS:
+                shared = all(field.is_shared() for field in first.values())
+                assert type(first) is DeviceDict and first.is_packed and shared == bool(workers), where
+            out[one.name] = batches
+        return out
+
+    def load(self, name: str, size: Size, workers: int, goals: Goals) -> None:
+        operation = f"load, {workers} worker{'' if workers == 1 else 's'}"
+        loaders = self.loaders(f"{operation}, {name}", size, workers)
+        counts = {who: max(WARM, round(SECONDS / per_batch(loader, WARM))) for who, loader in loaders.items()}
+        seconds: Seconds = {who: [] for who in loaders}
+        for i in range(self.rounds):
+            for who in in_turn(loaders, i):
+                seconds[who].append(per_batch(loaders[who], counts[who]))
+                sleep(2 * workers * seconds[who][-1])  # its workers get their next batches ready, then they wait
+        self.keep(operation, name, seconds, goals)
+
+    def rows(self) -> None:
+        """Rows of batches, and batches of rows, without a loader."""
+        cases = {}
+        for count in (8, 100):
+            known = scope(Size(count, (2,)))
+            for one in OPERATIONS:
+                results = {who: plain(eval(one.result.format(code), known)) for who, code in one.codes().items()}
+                for who, result in results.items():
+                    assert same(results[DICT], result), f"{one.name}, {count} fields: {who} gives another result"
+                timers = {who: Timer(one.timed.format(code), globals=known) for who, code in one.codes().items()}
+                cases[one.name, f"{count} x 2 float32"] = timers
+        for (operation, name), seconds in interleaved(cases, self.rounds).items():
+            self.keep(operation, name, seconds, AS_LOOP)
+
+    def keep(self, operation: str, name: str, seconds: Seconds, goals: Goals) -> None:
+        ratios = {who: ratio(times, seconds[OURS]) for who, times in seconds.items()}
+        goals = {who: least for who, least in goals.items() if who in ratios}
+        met = [
+            {"ours": OURS, "against": who, "least": least, "met": ratios[who]["median"] >= least}
+            for who, least in goals.items()
+        ]
+        medians = {who: median(times) for who, times in seconds.items()}
+        line = {"operation": operation, "fields": name, "median_seconds": medians, "ratios": {OURS: ratios}}
+        self.lines.append({**line, "goals": met})
+
+    def descriptors(self) -> dict[str, Any]:
+        """How many file descriptors a process holds more when it holds batches that a worker sent."""
+        size, goal, growth = Size(50, (16,)), HELD + 16, {}
+        where = f"file descriptors of {HELD} batches of {size.count} fields"
+        for who, batches in self.loaders(where, size, 1).items():
+            try:
+                before = len(os.listdir("/dev/fd"))
+                held = [next(batches) for _ in range(HELD)]
+                growth[who] = len(os.listdir("/dev/fd")) - before
+                del held
+            except Exception as error:  # there may be too few for a peer
+                self.leave_out(where, who, error)
+        return {"batches": HELD, "fields": size.count, "growth": growth, "goal": goal, "met": growth[OURS] <= goal}
+
+
+def batches_of(one: Contender, size: Size, workers: int) -> Iterator[Any]:
+    """Without an end, so that the workers live as long as the iterator."""
+    turns = cycle([range(ROWS), range(ROWS, 2 * ROWS)])
+    samples = Samples(size, one.sample)
+    return iter(DataLoader(samples, batch_sampler=turns, num_workers=workers, collate_fn=one.collate))  # type: ignore
+
+
+def per_batch(batches: Iterator[Any], count: int) -> float:
+    """The seconds that one takes, of so many; each is dropped before the next is taken."""
+    for _ in range(WARM):
+        next(batches)
+    start = perf_counter()
+    for _ in range(count):
+        next(batches)
+    return (perf_counter() - start) / count
+
+
+def scope(size: Size) -> dict[str, Any]:
+    """What the statements name: the samples and the batch of each contender."""
+    ss = size.samples(ROWS)
+    known = {"torch": torch, "stack": stack, "ss": ss, "s": default_collate(ss)}
+    known |= {"ds": list(map(DeviceDict, ss)), "d": collate(ss)}
+    if TensorDict is not None:
+        known["tds"] = list(map(as_peer, ss))
+        known["td"] = torch.stack(known["tds"])
+    return known
+
+
+def plain(x: Any) -> Any:
+    return list(map(plain, x)) if isinstance(x, list) else dict(x.items())
+
+
+def overlap(device: torch.device, rounds: int) -> dict[str, Any]:
+    """The share of the copies that ``prefetch`` hides behind the compute, which takes about as long as they do."""
+    samples = Size(20, (512, 1024)).samples(4)
+    batches = [DeviceDict(sample).pack().pin_memory() for sample in samples]  # 40 MB each
+    assert all(batch.is_packed and batch.is_pinned() for batch in batches)
+    loader = [batches[i % len(batches)] for i in range(STEPS)]
+    square = torch.rand(1024, 1024, device=device)
+    into = torch.empty_like(square)
+    total = torch.zeros(1024, device=device)
+    resident = batches[0].to(device)
+
+    def compute(batch: DeviceDict[Any], times: int) -> None:
+        total.add_(batch["k0"][0])
+        for _ in range(times):
+            torch.mm(square, square, out=into)
+
+    known = {"loader": loader, "device": device, "prefetch": prefetch, "resident": resident, "compute": compute}
+    known |= {"synchronize": torch.get_device_module(device).synchronize, "square": square, "into": into}
+    known |= {"torch": torch, "DeviceDict": DeviceDict}
+    codes = {
+        "copy": "for batch in loader: batch.to(device, non_blocking=True)",
+        "compute": "for batch in loader: compute(resident, times)",
+        "prefetch": "for batch in prefetch(loader, device): compute(batch, times)",
+        "plain loop": "for batch in loader: compute(batch.to(device, non_blocking=True), times)",
+    }
+
+    def timer(code: str) -> Timer:  # its own clock would wait for the device once more
+        return Timer(f"{code}\nsynchronize()", setup="synchronize()", timer=perf_counter, globals=known)
+
+    for batch, sample in zip(prefetch(loader, device), samples, strict=False):
+        assert batch.device == resident.device and same(sample, dict(batch.cpu().items())), "gives another batch"
+    copied = timer(codes["copy"]).blocked_autorange(min_run_time=1).median / STEPS
+    multiplied = timer("for _ in range(1000): torch.mm(square, square, out=into)").blocked_autorange().median / 1000
+    known["times"] = max(1, round(copied / multiplied))
+    seconds = interleaved({"": {who: timer(code) for who, code in codes.items()}}, rounds)[""]
+    hidden = {}
+    for who in ("prefetch", "plain loop"):
+        steps = list(zip(seconds["copy"], seconds["compute"], seconds[who], strict=True))
+        shares = [(copy + work - loop) / min(copy, work) for copy, work, loop in steps]
+        hidden[who] = {"median": median(shares), "min": min(shares), "max": max(shares)}
+    return {
+        "batch_bytes": batches[0].nbytes,
+        "fields": len(batches[0]),
+        "median_step_seconds": {who: median(times) / STEPS for who, times in seconds.items()},
+        "hidden": hidden,
+        "goal": 0.95,
+        "met": hidden["prefetch"]["median"] >= 0.95,
+    }
+
+
+def shown(r: Mapping[str, float]) -> str:
+    return f"{r['median']:7.2f} ({r['min']:.2f}..{r['max']:.2f})"
+
+
+def yes(met: bool) -> str:
+    return "yes" if met else "NO"
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """A line for each contender, with its time as a multiple of ours, and the goal that is about it."""
+    rows = [["operation", "fields", "contender", "a second", f"/ {OURS}", "goal", "met"]]
+    for one in lines:
+        where = [one["operation"], one["fields"]]
+        goals = {goal["against"]: goal for goal in one["goals"]}
+        for who, seconds in one["median_seconds"].items():
+            goal = goals.get(who)
+            met = ["", ""] if goal is None else [f">= {goal['least']:.3g}", yes(goal["met"])]
+            rows.append([*where, who, f"{1 / seconds:8.0f}", shown(one["ratios"][OURS][who]), *met])
+            where = ["", ""]
+    return aligned(rows)
+
+
+def main() -> None:
+    args = parser("A DataLoader of samples with many fields, beside a plain dict and TensorDict.").parse_args()
+    torch.set_num_threads(1)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a batch of 200 fields that is not packed needs 200
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    gpu = None if device is None else torch.cuda.get_device_name(device)
+    measured = setting(tensordict=TensorDict) | ({"gpu": gpu} if gpu else {})
+    print(", ".join(f"{what} {name or 'is not installed, it is left out'}" for what, name in measured.items()))
+    print(f"median (least..greatest) of {args.rounds} ratios of times; above 1 ours is faster\n", flush=True)
+
+    bench = Bench(args.rounds)
+    for workers, goals in WORKERS.items():
+        for name, (size, of_size) in LOADED.items():
+            bench.load(name, size, workers, of_size if goals is None else goals)
+    bench.rows()
+    print(table(bench.lines), flush=True)
+
+    held = bench.descriptors()
+    print(f"\nfile descriptors for {held['batches']} batches of {held['fields']} fields from a worker:")
+    print(", ".join(f"{who} {growth}" for who, growth in held["growth"].items()), end="; ")
+    print(f"goal: ours <= {held['goal']}: {yes(held['met'])}")
+
+    overlapped = None
+    if device is None:
+        print("\nthere is no CUDA here, copies behind compute are left out")
+    else:
+        overlapped = overlap(device, args.rounds)
+        steps = overlapped["median_step_seconds"].items()
+        print(f"\na step, of {overlapped['batch_bytes'] / 1e6:.0f} MB in {overlapped['fields']} fields, in ms:")
+        print(", ".join(f"{who} {1000 * seconds:.3f}" for who, seconds in steps))
+        shares = ", ".join(f"{who} {shown(share)}" for who, share in overlapped["hidden"].items())
+        print(f"share of the copy that is hidden: {shares}")
+        print(f"goal: prefetch >= {overlapped['goal']}: {yes(overlapped['met'])}")
+    for what, reason in bench.left_out.items():
+        print(f"left out: {what}: {reason}")
+    results = {"rounds": args.rounds, "left_out": bench.left_out, "results": bench.lines}
+    parts = {"file_descriptors": held, "prefetch": overlapped}
+    write(args.json, {**measured, "device": None if device is None else str(device), "gpu": gpu, **results, **parts})
+
+
+if __name__ == "__main__":
+    main()

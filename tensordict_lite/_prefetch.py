@@ -1,0 +1,108 @@
+"""`prefetch`: the next batches on their way to the device while this one is worked on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from ._devices import DeviceLike, resolve
+from ._plain import tensors_inside, to_device
+
+B = TypeVar("B")
+
+
+class prefetch(Generic[B]):
+    """``loader`` with its batches on ``device``, the next ``depth`` of them already on their way.
+
+    The copies run on a stream of their own, beside the work on the current one. Each batch is handed over when its copy
+    is done for the current stream, so that it can be used at once. Without streams (on the CPU, on ``mps``) every batch
+    is moved as it is asked for.
+
+    Args:
+        loader: a DataLoader, or any other iterable of batches. It is iterated anew each time this is.
+        device: where the batches go.
+        depth: batches that are fetched and moved ahead.
+
+    Batches may be `DeviceDict`, tensors, or plain containers, which `to_device` goes through. ``len``, and every other
+    attribute that this does not have, such as ``dataset``, ``sampler`` and ``batch_sampler``, are the loader's. An
+    exception of the loader is raised at the batch where it happened, after those before it. After a ``break`` nothing
+    stays behind: no thread is used, and the loader's iterator and the batches ahead go with this one's.
+
+    Raises: ``ValueError`` for a ``depth`` under 1; torch's own error for a device that is not there.
+    Cost: one copy a batch, fastest from pinned memory (``DataLoader(..., pin_memory=True)``) and of packed batches (see
+    `collate`); memory for ``depth`` batches on the device. The host waits for the copy of a batch before it asks the
+    loader for the one after, so that a loader may use its memory again.
+
+    >>> from tensordict_lite import collate, prefetch
+    >>> from torch.utils.data import DataLoader
+    >>> loader = DataLoader([{"x": float(i)} for i in range(4)], batch_size=2, collate_fn=collate)
+    >>> batches = prefetch(loader, "cpu")
+    >>> len(batches), [batch["x"] for batch in batches]
+    (2, [tensor([0., 1.]), tensor([2., 3.])])
+    """
+
+    def __init__(self, loader: Iterable[B], device: DeviceLike, *, depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"prefetch takes a depth of at least 1, got {depth}")
+        self.loader = loader
+        self.device = resolve(device)
+        self.depth = depth
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.loader))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "loader" not in self.__dict__:  # while it is unpickled, say
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[B]:
+        if self.device.type not in ("cuda", "xpu"):
+            return (to_device(batch, self.device) for batch in self.loader)
+        return _ahead(iter(self.loader), self.device, self.depth, torch.get_device_module(self.device))
+
+
+def _ahead(batches: Iterator[B], device: torch.device, depth: int, module: Any) -> Iterator[B]:
+    """A batch as soon as its copy is done for the current stream, with ``depth`` more under way."""
+    side = module.Stream(device)
+    ready: deque[tuple[Any, Any]] = deque()  # batches with the event of their copy; or an exception, with None
+    sources: deque[Any] = deque(maxlen=1)  # kept until its copy is done
+    last: Any = None  # the event of that copy
+    fetching = True
+    try:
+        while True:
+            while fetching and len(ready) <= depth:
+                if last is not None:
+                    last.synchronize()  # from here on the loader may write to the memory that the last batch came from
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    fetching = False
+                    break
+                except Exception as error:  # it is raised in its turn
+                    ready.append((error, None))
+                    fetching = False
+                    break
+                side.wait_stream(module.current_stream(device))  # what it is made from may still be computed there
+                with module.stream(side):
+                    ready.append((to_device(batch, device, non_blocking=True), last := module.Event()))
+                    last.record(side)
+                sources.append(batch)
+            if not ready:
+                return
+            batch, copied = ready.popleft()
+            if copied is None:
+                raise batch
+            current = module.current_stream(device)
+            current.wait_event(copied)  # not for the whole side stream, which goes on with the batches after
+            for tensor in tensors_inside(batch):
+                tensor.record_stream(current)  # its memory is not given to the side stream while this one uses it
+            yield batch
+            del batch
+    finally:
+        if last is not None:
+            last.synchronize()
+        ready.clear()  # an exception in it would keep this frame, and so the loader's iterator, alive

@@ -1,0 +1,196 @@
+"""The batch view of a dict: its fields' first dimension as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import index as as_int
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._checked import CheckedDict
+from ._errors import dotted
+from ._tree import TreeDict
+
+D = TypeVar("D", bound=CheckedDict[Any])
+
+_CHUNK = 64
+"""Rows that iteration makes views of at once: one call a field then serves many (0.4 us a view instead of 0.8)."""
+
+
+class Rows(Generic[D]):
+    """``d.rows``: see `DeviceDict.rows`."""
+
+    __slots__ = ("_dict",)
+
+    def __init__(self, d: D) -> None:
+        self._dict = d
+
+    def __len__(self) -> int:
+        """The size of the first dimension, which all fields share. Raises ``ValueError`` with their shapes if not."""
+        return _count(self._dict)
+
+    def __getitem__(self, index: Any) -> D:
+        """A row (int), rows in order (slice), or those that a mask or indices give, as a dict of the same class.
+
+        Ints and slices are views, anything else is copied. Raises ``IndexError`` for a row that is not there,
+        ``TypeError`` for what is no index.
+        """
+        d = self._dict
+        if type(index) is not slice:
+            index = _index(index, _count(d))
+        rows: int | None = None
+        items: dict[str, Any] = {}
+        for key, value in d.items():
+            if type(value) is not Tensor or not (shape := value.shape) or (shape[0] != rows and rows is not None):
+                return _taken(d, index, _count(d))
+            rows = shape[0]
+            items[key] = value[index]
+        if rows is None:
+            _refuse(d)
+        return d._new(items, d._device, d._policy)
+
+    def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
+        """Write the fields of ``other``, which are all of the dict's, into these rows, in place.
+
+        Values are taken by the rule of ``d[key] = ...`` and broadcast as in ``tensor[index] = value``. Raises before
+        anything is written: ``ValueError`` for keys or shapes that do not fit, and what that rule raises.
+        """
+        d = self._dict
+        count = _count(d)
+        index = index if type(index) is slice else _index(index, count)
+        if not isinstance(cast(object, other), Mapping):
+            raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
+        values = d._new((), d._device, d._policy)
+        values._take(other)
+        writes: list[tuple[Tensor, Any]] = []
+        _plan_writes(d, values, index, count, (), writes)
+        for tensor, value in writes:
+            tensor[index] = value
+
+    def __iter__(self) -> Iterator[D]:
+        """Every row, as ``d.rows[i]``."""
+        d = self._dict
+        count = _count(d)
+        tensors, flat = d._listed()
+        if not flat or not tensors or any(tensor.requires_grad for tensor in tensors):
+            # unbind's views of a tensor that requires grad cannot be written in place, and those of an index can.
+            yield from (self[i] for i in range(count))
+            return
+        names, device, policy, new = list(d), d._device, d._policy, d._new
+        for start in range(0, count, _CHUNK):
+            for row in zip(*(tensor[start : start + _CHUNK].unbind() for tensor in tensors), strict=True):
+                yield new(zip(names, row, strict=True), device, policy)
+
+    def split(self, size: int) -> list[D]:
+        """The rows in parts of ``size``, the last one maybe smaller: views, as ``torch.split``."""
+        if size < 1:
+            raise ValueError(f"split takes a size of at least 1, got {size}")
+        return [self[start : start + size] for start in range(0, len(self), size)]
+
+    def shuffle(self, generator: torch.Generator | None = None) -> D:
+        """All rows in random order, copied; ``generator`` may be on the CPU or on the device of the dict."""
+        where = "cpu" if generator is None else generator.device
+        return self[torch.randperm(len(self), generator=generator, device=where)]
+
+    def __repr__(self) -> str:
+        return f"{type(self._dict).__name__}.rows({len(self)})"
+
+
+def _count(d: TreeDict[Any]) -> int:
+    tensors = d._tensors()
+    counts = {tensor.shape[0] if tensor.dim() else -1 for tensor in tensors}
+    if len(counts) == 1 and -1 not in counts:
+        return counts.pop()
+    _refuse(d)
+
+
+def _refuse(d: TreeDict[Any]) -> NoReturn:
+    shapes = [f"{dotted(path)} {list(tensor.shape)}" for path, tensor in _paths(d, ())]
+    listed = ", ".join(shapes[:20]) + (f" and {len(shapes) - 20} more" if len(shapes) > 20 else "")
+    raise ValueError(
+        f"rows need fields that agree on their first dimension, this {type(d).__name__} has {listed or 'no tensors'}"
+    )
+
+
+def _paths(d: TreeDict[Any], at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    for key, value in d.items():
+        if isinstance(value, Tensor):
+            yield (*at, key), value
+        elif isinstance(value, TreeDict):
+            yield from _paths(cast("TreeDict[Any]", value), (*at, key))
+
+
+def _index(given: Any, count: int) -> Any:
+    """An int or a tensor of ints, for rows that are there."""
+    if not isinstance(given, (bool, np.bool_, Tensor, np.ndarray, list, tuple, range)):
+        try:
+            at = as_int(given)
+        except TypeError:
+            raise TypeError(
+                "rows are taken by int, slice, mask or indices (a tensor, array or list), "
+                f"got {type(given).__name__}; fields by d[key]"
+            ) from None
+        if not -count <= at < count:
+            raise IndexError(f"row {at} is out of range, there are {count}")
+        return at
+    if isinstance(given, (bool, np.bool_)):
+        raise TypeError("rows are taken by int, slice, mask or indices, got one bool")
+    if isinstance(given, (list, tuple, range)):
+        given = torch.tensor(list(cast("list[Any]", given))) if len(cast("list[Any]", given)) else torch.zeros(0).long()
+    tensor = torch.as_tensor(given)
+    if tensor.dtype == torch.bool:
+        if tensor.shape != (count,):
+            raise IndexError(f"a mask for {count} rows has the shape [{count}], got {list(tensor.shape)}")
+        return tensor.nonzero().squeeze(1)  # once, not once a field
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 1:
+        what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        raise TypeError(f"rows are taken by a mask or by a list of ints, got {what}")
+    return int(tensor) if tensor.dim() == 0 else tensor.long()
+
+
+def _taken(d: Any, index: Any, count: int) -> Any:
+    """Nested dicts too. Of kept objects those that are a list of one for each row give theirs, others are kept."""
+    items: dict[str, Any] = {}
+    for key, value in d.items():
+        if isinstance(value, Tensor):
+            items[key] = value[index]
+        elif isinstance(value, TreeDict):
+            items[key] = _taken(value, index, count)
+        elif isinstance(value, list) and len(cast("list[Any]", value)) == count:
+            listed = cast("list[Any]", value)
+            items[key] = [listed[int(i)] for i in index] if isinstance(index, Tensor) else listed[index]
+        else:
+            items[key] = value
+    return d._new(items, d._device, d._policy)
+
+
+def _plan_writes(
+    d: TreeDict[Any],
+    values: TreeDict[Any],
+    index: Any,
+    count: int,
+    at: tuple[str, ...],
+    writes: list[tuple[Tensor, Any]],
+) -> None:
+    missing, extra = d.keys() - values.keys(), values.keys() - d.keys()
+    if missing or extra:
+        what = f"lacks {dotted((*at, min(missing)))}" if missing else f"has {dotted((*at, min(extra)))}, which is new"
+        raise ValueError(f"rows are set from all fields at once; what was given {what}")
+    for key, target in d.items():
+        value: Any = values[key]
+        path = (*at, key)
+        if isinstance(target, TreeDict) and isinstance(value, TreeDict):
+            _plan_writes(cast("TreeDict[Any]", target), cast("TreeDict[Any]", value), index, count, path, writes)
+        elif isinstance(target, Tensor) and isinstance(value, Tensor):
+            rows = target[index]
+            try:
+                writes.append((target, value.expand(rows.shape)))
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{dotted(path)}: expected {list(rows.shape)} for these rows, got {list(value.shape)}"
+                ) from error
+        else:
+            raise ValueError(f"{dotted(path)} cannot be set by rows: it is no tensor")
