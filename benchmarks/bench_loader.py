@@ -238,7 +238,7 @@ def batches_of(one: Contender, size: Size, workers: int) -> Iterator[Any]:
     """Without an end, so that the workers live as long as the iterator."""
     turns = cycle([range(ROWS), range(ROWS, 2 * ROWS)])
     samples = Samples(size, one.sample)
-    return iter(DataLoader(samples, batch_sampler=turns, num_workers=workers, collate_fn=one.collate))  # type: ignore
+    return iter(DataLoader(samples, batch_sampler=turns, num_workers=workers, collate_fn=one.collate))
 
 
 def per_batch(batches: Iterator[Any], count: int) -> float:
@@ -317,7 +317,7 @@ def overlap(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def shown(r: Mapping[str, float]) -> str:
-    return f"{r['median']:7.2f} ({r['min']:.2f}..{r['max']:.2f})"
+    return f"{r['median']:7.3f} ({r['min']:.3f}..{r['max']:.3f})"
 
 
 def yes(met: bool) -> str:

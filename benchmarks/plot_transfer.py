@@ -1,8 +1,9 @@
-"""Draw what bench_transfer.py or bench_loader.py measured: a chart for each operation and size, a bar for each contender.
+"""Draw what a benchmark measured: a chart for each operation and size, a bar for each contender.
 
     python benchmarks/plot_transfer.py PATH.json OUT.svg
 
-A bar is the median time as a multiple of that of the packed DeviceDict, the thin line on it the least and the greatest.
+The JSON is that of bench_transfer.py or bench_loader.py. A bar is the median time as a multiple of that of the packed
+DeviceDict, the thin line on it the least and the greatest.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from ._devices import CPU, canonical
 from ._errors import DeviceMismatchError, Path
 from ._items import tensors_in
 from ._join import columns, described, merged_policy, refuse, widened
-from ._layout import Layout, lay_out
+from ._layout import Layout, lay_out, row_major
 from ._packing import packs
 from ._policy import Encoders, Policy
 from ._tree import TreeDict
@@ -28,13 +29,10 @@ D = TypeVar("D", bound=DeviceDict[Any])
 Pad = Mapping[Any, float]
 
 
-class _Field(NamedTuple):
-    """One field of the batch, before it is in the block."""
-
-    path: Path
-    samples: Sequence[Tensor]
-    """To be stacked, each like the first; or one tensor, which is the field already."""
-    whole: bool
+_Field = tuple[Path, Sequence[Tensor], bool]
+"""One field of the batch before it is in the block: its path, the samples of it, which are all alike, and whether these
+are to be stacked, or else one tensor, which is the field already."""
+_dtype = attrgetter("dtype")
 
 
 def collate(
@@ -79,21 +77,31 @@ def collate(
     if isinstance(samples, Mapping) or not len(samples):
         raise ValueError(f"collate takes a list of at least one sample, got {described(samples)}")
     first = samples[0]
-    for i, sample in enumerate(samples):
-        if not isinstance(cast(object, sample), Mapping):
-            raise TypeError(
-                f"collate takes samples that are mappings, sample {i} is {described(sample)}; torch's default_collate "
-                "takes others, and DeviceDicts within them"
-            )
+    if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
+        i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
+        raise TypeError(
+            f"collate takes samples that are mappings, sample {i} is {described(odd)}; torch's default_collate takes "
+            "others, and DeviceDicts within them"
+        )
     tensors = tensors_in(first)
     home = canonical(tensors[0].device if tensors else torch.empty(0).device)
     if isinstance(first, cls):
         cls = type(first)
-    collector = _Collector(home, cls, pad or {})
     policy = merged_policy(_trees(samples), (), "sample") if isinstance(first, TreeDict) else cls._class_policy
-    batch = collector.collect(samples, cls, policy.override(encoders), ())
-    fields = _filled(collector.fields, home) if pack and packs(home) else [_stacked(f) for f in collector.fields]
-    return cast(D, batch._with(fields, home))
+    policy = policy if encoders is None else policy.override(encoders)
+    # To compare the shapes of all samples takes as long as to copy them, and torch does it again. So it is left to
+    # torch, and only what it refuses is gone through again, to be padded, or named.
+    for careful in (False, True):
+        collector = _Collector(home, cls, pad or {}, careful)
+        try:
+            batch = collector.collect(samples, cls, policy, ())
+            fields = collector.fields
+            out = _filled(fields, home, careful) if pack and packs(home) else list(map(_stacked, fields))
+            return cast(D, batch._with(out, home))
+        except RuntimeError:
+            if careful:
+                raise
+    raise AssertionError("one of the two returns or raises")
 
 
 def _trees(samples: Sequence[Any]) -> list[TreeDict[Any]]:
@@ -103,8 +111,8 @@ def _trees(samples: Sequence[Any]) -> list[TreeDict[Any]]:
 class _Collector:
     """Walks all samples at once, checks them against the first, and lists the fields of the batch, depth first."""
 
-    def __init__(self, home: torch.device, cls: type[DeviceDict[Any]], pad: Pad) -> None:
-        self.home, self.cls, self.pad = home, cls, pad
+    def __init__(self, home: torch.device, cls: type[DeviceDict[Any]], pad: Pad, careful: bool) -> None:
+        self.home, self.cls, self.pad, self.careful = home, cls, pad, careful
         self.fields: list[_Field] = []
 
     def collect(
@@ -115,20 +123,29 @@ class _Collector:
         used: dict[str, Any] = {}
         for key, column in columns(samples, at, "sample"):
             path = (*at, key)
-            kinds = set(map(type, column))
-            if kinds == {Tensor}:
+            first = column[0]
+            if type(first) is Tensor and self.are_tensors(column):
                 items[key] = self.add(path, column, policy.encoders.get(key))
-            elif all(issubclass(kind, Mapping) for kind in kinds):
+            elif all(isinstance(value, Mapping) for value in column):
                 items[key] = self.nested(column, policy, path)
             else:
-                value, encoder = self.host_values(column, kinds, policy, path)
+                value, encoder = self.host_values(column, set(map(type, column)), policy, path)
                 if isinstance(value, DeviceDict):
                     for part, codes in cast("DeviceDict[Any]", value).items():
                         value[part] = self.add((*path, part), [codes], None, whole=True)
                 items[key] = value
                 if encoder is not None:
                     used[key] = encoder
-        return cls._new(items, self.home, policy.with_encoders(used))
+        return cls._new(items, self.home, policy.with_encoders(used) if used else policy)
+
+    def are_tensors(self, column: Sequence[Any]) -> bool:
+        """Whether all are, of one dtype; with `careful`, of any."""
+        if self.careful:
+            return set(map(type, column)) == {Tensor}
+        try:
+            return set(map(_dtype, column)) == {column[0].dtype}
+        except AttributeError:  # something that has none
+            return False
 
     def nested(self, column: Sequence[Any], policy: Policy, path: Path) -> DeviceDict[Any]:
         first = column[0]
@@ -140,14 +157,16 @@ class _Collector:
     def add(self, path: Path, column: Sequence[Tensor], encoder: object, whole: bool = False) -> Tensor:
         """Put a field on the list, and return what stands in for it."""
         first = column[0]
-        if not whole:
+        if not whole and (self.careful or encoder is not None or self.pad):
             shape, dtype = first.shape, first.dtype
             if any(tensor.shape != shape or tensor.dtype is not dtype for tensor in column):
                 column, whole = self.made_equal(path, column, encoder)
-        if column[0].device != self.home:
-            raise DeviceMismatchError.at(path, self.home, column[0].device)
-        self.fields.append(_Field(path, column, whole))
-        return column[0]
+            if any(tensor.device != self.home for tensor in column):
+                raise DeviceMismatchError.at(path, self.home, next(t.device for t in column if t.device != self.home))
+        if not (first.is_cpu if self.home is CPU else first.device == self.home):
+            raise DeviceMismatchError.at(path, self.home, first.device)
+        self.fields.append((path, column, whole))
+        return first
 
     def made_equal(self, path: Path, column: Sequence[Tensor], encoder: object) -> tuple[Sequence[Tensor], bool]:
         """Samples of different lengths padded, if they are to be. Raises ``ValueError`` if they are not."""
@@ -209,36 +228,32 @@ class _Collector:
 
 
 def _stacked(field: _Field) -> Tensor:
-    if field.whole:
-        return field.samples[0]
+    path, samples, whole = field
+    if whole:
+        return samples[0]
     try:
-        return torch.stack(list(field.samples))
+        return torch.stack(list(samples))
     except RuntimeError as error:
-        refuse(field.samples, field.path, "sample", error)
+        refuse(samples, path, "sample", error)
 
 
-def _filled(fields: Sequence[_Field], home: torch.device) -> list[Tensor]:
+def _filled(fields: Sequence[_Field], home: torch.device, careful: bool) -> list[Tensor]:
     """The fields, in one new block if they can be. In a worker it is shared memory."""
     out: list[Any] = [None] * len(fields)
     groups: dict[Any, list[int]] = {}
-    for i, field in enumerate(fields):
-        first = field.samples[0]
-        if not packable(first) or any(map(_special, field.samples)):
-            out[i] = _stacked(field)
-        else:
-            shape = tuple(first.shape) if field.whole else (len(field.samples), *first.shape)
-            stride = first.stride() if field.whole else torch.empty(shape, device="meta").stride()
-            groups.setdefault((first.dtype, shape, stride), []).append(i)
+    for i, (_, samples, whole) in enumerate(fields):
+        first = samples[0]
+        if not packable(first) or (careful and not all(map(packable, samples))):
+            out[i] = _stacked(fields[i])
+            continue
+        shape = tuple(first.shape) if whole else (len(samples), *first.shape)
+        groups.setdefault((first.dtype, shape, first.stride() if whole else row_major(shape)), []).append(i)
     layout = lay_out(groups.items())
     if layout.members:
         into = regions(_block(layout, home), layout)
         _fill(fields, layout, into)
         scatter(layout, into, out)
     return out
-
-
-def _special(t: Tensor) -> bool:
-    return type(t) is not Tensor or t.requires_grad
 
 
 def _block(layout: Layout, home: torch.device) -> Tensor:
@@ -250,15 +265,18 @@ def _block(layout: Layout, home: torch.device) -> Tensor:
 
 def _fill(fields: Sequence[_Field], layout: Layout, into: Sequence[Tensor]) -> None:
     for run, region in zip(layout.runs, into, strict=True):
-        views = (region,) if len(run.members) == 1 else region.unbind()
-        for i, view in zip(run.members, views, strict=True):
-            if fields[i].whole:
-                view.copy_(fields[i].samples[0])
+        many = len(run.members) > 1
+        if many and region.is_contiguous() and not any(fields[i][2] for i in run.members):
+            # All samples of all fields of a run in one call: 0.12 us each, and 0.17 in a call for each field.
+            samples = [sample for i in run.members for sample in fields[i][1]]
+            torch.stack(samples, out=region.flatten(0, 1))
+            continue
+        for i, view in zip(run.members, region.unbind() if many else (region,), strict=True):
+            _, samples, whole = fields[i]
+            if whole:
+                view.copy_(samples[0])
             else:
-                try:
-                    torch.stack(list(fields[i].samples), out=view)
-                except RuntimeError as error:
-                    refuse(fields[i].samples, fields[i].path, "sample", error)
+                torch.stack(list(samples), out=view)
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

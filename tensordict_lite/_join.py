@@ -95,8 +95,8 @@ def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Itera
     """The values of every key, that of the first mapping first. ``ValueError`` if one has other keys than the first."""
     first = mappings[0]
     names = list(first)
-    if all(list(mapping) == names for mapping in mappings):
-        return zip(names, zip(*(mapping.values() for mapping in mappings), strict=True), strict=True)
+    if len(set(map(tuple, mappings))) == 1:
+        return zip(names, zip(*[mapping.values() for mapping in mappings], strict=True), strict=True)
     for i, mapping in enumerate(mappings):
         missing, extra = first.keys() - mapping.keys(), mapping.keys() - first.keys()
         if missing:

@@ -128,6 +128,12 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> Sizes:
     return tuple(out)
 
 
+@lru_cache(maxsize=1024)
+def row_major(shape: Sizes) -> Sizes:
+    """The stride of a contiguous tensor."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
 def _products(shape: Sequence[int], order: list[int]) -> list[int]:
     products = [1]
     for i in order[:-1]:
