@@ -10,6 +10,7 @@ part that needs a GPU without one.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
@@ -225,6 +226,7 @@ class Bench:
         where = f"file descriptors of {HELD} batches of {size.count} fields"
         for who, batches in self.loaders(where, size, 1).items():
             try:
+                gc.collect()  # batches in reference cycles have descriptors too
                 before = len(os.listdir("/dev/fd"))
                 held = [next(batches) for _ in range(HELD)]
                 growth[who] = len(os.listdir("/dev/fd")) - before

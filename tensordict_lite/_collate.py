@@ -126,7 +126,7 @@ class _Collector:
             first = column[0]
             if type(first) is Tensor and self.are_tensors(column):
                 items[key] = self.add(path, column, policy.encoders.get(key))
-            elif all(isinstance(value, Mapping) for value in column):
+            elif any(isinstance(value, Mapping) for value in column):
                 items[key] = self.nested(column, policy, path)
             else:
                 value, encoder = self.host_values(column, set(map(type, column)), policy, path)
@@ -149,15 +149,19 @@ class _Collector:
 
     def nested(self, column: Sequence[Any], policy: Policy, path: Path) -> DeviceDict[Any]:
         first = column[0]
+        if not all(isinstance(value, Mapping) for value in column):
+            refuse(column, path, "sample", None)
         if not isinstance(first, DeviceDict):
             return self.collect(column, self.cls, policy, path)
         cls: Any = type(cast(object, first))
         return self.collect(column, cls, merged_policy(_trees(column), path, "sample"), path)
 
-    def add(self, path: Path, column: Sequence[Tensor], encoder: object, whole: bool = False) -> Tensor:
-        """Put a field on the list, and return what stands in for it."""
+    def add(
+        self, path: Path, column: Sequence[Tensor], encoder: object, whole: bool = False, check: bool = False
+    ) -> Tensor:
+        """Put a field on the list, and return what stands in for it. ``check``: that its samples are all alike."""
         first = column[0]
-        if not whole and (self.careful or encoder is not None or self.pad):
+        if not whole and (check or self.careful or encoder is not None or self.pad):
             shape, dtype = first.shape, first.dtype
             if any(tensor.shape != shape or tensor.dtype is not dtype for tensor in column):
                 column, whole = self.made_equal(path, column, encoder)
@@ -186,9 +190,11 @@ class _Collector:
     def host_values(self, column: Sequence[Any], kinds: set[type], policy: Policy, path: Path) -> tuple[Any, object]:
         """The field of values that are not all tensors, and the encoder they were encoded with: at once if possible."""
         together: Any = list(column)
-        if all(issubclass(kind, np.ndarray) for kind in kinds) and len({array.shape for array in column}) == 1:
-            if len({array.dtype for array in column if array.dtype.kind not in "UT"}) <= 1:
-                together = np.stack(column)
+        if all(issubclass(kind, np.ndarray) for kind in kinds):
+            alike = {(array.shape, array.dtype.kind in "UT" or array.dtype) for array in column}
+            if len(alike) > 1:
+                return self.one_by_one(column, policy, path)
+            together = np.stack(column)
         elif all(issubclass(kind, np.generic) for kind in kinds):
             together = np.array(column)
         elif any(issubclass(kind, (Tensor, Mapping, np.ndarray)) for kind in kinds):
@@ -221,7 +227,7 @@ class _Collector:
                 raise type(error)(f"sample {i}: {error}") from error
             stored.append(made)
         if all(isinstance(value, Tensor) for value in stored):
-            return self.add(path, stored, encoder), encoder
+            return self.add(path, stored, encoder, check=True), encoder
         if any(isinstance(value, (Tensor, Mapping)) for value in stored):
             refuse(column, path, "sample", None)
         return stored, encoder

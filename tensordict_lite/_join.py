@@ -142,7 +142,7 @@ def refuse(column: Sequence[Any], path: Path, noun: str, error: Exception | None
         if described(value) != described(column[0]):
             message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(column[0])}{hint}"
             raise ValueError(message) from error
-    raise ValueError(f"{dotted(path)}: {error}") from error
+    raise ValueError(f"{dotted(path)}: {error or 'these cannot be joined'}") from error
 
 
 def described(value: Any) -> str:
