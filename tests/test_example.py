@@ -47,7 +47,7 @@ def test_it_tells_the_species_and_shows_its_work(tmp_path: Path) -> None:
     assert done.stdout.count("DeviceDict(") == 1
     assert re.search(r"^├─ species +int64\[344\] +Vocabulary\(\['Adelie', ", done.stdout, flags=re.MULTILINE)
     assert re.search(r"^│  ├─ bill_length_mm +float32\[344\]$", done.stdout, flags=re.MULTILINE)
-    assert re.search(r"^now on \w+", done.stdout, flags=re.MULTILINE)
+    assert re.search(r"^training on \w+", done.stdout, flags=re.MULTILINE)
 
     decoded = re.findall(r"^  (\S+) / (\S+)  \(", done.stdout, flags=re.MULTILINE)
     assert len(decoded) == 7
