@@ -51,19 +51,18 @@ def cat(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
 def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int) -> DeviceDict[Any]:
     if isinstance(cast(object, dicts), Mapping):
         raise TypeError(f"{verb} takes several dicts, in a list or another iterable, got {described(dicts)}")
-    trees = [_tree(d) for d in cast("Iterable[Any]", dicts)]
+    trees: list[Any] = list(cast("Iterable[Any]", dicts))
     if not trees:
         raise ValueError(f"{verb} needs at least one dict")
-    home = trees[0]._device
-    for i, d in enumerate(trees):
-        if d._device != home and d._device is not None and home is not None:
-            message = f"dict {i} is on {d._device}, dict 0 is on {home}; move it with .to({str(home)!r})"
-            raise DeviceMismatchError(message, expected=home, actual=d._device)
+    if not all(issubclass(kind, DeviceDict) for kind in set(map(type, trees))):
+        trees = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in trees]
+    if len({d._device for d in trees}) > 1:
+        home = trees[0]._device
+        for i, d in enumerate(trees):
+            if d._device != home:
+                message = f"dict {i} is on {d._device}, dict 0 is on {home}; move it with .to({str(home)!r})"
+                raise DeviceMismatchError(message, expected=home, actual=d._device)
     return cast("DeviceDict[Any]", _join(trees, verb, partial(getattr(torch, verb), dim=dim), ()))
-
-
-def _tree(d: Any) -> DeviceDict[Any]:
-    return cast("DeviceDict[Any]", d) if isinstance(d, DeviceDict) else DeviceDict(d)
 
 
 def _join(trees: Sequence[TreeDict[Any]], verb: str, join: Callable[[Any], Tensor], at: Path) -> TreeDict[Any]:
@@ -109,6 +108,8 @@ def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Itera
 def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy:
     """The policy of the first with the encoders of all. ``ValueError`` if two encode a key differently."""
     policy = trees[0]._policy
+    if len({id(d._policy) for d in trees}) == 1:
+        return policy
     for i, d in enumerate(trees):
         if d._policy is policy or d._policy.encoders == policy.encoders:
             continue

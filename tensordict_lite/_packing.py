@@ -172,8 +172,9 @@ def _is_spec(spec: Any) -> bool:
     dtype, shape, stride, members = cast("tuple[Any, tuple[Any, ...], tuple[Any, ...], list[Any]]", spec)
     if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list:
         return False
-    sound = all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, *stride, *members))
-    return sound and dtype in PACKABLE and len(shape) == len(stride) and bool(members)
+    numbers = (*shape, *stride, *members)
+    sound = set(map(type, numbers)) == {int} and min(numbers) >= 0 and max(numbers) < 1 << 63
+    return sound and bool(members) and dtype in PACKABLE and len(shape) == len(stride)
 
 
 def once(tensors: Sequence[Tensor], function: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:

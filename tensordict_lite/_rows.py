@@ -39,18 +39,12 @@ class Rows(Generic[D]):
         ``TypeError`` for what is no index.
         """
         d = self._dict
-        if type(index) is not slice:
-            index = _index(index, _count(d))
-        rows: int | None = None
-        items: dict[str, Any] = {}
-        for key, value in d.items():
-            if type(value) is not Tensor or not (shape := value.shape) or (shape[0] != rows and rows is not None):
-                return _taken(d, index, _count(d))
-            rows = shape[0]
-            items[key] = value[index]
-        if rows is None:
-            _refuse(d)
-        return d._new(items, d._device, d._policy)
+        flat = set(map(type, d.values())) == {Tensor}
+        count = _count_plain(d) if flat else _count(d)
+        at = index if type(index) is slice else _index(index, count)
+        if flat:  # what training loops have, in one expression
+            return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
+        return _taken(d, at, count)
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write the fields of ``other``, which are all of the dict's, into these rows, in place.
@@ -97,6 +91,17 @@ class Rows(Generic[D]):
 
     def __repr__(self) -> str:
         return f"{type(self._dict).__name__}.rows({len(self)})"
+
+
+def _count_plain(d: TreeDict[Any]) -> int:
+    """`_count` of a dict that holds nothing but plain tensors."""
+    try:
+        counts = {tensor.shape[0] for tensor in d.values()}
+    except IndexError:
+        _refuse(d)
+    if len(counts) > 1:
+        _refuse(d)
+    return counts.pop()
 
 
 def _count(d: TreeDict[Any]) -> int:

@@ -228,7 +228,9 @@ def restore(
     Takes data only and checks its form, since a file may hold anything.
     """
     try:
-        if block is not None:
+        if block is None:
+            _refuse_unless_dict(items)
+        else:
             items = _items_with(items, from_block(block, specs))
         out = _restored(cls, items, policy)
         out._settle(None if device is None else canonical(torch.device(device)))
@@ -241,13 +243,13 @@ def _restored(cls: Any, items: Any, policy: Any) -> TreeDict[Any]:
     if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
         raise TypeError(f"expected a DeviceDict class, got {cls!r}")
     own = cast("type[TreeDict[Any]]", cls)
-    _refuse_unless_dict(items)
     return own._new(items, None, own._class_policy if policy is None else Policy.from_state(policy))
 
 
 def _refuse_unless_dict(items: Any) -> None:
-    if type(items) is not dict or not all(isinstance(key, str) for key in cast("dict[Any, Any]", items)):
-        raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
+    given: object = items
+    if type(given) is not dict or not all(issubclass(kind, str) for kind in set(map(type, items))):
+        raise TypeError(f"expected a dict with str keys, got {type(given).__name__}")
 
 
 def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
@@ -255,15 +257,16 @@ def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
     _refuse_unless_dict(items)
     out: dict[str, Any] = {}
     for key, value in items.items():
-        match value:
-            case int() if type(value) is int and value in fields:
-                out[key] = fields[value]
-            case [cls, inner, policy] if type(value) is list:
-                nested = _restored(cls, _items_with(inner, fields), policy)
-                nested._settle(None)  # one without tensors takes its device from the root
-                out[key] = nested
-            case (other,) if type(value) is tuple:
-                out[key] = other
-            case _:
-                raise ValueError(f"a packed dict whose item {key!r} is damaged")
+        kind: type[Any] = type(value)
+        if kind is int and value in fields:
+            out[key] = fields[value]
+        elif kind is list and len(value) == 3:
+            cls, inner, policy = value
+            nested = _restored(cls, _items_with(inner, fields), policy)
+            nested._settle(None)  # one without tensors takes its device from the root
+            out[key] = nested
+        elif kind is tuple and len(value) == 1:
+            out[key] = value[0]
+        else:
+            raise ValueError(f"a packed dict whose item {key!r} is damaged")
     return out
