@@ -247,9 +247,13 @@ def _restored(cls: Any, items: Any, policy: Any) -> TreeDict[Any]:
 
 
 def _refuse_unless_dict(items: Any) -> None:
-    given: object = items
-    if type(given) is not dict or not all(issubclass(kind, str) for kind in set(map(type, items))):
-        raise TypeError(f"expected a dict with str keys, got {type(given).__name__}")
+    name = cast(Any, type(items)).__name__
+    if type(items) is not dict or not all(issubclass(kind, str) for kind in _types(cast("dict[Any, Any]", items))):
+        raise TypeError(f"expected a dict with str keys, got {name}")
+
+
+def _types(keys: Iterable[Any]) -> set[type]:
+    return set(map(type, keys))
 
 
 def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
@@ -257,7 +261,7 @@ def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
     _refuse_unless_dict(items)
     out: dict[str, Any] = {}
     for key, value in items.items():
-        kind: type[Any] = type(value)
+        kind = cast(Any, type(value))
         if kind is int and value in fields:
             out[key] = fields[value]
         elif kind is list and len(value) == 3:
