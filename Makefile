@@ -19,10 +19,13 @@ bench: .venv/benchmarks
 	$(BIN)/python benchmarks/bench_core.py
 	$(BIN)/python benchmarks/bench_transfer.py --device cpu --json benchmarks/results/transfer-cpu.json
 	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json benchmarks/results/transfer-cpu.svg
+	$(BIN)/python benchmarks/bench_loader.py --json benchmarks/results/loader-cpu.json
+	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json benchmarks/results/loader-cpu.svg
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_transfer.py --json benchmarks/results/transfer-gpu.json
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_loader.py --json benchmarks/results/loader-gpu.json
 
 clean:
 	rm -rf .venv examples/out
