@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -16,8 +16,8 @@ from torch.utils.data._utils import collate as torch_collate  # its documented p
 from ._block import clear_gaps, new_block, packable, regions, scatter
 from ._device_dict import DeviceDict
 from ._devices import CPU, canonical
-from ._errors import DeviceMismatchError, Path
-from ._items import tensors_in
+from ._errors import DeviceMismatchError, Path, dotted
+from ._items import refuse_key, tensors_in
 from ._join import columns, described, merged_policy, refuse, widened
 from ._layout import Layout, lay_out, row_major
 from ._packing import packs
@@ -76,44 +76,54 @@ def collate(
     """
     if isinstance(samples, Mapping) or not len(samples):
         raise ValueError(f"collate takes a list of at least one sample, got {described(samples)}")
-    first = samples[0]
+    if not issubclass(cast(Any, cls), DeviceDict) or not isinstance(cast(object, pad), (Mapping, type(None))):
+        raise TypeError(f"collate takes a DeviceDict class as cls= and a mapping as pad=, got {cls!r} and {pad!r}")
     if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
         raise TypeError(
             f"collate takes samples that are mappings, sample {i} is {described(odd)}; torch's default_collate takes "
             "others, and DeviceDicts within them"
         )
+    first = samples[0]
     tensors = tensors_in(first)
     home = canonical(tensors[0].device if tensors else torch.empty(0).device)
-    if isinstance(first, cls):
-        cls = type(first)
-    policy = merged_policy(_trees(samples), (), "sample") if isinstance(first, TreeDict) else cls._class_policy
-    policy = policy if encoders is None else policy.override(encoders)
+    collector = _Collector(home, cls, encoders, pad or {})
+    batch = collector.collect(samples, *collector.kind_of(samples, cls._class_policy, ()), ())
+    fields = collector.fields
+    if not (pack and packs(home)):
+        return cast(D, batch._with(list(map(_stacked, fields)), home))
     # To compare the shapes of all samples takes as long as to copy them, and torch does it again. So it is left to
-    # torch, and only what it refuses is gone through again, to be padded, or named.
-    for careful in (False, True):
-        collector = _Collector(home, cls, pad or {}, careful)
-        try:
-            batch = collector.collect(samples, cls, policy, ())
-            fields = collector.fields
-            out = _filled(fields, home, careful) if pack and packs(home) else list(map(_stacked, fields))
-            return cast(D, batch._with(out, home))
-        except RuntimeError:
-            if careful:
-                raise
-    raise AssertionError("one of the two returns or raises")
-
-
-def _trees(samples: Sequence[Any]) -> list[TreeDict[Any]]:
-    return [sample for sample in samples if isinstance(sample, TreeDict)]
+    # torch, and only what it refuses is looked at, to be named, or stacked by itself.
+    try:
+        out = _filled(fields, home, lambda samples: packable(samples[0]))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        for path, column, whole in fields:
+            if not whole:
+                collector.check(path, column)
+        out = _filled(fields, home, lambda samples: all(map(packable, samples)))
+    return cast(D, batch._with(out, home))
 
 
 class _Collector:
     """Walks all samples at once, checks them against the first, and lists the fields of the batch, depth first."""
 
-    def __init__(self, home: torch.device, cls: type[DeviceDict[Any]], pad: Pad, careful: bool) -> None:
-        self.home, self.cls, self.pad, self.careful = home, cls, pad, careful
+    def __init__(self, home: torch.device, cls: type[DeviceDict[Any]], encoders: Encoders | None, pad: Pad) -> None:
+        self.home, self.cls, self.encoders, self.pad = home, cls, encoders, pad
         self.fields: list[_Field] = []
+
+    def kind_of(self, samples: Sequence[Any], policy: Policy, at: Path) -> tuple[type[DeviceDict[Any]], Policy]:
+        """The class and policy of what these samples become: their own, if they are of the class that is asked for."""
+        cls = self.cls
+        if any(issubclass(kind, DeviceDict) for kind in set(map(type, samples))):
+            trees = cast("list[TreeDict[Any]]", [sample for sample in samples if isinstance(sample, DeviceDict)])
+            own = merged_policy(trees, at, "sample")
+            if isinstance(trees[0], cls):
+                cls, policy = cast(Any, type(cast(object, trees[0]))), own
+            else:
+                policy = policy.with_encoders(own.encoders)
+        return cls, policy if self.encoders is None else policy.override(self.encoders)
 
     def collect(
         self, samples: Sequence[Mapping[str, Any]], cls: type[DeviceDict[Any]], policy: Policy, at: Path
@@ -122,12 +132,15 @@ class _Collector:
         items: dict[str, Any] = {}
         used: dict[str, Any] = {}
         for key, column in columns(samples, at, "sample"):
+            if not isinstance(cast(object, key), str):
+                refuse_key(key, at)
             path = (*at, key)
-            first = column[0]
-            if type(first) is Tensor and self.are_tensors(column):
+            if type(column[0]) is Tensor and _one_dtype(column):
                 items[key] = self.add(path, column, policy.encoders.get(key))
             elif any(isinstance(value, Mapping) for value in column):
-                items[key] = self.nested(column, policy, path)
+                if not all(isinstance(value, Mapping) for value in column):
+                    refuse(column, path, "sample", None)
+                items[key] = self.collect(column, *self.kind_of(column, policy, path), path)
             else:
                 value, encoder = self.host_values(column, set(map(type, column)), policy, path)
                 if isinstance(value, DeviceDict):
@@ -138,39 +151,27 @@ class _Collector:
                     used[key] = encoder
         return cls._new(items, self.home, policy.with_encoders(used) if used else policy)
 
-    def are_tensors(self, column: Sequence[Any]) -> bool:
-        """Whether all are, of one dtype; with `careful`, of any."""
-        if self.careful:
-            return set(map(type, column)) == {Tensor}
-        try:
-            return set(map(_dtype, column)) == {column[0].dtype}
-        except AttributeError:  # something that has none
-            return False
-
-    def nested(self, column: Sequence[Any], policy: Policy, path: Path) -> DeviceDict[Any]:
-        first = column[0]
-        if not all(isinstance(value, Mapping) for value in column):
-            refuse(column, path, "sample", None)
-        if not isinstance(first, DeviceDict):
-            return self.collect(column, self.cls, policy, path)
-        cls: Any = type(cast(object, first))
-        return self.collect(column, cls, merged_policy(_trees(column), path, "sample"), path)
-
     def add(
         self, path: Path, column: Sequence[Tensor], encoder: object, whole: bool = False, check: bool = False
     ) -> Tensor:
         """Put a field on the list, and return what stands in for it. ``check``: that its samples are all alike."""
         first = column[0]
-        if not whole and (check or self.careful or encoder is not None or self.pad):
+        if not whole and (check or encoder is not None or self.pad):
             shape, dtype = first.shape, first.dtype
             if any(tensor.shape != shape or tensor.dtype is not dtype for tensor in column):
                 column, whole = self.made_equal(path, column, encoder)
-            if any(tensor.device != self.home for tensor in column):
-                raise DeviceMismatchError.at(path, self.home, next(t.device for t in column if t.device != self.home))
         if not (first.is_cpu if self.home is CPU else first.device == self.home):
             raise DeviceMismatchError.at(path, self.home, first.device)
         self.fields.append((path, column, whole))
         return first
+
+    def check(self, path: Path, column: Sequence[Tensor]) -> None:
+        """Raise what is wrong with samples that torch did not stack, if it is that they differ."""
+        for tensor in column:
+            if tensor.device != self.home:
+                raise DeviceMismatchError.at(path, self.home, tensor.device)
+        if len({(tensor.shape, tensor.dtype) for tensor in column}) > 1:
+            self.made_equal(path, column, None)
 
     def made_equal(self, path: Path, column: Sequence[Tensor], encoder: object) -> tuple[Sequence[Tensor], bool]:
         """Samples of different lengths padded, if they are to be. Raises ``ValueError`` if they are not."""
@@ -182,6 +183,9 @@ class _Collector:
             ragged = {tensor.shape[1:] for tensor in column} == {column[0].shape[1:]} and column[0].dim()
             hint = f"; to fill the shorter ones up, give pad={{{path[-1]!r}: 0}}" if ragged else ""
             refuse(column, path, "sample", None, hint)
+        dtype = column[0].dtype
+        if not (dtype.is_floating_point or dtype.is_complex) and not _fits(fill, dtype):
+            raise ValueError(f"{dotted(path)}: pad={{{path[-1]!r}: {fill!r}}} does not fit {dtype}")
         try:
             return [pad_sequence(list(column), batch_first=True, padding_value=fill)], True
         except (RuntimeError, IndexError) as error:
@@ -190,21 +194,24 @@ class _Collector:
     def host_values(self, column: Sequence[Any], kinds: set[type], policy: Policy, path: Path) -> tuple[Any, object]:
         """The field of values that are not all tensors, and the encoder they were encoded with: at once if possible."""
         together: Any = list(column)
-        if all(issubclass(kind, np.ndarray) for kind in kinds):
+        strings = [issubclass(kind, str) for kind in kinds]
+        if any(strings) and not all(strings):
+            refuse(column, path, "sample", None)
+        if kinds == {np.ndarray}:
             alike = {(array.shape, array.dtype.kind in "UT" or array.dtype) for array in column}
             if len(alike) > 1:
                 return self.one_by_one(column, policy, path)
             together = np.stack(column)
-        elif all(issubclass(kind, np.generic) for kind in kinds):
+        elif len(kinds) == 1 and issubclass(next(iter(kinds)), np.number):
             together = np.array(column)
-        elif any(issubclass(kind, (Tensor, Mapping, np.ndarray)) for kind in kinds):
+        elif any(issubclass(kind, (Tensor, Mapping, np.ndarray, np.generic)) for kind in kinds) and not all(strings):
             return self.one_by_one(column, policy, path)
         if path[-1] in self.pad or path in self.pad:
             return self.one_by_one(column, policy, path)
         try:
             value, encoder = store(together, self.home, policy, path)
-        except (TypeError, ValueError):
-            return self.one_by_one(column, policy, path)  # says which sample it is
+        except (TypeError, ValueError) as error:
+            return self.one_by_one(column, policy, path, error)  # says which sample it is
         if isinstance(value, Mapping):
             codes = self.cls._new((), self.home, policy)
             codes._take(cast("Mapping[str, Any]", value), consent=True, at=path)
@@ -213,8 +220,13 @@ class _Collector:
             value = self.add(path, [value.to(self.home)], None, whole=True)
         return value, encoder
 
-    def one_by_one(self, column: Sequence[Any], policy: Policy, path: Path) -> tuple[Any, object]:
-        """Every value by the rule of a dict, so that what fails is named, and what may be joined is."""
+    def one_by_one(
+        self, column: Sequence[Any], policy: Policy, path: Path, reason: Exception | None = None
+    ) -> tuple[Any, object]:
+        """Every value by the rule of a dict, so that what fails is named, and what may be joined is.
+
+        ``reason``: why they could not be stored together, for what fails only then.
+        """
         stored: list[Any] = []
         encoder = None
         for i, value in enumerate(column):
@@ -229,8 +241,24 @@ class _Collector:
         if all(isinstance(value, Tensor) for value in stored):
             return self.add(path, stored, encoder, check=True), encoder
         if any(isinstance(value, (Tensor, Mapping)) for value in stored):
+            if reason is not None:
+                raise reason
             refuse(column, path, "sample", None)
         return stored, encoder
+
+
+def _one_dtype(column: Sequence[Any]) -> bool:
+    try:
+        return set(map(_dtype, column)) == {column[0].dtype}
+    except AttributeError:  # something that has none
+        return False
+
+
+def _fits(fill: float, dtype: torch.dtype) -> bool:
+    try:
+        return torch.full((), fill).to(dtype).item() == fill == torch.full((), fill, dtype=dtype).item()
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return False
 
 
 def _stacked(field: _Field) -> Tensor:
@@ -239,17 +267,19 @@ def _stacked(field: _Field) -> Tensor:
         return samples[0]
     try:
         return torch.stack(list(samples))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         refuse(samples, path, "sample", error)
 
 
-def _filled(fields: Sequence[_Field], home: torch.device, careful: bool) -> list[Tensor]:
-    """The fields, in one new block if they can be. In a worker it is shared memory."""
+def _filled(fields: Sequence[_Field], home: torch.device, may: Callable[[Sequence[Tensor]], bool]) -> list[Tensor]:
+    """The fields, in one new block those that ``may`` be, judged by their samples. In a worker it is shared memory."""
     out: list[Any] = [None] * len(fields)
     groups: dict[Any, list[int]] = {}
     for i, (_, samples, whole) in enumerate(fields):
         first = samples[0]
-        if not packable(first) or (careful and not all(map(packable, samples))):
+        if not may(samples):
             out[i] = _stacked(fields[i])
             continue
         shape = tuple(first.shape) if whole else (len(samples), *first.shape)

@@ -86,12 +86,17 @@ def tensors_in(data: Mapping[str, Any]) -> list[Tensor]:
     return found
 
 
+def parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold a tensor's elements: itself, or the indices and values of a sparse one."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a sparse one, of its indices and values."""
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
-    return tensor.numel() * tensor.element_size()
+    return sum(part.numel() * part.element_size() for part in parts(tensor))

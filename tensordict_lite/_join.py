@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,11 +19,12 @@ from ._tree import TreeDict
 def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     """One dict of the class of the first, each field the ``torch.stack`` of theirs along a new dimension ``dim``.
 
-    Plain mappings are made a `DeviceDict` first. UTF-8 fields of different widths are padded, and decode as before.
-    Kept objects become a list of them.
+    Plain mappings are made a `DeviceDict` first. UTF-8 fields of different widths are padded, and decode as before:
+    ``dim`` counts the dimensions of the strings. Kept objects become a list of them. Dtypes are promoted as by torch.
 
     Raises: ``ValueError`` that names the key and the dict if keys, shapes or encoders disagree, or if there are no
-    dicts; ``DeviceMismatchError`` if the devices do; ``TypeError`` for what is no mapping.
+    dicts; ``DeviceMismatchError`` if the devices do; ``TypeError`` for what is no mapping; ``IndexError`` for a
+    dimension that is not there.
     Cost: a copy of every tensor; no synchronisation.
 
     >>> from tensordict_lite import DeviceDict, stack
@@ -56,38 +56,53 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int) -> DeviceDi
         raise ValueError(f"{verb} needs at least one dict")
     if not all(issubclass(kind, DeviceDict) for kind in set(map(type, trees))):
         trees = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in trees]
-    if len({d._device for d in trees}) > 1:
-        home = trees[0]._device
-        for i, d in enumerate(trees):
-            if d._device != home:
-                message = f"dict {i} is on {d._device}, dict 0 is on {home}; move it with .to({str(home)!r})"
-                raise DeviceMismatchError(message, expected=home, actual=d._device)
-    return cast("DeviceDict[Any]", _join(trees, verb, partial(getattr(torch, verb), dim=dim), ()))
+    home = next((d._device for d in trees if d._device is not None), None)
+    for i, d in enumerate(trees):
+        if d._device is not home and d._device is not None and d._device != home:
+            message = f"dict {i} is on {d._device}, others are on {home}; move it with .to({str(home)!r})"
+            raise DeviceMismatchError(message, expected=home, actual=d._device)
+    return cast("DeviceDict[Any]", _join(trees, verb, dim, home, ()))
 
 
-def _join(trees: Sequence[TreeDict[Any]], verb: str, join: Callable[[Any], Tensor], at: Path) -> TreeDict[Any]:
-    first = trees[0]
+def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, home: torch.device | None, at: Path) -> TreeDict[Any]:
+    join = cast(Any, torch.stack if verb == "stack" else torch.cat)
     policy = merged_policy(trees, at, "dict")
     items: dict[str, Any] = {}
     for key, column in columns(trees, at, "dict"):
         path = (*at, key)
         if isinstance(column[0], Tensor):
+            encoder = policy.encoders.get(key)
+            along = dim if encoder is None else _leading(column[0], encoder, verb, dim, path)
             try:
-                items[key] = join(column)
+                items[key] = join(column, along)
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, TypeError) as error:
-                wide = widened(column, policy.encoders.get(key))
+                wide = widened(column, encoder)
                 if wide is None:
                     refuse(column, path, "dict", error)
-                items[key] = join(wide)
+                items[key] = join(wide, along)
         elif isinstance(column[0], TreeDict):
             if not all(isinstance(value, TreeDict) for value in column):
                 refuse(column, path, "dict", None)
-            items[key] = _join(cast("Sequence[TreeDict[Any]]", column), verb, join, path)
+            items[key] = _join(cast("Sequence[TreeDict[Any]]", column), verb, dim, home, path)
+        elif any(isinstance(value, (Tensor, TreeDict)) for value in column):
+            refuse(column, path, "dict", None)
         elif verb == "cat" and all(isinstance(value, list) for value in column):
             items[key] = [item for value in column for item in value]
         else:
             items[key] = list(column)
-    return first._new(items, first._device, policy)
+    return trees[0]._new(items, home, policy)
+
+
+def _leading(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) -> int:
+    """``dim`` of strings, whose last dimension is their bytes and not one of theirs."""
+    if not isinstance(encoder, Utf8) or codes.dtype != torch.uint8 or not codes.dim():
+        return dim
+    dims = codes.dim() - 1 + (verb == "stack")
+    if not -dims <= dim < dims:
+        raise IndexError(f"{dotted(path)}: strings of {codes.dim() - 1} dimensions have no dim={dim} to {verb} along")
+    return dim % dims
 
 
 def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Iterable[tuple[str, Sequence[Any]]]:
@@ -99,7 +114,7 @@ def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Itera
     for i, mapping in enumerate(mappings):
         missing, extra = first.keys() - mapping.keys(), mapping.keys() - first.keys()
         if missing:
-            raise ValueError(f"{noun} {i} lacks {dotted((*at, min(missing)))}, which {noun} 0 has")
+            raise ValueError(f"{noun} {i} lacks {dotted((*at, str(min(missing, key=str))))}, which {noun} 0 has")
         if extra:
             raise ValueError(f"{noun} {i} has {dotted((*at, str(min(extra, key=str))))}, which {noun} 0 lacks")
     return ((name, [mapping[name] for mapping in mappings]) for name in names)
@@ -143,7 +158,9 @@ def refuse(column: Sequence[Any], path: Path, noun: str, error: Exception | None
         if described(value) != described(column[0]):
             message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(column[0])}{hint}"
             raise ValueError(message) from error
-    raise ValueError(f"{dotted(path)}: {error or 'these cannot be joined'}") from error
+    if error is not None:
+        raise error
+    raise ValueError(f"{dotted(path)}: these cannot be joined")
 
 
 def described(value: Any) -> str:

@@ -56,7 +56,7 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
 
     together: list[Tensor] = []
     for item in found:
-        tensors = _tensors(item)
+        tensors = [] if isinstance(item, PackedSequence) else _tensors(item)
         if len(tensors) > 1 and packed_layout(distinct_of(tensors), tensors[0].device) is not None:
             move(tensors)
         else:
@@ -78,14 +78,14 @@ def tensors_inside(obj: Any) -> list[Tensor]:
     """The tensors that `to_device` would move."""
     found: list[Any] = []
     _open(obj, found)
-    return [
-        tensor for item in found for tensor in ([item.data] if isinstance(item, PackedSequence) else _tensors(item))
-    ]
+    return [tensor for item in found for tensor in _tensors(item)]
 
 
 def _tensors(item: Any) -> list[Tensor]:
     if isinstance(item, Tensor):
         return [item]
+    if isinstance(item, PackedSequence):
+        return [part for part in (item.data, item.sorted_indices, item.unsorted_indices) if part is not None]
     return item._tensors() if isinstance(item, TreeDict) else []
 
 

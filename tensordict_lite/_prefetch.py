@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from ._devices import DeviceLike, resolve
+from ._items import parts
 from ._plain import tensors_inside, to_device
 
 B = TypeVar("B")
@@ -45,8 +46,8 @@ class prefetch(Generic[B]):
     """
 
     def __init__(self, loader: Iterable[B], device: DeviceLike, *, depth: int = 2) -> None:
-        if depth < 1:
-            raise ValueError(f"prefetch takes a depth of at least 1, got {depth}")
+        if not isinstance(cast(object, depth), int) or depth < 1:
+            raise ValueError(f"prefetch takes a depth of at least 1, an int, got {depth!r}")
         self.loader = loader
         self.device = resolve(device)
         self.depth = depth
@@ -72,6 +73,7 @@ def _ahead(batches: Iterator[B], device: torch.device, depth: int, module: Any) 
     sources: deque[Any] = deque(maxlen=1)  # kept until its copy is done
     last: Any = None  # the event of that copy
     fetching = True
+    batch: Any = None
     try:
         while True:
             while fetching and len(ready) <= depth:
@@ -79,18 +81,21 @@ def _ahead(batches: Iterator[B], device: torch.device, depth: int, module: Any) 
                     last.synchronize()  # from here on the loader may write to the memory that the last batch came from
                 try:
                     batch = next(batches)
+                    if any(tensor.device.type == device.type for tensor in tensors_inside(batch)):
+                        side.wait_stream(module.current_stream(device))  # it may still be computed there
+                    with module.stream(side):
+                        moved = to_device(batch, device, non_blocking=True)
+                        last = module.Event()
+                        last.record(side)
                 except StopIteration:
                     fetching = False
-                    break
                 except Exception as error:  # it is raised in its turn
                     ready.append((error, None))
                     fetching = False
-                    break
-                side.wait_stream(module.current_stream(device))  # what it is made from may still be computed there
-                with module.stream(side):
-                    ready.append((to_device(batch, device, non_blocking=True), last := module.Event()))
-                    last.record(side)
-                sources.append(batch)
+                else:
+                    ready.append((moved, last))
+                    sources.append(batch)
+                    del moved
             if not ready:
                 return
             batch, copied = ready.popleft()
@@ -99,10 +104,11 @@ def _ahead(batches: Iterator[B], device: torch.device, depth: int, module: Any) 
             current = module.current_stream(device)
             current.wait_event(copied)  # not for the whole side stream, which goes on with the batches after
             for tensor in tensors_inside(batch):
-                tensor.record_stream(current)  # its memory is not given to the side stream while this one uses it
+                for part in parts(tensor):
+                    part.record_stream(current)  # not given to the side stream again while this one uses it
             yield batch
-            del batch
     finally:
         if last is not None:
             last.synchronize()
-        ready.clear()  # an exception in it would keep this frame, and so the loader's iterator, alive
+        ready.clear()  # an exception, there or in `batch`, would keep this frame, and so the loader's iterator, alive
+        batch = None

@@ -9,8 +9,10 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ._checked import CheckedDict
+from ._encoders import Utf8
 from ._errors import dotted
 from ._tree import TreeDict
 
@@ -49,23 +51,32 @@ class Rows(Generic[D]):
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write the fields of ``other``, which are all of the dict's, into these rows, in place.
 
-        Values are taken by the rule of ``d[key] = ...`` and broadcast as in ``tensor[index] = value``. Raises before
-        anything is written: ``ValueError`` for keys or shapes that do not fit, and what that rule raises.
+        Values are taken by the rule of ``d[key] = ...``, copied first, and broadcast as in ``tensor[index] = value``;
+        strings are padded to the width of their field. Raises, and leaves the dict as it was: ``ValueError`` for keys,
+        shapes, dtypes or encoders that do not fit, and what that rule raises.
         """
         d = self._dict
         count = _count(d)
-        index = index if type(index) is slice else _index(index, count)
+        at = index if type(index) is slice else _index(index, count)
         if not isinstance(cast(object, other), Mapping):
             raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
         values = d._new((), d._device, d._policy)
-        values._take(other)
-        writes: list[tuple[Tensor, Any]] = []
-        _plan_writes(d, values, index, count, (), writes)
-        for tensor, value in writes:
-            tensor[index] = value
+        values._take(other, encoders=other._policy.encoders if isinstance(other, TreeDict) else None)
+        writes: list[tuple[Tensor, Tensor]] = []
+        _plan_writes(d, values, at, (), writes)
+        before = [target[at].clone() for target, _ in writes]
+        done = 0
+        try:
+            for target, value in writes:
+                target[at] = value
+                done += 1
+        except BaseException:
+            for (target, _), old in zip(writes[:done], before, strict=False):
+                target[at] = old
+            raise
 
     def __iter__(self) -> Iterator[D]:
-        """Every row, as ``d.rows[i]``."""
+        """Every row, as ``d.rows[i]``; but autograd refuses to write what requires grad into these views in place."""
         d = self._dict
         count = _count(d)
         tensors, flat = d._listed()
@@ -143,9 +154,14 @@ def _index(given: Any, count: int) -> Any:
         return at
     if isinstance(given, (bool, np.bool_)):
         raise TypeError("rows are taken by int, slice, mask or indices, got one bool")
-    if isinstance(given, (list, tuple, range)):
-        given = torch.tensor(list(cast("list[Any]", given))) if len(cast("list[Any]", given)) else torch.zeros(0).long()
-    tensor = torch.as_tensor(given)
+    if isinstance(given, Tensor):
+        tensor = given
+    else:
+        try:
+            tensor = torch.as_tensor(list(given) if isinstance(given, range) else given, device="cpu")
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"rows are taken by a mask or by a list of ints; {error}") from error
+        tensor = tensor if tensor.numel() else tensor.long()
     if tensor.dtype == torch.bool:
         if tensor.shape != (count,):
             raise IndexError(f"a mask for {count} rows has the shape [{count}], got {list(tensor.shape)}")
@@ -166,19 +182,18 @@ def _taken(d: Any, index: Any, count: int) -> Any:
             items[key] = _taken(value, index, count)
         elif isinstance(value, list) and len(cast("list[Any]", value)) == count:
             listed = cast("list[Any]", value)
-            items[key] = [listed[int(i)] for i in index] if isinstance(index, Tensor) else listed[index]
+            items[key] = [listed[i] for i in _ints(index)] if isinstance(index, Tensor) else listed[index]
         else:
             items[key] = value
     return d._new(items, d._device, d._policy)
 
 
+def _ints(index: Tensor) -> list[int]:
+    return cast("list[int]", cast(Any, index).tolist())
+
+
 def _plan_writes(
-    d: TreeDict[Any],
-    values: TreeDict[Any],
-    index: Any,
-    count: int,
-    at: tuple[str, ...],
-    writes: list[tuple[Tensor, Any]],
+    d: TreeDict[Any], values: TreeDict[Any], index: Any, at: tuple[str, ...], writes: list[tuple[Tensor, Tensor]]
 ) -> None:
     missing, extra = d.keys() - values.keys(), values.keys() - d.keys()
     if missing or extra:
@@ -188,14 +203,30 @@ def _plan_writes(
         value: Any = values[key]
         path = (*at, key)
         if isinstance(target, TreeDict) and isinstance(value, TreeDict):
-            _plan_writes(cast("TreeDict[Any]", target), cast("TreeDict[Any]", value), index, count, path, writes)
+            _plan_writes(cast("TreeDict[Any]", target), cast("TreeDict[Any]", value), index, path, writes)
         elif isinstance(target, Tensor) and isinstance(value, Tensor):
-            rows = target[index]
-            try:
-                writes.append((target, value.expand(rows.shape)))
-            except RuntimeError as error:
-                raise ValueError(
-                    f"{dotted(path)}: expected {list(rows.shape)} for these rows, got {list(value.shape)}"
-                ) from error
+            ours, theirs = d._policy.encoder(key), values._policy.encoder(key)
+            if ours != theirs and key in d._policy.encoders and key in values._policy.encoders:
+                raise ValueError(f"{dotted(path)} is encoded with {ours!r}, what was given with {theirs!r}")
+            writes.append((target, _fitted(target[index], value, key in d._policy.encoders and ours, path)))
         else:
             raise ValueError(f"{dotted(path)} cannot be set by rows: it is no tensor")
+
+
+def _fitted(rows: Tensor, value: Tensor, encoder: object, path: tuple[str, ...]) -> Tensor:
+    """A copy of ``value`` in the shape of ``rows``."""
+    if isinstance(encoder, Utf8) and rows.dtype == value.dtype == torch.uint8 and rows.dim() and value.dim():
+        if value.shape[-1] > rows.shape[-1]:
+            raise ValueError(
+                f"{dotted(path)}: a string of {value.shape[-1]} bytes does not fit this field of {rows.shape[-1]}"
+            )
+        value = F.pad(value, (0, rows.shape[-1] - value.shape[-1]))
+    if not torch.can_cast(value.dtype, rows.dtype):
+        raise ValueError(f"{dotted(path)}: {value.dtype} cannot be written into {rows.dtype}; convert it first")
+    try:
+        return value.expand(rows.shape).clone()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        message = f"{dotted(path)}: expected {list(rows.shape)} for these rows, got {list(value.shape)}"
+        raise ValueError(message) from error

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,7 @@ class TestRows:
             ("x", TypeError, "rows are taken by int, slice, mask or indices (a tensor, array or list), got str; fields by d[key]"),
             (None, TypeError, "got NoneType"), (1.5, TypeError, "got float"), (torch.tensor([1.0]), TypeError, "got float32[1]"),
             (torch.zeros(2, 2).long(), TypeError, "got int64[2, 2]"),
+            (["a"], TypeError, "a list of ints"), ([[1], [2, 3]], TypeError, "a list of ints"),
             ([True], IndexError, "a mask for 6 rows has the shape [6], got [1]"),
         ],
     )  # fmt: skip
@@ -138,6 +140,40 @@ class TestRows:
         d.rows[torch.tensor([True, False, False, True])] = d.rows[[1, 1]]
         d.rows[[2]] = {"x": 5.0, "n": {"y": 5}}
         assert d["n", "y"].tolist() == [7, 7, 5, 7] and d["x"][2].tolist() == [5, 5]
+
+    def test_strings_are_set_whole(self) -> None:
+        d = DeviceDict({"name": ["Grace", "Ada"], "s": ["a", "b"]}, encoders={"s": Vocabulary(["a", "b"])})
+        d.rows[0] = {"name": "Jo", "s": "b"}
+        assert d.decode("name") == ["Jo", "Ada"] and d.decode("s") == ["b", "b"]
+        d.rows[0:2] = {"name": ["X", "Y"], "s": ["a", "b"]}
+        assert d.decode("name") == ["X", "Y"]
+        with pytest.raises(ValueError, match="'name': a string of 6 bytes does not fit this field of 5"):
+            d.rows[0] = {"name": "Gracie", "s": "a"}
+        with pytest.raises(ValueError, match="'s' is encoded with"):
+            d.rows[:] = DeviceDict({"name": ["X", "Y"], "s": ["a", "b"]}, encoders={"s": Vocabulary(["b", "a"])})
+
+    def test_rows_that_overlap_are_copied_first(self) -> None:
+        d = DeviceDict({"x": torch.arange(4.0), "y": torch.arange(4.0)})
+        d.rows[0:3] = d.rows[1:4]
+        assert d["x"].tolist() == d["y"].tolist() == [1, 2, 3, 3]
+        d.rows[:] = {"x": d["y"] * 0, "y": d["x"]}
+        assert d["x"].tolist() == [0] * 4 and d["y"].tolist() == [1, 2, 3, 3]
+
+    def test_what_fails_halfway_is_undone(self) -> None:
+        d = DeviceDict({"x": torch.zeros(2), "w": torch.zeros(2, requires_grad=True)})
+        with pytest.raises(RuntimeError, match="leaf"):
+            d.rows[0] = {"x": 1.0, "w": 1.0}
+        assert not d["x"].any()
+        with pytest.raises(ValueError, match=r"'i': torch.float32 cannot be written into torch.int64"):
+            DeviceDict({"i": [1, 2]}).rows[0] = {"i": 1.7}
+
+    def test_an_index_needs_no_default_device(self) -> None:
+        d = DeviceDict({"x": [1, 2, 3]})
+        torch.set_default_device("sim:0")
+        try:
+            assert sorted(d.rows.shuffle()["x"].tolist()) == [1, 2, 3] and d.rows[[0, 2]]["x"].tolist() == [1, 3]
+        finally:
+            torch.set_default_device(None)
 
     @pytest.mark.parametrize(
         ("other", "error", "message"),
@@ -214,7 +250,7 @@ class TestStackAndCat:
             ([{"n": {"x": [1]}}, {"n": [1]}], ValueError, "'n': dict 1 has int64[1], dict 0 has a mapping"),
             ([{"n": {"x": [[1, 2]]}}] * 2 + [{"n": {"x": [[1, 2, 3]]}}], ValueError, "'n.x': dict 2 has int64[1, 3], dict 0 has int64[1, 2]"),
             ([DeviceDict({"x": [1]}), DeviceDict({"x": [1]}, device="meta")], DeviceMismatchError,
-             "dict 1 is on meta, dict 0 is on cpu; move it with .to('cpu')"),
+             "dict 1 is on meta, others are on cpu; move it with .to('cpu')"),
             ([DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["a"])}), DeviceDict({"s": ["b"]}, encoders={"s": Vocabulary(["b"])})],
              ValueError, "'s': dict 1 encodes it with Vocabulary(['b']), dict 0 with Vocabulary(['a'])"),
         ],
@@ -223,6 +259,25 @@ class TestStackAndCat:
         with pytest.raises(error) as caught:
             join(dicts)
         assert message in str(caught.value)
+
+    def test_the_dimension_is_that_of_the_strings(self) -> None:
+        pair = [DeviceDict({"name": ["Ada", "Jo"]}), DeviceDict({"name": ["Bob", "Al"]})]
+        assert stack(pair, dim=-1).decode("name") == stack(pair, dim=1).decode("name") == [["Ada", "Bob"], ["Jo", "Al"]]
+        with pytest.raises(IndexError, match="'name': strings of 0 dimensions have no dim=0 to cat along"):
+            cat([DeviceDict({"name": "Ada"}), DeviceDict({"name": "Jo"})])
+        with pytest.raises(IndexError, match="'name': strings of 1 dimensions have no dim=1 to cat along"):
+            cat(pair, dim=1)
+
+    def test_no_tensor_hides_in_a_list_of_objects(self) -> None:
+        with pytest.raises(ValueError, match=r"'o': dict 1 has int64\[\], dict 0 has a NoneType"):
+            stack([Batch({"o": None}), Batch({"o": 3})])
+        assert stack([Batch({"o": None}), Batch({"o": None}, device="meta")])["o"] == [None, None]
+
+    def test_out_of_memory_stays_that(self) -> None:
+        samples = [{"x": torch.zeros(1000, device="sim:0")} for _ in range(3)]
+        for join in (stack, cat, collate, partial(collate, pack=False)):
+            with simulated.memory_left(100), pytest.raises(torch.OutOfMemoryError):
+                join(samples)
 
     def test_gradients_flow(self) -> None:
         w = torch.ones(2, requires_grad=True)
@@ -352,7 +407,7 @@ class TestCollate:
             ([], ValueError, "collate takes a list of at least one sample"), ({"x": 1}, ValueError, "at least one sample, got a mapping"),
             ([{"x": 1}, (1, 2)], TypeError, "collate takes samples that are mappings, sample 1 is a tuple; torch's default_collate"),
             ([{"x": 1}, {"x": None}], TypeError, "sample 1: 'x' is NoneType, expected a tensor"),
-            ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has int64[], sample 0 has"),
+            ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has a int, sample 0 has a str"),
             ([{"x": np.zeros(2)}, {"x": np.zeros(3)}], ValueError, "'x': sample 1 has float64[3], sample 0 has float64[2]"),
             ([{"x": np.zeros(2)}, {"x": np.zeros(2, dtype=np.int64)}], ValueError, "'x': sample 1 has int64[2], sample 0 has float64[2]"),
             ([{"x": torch.ones(1)}, {"x": torch.ones(1, device="meta")}], DeviceMismatchError, "'x' is on meta"),
@@ -363,6 +418,62 @@ class TestCollate:
         with pytest.raises(error) as caught:
             collate(samples)
         assert message in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("samples", "error", "message"),
+        [
+            ([{"x": np.ma.array([1.0, 2.0], mask=[0, 1])}] * 2, TypeError, "sample 0: 'x' is a masked array"),
+            ([{1: 2.0}, {1: 3.0}], TypeError, "keys are str, got 1"),
+            ([{1: 2.0, "a": 1}, {"b": 3.0}], ValueError, "sample 1 lacks"),
+            ([{"x": np.int64(1)}, {"x": np.float32(0.1)}], ValueError, "'x': sample 1 has float32[], sample 0 has int64[]"),
+            ([{"x": np.str_("a")}, {"x": np.float64(1)}], ValueError, "'x': sample 1 has a float64, sample 0 has a str_"),
+            ([{"x": "a"}, {"x": 1}], ValueError, "'x': sample 1 has a int, sample 0 has a str"),
+        ],
+    )  # fmt: skip
+    def test_what_a_dict_would_not_take_either(self, samples: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error) as caught:
+            collate(samples)
+        assert message in str(caught.value)
+
+    def test_arguments_that_do_not_fit(self) -> None:
+        samples = [{"x": [1]}, {"x": [1, 2]}]
+        for arguments in ({"pad": 5}, {"cls": dict}):
+            with pytest.raises(TypeError, match="collate takes a DeviceDict class as cls= and a mapping as pad="):
+                collate(samples, **arguments)
+        for fill in (1.5, 1 << 70, float("nan")):
+            with pytest.raises(ValueError, match=r"'x': pad={'x': .*} does not fit torch.int64"):
+                collate(samples, pad={"x": fill})
+
+    def test_an_encoders_own_error_and_only_once(self) -> None:
+        calls: list[Any] = []
+
+        class Tokens:
+            def encode(self, strings: Any) -> Any:
+                calls.append(strings)
+                if len({len(s) for s in strings}) > 1:
+                    raise ValueError("activate padding")
+                return {"ids": torch.tensor([[ord(c) for c in s] for s in strings])}
+
+            def decode(self, codes: Any) -> list[str]:
+                return []
+
+        with pytest.raises(ValueError, match="'t': activate padding"):
+            collate([{"t": "a"}, {"t": "bcd"}], encoders={"t": Tokens()})
+        calls.clear()
+        with pytest.raises(ValueError, match="'x': sample 1"):
+            collate([{"t": "a", "x": torch.ones(1)}, {"t": "b", "x": torch.ones(2)}], encoders={"t": Tokens()})
+        assert calls == [["a", "b"]]
+
+    def test_the_class_that_is_asked_for_brings_its_policy(self) -> None:
+        d = collate([DeviceDict({"x": 1.0, "n": {"s": torch.tensor(0)}})] * 2, cls=Batch)
+        assert (
+            type(d) is Batch
+            and d._policy.objects == "keep"
+            and type(d["n"]) is Batch
+            and d.decode(("n", "s")) == ["a", "a"]
+        )
+        nested = collate([{"n": DeviceDict({"s": torch.tensor(1)})}] * 2, encoders={"s": Vocabulary(["x", "y"])})
+        assert nested.decode(("n", "s")) == ["y", "y"]
 
     def test_a_vocabulary_that_lacks_a_word_says_whose(self) -> None:
         with pytest.raises(ValueError, match=r"^sample 1: 's': 'z' is not among the 3 tokens"):

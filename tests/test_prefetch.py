@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import simulated
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
@@ -64,8 +65,8 @@ class TestOnAnyDevice:
         assert moved[0]["x"].device == moved[2][0].device == device and moved[1] == "label"
 
     def test_what_is_no_depth_and_no_device(self) -> None:
-        with pytest.raises(ValueError, match="prefetch takes a depth of at least 1, got 0"):
-            prefetch([], "cpu", depth=0)
+        with pytest.raises(ValueError, match=r"prefetch takes a depth of at least 1, an int, got 1\.5"):
+            prefetch([], "cpu", depth=1.5)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="nonsense"):
             prefetch([], "nonsense")
 
@@ -137,20 +138,12 @@ class TestStreams:
         batches = self.ahead([DeviceDict({"x": float(i)}) for i in range(4)], module)
         assert next(batches)["x"].item() == 0
         assert module.log == [
-            "side waits for main", "copy 0 under way",
-            "host waits for copy 0", "side waits for main", "copy 1 under way",
-            "host waits for copy 1", "side waits for main", "copy 2 under way",
+            "copy 0 under way", "host waits for copy 0", "copy 1 under way", "host waits for copy 1", "copy 2 under way",
             "main waits for copy 0", "recorded",
         ]  # fmt: skip
         module.log.clear()
         assert next(batches)["x"].item() == 1
-        assert module.log == [
-            "host waits for copy 2",
-            "side waits for main",
-            "copy 3 under way",
-            "main waits for copy 1",
-            "recorded",
-        ]
+        assert module.log == ["host waits for copy 2", "copy 3 under way", "main waits for copy 1", "recorded"]
         module.log.clear()
         assert [d["x"].item() for d in batches] == [2, 3]
         assert "under way" not in "".join(module.log) and module.log[-1] == "host waits for copy 3"
@@ -179,6 +172,17 @@ class TestStreams:
             next(batches)
         assert list(batches) == []
 
+    def test_what_is_on_the_device_already_may_still_be_computed_there(self, module: Module) -> None:
+        list(self.ahead([{"x": torch.ones(1, device="sim:1")}], module))
+        assert module.log[0] == "side waits for main"
+
+    def test_a_failing_copy_comes_at_its_batch(self, module: Module) -> None:
+        batches = self.ahead([{"x": torch.zeros(n)} for n in (10, 10, 10_000)], module, depth=5)
+        with simulated.memory_left(2000):
+            assert len(next(batches)["x"]) == len(next(batches)["x"]) == 10
+            with pytest.raises(torch.OutOfMemoryError):
+                next(batches)
+
     def test_a_loader_that_uses_its_memory_again(self, module: Module) -> None:
         memory = torch.zeros(2)
 
@@ -189,7 +193,10 @@ class TestStreams:
 
         assert [d["x"].tolist() for d in self.ahead(source(), module)] == [[i, i] for i in range(5)]
 
-    def test_a_break_lets_go_of_all_without_the_garbage_collector(self, module: Module) -> None:
+    @pytest.mark.parametrize("to_the_end", [False, True])
+    def test_a_break_or_an_error_lets_go_of_all_without_the_garbage_collector(
+        self, module: Module, to_the_end: bool
+    ) -> None:
         class Source:
             def __init__(self) -> None:
                 self.left = 3
@@ -200,7 +207,7 @@ class TestStreams:
             def __next__(self) -> Any:
                 self.left -= 1
                 if not self.left:
-                    raise ValueError("one that is never reached")
+                    raise ValueError("broken")
                 return DeviceDict({"x": torch.ones(1)})
 
         gc.disable()
@@ -210,7 +217,11 @@ class TestStreams:
             batches = self.ahead(source, module, depth=5)
             kept = weakref.ref(next(batches))
             del source
-            batches.close()  # as a loop does that is left by break
+            if to_the_end:
+                with pytest.raises(ValueError, match="broken"):
+                    list(batches)
+            else:
+                batches.close()  # as a loop does that is left by break
             del batches
             assert gone() is None and kept() is None and module.log[-1] == "host waits for copy 1"
         finally:
