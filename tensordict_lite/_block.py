@@ -87,11 +87,15 @@ def new_block(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
 
+def flat_over(storage: torch.UntypedStorage, dtype: torch.dtype, count: int, device: torch.device) -> Tensor:
+    """The memory of ``storage``, which is on ``device``, as ``dtype``[count] from its start."""
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (count,), (1,))
+
+
 def block_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor:
     """The storage of tensors that lie in one block, as uint8[nbytes] over its memory."""
     first = tensors[next(run.members[0] for run in layout.runs if run.step)]
-    block = torch.empty(0, dtype=torch.uint8, device=first.device)
-    return block.set_(first.untyped_storage(), 0, (layout.nbytes,), (1,))
+    return flat_over(first.untyped_storage(), torch.uint8, layout.nbytes, first.device)
 
 
 def regions(block: Tensor, layout: Layout) -> list[Tensor]:
@@ -104,8 +108,7 @@ def regions(block: Tensor, layout: Layout) -> list[Tensor]:
     for dtype, shape, stride, members, offset, step in layout.runs:
         size = dtype.itemsize
         if dtype not in flat:
-            bare = torch.empty(0, dtype=dtype, device=block.device)
-            flat[dtype] = bare.set_(block.untyped_storage(), 0, (layout.nbytes // size,), (1,))
+            flat[dtype] = flat_over(block.untyped_storage(), dtype, layout.nbytes // size, block.device)
         single = len(members) == 1
         sizes = shape if single else (len(members), *shape)
         strides = stride if single else (step // size, *stride)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate  # its documented place to register a type
 
-from ._block import clear_gaps, new_block, packable, regions, scatter
+from ._block import clear_gaps, flat_over, new_block, packable, regions, scatter
 from ._device_dict import DeviceDict
 from ._devices import CPU, canonical
 from ._errors import DeviceMismatchError, Path, dotted
@@ -27,7 +27,6 @@ from ._values import store
 
 D = TypeVar("D", bound=DeviceDict[Any])
 Pad = Mapping[Any, float]
-
 
 _Field = tuple[Path, Sequence[Tensor], bool]
 """One field of the batch before it is in the block: its path, the samples of it, which are all alike, and whether these
@@ -296,7 +295,7 @@ def _block(layout: Layout, home: torch.device) -> Tensor:
     if home != CPU or get_worker_info() is None:
         return clear_gaps(new_block(layout.nbytes, home), layout)
     storage = cast(Any, torch.UntypedStorage)._new_shared(layout.nbytes)  # zeroed by the system
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (layout.nbytes,), (1,))
+    return flat_over(storage, torch.uint8, layout.nbytes, CPU)
 
 
 def _fill(fields: Sequence[_Field], layout: Layout, into: Sequence[Tensor]) -> None:
@@ -316,7 +315,7 @@ def _fill(fields: Sequence[_Field], layout: Layout, into: Sequence[Tensor]) -> N
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:
-    return collate(batch, cls=type(batch[0]))
+    return collate(batch)
 
 
 # A list of DeviceDicts under torch's own default_collate takes the same path; a subclass is found by its base.

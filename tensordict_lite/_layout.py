@@ -36,7 +36,7 @@ class Run(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of one."""
-        return prod(self.shape) * self.dtype.itemsize
+        return _nbytes(self.dtype, self.shape)
 
 
 class Layout(NamedTuple):
@@ -70,7 +70,7 @@ def lay_out(groups: Iterable[Group]) -> Layout:
     start = end = 0
     for (dtype, shape, stride), members in merged.items():
         members.sort()
-        nbytes = prod(shape) * dtype.itemsize
+        nbytes = _nbytes(dtype, shape)
         step = aligned(nbytes)
         runs.append(Run(dtype, shape, stride, members, start, step))
         if nbytes:
@@ -84,6 +84,10 @@ def recast(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) ->
     return [((casts.get(dtype, dtype), shape, stride), members) for (dtype, shape, stride), members in groups]
 
 
+def _nbytes(dtype: torch.dtype, shape: Sizes) -> int:
+    return prod(shape) * dtype.itemsize
+
+
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -94,7 +98,7 @@ def divide(groups: Iterable[Group], largest: int, limit: int) -> list[list[Group
     parts: list[list[Group]] = [[]]
     room = limit
     for spec, members in groups:
-        nbytes = prod(spec[1]) * spec[0].itemsize
+        nbytes = _nbytes(*spec[:2])
         step = aligned(nbytes)
         left = members if 0 < nbytes <= largest else []
         while left:

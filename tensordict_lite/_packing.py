@@ -61,10 +61,10 @@ def block_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout |
     return layout
 
 
-def partial(tensors: Sequence[Tensor]) -> bool:
-    """Whether some that can be packed have a part of a storage only, and none lies where another one does.
+def are_parts(tensors: Sequence[Tensor]) -> bool:
+    """Whether some of those that can be packed are parts of larger storages, and none lies where another one does.
 
-    Pickle writes the whole storage for each. (With those that overlap, to be written is that they do.)
+    Pickle writes the whole storage for each. (Those that overlap are left to it: ``torch.save`` keeps that they do.)
     """
     found = [t for t in tensors if packable(t) and t.numel()]
     if all(t.untyped_storage().nbytes() == t.nbytes for t in found):
@@ -79,7 +79,7 @@ def _extent(t: Tensor) -> int:
 
 
 def may_be_packed(tensors: Sequence[Tensor]) -> bool:
-    """Whether it is worth to look at each: the first that can be packed leaves room in its storage. If `concrete`."""
+    """A quick look, if `concrete`: whether the first that can be packed leaves room for others in its storage."""
     for t in tensors:
         if packable(t) and (nbytes := t.nbytes):
             return t.untyped_storage().nbytes() > nbytes and len(tensors) > 1

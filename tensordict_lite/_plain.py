@@ -33,7 +33,7 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     same types; ``obj`` is not changed. All else (strings, None, sets, modules, other objects) is handed on as it is.
 
     Args:
-        non_blocking: as in `DeviceDict.to`: by default the result is complete, and the source free, on return.
+        non_blocking: as in `DeviceDict.to`: by default the result can be used, and the source is free, on return.
 
     Raises: torch's own error for a device that is not there, or is out of memory.
     Cost: as `DeviceDict.to`, all tensors together; a packed `DeviceDict` moves as one tensor.

@@ -32,10 +32,11 @@ class prefetch(Generic[B]):
     exception of the loader is raised at the batch where it happened, after those before it. After a ``break`` nothing
     stays behind: no thread is used, and the loader's iterator and the batches ahead go with this one's.
 
-    Raises: ``ValueError`` for a ``depth`` under 1; torch's own error for a device that is not there.
+    Raises: ``ValueError`` for a ``depth`` that is no int of at least 1; torch's own error for a device that is not
+    there.
     Cost: one copy a batch, fastest from pinned memory (``DataLoader(..., pin_memory=True)``) and of packed batches (see
-    `collate`); memory for ``depth`` batches on the device. The host waits for the copy of a batch before it asks the
-    loader for the one after, so that a loader may use its memory again.
+    `collate`); memory on the device for ``depth`` batches beside the current one. The host waits for the copy of a
+    batch before it asks the loader for the one after, so that a loader may use its memory again.
 
     >>> from tensordict_lite import collate, prefetch
     >>> from torch.utils.data import DataLoader
@@ -70,7 +71,7 @@ def _ahead(batches: Iterator[B], device: torch.device, depth: int, module: Any) 
     """A batch as soon as its copy is done for the current stream, with ``depth`` more under way."""
     side = module.Stream(device)
     ready: deque[tuple[Any, Any]] = deque()  # batches with the event of their copy; or an exception, with None
-    sources: deque[Any] = deque(maxlen=1)  # kept until its copy is done
+    source: Any = None  # the last batch of the loader, kept until its copy is done
     last: Any = None  # the event of that copy
     fetching = True
     batch: Any = None
@@ -80,11 +81,11 @@ def _ahead(batches: Iterator[B], device: torch.device, depth: int, module: Any) 
                 if last is not None:
                     last.synchronize()  # from here on the loader may write to the memory that the last batch came from
                 try:
-                    batch = next(batches)
-                    if any(tensor.device.type == device.type for tensor in tensors_inside(batch)):
+                    source = next(batches)
+                    if any(tensor.device.type == device.type for tensor in tensors_inside(source)):
                         side.wait_stream(module.current_stream(device))  # it may still be computed there
                     with module.stream(side):
-                        moved = to_device(batch, device, non_blocking=True)
+                        moved = to_device(source, device, non_blocking=True)
                         last = module.Event()
                         last.record(side)
                 except StopIteration:
@@ -94,7 +95,6 @@ def _ahead(batches: Iterator[B], device: torch.device, depth: int, module: Any) 
                     fetching = False
                 else:
                     ready.append((moved, last))
-                    sources.append(batch)
                     del moved
             if not ready:
                 return
@@ -107,6 +107,7 @@ def _ahead(batches: Iterator[B], device: torch.device, depth: int, module: Any) 
                 for part in parts(tensor):
                     part.record_stream(current)  # not given to the side stream again while this one uses it
             yield batch
+            batch = None  # or it would be in memory while the next ones are fetched
     finally:
         if last is not None:
             last.synchronize()

@@ -61,7 +61,7 @@ class Rows(Generic[D]):
         if not isinstance(cast(object, other), Mapping):
             raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
         values = d._new((), d._device, d._policy)
-        values._take(other, encoders=other._policy.encoders if isinstance(other, TreeDict) else None)
+        values.update(other)
         writes: list[tuple[Tensor, Tensor]] = []
         _plan_writes(d, values, at, (), writes)
         before = [target[at].clone() for target, _ in writes]

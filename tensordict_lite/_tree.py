@@ -17,7 +17,7 @@ from ._compare import agree, equal
 from ._devices import CPU, canonical, resolve
 from ._errors import Path, dotted
 from ._items import only_tensors
-from ._packing import distinct_of, from_block, once, pack, packed_layout, packs, partial
+from ._packing import are_parts, distinct_of, from_block, once, pack, packed_layout, packs
 from ._policy import Policy
 
 V = TypeVar("V", default=Tensor)
@@ -132,7 +132,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
         device, tensors = self._device, self._tensors()
-        if device is None or not (packs(device) and partial(distinct_of(tensors))):
+        if device is None or not (packs(device) and are_parts(distinct_of(tensors))):
             return _taken_apart(self)
         return _taken_apart(self._with(once(tensors, lambda distinct: pack(distinct, device)), device))
 
@@ -192,7 +192,7 @@ def _taken_apart(d: TreeDict[Any]) -> tuple[Any, ...]:
     if found is None:
         return restore, (type(d), dict(d), device, _pickled_policy(d))
     layout, _ = found
-    specs = [(run.dtype, run.shape, run.stride, run.members) for run in layout.runs]
+    specs = [(*spec, members) for spec, members in layout.groups]
     items = _items_without(d, {id(distinct[i]): i for i in layout.members})
     return restore, (type(d), items, device, _pickled_policy(d), block_of(distinct, layout), specs)
 
@@ -247,13 +247,8 @@ def _restored(cls: Any, items: Any, policy: Any) -> TreeDict[Any]:
 
 
 def _refuse_unless_dict(items: Any) -> None:
-    name = cast(Any, type(items)).__name__
-    if type(items) is not dict or not all(issubclass(kind, str) for kind in _types(cast("dict[Any, Any]", items))):
-        raise TypeError(f"expected a dict with str keys, got {name}")
-
-
-def _types(keys: Iterable[Any]) -> set[type]:
-    return set(map(type, keys))
+    if type(items) is not dict or not all(isinstance(key, str) for key in cast("dict[Any, Any]", items)):
+        raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
 
 
 def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:

@@ -535,7 +535,7 @@ class TestPickled:
                 restore(cls, items, device, policy, block, bad)
         for bad in (block[:10].clone(), block[:10]):
             with pytest.raises(ValueError, match=r"^a packed dict whose layout"):
-                restore(cls, items, device, policy, bad if len(bad) != len(block) else bad[1:].clone(), specs[:-1])
+                restore(cls, items, device, policy, bad, specs[:-1])
         for bad in (block.to(torch.float32), "block", block.view(1, -1), block.to_sparse(), 1):
             with pytest.raises(ValueError, match=r"^a packed dict whose storage is damaged"):
                 restore(cls, items, device, policy, bad, specs)
