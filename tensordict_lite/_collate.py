@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -19,7 +20,7 @@ from ._devices import CPU, canonical
 from ._errors import DeviceMismatchError, Path, dotted
 from ._items import refuse_key, tensors_in
 from ._join import columns, described, merged_policy, refuse, widened
-from ._layout import Layout, lay_out, row_major
+from ._layout import Group, Layout, Spec, lay_out, row_major
 from ._packing import packs
 from ._policy import Encoders, Policy
 from ._tree import TreeDict
@@ -91,17 +92,17 @@ def collate(
     fields = collector.fields
     if not (pack and packs(home)):
         return cast(D, batch._with(list(map(_stacked, fields)), home))
-    # To compare the shapes of all samples takes as long as to copy them, and torch does it again. So it is left to
-    # torch, and only what it refuses is looked at, to be named, or stacked by itself.
+    # To compare all samples takes as long as to copy them, and torch does it again. So it is left to torch, and only
+    # what it refuses is looked at, to be named, or stacked by itself.
     try:
-        out = _filled(fields, home, lambda samples: packable(samples[0]))
+        out = _filled(fields, home, sure=True)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         for path, column, whole in fields:
             if not whole:
                 collector.check(path, column)
-        out = _filled(fields, home, lambda samples: all(map(packable, samples)))
+        out = _filled(fields, home, sure=False)
     return cast(D, batch._with(out, home))
 
 
@@ -130,11 +131,12 @@ class _Collector:
         """The batch with stand-ins for its tensors, which are in ``fields`` in the order of its own."""
         items: dict[str, Any] = {}
         used: dict[str, Any] = {}
+        count = len(samples)
         for key, column in columns(samples, at, "sample"):
             if not isinstance(cast(object, key), str):
                 refuse_key(key, at)
             path = (*at, key)
-            if type(column[0]) is Tensor and _one_dtype(column):
+            if list(map(type, column)).count(Tensor) == count:
                 items[key] = self.add(path, column, policy.encoders.get(key))
             elif any(isinstance(value, Mapping) for value in column):
                 if not all(isinstance(value, Mapping) for value in column):
@@ -178,8 +180,9 @@ class _Collector:
         if wide is not None and all(codes.shape == wide[0].shape for codes in wide):
             return wide, False
         fill = self.pad.get(path[-1], self.pad.get(path))
-        if fill is None or len({tensor.dtype for tensor in column}) > 1:
-            ragged = {tensor.shape[1:] for tensor in column} == {column[0].shape[1:]} and column[0].dim()
+        if fill is None or not _one_dtype(column):
+            inner = {tensor.shape[1:] for tensor in column}
+            ragged = inner == {column[0].shape[1:]} and column[0].dim() and _one_dtype(column)
             hint = f"; to fill the shorter ones up, give pad={{{path[-1]!r}: 0}}" if ragged else ""
             refuse(column, path, "sample", None, hint)
         dtype = column[0].dtype
@@ -246,13 +249,6 @@ class _Collector:
         return stored, encoder
 
 
-def _one_dtype(column: Sequence[Any]) -> bool:
-    try:
-        return set(map(_dtype, column)) == {column[0].dtype}
-    except AttributeError:  # something that has none
-        return False
-
-
 def _fits(fill: float, dtype: torch.dtype) -> bool:
     try:
         return torch.full((), fill).to(dtype).item() == fill == torch.full((), fill, dtype=dtype).item()
@@ -260,31 +256,56 @@ def _fits(fill: float, dtype: torch.dtype) -> bool:
         return False
 
 
+def _one_dtype(samples: Sequence[Tensor]) -> bool:
+    # Half of what it takes to stack them, and torch would stack them all the same; no way of telling is quicker.
+    return list(map(_dtype, samples)).count(samples[0].dtype) == len(samples)
+
+
 def _stacked(field: _Field) -> Tensor:
     path, samples, whole = field
     if whole:
         return samples[0]
+    error = None
     try:
-        return torch.stack(list(samples))
+        if _one_dtype(samples):
+            return torch.stack(list(samples))
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
-        refuse(samples, path, "sample", error)
+    except RuntimeError as reason:
+        error = reason
+    refuse(samples, path, "sample", error)
 
 
-def _filled(fields: Sequence[_Field], home: torch.device, may: Callable[[Sequence[Tensor]], bool]) -> list[Tensor]:
-    """The fields, in one new block those that ``may`` be, judged by their samples. In a worker it is shared memory."""
+def _spec(field: _Field) -> Spec:
+    """What the field is in the batch."""
+    _, samples, whole = field
+    first = samples[0]
+    shape = first.shape if whole else (len(samples), *first.shape)
+    return first.dtype, shape, first.stride() if whole else row_major(shape)
+
+
+def _filled(fields: Sequence[_Field], home: torch.device, sure: bool) -> list[Tensor]:
+    """The fields, in one new block those that can be packed. In a worker it is shared memory.
+
+    Which can be is told from the first sample of those that seem alike; or if that is not ``sure``, from all.
+    """
     out: list[Any] = [None] * len(fields)
-    groups: dict[Any, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for i, (_, samples, whole) in enumerate(fields):
         first = samples[0]
-        if not may(samples):
-            out[i] = _stacked(fields[i])
-            continue
-        shape = tuple(first.shape) if whole else (len(samples), *first.shape)
-        groups.setdefault((first.dtype, shape, first.stride() if whole else row_major(shape)), []).append(i)
-    layout = lay_out(groups.items())
-    if layout.members:
+        what = (type(first), first.requires_grad, first.dtype, first.shape, first.stride() if whole else None)
+        alike.setdefault(what, []).append(i)
+    groups: list[Group] = []
+    for members in alike.values():
+        rest = members
+        if not (sure and packable(fields[members[0]][1][0])):
+            rest = [i for i in members if all(map(packable, fields[i][1]))]
+            for i in set(members) - set(rest):
+                out[i] = _stacked(fields[i])
+        if rest:
+            groups.append((_spec(fields[rest[0]]), rest))
+    layout = lay_out(groups)
+    if layout.runs:
         into = regions(_block(layout, home), layout)
         _fill(fields, layout, into)
         scatter(layout, into, out)
@@ -299,19 +320,25 @@ def _block(layout: Layout, home: torch.device) -> Tensor:
 
 
 def _fill(fields: Sequence[_Field], layout: Layout, into: Sequence[Tensor]) -> None:
+    """Copy the samples into the regions of the block. Raises ``RuntimeError`` if those of a field differ."""
     for run, region in zip(layout.runs, into, strict=True):
         many = len(run.members) > 1
         if many and region.is_contiguous() and not any(fields[i][2] for i in run.members):
             # All samples of all fields of a run in one call: 0.12 us each, and 0.17 in a call for each field.
-            samples = [sample for i in run.members for sample in fields[i][1]]
-            torch.stack(samples, out=region.flatten(0, 1))
+            _stack_into(region.flatten(0, 1), list(chain.from_iterable(fields[i][1] for i in run.members)))
             continue
         for i, view in zip(run.members, region.unbind() if many else (region,), strict=True):
             _, samples, whole = fields[i]
             if whole:
                 view.copy_(samples[0])
             else:
-                torch.stack(list(samples), out=view)
+                _stack_into(view, list(samples))
+
+
+def _stack_into(view: Tensor, samples: list[Tensor]) -> None:
+    if not _one_dtype(samples):
+        raise RuntimeError("samples of different dtypes")
+    torch.stack(samples, out=view)
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

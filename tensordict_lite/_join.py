@@ -109,7 +109,7 @@ def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Itera
     """The values of every key, that of the first mapping first. ``ValueError`` if one has other keys than the first."""
     first = mappings[0]
     names = list(first)
-    if len(set(map(tuple, mappings))) == 1:
+    if list(map(list, mappings)).count(names) == len(mappings):
         return zip(names, zip(*[mapping.values() for mapping in mappings], strict=True), strict=True)
     for i, mapping in enumerate(mappings):
         missing, extra = first.keys() - mapping.keys(), mapping.keys() - first.keys()

@@ -383,7 +383,9 @@ class TestCollate:
             ([{"x": torch.ones(2)}, {"x": torch.ones(3)}], ValueError,
              "'x': sample 1 has float32[3], sample 0 has float32[2]; to fill the shorter ones up, give pad={'x': 0}"),
             ([{"x": torch.ones(2)}, {"x": torch.ones(2)}, {"x": torch.ones(2).long()}], ValueError,
-             "'x': sample 2 has int64[2], sample 0 has float32[2]"),
+             "'x': sample 2 has int64[2], sample 0 has float32[2]$"),
+            ([{"x": torch.ones(2), "y": 1.5}, {"x": torch.ones(2).half(), "y": 1.5}], ValueError,
+             "'x': sample 1 has float16[2], sample 0 has float32[2]$"),
             ([{"n": {"x": torch.ones(2, 2)}}, {"n": {"x": torch.ones(2, 3)}}], ValueError,
              "'n.x': sample 1 has float32[2, 3], sample 0 has float32[2, 2]"),
             ([{"x": 1, "y": 2}, {"x": 1}], ValueError, "sample 1 lacks 'y', which sample 0 has"),
@@ -396,7 +398,7 @@ class TestCollate:
     def test_samples_that_disagree(self, wrap: Any, samples: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             collate([wrap(s) for s in samples])
-        assert message in str(caught.value)
+        assert message in f"{caught.value}$"  # so that a message can name the end
 
     @pytest.mark.parametrize(
         ("samples", "error", "message"),
@@ -481,6 +483,12 @@ class TestCollate:
         for second in (w * 2, torch.zeros(2)):
             d = collate([{"x": w, "y": 1.0, "z": 2.0}, {"x": second, "y": 2.0, "z": 1.0}])
             assert d.is_packed and d["x"].requires_grad and d["x"].shape == (2, 2)
+        z = torch.ones(2, dtype=torch.complex64).conj().imag  # with its negative bit set
+        for odd in (w, z, torch.nn.Parameter(torch.ones(2), requires_grad=False)):
+            for keys in ("xab", "axb", "abx"):  # wherever it stands among those that look like it
+                d = collate([{k: odd if k == "x" else torch.ones(2) for k in keys}] * 2)
+                assert (d.is_packed or odd is not w) and torch.equal(d["x"], torch.stack([odd, odd]))
+                assert torch.equal(d["a"], torch.ones(2, 2)) and torch.equal(d["b"], torch.ones(2, 2))
         late = collate([{"x": torch.zeros(2), "y": 1.0}, {"x": w, "y": 2.0}])
         late["x"].sum().backward()
         assert w.grad is not None and w.grad.tolist() == [1, 1]
