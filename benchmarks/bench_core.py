@@ -19,14 +19,14 @@ import torch
 from common import aligned, interleaved, parser, ratio, same, setting, write
 from torch.utils.benchmark import Timer
 
-from tensordict_lite import DeviceDict
+from tensordict_lite import DeviceDict, TypedDeviceDict
 
 try:
     from tensordict import TensorDict
 except ImportError:
     TensorDict = None
 
-OURS, DICT, PEER, SMALL = "ours", "dict", "TensorDict", "ours at 8"
+OURS, DICT, PEER, SMALL, ITEM = "ours", "dict", "TensorDict", "ours at 8", "ours[key]"
 CONTAINERS = {OURS: "d", DICT: "s", PEER: "td"}  # their names in the statements
 ABOUT_ONE = 1.2  # what still counts as ~1: on a busy machine the medians of equal statements of 15 ns may differ so
 
@@ -54,12 +54,15 @@ class Row:
     goals: tuple[Goal, ...] = ()
     result: str = ""  # what shows that the statement did its work, where it is no expression
     sizes: tuple[int, ...] = (8, 100)
+    item: str = ""  # reading a field of ours by its key
 
     def statements(self) -> dict[str, str]:
         codes = {OURS: self.ours, DICT: self.plain or self.ours}
         if TensorDict is not None:
             codes[PEER] = self.peer or self.ours
-        return {who: code.format(CONTAINERS[who]) for who, code in codes.items()}
+        if self.item:
+            codes[ITEM] = self.item
+        return {who: code.format(CONTAINERS.get(who)) for who, code in codes.items()}
 
 
 LOOP = "{{k: %s for k, v in s.items()}}"
@@ -71,6 +74,7 @@ ABOUT_DICT, AS_LOOP = (Goal(DICT),), (Goal(DICT, 1.1),)
 FLAT = (Goal(PEER, 0.25, sizes=(8,)), Goal(PEER, 1, sizes=(1000,)), Goal(SMALL, sizes=(1000,)))
 ROWS = (
     Row("read", '{}["k3"]', goals=(Goal(DICT, 1.5),)),
+    Row("attribute, typed", "t.k3", '{}["k3"]', '{}["k3"]', goals=(Goal(ITEM, 2),), item='t["k3"]'),
     Row("membership", '"k3" in {}', peer='"k3" in {}.keys()', goals=ABOUT_DICT),
     Row("iterate", "for k, v in {}.items(): pass", goals=ABOUT_DICT, result="list({}.items())"),
     Row("splat", "accept(**{})", goals=ABOUT_DICT),
@@ -93,7 +97,13 @@ def scope(size: int) -> dict[str, Any]:
     keys = [sys.intern(f"k{i}") for i in range(size)]
     s, first, second = ({key: torch.rand(2) for key in keys} for _ in range(3))
     known: dict[str, Any] = {"s": s, "d": DeviceDict(s), "torch": torch, "DeviceDict": DeviceDict}
-    known |= {"first": list(first.items()), "second": list(second.items()), "accept": lambda **fields: fields}
+    typed = type("Typed", (TypedDeviceDict,), {"__annotations__": dict.fromkeys(keys, torch.Tensor)})
+    known |= {
+        "t": typed(s),
+        "first": list(first.items()),
+        "second": list(second.items()),
+        "accept": lambda **fields: fields,
+    }
     if TensorDict is not None:
         known |= {"td": TensorDict(s, batch_size=[2], device="cpu"), "TensorDict": TensorDict}
     return known
@@ -105,7 +115,7 @@ def timers(row: Row, size: int) -> dict[str, Timer]:
     for who, code in statements.items():
         if row.result:
             exec(code, known)
-        results[who] = eval(row.result.format(CONTAINERS[who]) or code, known)
+        results[who] = eval(row.result.format(CONTAINERS.get(who)) or code, known)
         assert same(results[OURS], results[who]), f"{row.name}, {size} fields: {who} gives another result"
     return {who: Timer(code, globals=known) for who, code in statements.items()}
 
@@ -132,7 +142,7 @@ def line(name: str, size: int | None, seconds: Mapping[str, list[float]], goals:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    columns = [who for who in (DICT, PEER, SMALL) if any(who in one["ratios"] for one in lines)]
+    columns = [who for who in (DICT, PEER, SMALL, ITEM) if any(who in one["ratios"] for one in lines)]
     rows = [["operation", "fields", *(f"ours / {who}" for who in columns), "goal", "met"]]
     for one in lines:
         shown = [one["ratios"].get(who) for who in columns]

@@ -9,10 +9,12 @@ from ._plain import to_device, to_numpy
 from ._prefetch import prefetch
 from ._strings import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
 from ._tokenizer import Tokenizer
+from ._typed import TypedDeviceDict
 
 __all__ = [
     # the container
     "DeviceDict",
+    "TypedDeviceDict",
     "DeviceMismatchError",
     # batches
     "stack",

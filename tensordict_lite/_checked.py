@@ -7,14 +7,14 @@ that a call either stores everything or changes nothing. Reading is `dict`'s own
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from ._devices import CPU, DeviceLike, canonical, resolve
-from ._errors import DeviceMismatchError, Path, dotted
+from ._errors import DeviceMismatchError, Path, dotted, located
 from ._items import Items, all_home, as_dict, placed, refuse_key, snapshot, tensors_in
 from ._policy import Encoders, Objects, OnMismatch, Policy
 from ._strings import StringEncoder
@@ -29,27 +29,6 @@ class CheckedDict(TreeDict[V]):
     """The value rule of `DeviceDict`, every mutator of ``dict``, and paths."""
 
     __slots__ = ()
-    _class_options: ClassVar[tuple[Any, ...]]  # what one class gave; `_class_policy` is what it and its bases make
-
-    def __init_subclass__(
-        cls,
-        *,
-        encoders: Encoders | None = None,
-        on_mismatch: OnMismatch | None = None,
-        objects: Objects | None = None,
-        dtype: torch.dtype | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init_subclass__(**kwargs)
-        if not (encoders is on_mismatch is objects is dtype is None):
-            cls._class_options = (encoders, on_mismatch, objects, dtype)
-        # Of every class that gives options, the more derived one's over the others': so several bases add up.
-        given = [base.__dict__["_class_options"] for base in cls.__mro__ if "_class_options" in base.__dict__]
-        if given:
-            policy = Policy()
-            for options in reversed(given):
-                policy = policy.override(*options)
-            cls._class_policy = policy
 
     def __init__(
         self,
@@ -62,6 +41,20 @@ class CheckedDict(TreeDict[V]):
         objects: Objects | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self._begin(data, device, encoders, on_mismatch, objects, dtype)
+        if data is not None:
+            self._take(as_dict(data), consent=device is not None)
+
+    def _begin(
+        self,
+        data: Items | None,
+        device: DeviceLike | None,
+        encoders: Encoders | None,
+        on_mismatch: OnMismatch | None,
+        objects: Objects | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Set the state of a new dict that is to take ``data``."""
         if self or getattr(self, "_device", None) is not None:
             raise TypeError(f"this {type(self).__name__} is made already; use update to add to it")
         policy = self._class_policy
@@ -72,10 +65,8 @@ class CheckedDict(TreeDict[V]):
             policy = policy.override(encoders, on_mismatch, objects, dtype)
         self._policy = policy
         self._device = None if device is None else resolve(device)
-        if data is not None:
-            if device is None and isinstance(data, TreeDict):
-                self._device = data._device
-            self._take(as_dict(cast(Items, data)), consent=device is not None)
+        if device is None and isinstance(data, TreeDict):
+            self._device = data._device
 
     # --- reading, which is dict's own but for paths ---
 
@@ -126,7 +117,7 @@ class CheckedDict(TreeDict[V]):
     def __delitem__(self, key: str | Path, /) -> None:
         if type(key) is tuple:
             node, last = self._walk(key)
-            raw.__delitem__(node, last)
+            del node[last]
         else:
             raw.__delitem__(self, cast(str, key))
 
@@ -209,8 +200,7 @@ class CheckedDict(TreeDict[V]):
         if not isinstance(other, Mapping):
             return NotImplemented
         out = self._new((), self._device, self._policy)
-        out.update(cast("Mapping[str, Any]", other))
-        out.update(self)
+        out.update({**cast("Mapping[str, Any]", other), **self})
         return out
 
     @classmethod
@@ -310,19 +300,42 @@ class CheckedDict(TreeDict[V]):
                 staged[key] = stored
         return staged, policy.with_encoders(encoders)
 
+    # What a class with declared fields has otherwise; see `TypedDeviceDict`.
+
+    def _conform(self, items: Mapping[str, Any], deep: bool = False) -> None:
+        """Raise unless these items may be all that there are; ``deep``: and those of nested dicts all of theirs."""
+
+    @classmethod
+    def _is_absence(cls, key: str, value: object) -> bool:
+        """Whether ``value`` says that there is none at ``key``."""
+        return False
+
+    @classmethod
+    def _declared(cls, key: str) -> type[CheckedDict[Any]] | None:
+        """The class of the nested dict at ``key``; None if it may be any."""
+        return None
+
     def _nest(
         self, value: Mapping[str, Any], home: torch.device, moved: Mapping[int, Tensor], path: Path
     ) -> CheckedDict[Any]:
-        """``value`` as a nested dict. A `DeviceDict` keeps its class and encoders, and a policy that its class has."""
-        cls: type[CheckedDict[Any]] = type(self)
-        policy = self._policy
+        """``value`` as a nested dict. A `DeviceDict` keeps its encoders, and a policy that its class has."""
+        cls: Any = self._declared(path[-1]) or (CheckedDict if isinstance(value, CheckedDict) else type(self))
+        of_its_class = isinstance(value, cls)
+        if of_its_class:
+            cls = type(cast(object, value))
+        policy = self._policy_of(cls, self._policy)
         if isinstance(value, CheckedDict):
-            cls = type(value)
-            own = cls._class_policy is not CheckedDict._class_policy
+            own = of_its_class and cls._has_policy()
             policy = value._policy if own else policy.with_encoders(value._policy.carried(value))
         nested = cls._new((), home, policy)
         staged, policy = nested._convert(value, home, moved, path)
-        nested._commit(staged, home, policy)
+        if of_its_class:  # not looked at again: a row of a typed batch is one, without a batch dimension
+            CheckedDict._commit(nested, staged, home, policy)
+        else:
+            try:
+                nested._commit(staged, home, policy)
+            except (TypeError, ValueError) as error:
+                raise located(error, path) from error
         return nested
 
     # --- paths ---
@@ -342,23 +355,20 @@ class CheckedDict(TreeDict[V]):
             raise KeyError(path)
         return node, path[-1]
 
-    def _set_path(self, path: Path, value: Any) -> None:
+    def _set_path(self, path: Path, value: Any, at: Path = ()) -> None:
         """Set in the deepest dict that is there; what is missing below it is made, as part of the value."""
         if not path:
             raise KeyError("a path needs at least one key, got ()")
-        node: CheckedDict[Any] = self
-        depth = 0
-        for part in path[:-1]:
-            inner: Any = raw.get(node, part, _MISSING)
-            if inner is _MISSING:
-                break
-            if not isinstance(inner, CheckedDict):
+        if len(path) > 1:
+            inner: Any = raw.get(self, path[0], _MISSING)
+            if isinstance(inner, CheckedDict):
+                cast("CheckedDict[Any]", inner)._set_path(path[1:], value, (*at, path[0]))
+                return
+            if inner is not _MISSING:
                 raise TypeError(
-                    f"{dotted(path[: depth + 1])} is a {type(inner).__name__}, expected a nested dict to put "
-                    f"{dotted(path)} into; delete or rename it first"
+                    f"{dotted((*at, path[0]))} is a {type(inner).__name__}, expected a nested dict to put "
+                    f"{dotted((*at, *path))} into; delete or rename it first"
                 )
-            node = cast("CheckedDict[Any]", inner)
-            depth += 1
-        for part in reversed(path[depth + 1 :]):
-            value = {part: value}
-        node._take({path[depth]: value}, at=path[:depth])
+            for part in reversed(path[1:]):
+                value = {part: value}
+        self._take({path[0]: value}, at=at)  # pyright: ignore[reportGeneralTypeIssues]  (it is not empty)

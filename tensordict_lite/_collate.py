@@ -88,22 +88,29 @@ def collate(
     tensors = tensors_in(first)
     home = canonical(tensors[0].device if tensors else torch.empty(0).device)
     collector = _Collector(home, cls, encoders, pad or {})
-    batch = collector.collect(samples, *collector.kind_of(samples, cls._class_policy, ()), ())
-    fields = collector.fields
+    batch = collector.collect(samples, *collector.kind_of(samples, cls, cls._class_policy, ()), ())
+    batch = batch._with(_made(collector, pack), home)
+    if cls is not DeviceDict:
+        batch._conform(batch, deep=True)
+    return cast(D, batch)
+
+
+def _made(collector: _Collector, pack: bool) -> list[Tensor]:
+    """The tensors of the batch."""
+    fields, home = collector.fields, collector.home
     if not (pack and packs(home)):
-        return cast(D, batch._with(list(map(_stacked, fields)), home))
+        return list(map(_stacked, fields))
     # To compare all samples takes as long as to copy them, and torch does it again. So it is left to torch, and only
     # what it refuses is looked at, to be named, or stacked by itself.
     try:
-        out = _filled(fields, home, sure=True)
+        return _filled(fields, home, sure=True)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         for path, column, whole in fields:
             if not whole:
                 collector.check(path, column)
-        out = _filled(fields, home, sure=False)
-    return cast(D, batch._with(out, home))
+    return _filled(fields, home, sure=False)
 
 
 class _Collector:
@@ -113,9 +120,11 @@ class _Collector:
         self.home, self.cls, self.encoders, self.pad = home, cls, encoders, pad
         self.fields: list[_Field] = []
 
-    def kind_of(self, samples: Sequence[Any], policy: Policy, at: Path) -> tuple[type[DeviceDict[Any]], Policy]:
+    def kind_of(
+        self, samples: Sequence[Any], asked: type[DeviceDict[Any]], policy: Policy, at: Path
+    ) -> tuple[type[DeviceDict[Any]], Policy]:
         """The class and policy of what these samples become: their own, if they are of the class that is asked for."""
-        cls = self.cls
+        cls = asked
         if any(issubclass(kind, DeviceDict) for kind in set(map(type, samples))):
             trees = cast("list[TreeDict[Any]]", [sample for sample in samples if isinstance(sample, DeviceDict)])
             own = merged_policy(trees, at, "sample")
@@ -141,7 +150,12 @@ class _Collector:
             elif any(isinstance(value, Mapping) for value in column):
                 if not all(isinstance(value, Mapping) for value in column):
                     refuse(column, path, "sample", None)
-                items[key] = self.collect(column, *self.kind_of(column, policy, path), path)
+                nested = cast("type[DeviceDict[Any]]", cls._declared(key) or self.cls)
+                items[key] = self.collect(
+                    column, *self.kind_of(column, nested, cls._policy_of(nested, policy), path), path
+                )
+            elif all(cls._is_absence(key, value) for value in column):
+                continue
             else:
                 value, encoder = self.host_values(column, set(map(type, column)), policy, path)
                 if isinstance(value, DeviceDict):

@@ -95,7 +95,7 @@ class DeviceDict(MovableDict[V]):
         >>> d.select(("obs", "b"), "x").to_dict()
         {'obs': {'b': tensor(3)}, 'x': tensor(1)}
         """
-        out = self._new((), self._device, self._policy)
+        out = self._some(())
         for key in keys:
             path = key if isinstance(key, tuple) else (key,)
             value: Any = self[key]
@@ -104,7 +104,7 @@ class DeviceDict(MovableDict[V]):
             for part in path[:-1]:
                 source = raw.__getitem__(source, part)
                 if not raw.__contains__(node, part):
-                    raw.__setitem__(node, part, source._new((), source._device, source._policy))
+                    raw.__setitem__(node, part, source._some(()))
                 node = raw.__getitem__(node, part)
             raw.__setitem__(node, path[-1], value.copy() if isinstance(value, TreeDict) else value)
         return out
@@ -117,9 +117,16 @@ class DeviceDict(MovableDict[V]):
         >>> DeviceDict({"x": 1, "obs": {"a": 2, "b": 3}}).drop("x", ("obs", "a")).to_dict()
         {'obs': {'b': tensor(3)}}
         """
-        out = self.copy()
+        out = self._some(self.copy())
         for key in keys:
-            del out[key]
+            path = key if isinstance(key, tuple) else (key,)
+            out._walk(path)  # raises KeyError
+            node: TreeDict[Any] = out
+            for part in path[:-1]:
+                inner: TreeDict[Any] = raw.__getitem__(node, part)
+                raw.__setitem__(node, part, inner._some(inner))
+                node = raw.__getitem__(node, part)
+            raw.__delitem__(node, path[-1])
         return out
 
     def map(self, function: Callable[[Tensor], Any], /) -> Self:

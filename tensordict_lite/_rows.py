@@ -60,7 +60,7 @@ class Rows(Generic[D]):
         at = index if type(index) is slice else _index(index, count)
         if not isinstance(cast(object, other), Mapping):
             raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
-        values = d._new((), d._device, d._policy)
+        values = d._some(())
         values.update(other)
         writes: list[tuple[Tensor, Tensor]] = []
         _plan_writes(d, values, at, (), writes)

@@ -18,7 +18,7 @@ from ._devices import CPU, canonical, resolve
 from ._errors import Path, dotted
 from ._items import only_tensors
 from ._packing import are_parts, distinct_of, from_block, once, pack, packed_layout, packs
-from ._policy import Policy
+from ._policy import Encoders, Objects, OnMismatch, Policy
 
 V = TypeVar("V", default=Tensor)
 
@@ -37,13 +37,40 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     __slots__ = ("__weakref__", "_device", "_policy")
     _device: torch.device | None  # resolved; None before the first tensor or nested dict, and see `_settle`
     _policy: Policy
+    _class_options: ClassVar[tuple[Any, ...]]  # what one class gave; the next is what it and its bases make
     _class_policy: ClassVar[Policy] = Policy()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls,
+        *,
+        encoders: Encoders | None = None,
+        on_mismatch: OnMismatch | None = None,
+        objects: Objects | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init_subclass__(**kwargs)
         _pytree.register(cls, _context, _unflatten)
         # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.
         ForkingPickler.register(cls, _taken_apart)
+        if not (encoders is on_mismatch is objects is dtype is None):
+            cls._class_options = (encoders, on_mismatch, objects, dtype)
+        # Of every class that gives options, the more derived one's over the others': so several bases add up.
+        given = [base.__dict__["_class_options"] for base in cls.__mro__ if "_class_options" in base.__dict__]
+        if given:
+            policy = Policy()
+            for options in reversed(given):
+                policy = policy.override(*options)
+            cls._class_policy = policy
+
+    @classmethod
+    def _has_policy(cls) -> bool:
+        return cls._class_policy is not TreeDict._class_policy
+
+    @classmethod
+    def _policy_of(cls, nested: type[TreeDict[Any]], policy: Policy) -> Policy:
+        """The policy of a ``nested`` class in a dict of this class with ``policy``."""
+        return nested._class_policy if nested is not cls and nested._has_policy() else policy
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
@@ -53,6 +80,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         out._policy = policy
         raw.update(out, items)
         return out
+
+    def _some(self, items: Any) -> Self:
+        """A dict for some of the items, and nothing that was true of all of them; see `TypedDeviceDict`."""
+        return self._new(items, self._device, self._policy)
 
     def _tensors(self) -> list[Tensor]:
         """Every tensor of the tree, depth first."""

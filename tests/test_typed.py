@@ -1,0 +1,560 @@
+"""TypedDeviceDict: the annotations of a class as its fields, at run time."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, default_collate
+
+from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Utf8, Vocabulary, cat, collate, stack
+
+jaxtyping = pytest.importorskip("jaxtyping")
+from jaxtyping import Bool, Float, Int, UInt8  # noqa: E402
+
+T = TypeVar("T")
+
+
+class Obs(TypedDeviceDict):
+    state: Float[Tensor, "batch n"]
+    goal: Tensor | None = None
+
+
+class Batch(TypedDeviceDict):
+    image: Float[Tensor, "batch 3 h w"]
+    label: Int[Tensor, "batch"]
+    obs: Obs
+    weight: Float[Tensor, "batch"] | None = None
+    kept: ClassVar[int] = 3
+
+
+class More(Batch, on_mismatch="move"):
+    extra: Tensor
+    weight: Tensor  # now required
+
+
+class Loose(TypedDeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b"])}):
+    x: Tensor
+    s: Tensor
+    any: DeviceDict | None = None
+    meta: dict_keys | None = None
+    anything: Any = None
+
+
+dict_keys = type({}.keys())
+
+
+class Tree(TypedDeviceDict):
+    value: Tensor
+    left: Tree | None = None
+    right: Optional[Tree] = None  # noqa: UP045
+
+
+def items(n: int = 2) -> dict[str, Any]:
+    return {"image": torch.zeros(n, 3, 4, 4), "label": torch.arange(n), "obs": {"state": torch.ones(n, 5)}}
+
+
+def batch(n: int = 2) -> Batch:
+    return Batch(**items(n))
+
+
+def unchanged(d: DeviceDict[Any], change: Callable[[], Any]) -> pytest.ExceptionInfo[Exception]:
+    """That ``change`` raises, and leaves ``d`` as it was, at every level."""
+    before = [(id(node), list(node.items()), node.device, node.encoders) for node in (d, d.get("obs", d))]
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (the caller asserts which)
+        change()
+    after = [(id(node), list(node.items()), node.device, node.encoders) for node in (d, d.get("obs", d))]
+    for old, new in zip(before, after, strict=True):
+        assert [k for k, _ in old[1]] == [k for k, _ in new[1]]
+        assert all(x is y for (_, x), (_, y) in zip(old[1], new[1], strict=True)) and (old[0], *old[2:]) == (
+            new[0],
+            *new[2:],
+        )
+    d._check()
+    return caught
+
+
+class TestMaking:
+    @pytest.mark.parametrize("make", [
+        Batch, lambda i: Batch(**i), lambda i: Batch(i.items()), lambda i: Batch((k, i[k]) for k in i), Batch.from_dict,
+        lambda i: Batch(DeviceDict(i)), lambda i: Batch(DeviceDict(i).select("image", "obs"), label=i["label"]),
+    ])  # fmt: skip
+    def test_every_way(self, make: Any) -> None:
+        d = make(items())
+        d._check()
+        assert type(d) is Batch and type(d.obs) is Obs and d == items() and set(d) == {"image", "label", "obs"}
+
+    def test_options(self) -> None:
+        d = Batch(**items(), device="meta")
+        assert d.device == torch.device("meta") and d.obs.state.is_meta
+        d = Batch.from_dict({**items(), "weight": [0.5, 1.5]}, dtype=torch.float64, device="cpu")
+        assert d.weight is not None and d.weight.dtype == torch.float64
+        with pytest.raises(DeviceMismatchError):
+            Batch(**{**items(), "label": torch.arange(2, device="meta")})
+        moved = More(**{**items(), "weight": torch.ones(2, device="cpu")}, extra=1)
+        assert moved._policy.on_mismatch == "move" and moved.extra == 1
+
+    def test_host_values_and_class_policy(self) -> None:
+        d = Loose(x=[1, 2], s=["a", "b"], meta={}.keys())
+        assert d.x.tolist() == [1, 2] and d.s.tolist() == [0, 1] and d.decode("s") == ["a", "b"] and d.meta == {}.keys()
+        outer = type("Outer", (TypedDeviceDict,), {"__annotations__": {"loose": Loose, "name": Tensor}})
+        nested: Any = outer(loose={"x": 0, "s": "b"}, name="Ada")
+        assert nested.loose.decode("s") == "b" and type(nested.loose) is Loose and nested.decode("name") == "Ada"
+
+    def test_none_says_absent(self) -> None:
+        d = Batch(**items(), weight=None)
+        assert (
+            d.weight is None
+            and "weight" not in d
+            and len(d) == 3
+            and Obs(state=torch.ones(1, 1), goal=None).goal is None
+        )
+        assert "goal" not in Batch(**{**items(), "obs": {"state": torch.ones(2, 5), "goal": None}}).obs
+        with pytest.raises(TypeError, match="'image' is NoneType, expected a tensor"):
+            Batch(**{**items(), "image": None})
+
+    def test_any_dict_and_anything(self) -> None:
+        d = Loose(x=0, s="a", any={"q": {"r": 1}}, anything=object)
+        assert type(d.any) is DeviceDict and type(d.any["q"]) is DeviceDict and d.anything is object
+        assert type(Loose(x=0, s="a", any=batch()).any) is Batch
+
+    def test_recursive(self) -> None:
+        t = Tree(value=1, left={"value": 2, "right": {"value": 3}})
+        assert t.left is not None and type(t.left.right) is Tree and t.left.right.value == 3 and t.right is None
+        with pytest.raises(TypeError, match=r"^'left\.right': Tree lacks the required field 'value'"):
+            Tree(value=1, left={"value": 2, "right": {}})
+
+    def test_a_schema_without_fields_is_empty(self) -> None:
+        empty = type("Empty", (TypedDeviceDict,), {})
+        assert empty() == {} and empty.from_dict({}) == {}
+        with pytest.raises(TypeError, match=r"^Empty has no field 'x'\. Its fields are none$"):
+            empty(x=1)
+
+
+class TestAttributes:
+    def test_they_are_the_items(self) -> None:
+        d = batch()
+        d.label = torch.ones(2, dtype=torch.int64)
+        assert d.label is d["label"] and d.label.sum() == 2
+        d.obs = {"state": torch.zeros(2, 1)}  # type: ignore[assignment]
+        assert type(d.obs) is Obs and d.obs.state.shape == (2, 1)
+        d.weight = torch.ones(2)
+        assert list(d) == ["image", "label", "obs", "weight"]
+        d.weight = None
+        assert "weight" not in d
+        d["weight"] = torch.ones(2)
+        del d.weight
+        with pytest.raises(AttributeError, match=r"^Batch\.weight is absent already$"):
+            del d.weight
+        d["weight"] = None  # type: ignore[assignment]  (there is none to delete)
+        assert Batch.image.__doc__ == "The item 'image'." and "image" in dir(d) and Batch.kept == 3
+
+    def test_nothing_else_can_be_set(self) -> None:
+        d: Any = batch()
+        for name in ("lable", "__dict__"):
+            with pytest.raises(AttributeError):
+                setattr(d, name, torch.ones(2))
+        with pytest.raises(AttributeError, match="lable"):
+            d.lable  # noqa: B018
+        assert not hasattr(d, "__dict__")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("change", "error", "message"), [
+        ({"label": None}, TypeError, "'label' is NoneType, expected a tensor"),
+        ({"image": {"a": 1}}, TypeError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got DeviceDict"),
+        ({"obs": torch.ones(2)}, TypeError, "Batch.obs: expected Obs, got float32[2]"),
+        ({"obs": {}}, TypeError, "'obs': Obs lacks the required field 'state'; what may be absent is declared as `state: Float[Tensor, 'batch n'] | None = None`"),
+        ({"obs": {"state": torch.ones(2, 5), "gaol": 1}}, TypeError, "'obs': Obs has no field 'gaol', did you mean 'goal'? Its fields are state, goal"),
+        ({"lable": torch.ones(2)}, TypeError, "Batch has no field 'lable', did you mean 'label'? Its fields are image, label, obs, weight"),
+        ({"qq": 1, 5: 2}, TypeError, "keys are str, got 5 of type int; use '5'"),
+        ({"label": torch.ones(2)}, ValueError, "Batch.label: expected Int[Tensor, 'batch'], got float32[2]: this array has dtype float32"),
+        ({"image": torch.ones(2, 1, 4, 4)}, ValueError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got float32[2, 1, 4, 4]: the dimension size 1 does not equal 3"),
+        ({"image": torch.ones(2, 3)}, ValueError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got float32[2, 3]: this array has 2 dimensions, not the 4 expected"),
+        ({"label": torch.arange(5)}, ValueError, "Batch.label: expected Int[Tensor, 'batch'], got int64[5]: the size of dimension batch is 5 which does not equal the existing value of 2, from Batch.image, which is float32[2, 3, 4, 4]"),
+        ({"obs": {"state": torch.ones(7, 5)}}, ValueError, "Batch.obs.state: expected Float[Tensor, 'batch n'], got float32[7, 5]: the size of dimension batch is 7 which does not equal the existing value of 2, from Batch.image, which is float32[2, 3, 4, 4]"),
+    ])  # fmt: skip
+    def test_wherever_values_come_in(self, change: dict[Any, Any], error: type[Exception], message: str) -> None:
+        d = batch()
+        ways: list[Callable[[], Any]] = [
+            lambda: d.update(change), lambda: d.__ior__(change), lambda: d | change, lambda: Batch({**items(), **change}),
+            lambda: Batch.from_dict([*items().items(), *change.items()]),
+        ]  # fmt: skip
+        if len(change) == 1:
+            ((key, value),) = change.items()
+            ways += [lambda: d.__setitem__(key, value), lambda: d.__setitem__((key,), value)]
+            if key in Batch._optional:
+                ways.append(lambda: setattr(d, key, value))
+            else:
+                ways.append(lambda: d.setdefault(key, value))
+        for way in ways:
+            caught = unchanged(d, way)
+            assert caught.type is error and str(caught.value).startswith(message)
+
+    def test_missing(self) -> None:
+        for given_items in ({}, (), None, {"obs": None}, {"obs": {"state": torch.ones(2, 5)}}):
+            with pytest.raises(TypeError, match=r"^Batch lacks the required fields|^'obs' is NoneType"):
+                Batch(given_items)
+        with pytest.raises(
+            TypeError,
+            match=r"^Batch lacks the required fields 'label', 'obs'; what may be absent is declared as `label: Int\[",
+        ):
+            Batch(image=torch.zeros(2, 3, 4, 4))  # type: ignore[call-arg]
+
+    def test_what_is_required_is_not_deleted(self) -> None:
+        d = batch()
+        nested: Any = DeviceDict({"b": d})
+        for way in (
+            lambda: d.__delitem__("label"), lambda: d.__delattr__("label"), lambda: d.pop("label"), lambda: d.pop("label", None), lambda: d.__delitem__(("label",)),
+            d.clear, lambda: d.__delitem__(("obs", "state")), lambda: d.pop(("obs", "state")), d.popitem, lambda: nested.__delitem__(("b", "obs", "state")),
+        ):  # fmt: skip
+            caught = unchanged(d, way)
+            assert caught.type is TypeError
+            assert str(caught.value).startswith(
+                ("Batch.", "Obs.state")
+            ) and "is required and cannot be deleted; drop('" in str(caught.value)
+        d.weight = torch.ones(2)
+        assert d.popitem()[0] == "weight" and d.pop("weight", 1) == 1
+        with pytest.raises(KeyError):
+            d.pop("nope")
+        with pytest.raises(KeyError):
+            del d["nope"]
+        optional = type("AllOptional", (TypedDeviceDict,), {"__annotations__": {"x": Optional[Tensor]}, "x": None})(x=1)  # noqa: UP045
+        optional.clear()
+        assert optional == {}
+
+    def test_update_checks_the_end_state(self) -> None:
+        d = batch(2)
+        unchanged(d, lambda: d.update(image=torch.zeros(4, 3, 4, 4)))
+        d.update(items(4))
+        assert len(d.rows) == 4
+        unchanged(d, lambda: d.update({**items(6), "weight": torch.ones(5)}))
+        d.weight = torch.ones(4)
+        unchanged(d, lambda: d.update(image=torch.zeros(6, 3, 4, 4), weight=None))
+        d.update(items(6), weight=None)
+        assert len(d.rows) == 6 and "weight" not in d
+
+    def test_a_path_is_checked_at_every_level(self) -> None:
+        d = batch()
+        caught = unchanged(d, lambda: d.__setitem__(("obs", "state"), torch.ones(3, 5)))
+        assert str(caught.value).startswith("Batch.obs.state: expected Float[Tensor, 'batch n'], got float32[3, 5]")
+        caught = unchanged(d, lambda: d.__setitem__(("obs", "state"), torch.ones(2)))
+        assert str(caught.value).startswith("Obs.state: ")
+        unchanged(d, lambda: d.__setitem__(("obs", "nope"), 1))
+        unchanged(d, lambda: d.__setitem__(("nope", "x"), 1))
+        plain: Any = DeviceDict({"b": d})
+        unchanged(plain["b"], lambda: plain.__setitem__(("b", "obs", "state"), torch.ones(3, 5)))
+        obs = d.obs
+        d["obs", "state"] = torch.full((2, 1), 7.0)
+        assert d.obs is obs and obs.state[0] == 7
+        d["obs", "goal"] = 1.0
+        d["obs", "goal"] = None
+        assert obs.goal is None
+
+    def test_objects_may_stand_in_for_tensors_where_they_are_kept(self) -> None:
+        info = types.SimpleNamespace(shape=(2,))  # as accelerate puts in, when it sends the structure ahead
+        d = Loose({"x": info, "s": info})
+        assert d.x is info
+        with pytest.raises(TypeError, match=r"Loose\.x: expected Tensor, got a NoneType"):
+            Loose({"x": None, "s": info})
+        with pytest.raises(TypeError, match=r"Loose\.meta: expected dict_keys, got a dict_values"):
+            Loose({"x": info, "s": info, "meta": {}.values()})
+
+
+class TestDeclaring:
+    @pytest.mark.parametrize(("fields", "message"), [
+        ({"items": Tensor}, "Bad.items: a field cannot be named as a method or property of DeviceDict; rename it"),
+        ({"rows": Tensor}, "Bad.rows: a field cannot be named as a method"), ({"from_dict": Tensor}, "Bad.from_dict: a field cannot be named as a method"),
+        ({"dtype": Tensor}, "Bad.dtype: a field cannot be named as an option of the constructor; rename it"), ({"device": Tensor}, "Bad.device: a field cannot"),
+        ({"_x": Tensor}, "Bad._x: a field cannot start with an underscore; rename it"),
+        ({"x": int}, "Bad.x: values of int are stored as tensors; annotate it as Tensor"), ({"x": np.ndarray}, "Bad.x: values of ndarray are stored as tensors"),
+        ({"x": str}, "Bad.x: values of str are stored as tensors"), ({"x": dict[str, Tensor]}, "Bad.x: mappings are stored as DeviceDicts; annotate it as"),
+        ({"x": Float[np.ndarray, "a"]}, "Bad.x: arrays are stored as tensors; annotate it as Float[Tensor, ...]"),
+        ({"x": Literal["a"]}, "Bad.x: typing.Literal is not what a field can be annotated with: Tensor, a jaxtyping annotation of one"),
+        ({"x": Tensor | None}, "Bad.x: a field that may be absent is declared as `x: ... | None = None`"),
+        ({"x": Obs | Batch}, "Bad.x: of a nested dict the class must be known, and there are several here"),
+    ])  # fmt: skip
+    def test_what_is_refused(self, fields: dict[str, Any], message: str) -> None:
+        with pytest.raises(TypeError) as caught:
+            type("Bad", (TypedDeviceDict,), {"__annotations__": fields})
+        assert str(caught.value).startswith(message)
+
+    def test_defaults_and_clashes(self) -> None:
+        with pytest.raises(TypeError, match=r"^Bad\.x has the default 3; the only one is None"):
+            type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Tensor}, "x": 3})
+        with pytest.raises(TypeError, match=r"^Bad\.x: a field that may be absent is declared as"):
+            type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Tensor}, "x": None})
+        with pytest.raises(TypeError, match=r"^Bad\.image is a field, and something else in Bad; rename one of them$"):
+            type("Bad", (Batch,), {"image": None})
+        mixin = type("Mixin", (), {"image": lambda self: 1})
+        for bases in ((mixin, Batch), (Batch, mixin)):
+            with pytest.raises(TypeError, match=r"^Bad\.image is a field, and something else in Mixin"):
+                type("Bad", bases, {})
+        helper = type("Helper", (TypedDeviceDict,), {"mean": lambda self: 1})
+        with pytest.raises(TypeError, match=r"^Bad\.mean is a field, and something else in Helper"):
+            type("Bad", (helper,), {"__annotations__": {"mean": Tensor}})
+
+    def test_inheritance(self) -> None:
+        assert list(More._optional) == ["image", "label", "obs", "weight", "extra"] and issubclass(More, Batch)
+        with pytest.raises(TypeError, match=r"^More lacks the required fields 'weight', 'extra'"):
+            More(**items())  # type: ignore[call-arg]
+        d = More(**items(), weight=torch.ones(7), extra=1)
+        assert d.weight.shape == (7,) and type(d.obs) is Obs
+
+        class Left(TypedDeviceDict, dtype=torch.float64):
+            a: Tensor
+
+        class Right(TypedDeviceDict):
+            b: Tensor
+
+            def total(self) -> Tensor:
+                return self.b.sum()
+
+        class Both(Left, Right):
+            pass
+
+        both = Both(a=1.0, b=[1.5, 2.5])
+        assert both.total() == 4 and both.a.dtype == torch.float64
+
+    def test_other_ways_to_write_an_annotation(self) -> None:
+        Image = NewType("Image", Tensor)
+
+        class Pair(TypedDeviceDict, Generic[T], objects="keep"):
+            a: Annotated[Tensor, "note"]
+            b: T
+            c: Image
+            d: Float[Tensor, "n"] | Int[Tensor, "n m"]
+            e: list[int] | Tensor | None = None
+
+        for d in (torch.ones(2), torch.ones(2, 3, dtype=torch.int64)):
+            assert Pair[int](a=1, b=object, c=1.0, d=d, e={1}.copy() and None).d is d
+        with pytest.raises(
+            ValueError,
+            match=r"^Pair\.d: expected Float\[Tensor, 'n'\] \| Int\[Tensor, 'n m'\], got float32\[2, 3\]: this array has 2 dimensions",
+        ):
+            Pair(a=1, b=1, c=1, d=torch.ones(2, 3))
+
+    @pytest.mark.parametrize("future", ["from __future__ import annotations\n", ""])
+    def test_of_strings_and_of_what_comes_later(self, future: str) -> None:
+        source = future + (
+            "import typing\nfrom torch import Tensor\nfrom tensordict_lite import TypedDeviceDict\n"
+            "class A(TypedDeviceDict):\n    n: typing.ClassVar[int] = 1\n    b: 'B'\n    x: 'typing.Optional[Tensor]' = None\n    m: 'typing.ClassVar[int]' = 2\n"
+            "early = None\ntry:\n    A(b={'y': 1})\nexcept NameError as error:\n    early = str(error)\n"
+            "class B(TypedDeviceDict):\n    y: Tensor\n"
+            "def local():\n    class Inner(TypedDeviceDict):\n        z: Tensor\n    class Outer(TypedDeviceDict):\n        inner: Inner\n    return Outer\n"
+        )
+        module = types.ModuleType("schemas")
+        sys.modules["schemas"] = module
+        try:
+            exec(compile(source, "schemas", "exec", dont_inherit=True), vars(module))
+            assert (
+                module.early
+                == "A: an annotation names 'B', which schemas does not have; define or import it there, at run time too"
+            )
+            assert type(module.A(b={"y": 1}).b) is module.B and list(module.A._optional) == ["b", "x"]
+            outer = module.local()
+            derived = type("Derived", (outer,), {"__module__": "schemas"})
+            for cls in (outer, derived):
+                assert type(cls(inner={"z": 1}).inner).__name__ == "Inner"
+        finally:
+            del sys.modules["schemas"]
+
+    def test_jaxtyping_is_not_imported(self) -> None:
+        program = (
+            "import sys, tensordict_lite as t, torch\n"
+            "class B(t.TypedDeviceDict):\n    x: torch.Tensor\n    n: t.DeviceDict\n"
+            "B(x=torch.zeros(2), n={}).to(torch.float64)\nassert 'jaxtyping' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class TestShapes:
+    def test_what_jaxtyping_can_say(self) -> None:
+        class Shapes(TypedDeviceDict):
+            a: Float[Tensor, "*batch n"]
+            b: Bool[Tensor, "*batch n-1"]
+            c: UInt8[Tensor, "... _ 2"] | None = None
+            d: Float[Tensor, "m+1"] | None = None  # of what is said later
+            m: Float[Tensor, "m"] | None = None
+
+        Shapes(
+            a=torch.ones(2, 3, 4), b=torch.ones(2, 3, 3, dtype=torch.bool), c=torch.ones(9, 9, 9, 2, dtype=torch.uint8)
+        )
+        some = {"a": torch.ones(2, 3, 4), "b": torch.ones(2, 3, 3, dtype=torch.bool), "m": torch.ones(3)}
+        assert Shapes(**some, d=torch.ones(4)).d is not None
+        with pytest.raises(
+            ValueError,
+            match=r"^Shapes\.d: expected .* the dimension size 3 does not equal the existing value of m\+1=4, from Shapes\.m, which is float32\[3\]$",
+        ):
+            Shapes(**some, d=torch.ones(3))
+        with pytest.raises(
+            ValueError,
+            match=r"^Shapes\.b: expected Bool\[Tensor, '\*batch n-1'\], got bool\[2, 3, 4\]: the dimension size 4 does not equal",
+        ):
+            Shapes(a=torch.ones(2, 3, 4), b=torch.ones(2, 3, 4, dtype=torch.bool))
+        with pytest.raises(
+            ValueError,
+            match=r"^Shapes\.b: .* variadic dimensions '\*batch' is .*, from Shapes\.a, which is float32\[2, 3, 4\]$",
+        ):
+            Shapes(a=torch.ones(2, 3, 4), b=torch.ones(5, 3, dtype=torch.bool))
+
+    def test_names_are_of_one_instance(self) -> None:
+        first, second = batch(2), batch(5)
+        with jaxtyping.jaxtyped("context"):
+            assert isinstance(torch.ones(9), Float[Tensor, "batch"])
+            assert len(Batch(first).rows) == 2 and len(Batch(second).rows) == 5
+            assert not isinstance(torch.ones(8), Float[Tensor, "batch"])
+
+    def test_they_can_be_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        assert Batch(**{**items(), "label": torch.ones(9)}).label.shape == (9,)
+        with pytest.raises(TypeError, match="Batch lacks"):
+            Batch()  # type: ignore[call-arg]
+
+    @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans())
+    def test_they_agree_or_it_is_said(self, a: int, b: int, c: int, nested: bool) -> None:
+        given = {"image": torch.zeros(a, 3, 1, 1), "label": torch.arange(b), "obs": {"state": torch.ones(c, 1)}}
+        if a == b == c:
+            assert len(Batch(given).rows) == a
+        else:
+            with pytest.raises(ValueError, match=f"from Batch.image, which is float32\\[{a}, 3, 1, 1\\]$") as caught:
+                Batch({**given, "obs": Obs(given["obs"])} if nested else given)
+            assert ("Batch.label" if a != b else "Batch.obs.state") in str(caught.value)
+
+
+class TestSurvival:
+    @pytest.mark.parametrize("make", [
+        lambda d: pickle.loads(pickle.dumps(d)), lambda d: pickle.loads(pickle.dumps(d.pack())), copy.copy, copy.deepcopy, lambda d: d.copy(),
+        lambda d: type(d)({k: v.clone() for k, v in d.items()}), lambda d: type(d)(tuple(d.items())), lambda d: tree_map(lambda t: t, d),
+        lambda d: d.to("cpu", copy=True), lambda d: d.pack(), lambda d: d.clone(), lambda d: d | {}, lambda d: {} | d, lambda d: d.rows[:], Batch, lambda d: d.detach(),
+        lambda d: collate(list(d.rows)), lambda d: collate([r.to_dict() for r in d.rows], cls=Batch), lambda d: stack(list(d.rows)), lambda d: cat([d.rows[:1], d.rows[1:]]),
+        lambda d: default_collate(list(d.rows)), lambda d: d.map(torch.clone), lambda d: Batch.unflatten(d.flatten()), lambda d: d.contiguous(), lambda d: d.double().float(),
+    ])  # fmt: skip
+    def test_it_stays_what_it_is(self, make: Callable[[Any], Any]) -> None:
+        d = make(batch())
+        d._check()
+        assert type(d) is Batch and type(d.obs) is Obs and d == items() and d.weight is None
+        with pytest.raises(TypeError, match="Batch has no field"):
+            d["nope"] = 1
+
+    def test_pytree_takes_anything_unchecked(self) -> None:
+        d = tree_map(lambda t: None, batch())
+        assert type(d) is Batch and d.image is None and type(d.obs) is Obs
+        moved = tree_map(lambda t: t.to("meta"), batch())
+        assert moved.device == torch.device("meta") and moved.obs.state.is_meta
+
+    def test_rows_have_no_batch_dimension(self) -> None:
+        d = batch(4)
+        row = d.rows[1]
+        assert (
+            type(row) is Batch
+            and row.image.shape == (3, 4, 4)
+            and row.to(torch.float64).clone().image.dtype == torch.float64
+        )
+        held = DeviceDict({"row": row})  # nor is one checked when it is put somewhere
+        assert type(held["row"]) is Batch and held["row"].image is row.image
+        d.rows[0] = row.clone()
+        d.rows[1:3] = {**{k: v[:2] for k, v in items(4).items() if k != "obs"}, "obs": {"state": torch.zeros(2, 5)}}
+        assert d.obs.state[1:3].sum() == 0 and d.obs.state[3].sum() == 5
+
+    def test_of_some_fields_it_is_a_plain_dict(self) -> None:
+        d = batch()
+        for some in (
+            d.select("image", ("obs", "state")),
+            d.drop("label"),
+            d.drop(("obs", "state")),
+            DeviceDict({"b": d}).drop(("b", "obs", "state"))["b"],
+        ):
+            assert type(some) is DeviceDict
+        assert type(d.drop(("obs", "state"))["obs"]) is DeviceDict and d.obs.state.shape == (2, 5)
+        assert (
+            type(d.drop("label")["obs"]) is Obs
+            and type(d.select("obs")["obs"]) is Obs
+            and type(d.flatten()) is DeviceDict
+        )
+        strings = Loose(x=1, s="b").select("s")
+        assert strings.decode("s") == "b"
+
+    def test_collate_converts_and_checks(self) -> None:
+        samples = [
+            {
+                "image": np.ones((3, 4, 4), np.float32),
+                "label": i,
+                "obs": {"state": [1.0, 2.0], "goal": None},
+                "weight": None,
+            }
+            for i in range(3)
+        ]
+        d = collate(samples, cls=Batch)
+        d._check()
+        assert type(d.obs) is Obs and d.is_packed and d.label.tolist() == [0, 1, 2] and d.weight is None
+        for change, error, message in (
+            ({"label": 1.5}, ValueError, r"^Batch\.label: expected Int\[Tensor, 'batch'\], got float32\[3\]: this array has dtype float32"),
+            ({"lable": 1}, TypeError, "^Batch has no field 'lable', did you mean 'label'"), ({"obs": {}}, TypeError, "^Obs lacks the required field 'state'"),
+        ):  # fmt: skip
+            with pytest.raises(error, match=message):
+                collate([{**sample, **change} for sample in samples], cls=Batch)
+        with pytest.raises(TypeError, match="sample 1: 'weight' is NoneType"):
+            collate([{**samples[0], "weight": 1.0}, samples[1]], cls=Batch)
+        own = collate([Loose(x=i, s="b", any={"q": 1}) for i in range(2)])
+        assert type(own) is Loose and own.decode("s") == ["b", "b"] and type(own.any) is DeviceDict
+
+    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    def test_through_a_loader(self, context: str) -> None:
+        loader: Any = DataLoader(
+            [batch(1).rows[0] for _ in range(4)], batch_size=2, num_workers=1, multiprocessing_context=context
+        )  # type: ignore[arg-type]
+        for d in loader:
+            assert type(d) is Batch and type(d.obs) is Obs and d.obs.state.shape == (2, 5) and d.is_packed
+
+    def test_strings(self) -> None:
+        class Named(TypedDeviceDict, encoders={"name": Utf8(8)}):
+            name: UInt8[Tensor, "batch bytes"]
+            x: Float[Tensor, "batch"]
+
+        d = Named.from_dict({"name": ["Ada", "Grace"], "x": [1.0, 2.0]})
+        assert d.decode("name") == ["Ada", "Grace"] and d.rows[1].decode("name") == "Grace"
+        with pytest.raises(ValueError, match=r"^Named\.x: .*batch is 1 .* of 2, from Named\.name"):
+            d.x = torch.ones(1)
+
+
+class TestCompiled:
+    OPERATIONS: ClassVar[dict[str, Callable[[Batch], Any]]] = {
+        "read": lambda d: d.image + d.obs.state.sum(),
+        "read what is absent": lambda d: d.image if d.weight is None else d.weight,
+        "write": lambda d: (setattr(d, "image", d.image * 2), d)[1],
+        "path write": lambda d: (d.__setitem__(("obs", "state"), d.obs.state * 2), d)[1],
+        "delete": lambda d: (setattr(d, "weight", d.label.float()), d.__delattr__("weight"), d)[2],
+        "update": lambda d: (d.update(image=d.image + 1, weight=d.label.float()), d)[1],
+        "construct": lambda d: Batch(image=d.image * 2, label=d.label, obs=Obs(state=d.obs.state)),
+        "construct from a dict": lambda d: Batch(
+            {"image": d.image * 2, "label": d.label, "obs": {"state": d.obs.state}}
+        ),
+        "move": lambda d: d.to(torch.float64),
+        "rows": lambda d: d.rows[0:1].image,
+        "unchecked": lambda d: Batch(image=d.label, label=d.image, obs=d.obs),  # no checking while it traces
+    }
+
+    @pytest.mark.parametrize("name", OPERATIONS)
+    def test_it_traces_whole(self, name: str) -> None:
+        torch._dynamo.reset()
+        operation = self.OPERATIONS[name]
+        got = torch.compile(operation, fullgraph=True, backend="eager")(batch())
+        if name == "unchecked":
+            assert got.image.dtype == torch.int64
+            return
+        expected = operation(batch())
+        assert type(got) is type(expected)
+        assert torch.equal(got, expected) if isinstance(got, Tensor) else got == expected

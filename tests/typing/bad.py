@@ -1,0 +1,48 @@
+"""What type checkers must refuse: the lines that end in ``# error``. Checked, and never run: see test_typing.py."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensordict_lite import DeviceDict, TypedDeviceDict
+
+
+class Obs(TypedDeviceDict):
+    state: Float[Tensor, "batch n"]
+
+
+class Batch(TypedDeviceDict):
+    image: Float[Tensor, "batch 3 h w"]
+    obs: Obs
+    weight: Tensor | None = None
+
+
+x = torch.zeros(1)
+obs = Obs(state=x)
+batch = Batch(image=x, obs=obs)
+Batch(image=x)  # error
+Batch()  # error
+Batch(image=x, obs=obs, wieght=x)  # error
+Batch(image=3, obs=obs)  # error
+Batch(image=None, obs=obs)  # error
+Batch(image=x, obs=x)  # error
+Batch(x, obs)  # error
+Batch(image=x, obs=obs, device=3.5)  # error
+Batch(image=x, obs=obs, on_mismatch="shove")  # error
+Batch.from_dict({"image": x}, divice="cuda")  # error
+print(batch.imge)  # error
+print(batch.obs.stat)  # error
+print(batch.dtype)  # error
+print(batch.weight.shape)  # error
+batch.image = "a"  # error
+batch.image = None  # error
+batch.imge = x  # error
+batch.to(3.5)  # error
+batch.to("cuda", non_blokking=True)  # error
+batch.cpu("cuda")  # error
+batch.rows[0].imge.sum()  # error
+d = DeviceDict({"x": x})
+print(d.x)  # error
+d.to(3.5)  # error

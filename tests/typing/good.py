@@ -1,0 +1,110 @@
+"""What type checkers must know of DeviceDict and TypedDeviceDict. Checked, and never run: see test_typing.py."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import assert_type
+
+from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, cat, collate, prefetch, stack
+
+
+class Obs(TypedDeviceDict):
+    state: Float[Tensor, "batch n"]
+
+
+class Batch(TypedDeviceDict, encoders={"name": Vocabulary(["a"])}, on_mismatch="move"):
+    image: Float[Tensor, "batch 3 h w"]
+    label: Int[Tensor, "batch"]
+    obs: Obs
+    weight: Tensor | None = None
+
+    def total(self) -> Tensor:
+        return self.image.sum() + self.obs.state.sum()
+
+
+class More(Batch):
+    extra: Tensor
+
+
+x = torch.zeros(1)
+batch = Batch(image=x, label=x, obs=Obs(state=x))
+Batch(image=x, label=x, obs=Obs(state=x), weight=None, device="cuda", dtype=torch.float16)
+Batch(image=x, label=x, obs=Obs(state=x), weight=x, device=torch.device("cpu"), on_mismatch="error", objects="keep")
+Batch(image=x, label=x, obs=Obs(state=x), device=0, encoders={"name": Vocabulary(["b"])})
+more = More(image=x, label=x, obs=Obs(state=x), extra=x)
+assert_type(Batch.from_dict({"image": x}, device="cuda", dtype=torch.float16), Batch)
+assert_type(More.from_dict([("image", x)]), More)
+
+assert_type(batch.image, Tensor)
+assert_type(batch.obs, Obs)
+assert_type(batch.obs.state, Tensor)
+assert_type(batch.weight, "Tensor | None")
+assert_type(batch.device, "torch.device | None")
+assert_type(batch["image"], Tensor)
+assert_type(batch["obs", "state"], Tensor)
+assert_type(batch.total(), Tensor)
+assert_type(more.extra, Tensor)
+assert_type(batch.decode("name"), Any)
+assert_type(len(batch.encoders), int)
+
+assert_type(batch.to("cuda"), Batch)
+assert_type(batch.to(torch.float16), Batch)
+assert_type(batch.to(x), Batch)
+assert_type(batch.to(device="cuda", non_blocking=True), Batch)
+assert_type(batch.cpu(), Batch)
+assert_type(batch.cuda(), Batch)
+assert_type(batch.clone(), Batch)
+assert_type(batch.detach(), Batch)
+assert_type(batch.half(), Batch)
+assert_type(batch.pack(), Batch)
+assert_type(batch.copy(), Batch)
+assert_type(batch.pin_memory(), Batch)
+assert_type(batch.rows[0], Batch)
+assert_type(batch.rows[0:2], Batch)
+assert_type(batch.rows[x > 0], Batch)
+assert_type(batch.rows.split(2), "list[Batch]")
+assert_type(next(iter(batch.rows)), Batch)
+assert_type(batch | {"weight": x}, Batch)
+assert_type(more.to("cuda").rows[0].cpu(), More)
+assert_type(batch.map(torch.sum), Batch)
+assert_type(batch.select("image"), "DeviceDict[Tensor]")
+assert_type(batch.drop("label"), "DeviceDict[Tensor]")
+assert_type(collate([{"image": x}], cls=Batch), Batch)
+
+batch.image = x
+batch.obs = Obs(state=x)
+batch.weight = None
+del batch.weight
+batch["image"] = x
+batch.update(image=x)
+
+
+def model(**tensors: Tensor) -> Tensor:
+    return tensors["image"]
+
+
+def step(inputs: dict[str, Tensor]) -> Tensor:
+    return inputs["image"]
+
+
+model(**batch)
+step(batch)
+for key, value in batch.items():
+    assert_type(key, str)
+    assert_type(value, Tensor)
+
+d = DeviceDict({"x": x})
+assert_type(d["x"], Tensor)
+assert_type(d.to("cuda").rows[1:], "DeviceDict[Tensor]")
+samples: Any = [{"image": x}]
+loader: DataLoader[Any] = DataLoader(samples, collate_fn=partial(collate, cls=Batch))
+for loaded in prefetch(loader, "cuda"):
+    print(loaded)
+stack([batch, batch])
+cat([d, d])
