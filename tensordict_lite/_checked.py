@@ -154,7 +154,7 @@ class CheckedDict(TreeDict[V]):
         """
         if key not in self:
             self[key] = default
-        return self[key]
+        return self.get(key)
 
     def update(self, data: Items = (), /, **fields: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Store every item, or, if one is refused, none of them.
@@ -292,7 +292,7 @@ class CheckedDict(TreeDict[V]):
                 if isinstance(stored, Tensor):
                     stored = stored if stored.device == home else transfer([stored], home)[0]
                 elif encoder is not None:  # an encoder that gives several tensors
-                    codes = self._new((), home, policy)
+                    codes = (self._declared(key) or type(self))._new((), home, policy)
                     codes._take(stored, consent=True, at=path)
                     stored = codes
                 if encoder is not None:
@@ -302,13 +302,17 @@ class CheckedDict(TreeDict[V]):
 
     # What a class with declared fields has otherwise; see `TypedDeviceDict`.
 
-    def _conform(self, items: Mapping[str, Any], deep: bool = False) -> None:
-        """Raise unless these items may be all that there are; ``deep``: and those of nested dicts all of theirs."""
+    def _conform(self, items: Mapping[str, Any], before: Mapping[str, Any] | None = None, deep: bool = False) -> None:
+        """Raise unless these items may be all there are, instead of those ``before``; ``deep``: in nested dicts too."""
+        for key, value in items.items() if deep else ():
+            if isinstance(value, CheckedDict):
+                nested = cast("CheckedDict[Any]", value)
+                nested._conform(nested, before.get(key) if before else None, deep)
 
     @classmethod
-    def _is_absence(cls, key: str, value: object) -> bool:
-        """Whether ``value`` says that there is none at ``key``."""
-        return False
+    def _without_absences(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``data`` without the items that say that there is none."""
+        return data
 
     @classmethod
     def _declared(cls, key: str) -> type[CheckedDict[Any]] | None:

@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate  # its documented place to register a type
 
 from ._block import clear_gaps, flat_over, new_block, packable, regions, scatter
+from ._checked import CheckedDict
 from ._device_dict import DeviceDict
 from ._devices import CPU, canonical
 from ._errors import DeviceMismatchError, Path, dotted
@@ -91,7 +92,7 @@ def collate(
     batch = collector.collect(samples, *collector.kind_of(samples, cls, cls._class_policy, ()), ())
     batch = batch._with(_made(collector, pack), home)
     if cls is not DeviceDict:
-        batch._conform(batch, deep=True)
+        batch._conform(batch, None, deep=True)
     return cast(D, batch)
 
 
@@ -141,7 +142,7 @@ class _Collector:
         items: dict[str, Any] = {}
         used: dict[str, Any] = {}
         count = len(samples)
-        for key, column in columns(samples, at, "sample"):
+        for key, column in columns(list(map(cls._without_absences, samples)), at, "sample"):
             if not isinstance(cast(object, key), str):
                 refuse_key(key, at)
             path = (*at, key)
@@ -154,10 +155,8 @@ class _Collector:
                 items[key] = self.collect(
                     column, *self.kind_of(column, nested, cls._policy_of(nested, policy), path), path
                 )
-            elif all(cls._is_absence(key, value) for value in column):
-                continue
             else:
-                value, encoder = self.host_values(column, set(map(type, column)), policy, path)
+                value, encoder = self.host_values(column, cls._declared(key) or self.cls, policy, path)
                 if isinstance(value, DeviceDict):
                     for part, codes in cast("DeviceDict[Any]", value).items():
                         value[part] = self.add((*path, part), [codes], None, whole=True)
@@ -207,8 +206,14 @@ class _Collector:
         except (RuntimeError, IndexError) as error:
             refuse(column, path, "sample", error, "; pad= fills up the first dimension only")
 
-    def host_values(self, column: Sequence[Any], kinds: set[type], policy: Policy, path: Path) -> tuple[Any, object]:
-        """The field of values that are not all tensors, and the encoder they were encoded with: at once if possible."""
+    def host_values(
+        self, column: Sequence[Any], cls: type[CheckedDict[Any]], policy: Policy, path: Path
+    ) -> tuple[Any, object]:
+        """The field of values that are not all tensors, and the encoder they were encoded with: at once if possible.
+
+        ``cls``: the class of a nested dict, for an encoder that gives several tensors.
+        """
+        kinds = set(map(type, column))
         together: Any = list(column)
         strings = [issubclass(kind, str) for kind in kinds]
         if any(strings) and not all(strings):
@@ -229,7 +234,7 @@ class _Collector:
         except (TypeError, ValueError) as error:
             return self.one_by_one(column, policy, path, error)  # says which sample it is
         if isinstance(value, Mapping):
-            codes = self.cls._new((), self.home, policy)
+            codes = cls._new((), self.home, policy)
             codes._take(cast("Mapping[str, Any]", value), consent=True, at=path)
             return codes, encoder
         if isinstance(value, Tensor):

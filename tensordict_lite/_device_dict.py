@@ -142,8 +142,9 @@ class DeviceDict(MovableDict[V]):
         """
         results = [function(tensor) for tensor in self._tensors()]
         first = next((canonical(result.device) for result in results if isinstance(result, Tensor)), self._device)
-        out = self._new((), first, self._policy)
+        out = self._new(self, first, self._policy)
         out._take(self._with(results, None))
+        out._conform(out, self, deep=True)
         return out
 
     def flatten(self, sep: str = ".") -> DeviceDict[V]:

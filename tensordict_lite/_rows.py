@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ._checked import CheckedDict
 from ._encoders import Utf8
 from ._errors import dotted
+from ._strings import StringEncoder
 from ._tree import TreeDict
 
 D = TypeVar("D", bound=CheckedDict[Any])
@@ -61,6 +62,7 @@ class Rows(Generic[D]):
         if not isinstance(cast(object, other), Mapping):
             raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
         values = d._some(())
+        values._policy = d._policy.with_encoders(_encoders(d))
         values.update(other)
         writes: list[tuple[Tensor, Tensor]] = []
         _plan_writes(d, values, at, (), writes)
@@ -190,6 +192,12 @@ def _taken(d: Any, index: Any, count: int) -> Any:
 
 def _ints(index: Tensor) -> list[int]:
     return cast("list[int]", cast(Any, index).tolist())
+
+
+def _encoders(d: TreeDict[Any]) -> dict[str, StringEncoder]:
+    """Those of all dicts of the tree by key, of the outermost one that has it."""
+    nested = [_encoders(cast("TreeDict[Any]", value)) for value in d.values() if isinstance(value, TreeDict)]
+    return {key: encoder for known in (*nested, d._policy.encoders) for key, encoder in known.items()}
 
 
 def _plan_writes(

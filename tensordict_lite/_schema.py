@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from difflib import get_close_matches
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, ForwardRef, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 import numpy as np
 from torch import Tensor
@@ -30,6 +30,18 @@ class Field(NamedTuple):
     shown: str
     """The alternatives, as they stand in messages."""
 
+    def takes(self, value: Any) -> bool:
+        """Whether a value is of one of the kinds, its shape and dtype not looked at."""
+        if any(_is_kind(value, kind) for kind in self.kinds):
+            return True
+        if isinstance(value, (Tensor, TreeDict)):
+            return False
+        # Only a class that keeps objects comes here. Of a batch it has a list of them; and frameworks may put one of
+        # theirs where a tensor was.
+        if isinstance(value, list) and all(map(self.takes, cast("list[Any]", value))):
+            return True
+        return value is not None and all(issubclass(kind, Tensor) or _is_shaped(kind) for kind in self.kinds)
+
 
 class Schema:
     """The fields of a class."""
@@ -42,17 +54,23 @@ class Schema:
         # A nested class may be this one, whose schema is not there yet, so its fields are not asked.
         self.shaped = bool(self.nested) or any(_is_shaped(kind) for field in fields.values() for kind in field.kinds)
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raise ``TypeError`` for names that are no fields, and for required fields that are not among them."""
-        names = set(names)
-        unknown = sorted(map(str, names - self.fields.keys()))
+    def check_given(self, items: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` for names that are no fields, and for None where there must be something."""
+        unknown = sorted(name for name in items if isinstance(cast(object, name), str) and name not in self.fields)
         if unknown:
             close = get_close_matches(unknown[0], self.fields, 1)
             guess = f", did you mean {close[0]!r}?" if close else "."
             raise TypeError(
                 f"{self.name} has no field {unknown[0]!r}{guess} Its fields are {', '.join(self.fields) or 'none'}"
             )
-        missing = [name for name in self.fields if name in self.required - names]
+        for name, value in items.items():
+            if value is None and not any(kind in (object, NoneType) for kind in self.fields[name].kinds):
+                raise TypeError(f"{self.name}.{name}: expected {self.fields[name].shown}, got None")
+
+    def check_names(self, items: Mapping[str, Any]) -> None:
+        """As `check_given`; and for required fields that are not there."""
+        self.check_given(items)
+        missing = [name for name in self.fields if name in self.required and name not in items]
         if missing:
             few = f"field {missing[0]!r}" if len(missing) == 1 else f"fields {', '.join(map(repr, missing))}"
             raise TypeError(
@@ -64,11 +82,7 @@ class Schema:
         """Raise ``TypeError`` for a value of another class than its field has. Shapes and dtypes are not looked at."""
         for name, value in items.items():
             field = self.fields[name]
-            if not any(_is_kind(value, kind) for kind in field.kinds):
-                # A class that keeps objects takes those that frameworks put where a tensor was.
-                stands_in = value is not None and not isinstance(value, (Tensor, TreeDict))
-                if stands_in and all(issubclass(kind, Tensor) or _is_shaped(kind) for kind in field.kinds):
-                    continue
+            if not field.takes(value):
                 raise TypeError(f"{self.name}.{name}: expected {field.shown}, got {_called(value)}")
 
 
@@ -101,12 +115,13 @@ def read(cls: type, optional: Mapping[str, bool], names: Mapping[str, Any]) -> d
     # Not of the class itself, whose hints would be those of DeviceDict too, in a module that it is not written in.
     own = SimpleNamespace(__annotations__={name: annotations[name] for name in optional})
     module = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+    inside = {name: value for name, value in vars(cls).items() if name not in optional}
     try:
-        hints = get_type_hints(own, {**names, **module}, dict(vars(cls)), include_extras=True)
+        hints = get_type_hints(own, {**module, **names, cls.__name__: cls}, inside, include_extras=True)
     except NameError as error:
         raise NameError(
             f"{cls.__name__}: an annotation names {error.name!r}, which {cls.__module__} does not have; "
-            "define or import it there, at run time too"
+            "define or import it there, at the top level and at run time too"
         ) from error
     return {name: _field(f"{cls.__name__}.{name}", hints[name], absent) for name, absent in optional.items()}
 
@@ -131,7 +146,9 @@ def _kinds(where: str, hint: Any) -> Iterator[Any]:
     elif origin is Annotated:
         yield from _kinds(where, get_args(hint)[0])
     elif isinstance(hint, TypeVar):
-        yield from _kinds(where, hint.__bound__ or object)
+        yield from _kinds(where, object if isinstance(hint.__bound__, (NoneType, ForwardRef)) else hint.__bound__)
+    elif origin in (list, tuple) and {str, bool, int, float, complex}.issuperset({*get_args(hint)} - {...}):
+        raise TypeError(f"{where}: lists of strings and numbers are stored as tensors; annotate it as Tensor")
     elif hasattr(hint, "__value__"):  # `type Image = ...`
         yield from _kinds(where, hint.__value__)
     elif hasattr(hint, "__supertype__"):  # a NewType
@@ -154,6 +171,10 @@ def _kind(where: str, kind: Any) -> Any:
         )
     if issubclass(kind, _STORED_AS_TENSORS):
         raise TypeError(f"{where}: values of {kind.__name__} are stored as tensors; annotate it as Tensor")
+    try:
+        isinstance(None, kind)
+    except TypeError as error:
+        raise TypeError(f"{where}: {kind.__name__} cannot be checked at run time: {error}") from error
     if issubclass(kind, Mapping) and not _is_tree(kind):
         raise TypeError(f"{where}: mappings are stored as DeviceDicts; annotate it as a DeviceDict or TypedDeviceDict")
     return cast("type[Any]", kind)
@@ -185,39 +206,45 @@ Shaped = tuple[str, Tensor, tuple[Any, ...]]
 """A tensor: where it stands, as ``Batch.obs.state``, and the annotations that it must fit one of."""
 
 
-def check_shapes(fields: Iterable[Shaped]) -> None:
-    """Raise ``ValueError`` unless each tensor has a dtype and shape of its annotations, and named dimensions agree.
+def unfit(fields: Iterable[Shaped]) -> str:
+    """Why the tensors do not all have dtypes and shapes of their annotations, with dimensions of one name equal.
 
-    By jaxtyping itself, in one context for all of them.
+    Empty if they have. By jaxtyping itself, in one context for all of them.
     """
     jaxtyping = _jaxtyping()
     if jaxtyping is None or jaxtyping.config.jaxtyping_disable:
-        return
+        return ""
     passed: list[Shaped] = []
     later: list[Shaped] = []
     with _context(jaxtyping):
         for field in fields:
             try:
-                reason = _unfit(field)
-            except jaxtyping.AnnotationError:  # one like "n+1", before the field that says what n is
-                later.append(field)
+                reason = _reason(field)
+            except jaxtyping.AnnotationError as error:
+                if not isinstance(error.__cause__, NameError):
+                    raise TypeError(f"{field[0]}: {error}") from error
+                later.append(field)  # one like "n+1", before the field that says what n is
                 continue
             if reason:
-                break
+                return _told(jaxtyping, field, reason, passed)
             passed.append(field)
-        else:
-            for field in later:
-                reason = _unfit(field)
-                if reason:
-                    break
-            else:
-                return
+        for field in later:
+            reason = ""
+            with suppress(jaxtyping.AnnotationError):  # the field that says what n is may be absent
+                reason = _reason(field)
+            if reason:
+                return _told(jaxtyping, field, reason, passed)
+    return ""
+
+
+def _told(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped]) -> str:
+    """The message, with the field that the reason speaks of if it speaks of one."""
     where, value, kinds = field
     expected = " | ".join(kind.__name__ for kind in kinds)
-    alone = _unfit_together(jaxtyping, [field])
-    partner = None if alone else next((one for one in passed if _unfit_together(jaxtyping, [one, field])), None)
+    alone = _disagree(jaxtyping, [field])
+    partner = None if alone else next((one for one in passed if _disagree(jaxtyping, [one, field])), None)
     other = "" if partner is None else f", from {partner[0]}, which is {described(partner[1])}"
-    raise ValueError(f"{where}: expected {expected}, got {described(value)}: {reason}{other}")
+    return f"{where}: expected {expected}, got {described(value)}: {reason}{other}"
 
 
 def _context(jaxtyping: Any) -> AbstractContextManager[Any]:
@@ -225,7 +252,7 @@ def _context(jaxtyping: Any) -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", jaxtyping.jaxtyped("context"))
 
 
-def _unfit(field: Shaped) -> str:
+def _reason(field: Shaped) -> str:
     """Why a tensor does not fit its annotations; empty if it does."""
     _, value, kinds = field
     first = ""
@@ -237,7 +264,7 @@ def _unfit(field: Shaped) -> str:
     return first
 
 
-def _unfit_together(jaxtyping: Any, fields: Iterable[Shaped]) -> bool:
+def _disagree(jaxtyping: Any, fields: Iterable[Shaped]) -> bool:
     with _context(jaxtyping), suppress(jaxtyping.AnnotationError):
-        return any(map(_unfit, fields))
+        return any(map(_reason, fields))
     return False

@@ -7,7 +7,7 @@ from abc import ABCMeta
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from typing_extensions import Self, dataclass_transform
 from ._checked import CheckedDict
 from ._device_dict import DeviceDict
 from ._devices import DeviceLike
-from ._errors import Path
+from ._errors import Path, located
 from ._items import Items, as_dict  # pyright: ignore[reportUnusedImport]  (used where it does not look)
 from ._policy import Encoders, Objects, OnMismatch, Policy
-from ._schema import Field, Schema, Shaped, check_shapes, names_of, read
+from ._schema import Field, Schema, Shaped, names_of, read, unfit
 from ._strings import StringEncoder
 from ._tree import TreeDict, raw
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # pragma: no cover
 
     class _Option(Generic[Given]):
         def __get__(self, instance: None, owner: Any) -> Given | None: ...
-        def __set__(self, instance: Any, value: Given | None) -> None: ...
+        def __set__(self, instance: None, value: Given | None) -> None: ...
 
     class _Property(Generic[Given, Read]):
         @overload
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # pragma: no cover
         @overload
         def __get__(self, instance: object, owner: Any) -> Read: ...
         def __get__(self, instance: Any, owner: Any) -> Any: ...
-        def __set__(self, instance: Any, value: Given | None) -> None: ...
+        def __set__(self, instance: None, value: Given | None) -> None: ...
 
 
 _OPTIONS = ("device", "encoders", "on_mismatch", "objects", "dtype")
@@ -68,16 +68,17 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
       of one name agree across all fields of an instance, those of nested dicts included. jaxtyping is not imported
       here, and not needed for anything else.
     - another `TypedDeviceDict`, into which a mapping is converted, or ``DeviceDict`` for any fields.
-    - any other class, for objects, in a class that keeps them.
+    - any other class, for objects, in a class that keeps them; a batch may have a list of them.
     - ``... | None = None``: may be absent. It then reads as None and is no key; None deletes it.
 
     Schemas inherit, and take the options of a `DeviceDict` class: ``class Batch(TypedDeviceDict, dtype=...)``.
 
     Fields are checked wherever values come in from outside: at construction, on set and delete, in `update` (once, at
     its end), `map`, ``|``, and `collate` with ``cls=``. What is made from a checked dict is not checked again: `to` and
-    its like, `rows` (which have no batch dimension), `stack`, `cat`, copies, pickle, pytree. A nested dict that is
-    changed by itself is checked by itself. `select` and `drop` give a plain `DeviceDict`. Nothing is checked while
-    torch.compile traces.
+    its like, `rows` (which have no batch dimension), `stack`, `cat`, copies, pickle, pytree; and if its dtypes and
+    dimensions are no longer those of the schema, it is held to the names and kinds of its fields only. A nested dict
+    that is changed by itself is checked by itself. `select` and `drop` give a plain `DeviceDict`. Nothing is checked
+    while torch.compile traces.
 
     Args:
         data: a mapping or pairs, for frameworks, which rebuild a dict as ``type(d)({...})``; type checkers refuse it,
@@ -108,9 +109,10 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     __slots__ = ()
     __module__ = "tensordict_lite"
-    _own: ClassVar[Mapping[str, bool]] = {}  # the fields of one class's own annotations, and whether they may be absent
-    _optional: ClassVar[Mapping[str, bool]] = {}  # the same of it and its bases
-    _read: ClassVar[Schema | None] = None  # what those annotations say, once they could be evaluated
+    # Without annotations, which would be looked for in the public module.
+    _own = cast("Mapping[str, bool]", {})  # the fields of one class's own annotations, and whether they may be absent
+    _optional = cast("Mapping[str, bool]", {})  # the same of it and its bases
+    _read = cast("Schema | None", None)  # what those annotations say, once they could be evaluated
 
     if TYPE_CHECKING:  # pragma: no cover
         device: _Property[DeviceLike, torch.device | None] = _Property()  # pyright: ignore
@@ -128,7 +130,10 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
             self, data=None, /, *, device=None, encoders=None, on_mismatch=None, objects=None, dtype=None, **fields
         ) -> None:
             self._begin(data, device, encoders, on_mismatch, objects, dtype)
-            self._take({**({} if data is None else as_dict(data)), **fields}, consent=device is not None)
+            items = {**({} if data is None else as_dict(data)), **fields}
+            if type(data) is type(self):  # which is held to no more than it fits
+                raw.update(self, data)
+            self._take(items, consent=device is not None)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -174,42 +179,54 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         tensor([1., 2.], dtype=torch.float64)
         """
         given = {"encoders": encoders, "on_mismatch": on_mismatch, "objects": objects, "dtype": dtype}
-        return cast(Any, cls)(data, device=device, **given)
+        return cls(data, device=device, **given)  # pyright: ignore[reportCallIssue]
 
     # --- what comes in is checked, whatever way it takes ---
 
-    def _conform(self, items: Mapping[str, Any], deep: bool = False) -> None:
+    def _conform(self, items: Mapping[str, Any], before: Mapping[str, Any] | None = None, deep: bool = False) -> None:
         if torch.compiler.is_compiling():
             return
-        for value in items.values() if deep else ():
-            if isinstance(value, TypedDeviceDict):
-                value._conform(value, deep)
+        super()._conform(items, before, deep)
+        before = before if isinstance(before, TypedDeviceDict) else {}
         schema = self._schema()
         schema.check_names(items)
-        schema.check_kinds(items)
-        if schema.shaped:
-            check_shapes(_shaped(type(self), items, type(self).__name__))
+        schema.check_kinds({key: value for key, value in items.items() if before.get(key) is not value})
+        reason = unfit(_shaped(type(self), items, schema.name)) if schema.shaped else ""
+        # What did not fit before is what is made of a checked dict: a row, or one of another dtype.
+        if reason and not (before and unfit(_shaped(type(self), before, schema.name))):
+            raise ValueError(reason)
 
     def _commit(self, staged: Mapping[str, Any], device: torch.device | None, policy: Policy) -> None:
-        self._conform({**self, **staged})
+        self._conform({**self, **staged}, self)
         super()._commit(staged, device, policy)
 
     def _convert(
         self, data: Mapping[str, Any], home: torch.device, moved: Mapping[int, Tensor], at: Path
     ) -> tuple[dict[str, Any], Policy]:
-        return super()._convert(
-            {key: data[key] for key in data if not self._is_absence(key, data[key])}, home, moved, at
-        )
+        data = self._without_absences(data)
+        if not torch.compiler.is_compiling():
+            try:
+                self._schema().check_given(data)
+            except TypeError as error:
+                raise (located(error, at) if at else error) from None
+        return super()._convert(data, home, moved, at)
 
     def _take(self, data: Mapping[str, Any], **options: Any) -> None:
-        gone = [key for key, value in data.items() if key in self and self._is_absence(key, value)]
+        given = self._without_absences(data)
+        gone = [key for key in data if key in self and key not in given]
         if not gone:
-            super()._take(data, **options)
+            super()._take(given, **options)
             return
         with _undone_if_refused(self):
             for key in gone:
                 raw.pop(self, key)
-            super()._take(data, **options)
+            super()._take(given, **options)
+
+    @classmethod
+    def _without_absences(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not any(value is None for value in data.values()):
+            return data
+        return {key: value for key, value in data.items() if value is not None or not cls._optional.get(key, False)}
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
         if type(key) is tuple:
@@ -224,10 +241,11 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
             if not isinstance(inner, CheckedDict):
                 break
             node = cast("CheckedDict[Any]", inner)
+        before = None if node is self else self.copy()
         with _undone_if_refused(node):
             super()._set_path(path, value, at)
             if node is not self:  # which knows nothing of the dimensions here
-                self._conform(self)
+                self._conform(self, before)
 
     def __delitem__(self, key: str | Path, /) -> None:
         self._refuse_without(key)
@@ -250,10 +268,6 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         if key in self and self._optional.get(cast(str, key)) is False:
             name = f"{type(self).__name__}.{key}"
             raise TypeError(f"{name} is required and cannot be deleted; drop({key!r}) gives a DeviceDict without it")
-
-    @classmethod
-    def _is_absence(cls, key: str, value: object) -> bool:
-        return value is None and cls._optional.get(key, False)
 
     # --- what is made of it ---
 
@@ -294,7 +308,7 @@ def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
             raise TypeError(f"{where}: a field cannot start with an underscore; rename it")
         if name in _OPTIONS:
             raise TypeError(f"{where}: a field cannot be named as an option of the constructor; rename it")
-        if hasattr(TypedDeviceDict, name):
+        if any(name in base.__dict__ for base in TypedDeviceDict.__mro__):
             raise TypeError(f"{where}: a field cannot be named as a method or property of DeviceDict; rename it")
         for base in cls.__mro__:
             if name in base.__dict__ and name not in base.__dict__.get("_own", {}):

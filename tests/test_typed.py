@@ -8,7 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional, Protocol, TypeVar, get_type_hints
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, default_convert
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Utf8, Vocabulary, cat, collate, stack
 
@@ -122,7 +122,7 @@ class TestMaking:
             and Obs(state=torch.ones(1, 1), goal=None).goal is None
         )
         assert "goal" not in Batch(**{**items(), "obs": {"state": torch.ones(2, 5), "goal": None}}).obs
-        with pytest.raises(TypeError, match="'image' is NoneType, expected a tensor"):
+        with pytest.raises(TypeError, match=r"^Batch\.image: expected Float\[Tensor, 'batch 3 h w'\], got None$"):
             Batch(**{**items(), "image": None})
 
     def test_any_dict_and_anything(self) -> None:
@@ -173,13 +173,13 @@ class TestAttributes:
 
 class TestRefusals:
     @pytest.mark.parametrize(("change", "error", "message"), [
-        ({"label": None}, TypeError, "'label' is NoneType, expected a tensor"),
+        ({"label": None}, TypeError, "Batch.label: expected Int[Tensor, 'batch'], got None"), ({"label": object()}, TypeError, "'label' is object, expected a tensor"),
         ({"image": {"a": 1}}, TypeError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got DeviceDict"),
         ({"obs": torch.ones(2)}, TypeError, "Batch.obs: expected Obs, got float32[2]"),
         ({"obs": {}}, TypeError, "'obs': Obs lacks the required field 'state'; what may be absent is declared as `state: Float[Tensor, 'batch n'] | None = None`"),
         ({"obs": {"state": torch.ones(2, 5), "gaol": 1}}, TypeError, "'obs': Obs has no field 'gaol', did you mean 'goal'? Its fields are state, goal"),
         ({"lable": torch.ones(2)}, TypeError, "Batch has no field 'lable', did you mean 'label'? Its fields are image, label, obs, weight"),
-        ({"qq": 1, 5: 2}, TypeError, "keys are str, got 5 of type int; use '5'"),
+        ({"qq": object(), 5: 2}, TypeError, "Batch has no field 'qq'. Its fields are"), ({5: 2}, TypeError, "keys are str, got 5 of type int; use '5'"),
         ({"label": torch.ones(2)}, ValueError, "Batch.label: expected Int[Tensor, 'batch'], got float32[2]: this array has dtype float32"),
         ({"image": torch.ones(2, 1, 4, 4)}, ValueError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got float32[2, 1, 4, 4]: the dimension size 1 does not equal 3"),
         ({"image": torch.ones(2, 3)}, ValueError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got float32[2, 3]: this array has 2 dimensions, not the 4 expected"),
@@ -205,7 +205,9 @@ class TestRefusals:
 
     def test_missing(self) -> None:
         for given_items in ({}, (), None, {"obs": None}, {"obs": {"state": torch.ones(2, 5)}}):
-            with pytest.raises(TypeError, match=r"^Batch lacks the required fields|^'obs' is NoneType"):
+            with pytest.raises(
+                TypeError, match=r"^Batch lacks the required fields|^Batch\.obs: expected Obs, got None$"
+            ):
                 Batch(given_items)
         with pytest.raises(
             TypeError,
@@ -226,7 +228,7 @@ class TestRefusals:
                 ("Batch.", "Obs.state")
             ) and "is required and cannot be deleted; drop('" in str(caught.value)
         d.weight = torch.ones(2)
-        assert d.popitem()[0] == "weight" and d.pop("weight", 1) == 1
+        assert d.popitem()[0] == "weight" and d.pop("weight", 1) == 1 and d.setdefault("weight") is None
         with pytest.raises(KeyError):
             d.pop("nope")
         with pytest.raises(KeyError):
@@ -267,7 +269,7 @@ class TestRefusals:
         info = types.SimpleNamespace(shape=(2,))  # as accelerate puts in, when it sends the structure ahead
         d = Loose({"x": info, "s": info})
         assert d.x is info
-        with pytest.raises(TypeError, match=r"Loose\.x: expected Tensor, got a NoneType"):
+        with pytest.raises(TypeError, match=r"Loose\.x: expected Tensor, got None"):
             Loose({"x": None, "s": info})
         with pytest.raises(TypeError, match=r"Loose\.meta: expected dict_keys, got a dict_values"):
             Loose({"x": info, "s": info, "meta": {}.values()})
@@ -336,7 +338,7 @@ class TestDeclaring:
             b: T
             c: Image
             d: Float[Tensor, "n"] | Int[Tensor, "n m"]
-            e: list[int] | Tensor | None = None
+            e: set[int] | Tensor | None = None
 
         for d in (torch.ones(2), torch.ones(2, 3, dtype=torch.int64)):
             assert Pair[int](a=1, b=object, c=1.0, d=d, e={1}.copy() and None).d is d
@@ -361,7 +363,7 @@ class TestDeclaring:
             exec(compile(source, "schemas", "exec", dont_inherit=True), vars(module))
             assert (
                 module.early
-                == "A: an annotation names 'B', which schemas does not have; define or import it there, at run time too"
+                == "A: an annotation names 'B', which schemas does not have; define or import it there, at the top level and at run time too"
             )
             assert type(module.A(b={"y": 1}).b) is module.B and list(module.A._optional) == ["b", "x"]
             outer = module.local()
@@ -378,6 +380,52 @@ class TestDeclaring:
             "B(x=torch.zeros(2), n={}).to(torch.float64)\nassert 'jaxtyping' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", program], check=True)
+
+    def test_names_are_looked_up_where_python_would(self) -> None:
+        class Obs(TypedDeviceDict):  # not the one of the module
+            pos: Tensor
+
+        class Holder(TypedDeviceDict):
+            obs: Obs
+            Obs: Obs | None = None
+
+        assert type(Holder(obs={"pos": 1}).obs) is Obs and Holder(obs={"pos": 1}, Obs={"pos": 2}).Obs.pos == 2
+
+        class Chain(TypedDeviceDict):
+            value: Tensor
+            rest: Chain | None = None
+
+        first = Chain
+
+        class Chain(TypedDeviceDict):  # as in a notebook, run again
+            value: Tensor
+            rest: Chain | None = None
+
+        assert (
+            type(Chain(value=1, rest={"value": 2}).rest) is Chain
+            and type(first(value=1, rest={"value": 2}).rest) is first
+        )
+
+        class Named(TypedDeviceDict):
+            register: Tensor
+            mro: Tensor
+
+        assert Named(register=1, mro=2).mro == 2
+        assert "image" in get_type_hints(Batch, include_extras=True)
+
+    def test_classes_that_cannot_be_asked(self) -> None:
+        class Shape(Protocol):
+            shape: Any
+
+        with pytest.raises(
+            TypeError, match=r"^Bad\.x: Shape cannot be checked at run time: Instance and class checks can only be used"
+        ):
+            type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Shape}})
+        for listed in (list[str], list[int], tuple[float, ...]):
+            with pytest.raises(
+                TypeError, match=r"^Bad\.x: lists of strings and numbers are stored as tensors; annotate it as Tensor"
+            ):
+                type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": listed}})
 
 
 class TestShapes:
@@ -409,6 +457,11 @@ class TestShapes:
             match=r"^Shapes\.b: .* variadic dimensions '\*batch' is .*, from Shapes\.a, which is float32\[2, 3, 4\]$",
         ):
             Shapes(a=torch.ones(2, 3, 4), b=torch.ones(5, 3, dtype=torch.bool))
+
+        assert Shapes(a=some["a"], b=some["b"], d=torch.ones(9)).d is not None  # "m", which it speaks of, is absent
+        wrong = type("Wrong", (TypedDeviceDict,), {"__annotations__": {"x": Float[Tensor, "?n"]}})
+        with pytest.raises(TypeError, match=r"^Wrong\.x: Cannot use `\?` annotations"):
+            wrong(x=torch.ones(2))
 
     def test_names_are_of_one_instance(self) -> None:
         first, second = batch(2), batch(5)
@@ -465,7 +518,15 @@ class TestSurvival:
         )
         held = DeviceDict({"row": row})  # nor is one checked when it is put somewhere
         assert type(held["row"]) is Batch and held["row"].image is row.image
-        d.rows[0] = row.clone()
+        row.label = torch.tensor(7)  # what does not fit as it is is not held to dimensions; names and kinds count
+        row["obs", "goal"] = 1.0
+        row.weight = None
+        assert (row | {}).label == 7 and type(row)(row).label == 7 and Batch(row, weight=1.0).weight == 1
+        assert default_convert(row).obs.goal == 1 and row.map(torch.clone).label == 7
+        for change in ({"label": {}}, {"nope": 1}):
+            with pytest.raises(TypeError, match=r"^Batch\.label: expected|^Batch has no field"):
+                row.update(change)
+        d.rows[0] = d.rows[1].clone()
         d.rows[1:3] = {**{k: v[:2] for k, v in items(4).items() if k != "obs"}, "obs": {"state": torch.zeros(2, 5)}}
         assert d.obs.state[1:3].sum() == 0 and d.obs.state[3].sum() == 5
 
@@ -506,10 +567,61 @@ class TestSurvival:
         ):  # fmt: skip
             with pytest.raises(error, match=message):
                 collate([{**sample, **change} for sample in samples], cls=Batch)
-        with pytest.raises(TypeError, match="sample 1: 'weight' is NoneType"):
+        with pytest.raises(ValueError, match=r"^sample 1 lacks 'weight', which sample 0 has$"):
             collate([{**samples[0], "weight": 1.0}, samples[1]], cls=Batch)
+        bare = {key: value for key, value in samples[0].items() if key != "weight"}
+        assert "weight" not in collate([samples[0], bare, bare], cls=Batch)
+        assert "weight" not in collate([d.rows[0], {**d.rows[0], "weight": None}])
         own = collate([Loose(x=i, s="b", any={"q": 1}) for i in range(2)])
         assert type(own) is Loose and own.decode("s") == ["b", "b"] and type(own.any) is DeviceDict
+
+    def test_an_encoder_of_several_tensors(self) -> None:
+        class Tokens(TypedDeviceDict):
+            ids: Tensor
+            mask: Tensor
+
+        def encode(strings: list[str]) -> dict[str, Tensor]:
+            return {"ids": torch.zeros(len(strings), 4), "mask": torch.ones(len(strings), 4)}
+
+        class Prompt(TypedDeviceDict, encoders={"text": encode}):
+            text: Tokens
+
+        assert type(Prompt.from_dict({"text": ["a", "b"]}).text) is Tokens
+        assert collate([{"text": "a"}, {"text": "b"}], cls=Prompt).text.ids.shape == (2, 4)
+        wrong = type("Wrong", (TypedDeviceDict,), {"__annotations__": {"text": Tensor}}, encoders={"text": encode})
+        with pytest.raises(TypeError, match=r"^Wrong\.text: expected Tensor, got DeviceDict"):
+            wrong(text=["a"])
+
+    def test_kept_objects_are_lists_in_a_batch(self) -> None:
+        class Kept(TypedDeviceDict, objects="keep"):
+            x: Tensor
+            meta: types.SimpleNamespace
+
+        metas = [types.SimpleNamespace(i=i) for i in range(2)]
+        for d in (
+            collate([{"x": 1.0, "meta": m} for m in metas], cls=Kept),
+            stack([Kept(x=1.0, meta=m) for m in metas]),
+            cat([Kept(x=[1.0], meta=m) for m in metas]),
+        ):
+            d.x = torch.zeros(2)
+            assert d.meta == metas and type(d)(dict(d)).meta == metas and d.rows[1].meta is metas[1]
+        with pytest.raises(TypeError, match=r"^Kept\.meta: expected SimpleNamespace, got a list"):
+            Kept(x=1, meta=[metas[0], {1}])
+
+    def test_map_is_checked_at_every_level(self) -> None:
+        with pytest.raises(TypeError, match=r"^Obs\.state: expected .*, got DeviceDict"):
+            batch().map(lambda t: {"m": t} if t.shape[-1] == 5 else t)
+        with pytest.raises(ValueError, match=r"^Batch\.image: expected"):
+            batch().map(torch.sum)
+
+    def test_rows_are_set_with_the_encoders_of_nested_dicts(self) -> None:
+        class Holder(TypedDeviceDict):
+            v: Loose
+            x: Tensor
+
+        d = Holder.from_dict({"v": {"x": [1, 2], "s": ["a", "b"]}, "x": [1.0, 2.0]})
+        d.rows[0] = {"v": {"x": 5, "s": "b"}, "x": 5.0}
+        assert d.v.decode("s") == ["b", "b"] and d.v.x.tolist() == [5, 2]
 
     @pytest.mark.parametrize("context", ["fork", "spawn"])
     def test_through_a_loader(self, context: str) -> None:
@@ -542,6 +654,7 @@ class TestCompiled:
         "construct from a dict": lambda d: Batch(
             {"image": d.image * 2, "label": d.label, "obs": {"state": d.obs.state}}
         ),
+        "from_dict": lambda d: Batch.from_dict({**d}),
         "move": lambda d: d.to(torch.float64),
         "rows": lambda d: d.rows[0:1].image,
         "unchecked": lambda d: Batch(image=d.label, label=d.image, obs=d.obs),  # no checking while it traces

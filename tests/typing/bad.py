@@ -36,6 +36,7 @@ print(batch.imge)  # error
 print(batch.obs.stat)  # error
 print(batch.dtype)  # error
 print(batch.weight.shape)  # error
+batch.device = "cuda"  # error
 batch.image = "a"  # error
 batch.image = None  # error
 batch.imge = x  # error
