@@ -21,6 +21,7 @@ bench: .venv/benchmarks
 	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json benchmarks/results/transfer-cpu.svg
 	$(BIN)/python benchmarks/bench_loader.py --json benchmarks/results/loader-cpu.json
 	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json benchmarks/results/loader-cpu.svg
+	$(BIN)/python benchmarks/bench_disk.py --json benchmarks/results/disk-cpu.json
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
 bench-gpu:

@@ -3,7 +3,8 @@
 from ._collate import collate
 from ._device_dict import DeviceDict
 from ._encoders import Hashing, Utf8, Vocabulary
-from ._errors import DeviceMismatchError
+from ._errors import DeviceMismatchError, InvalidFileError
+from ._io import load, save
 from ._join import cat, stack
 from ._plain import to_device, to_numpy
 from ._prefetch import prefetch
@@ -21,6 +22,10 @@ __all__ = [
     "cat",
     "collate",
     "prefetch",
+    # files
+    "save",
+    "load",
+    "InvalidFileError",
     # plain containers
     "to_device",
     "to_numpy",
@@ -36,6 +41,6 @@ __all__ = [
 ]
 
 # Public classes are pickled, shown and documented under the public name, whatever room they live in.
-for _public in (DeviceDict, DeviceMismatchError, Hashing, Tokenizer, Utf8, Vocabulary, prefetch):
+for _public in (DeviceDict, DeviceMismatchError, InvalidFileError, Hashing, Tokenizer, Utf8, Vocabulary, prefetch):
     _public.__module__ = __name__
 del _public

@@ -302,12 +302,14 @@ class CheckedDict(TreeDict[V]):
 
     # What a class with declared fields has otherwise; see `TypedDeviceDict`.
 
-    def _conform(self, items: Mapping[str, Any], before: Mapping[str, Any] | None = None, deep: bool = False) -> None:
+    def _conform(
+        self, items: Mapping[str, Any], before: Mapping[str, Any] | None, deep: bool = False, shapes: bool = True
+    ) -> None:
         """Raise unless these items may be all there are, instead of those ``before``; ``deep``: in nested dicts too."""
         for key, value in items.items() if deep else ():
             if isinstance(value, CheckedDict):
                 nested = cast("CheckedDict[Any]", value)
-                nested._conform(nested, before.get(key) if before else None, deep)
+                nested._conform(nested, before.get(key) if before else None, deep, shapes)
 
     @classmethod
     def _without_absences(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:

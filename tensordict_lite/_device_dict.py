@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -11,17 +12,18 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from . import _disk, _saved
 from ._compare import agree, values_agree
-from ._devices import canonical
+from ._devices import CPU, DeviceLike, canonical, resolve
 from ._display import field_count, html, size, tree
-from ._encoders import Hashing, Utf8, Vocabulary
 from ._errors import Path, dotted, located
 from ._items import as_dict, nbytes, refuse_key
 from ._movable import MovableDict
 from ._packing import packed_layout
+from ._policy import Encoders
 from ._rows import Rows
 from ._strings import StringEncoder, decode_nested
-from ._tree import TreeDict, V, raw, restore
+from ._tree import TreeDict, V, raw
 
 
 class DeviceDict(MovableDict[V]):
@@ -36,7 +38,7 @@ class DeviceDict(MovableDict[V]):
     **Device**: ``device``, ``is_cuda``, `to`, `cpu`, `cuda`, `numpy`, `pin_memory`, `is_pinned`, `share_memory_`,
     `record_stream`, `pack`, ``is_packed``.
     **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `requires_grad_`, `contiguous`.
-    **Strings**: `decode`, ``encoders``. **Batch**: `rows`.
+    **Strings**: `decode`, ``encoders``. **Batch**: `rows`. **Files**: `save`, `load`.
 
     Values: a tensor on the device is stored itself. A number becomes a 0-d tensor, a NumPy array, or a nested list of
     numbers, a tensor as ``torch.as_tensor`` makes it (an array on the CPU is shared, unless it is read-only), strings
@@ -278,6 +280,65 @@ class DeviceDict(MovableDict[V]):
             )
             raise located(error, path, hint) from error
 
+    # --- files ---
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file that `load` reads: tensors, nesting, encoders, and options. Needs ``safetensors``.
+
+        The file takes the place of an older one once it is whole and on the disk; if anything fails, the old one stays
+        and nothing else is left. Other programs find the tensors under their dotted paths. Tensors that share memory
+        are written each by itself; ones on a device are copied to the host some at a time.
+
+        Raises: ``TypeError`` that names kept objects, sparse, nested, quantized and meta tensors, and encoders that
+        have no registered JSON form; ``ValueError`` for more than 64 levels; ``ImportError``; ``OSError``.
+        Cost: writing every byte, and waiting for the disk.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     DeviceDict({"x": [1, 2], "name": ["Ada", "Bo"]}).save(f"{folder}/d.safetensors")
+        ...     DeviceDict.load(f"{folder}/d.safetensors").decode("name")
+        ['Ada', 'Bo']
+        """
+        _disk.write(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: DeviceLike | None = None,
+        *,
+        keys: Sequence[str | Path] | None = None,
+        encoders: Encoders | None = None,
+    ) -> Self:
+        """Read a safetensors file: one of `save`'s, or anybody's, which gives one level of keys. Needs ``safetensors``.
+
+        Nothing that the file names is imported or called but registered encoders, and those only if they are made of
+        data (so not `Tokenizer`). Its options are taken, unless this class has its own. A typed class checks them.
+
+        Args:
+            path: the file.
+            device: where the tensors go, without a stop elsewhere. None and ``"cpu"``: the memory of the file itself,
+                which is read when a field is used; writing a field changes the memory and not the file.
+            keys: only these keys and paths.
+            encoders: for some keys, or for all, instead of those of the file.
+
+        Raises: `InvalidFileError`, a ``ValueError``, for a file that is damaged, forged or not understood; ``KeyError``
+        for ``keys`` that are not in it; ``ImportError``; ``OSError``; what a typed class raises.
+        Cost: a few microseconds a field, and what is read of the file.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     DeviceDict({"x": 1, "n": {"y": 2, "z": 3}}).save(f"{folder}/d.safetensors")
+        ...     DeviceDict.load(f"{folder}/d.safetensors", keys=[("n", "z")]).to_dict()
+        {'n': {'z': tensor(3)}}
+        """
+        out = _disk.read(cls, path, CPU if device is None else resolve(device), keys, encoders)
+        out._conform(out, None, deep=True)
+        return out
+
+    def __reduce_ex__(self, protocol: Any, /) -> Any:
+        return _saved.taken_apart(self) if protocol == _saved.PROTOCOL else self.__reduce__()
+
     # --- looking ---
 
     def __repr__(self) -> str:
@@ -287,9 +348,8 @@ class DeviceDict(MovableDict[V]):
         return html(self, _title(self), _note)
 
 
-# What torch.load(weights_only=True) may call: these take data only, and check it. A subclass is its author's to add,
-# with the same call, since its __init__ may do anything.
-cast(Any, torch.serialization).add_safe_globals([DeviceDict, restore, Utf8, Vocabulary, Hashing])
+# All that torch.load(weights_only=True) may call: it takes data only, and checks it.
+cast(Any, torch.serialization).add_safe_globals([_saved.rebuild])
 
 
 def _flatten(d: TreeDict[Any], prefix: str, sep: str, items: dict[str, Any], encoders: dict[str, Any]) -> None:

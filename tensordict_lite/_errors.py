@@ -64,3 +64,17 @@ class DeviceMismatchError(RuntimeError):
             f'move it with .to({str(expected)!r}), or build with on_mismatch="move"'
         )
         return cls(message, key=path[0] if len(path) == 1 else path, expected=expected, actual=actual)
+
+
+class InvalidFileError(ValueError):
+    """A file that is damaged, forged, or of a format that is not known. Nothing that it names was imported or called.
+
+    >>> import tempfile
+    >>> from tensordict_lite import InvalidFileError, load
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     try:
+    ...         load(file.name)
+    ...     except InvalidFileError as error:
+    ...         print(str(error)[:16])
+    not a valid file
+    """

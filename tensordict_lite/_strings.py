@@ -100,6 +100,12 @@ def register_encoder(cls: _E) -> _E:
     return cls
 
 
+def runs_code(encoder: object) -> bool:
+    """Whether making an encoder from its JSON form, or this JSON form, runs more than this package: ``runs_code``."""
+    name: Any = cast(Any, encoder).get("name") if isinstance(encoder, Mapping) else getattr(encoder, "name", None)
+    return isinstance(name, str) and getattr(_registry.get(name), "runs_code", False) is True
+
+
 def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
     """The JSON form of an encoder: its registered name and its state, plain JSON values throughout.
 

@@ -53,6 +53,7 @@ class Tokenizer:
     """
 
     name: ClassVar[str] = "tokenizer"
+    runs_code: ClassVar[bool] = True
     code_ndim: ClassVar[int] = 1
 
     __slots__ = ("call", "tokenizer")

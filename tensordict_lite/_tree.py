@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, Generic, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ V = TypeVar("V", default=Tensor)
 # dict itself, for its methods under the ones here: `Any` for the type checkers, and reached through the class, because
 # torch.compile knows `dict.update(d, ...)` but not a global that is that method.
 raw: Any = dict
+
+
+_classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
+"""Every class below, by its module and qualified name; of several the last that was defined."""
 
 
 class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
@@ -50,6 +55,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
+        _classes[name_of(cls)] = cls
         _pytree.register(cls, _context, _unflatten)
         # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.
         ForkingPickler.register(cls, _taken_apart)
@@ -162,10 +168,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
+        return _taken_apart(self._whole())
+
+    def _whole(self) -> Self:
+        """This dict, or one without fields that are parts of a larger storage, all of which pickle would write."""
         device, tensors = self._device, self._tensors()
         if device is None or not (packs(device) and are_parts(distinct_of(tensors))):
-            return _taken_apart(self)
-        return _taken_apart(self._with(once(tensors, lambda distinct: pack(distinct, device)), device))
+            return self
+        return self._with(once(tensors, lambda distinct: pack(distinct, device)), device)
 
     # --- comparing ---
 
@@ -218,14 +228,32 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
 def _taken_apart(d: TreeDict[Any]) -> tuple[Any, ...]:
     """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed."""
     device = None if d._device is None else str(d._device)
+    block, specs, numbers = packed_apart(d)
+    items = dict(d) if block is None else _items_without(d, numbers)
+    return restore, (type(d), items, device, _pickled_policy(d), block, specs)
+
+
+def packed_apart(d: TreeDict[Any]) -> tuple[Tensor | None, list[Any] | None, dict[int, int]]:
+    """The block of a packed dict, what lies in it, and by the id of each of its tensors its number there."""
     distinct = distinct_of(d._tensors())
     found = packed_layout(distinct, d._device)
     if found is None:
-        return restore, (type(d), dict(d), device, _pickled_policy(d))
+        return None, None, {}
     layout, _ = found
     specs = [(*spec, members) for spec, members in layout.groups]
-    items = _items_without(d, {id(distinct[i]): i for i in layout.members})
-    return restore, (type(d), items, device, _pickled_policy(d), block_of(distinct, layout), specs)
+    return block_of(distinct, layout), specs, {id(distinct[i]): i for i in layout.members}
+
+
+def name_of(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_named(name: Any) -> type[Any]:
+    """The class that is defined under a name; ``ValueError`` if there is none. Imports nothing."""
+    cls = _classes.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise ValueError(f"the class {name!r} of a saved dict is not defined here; import its module first")
+    return cls
 
 
 def _pickled_policy(d: TreeDict[Any]) -> dict[str, Any] | None:

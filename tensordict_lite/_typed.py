@@ -183,15 +183,17 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     # --- what comes in is checked, whatever way it takes ---
 
-    def _conform(self, items: Mapping[str, Any], before: Mapping[str, Any] | None = None, deep: bool = False) -> None:
+    def _conform(
+        self, items: Mapping[str, Any], before: Mapping[str, Any] | None, deep: bool = False, shapes: bool = True
+    ) -> None:
         if torch.compiler.is_compiling():
             return
-        super()._conform(items, before, deep)
+        super()._conform(items, before, deep, shapes)
         before = before if isinstance(before, TypedDeviceDict) else {}
         schema = self._schema()
         schema.check_names(items)
         schema.check_kinds({key: value for key, value in items.items() if before.get(key) is not value})
-        reason = unfit(_shaped(type(self), items, schema.name)) if schema.shaped else ""
+        reason = unfit(_shaped(type(self), items, schema.name)) if shapes and schema.shaped else ""
         # What did not fit before is what is made of a checked dict: a row, or one of another dtype.
         if reason and not (before and unfit(_shaped(type(self), before, schema.name))):
             raise ValueError(reason)

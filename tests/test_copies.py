@@ -89,16 +89,6 @@ class TestTorchSave:
             moved._check()
             assert moved.device == torch.device("meta") and moved["n", "e"].device == torch.device("meta")
 
-    def test_weights_only_takes_a_subclass_once_it_is_declared_safe(self) -> None:
-        d = Batch({"x": torch.ones(1), "s": ["b"]})
-        with pytest.raises(pickle.UnpicklingError, match="Batch was not an allowed global"):
-            torch.load(self.saved(d), weights_only=True)
-        with torch.serialization.safe_globals([Batch]):
-            again = torch.load(self.saved(d), weights_only=True)
-            with pytest.raises(pickle.UnpicklingError, match="EncodeOnly was not an allowed global"):
-                torch.load(self.saved(full()), weights_only=True)
-        assert type(again) is Batch and again.decode("s") == ["b"]
-
 
 class TestPytree:
     def test_tree_map_keeps_everything(self, device: torch.device) -> None:

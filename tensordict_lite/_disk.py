@@ -1,0 +1,280 @@
+"""Files: a dict as a safetensors file, and back.
+
+The format is that of https://github.com/huggingface/safetensors: the length of a JSON header, the header, the bytes of
+the tensors. Reading, and so checking, is the library's. Writing is done here, since the library's writer gives the file
+its name before its bytes are on the disk, leaves its temporary file behind when it is killed, and wants all tensors on
+the host at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from ._block import PACKABLE
+from ._devices import CPU
+from ._errors import InvalidFileError, Path, dotted
+from ._layout import ALIGNMENT, row_major
+from ._plan import Plan, Reader, describe, refuse
+from ._policy import Encoders, Policy
+from ._replace import replaced
+from ._strings import StringEncoder, encoder_to_json, runs_code
+from ._transfer import transfer
+from ._tree import TreeDict
+
+PLAN = "tensordict_lite"
+"""The key of the plan in the metadata."""
+_LARGEST_PLAN = 16 << 20
+"""Characters. No legitimate plan is near it, and what Python makes of a forged one stays within some hundred MB."""
+_MOST_BRACKETS = 500_000
+"""In a plan. A tensor takes one, and empty lists are what JSON blows up most: 2 characters become 64 bytes."""
+_AT_ONCE = 64 << 20
+"""Bytes of tensors of a device that are on the host at once while they are written."""
+_PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
+"""Dtypes that safetensors has no name for, which are stored as pairs of real numbers."""
+_STORED = [(name, dtype) for dtype in PACKABLE if (name := str(dtype).removeprefix("torch.")) not in _PAIRS]
+
+
+def _library() -> Any:
+    """safetensors, which is optional."""
+    try:
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise ImportError('files need safetensors: pip install "tensordict_lite[safetensors]"') from error
+
+
+# --- writing ---
+
+
+def write(d: TreeDict[Any], path: str | os.PathLike[str]) -> None:
+    """Save ``d``: see `DeviceDict.save`."""
+    specs = _library().TensorSpec
+    plan, leaves, _ = describe(d, _encoder_entry, own=False)
+    _refuse_unwritable(leaves)
+    tensors = [cast(Tensor, value) for _, value in leaves]
+    names = _names([path for path, _ in leaves])
+    plan["tensors"] = [
+        [name, dtype] if (dtype := str(tensor.dtype).removeprefix("torch.")) in _PAIRS else name
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+    text = json.dumps(plan, separators=(",", ":"))
+    if len(text) > _LARGEST_PLAN or _brackets(text) > _MOST_BRACKETS:
+        raise ValueError(
+            f"the structure and encoders of this dict take {len(text)} characters, and a file holds {_LARGEST_PLAN}; "
+            "save fewer fields to a file, or give large encoders a registered name of their own"
+        )
+    # Of wide dtypes first, so that each is aligned.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {PLAN: text}}
+    end = 0
+    for i in order:
+        dtype, shape = tensors[i].dtype, list(tensors[i].shape)
+        if str(dtype).removeprefix("torch.") in _PAIRS:
+            dtype, shape = _PAIRS[str(dtype).removeprefix("torch.")], [*shape, 2]
+        start, end = end, end + tensors[i].numel() * tensors[i].dtype.itemsize
+        code = specs(dtype=str(dtype).removeprefix("torch."), shape=shape, data_ptr=0, data_len=end - start).dtype
+        header[names[i]] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)  # so that the bytes begin aligned
+    with replaced(path) as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in _on_host(tensors[i] for i in order):
+            file.write(_bytes_of(tensor))
+
+
+def _encoder_entry(encoder: StringEncoder) -> dict[str, Any]:
+    # What would run code when it is made from a file is not made from one, so its name is enough.
+    if runs_code(encoder):
+        return {"name": cast(Any, encoder).name}
+    try:
+        return encoder_to_json(encoder)
+    except TypeError as error:
+        raise TypeError(f"{error}; or save(d.to_dict(), path), the tensors alone") from error
+
+
+def _refuse_unwritable(leaves: Sequence[tuple[Path, Any]]) -> None:
+    kept = [path for path, value in leaves if not isinstance(value, Tensor)]
+    if kept:
+        paths = ", ".join(repr(path if len(path) > 1 else next(iter(path))) for path in kept)
+        raise TypeError(
+            f"{', '.join(map(dotted, kept))}: kept objects cannot be saved, only tensors; d.drop({paths}).save(path)"
+        )
+    for path, tensor in leaves:
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            what = "on meta, without values" if tensor.is_meta else "sparse, nested or quantized"
+            raise TypeError(f"{dotted(path)} is {what}, and files hold dense tensors; convert it first, or drop it")
+    if sys.byteorder != "little":
+        raise NotImplementedError("files are written on little-endian machines only")
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """A name for each tensor, its dotted path where that can be and is not taken."""
+    taken = {"__metadata__"}
+    names: list[str] = []
+    for path in paths:
+        plain = name = ".".join(path).encode("utf-8", "replace").decode()
+        count = 1
+        while name in taken:
+            count += 1
+            name = f"{plain}~{count}"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors on the CPU, so many at once as `_AT_ONCE` allows."""
+    waiting: list[Tensor] = []
+    for tensor in tensors:
+        waiting.append(tensor.detach())
+        if not tensor.is_cpu and sum(one.nbytes for one in waiting) < _AT_ONCE:
+            continue
+        yield from transfer(waiting, CPU)
+        waiting = []
+    yield from transfer(waiting, CPU)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return cast(Any, plain.view(torch.uint8).numpy()).data if plain.numel() else memoryview(b"")
+
+
+# --- reading ---
+
+
+def read(
+    cls: Any,
+    path: str | os.PathLike[str],
+    device: torch.device,
+    keys: Sequence[str | Path] | None,
+    encoders: Encoders | None,
+) -> Any:
+    """A dict of class ``cls``, unchecked by it: see `DeviceDict.load`."""
+    library = _library()
+    if isinstance(keys, str):
+        raise TypeError(f"keys= is a list of keys and paths, got one: [{keys!r}]")
+    Policy().override(encoders)  # raises for what are none, which is not the file's fault
+    with open(path, "rb") as opened:
+        # By the open file, so that its tensors are those of its header whatever takes its name meanwhile.
+        same = f"/proc/self/fd/{opened.fileno()}"
+        same = same if os.path.exists(same) else os.fspath(path)
+        with _invalid(library.SafetensorError):
+            file = library.safe_open(same, framework="pt", device="cpu")
+        with file, _invalid(library.SafetensorError, *((RuntimeError,) if device is CPU else ())):
+            plan, stored = _plan_of(cast("dict[str, str]", file.metadata() or {}), list(file.keys()))
+            reader = Reader(plan, len(stored), encoders)
+            wanted = _wanted(reader, keys)
+            numbers = [number for path, number in reader.leaves if wanted(path)]
+            found = _mapped(library, file, opened, {stored[i][0] for i in numbers})
+            tensors = [_as(found[stored[i][0]], stored[i][1]) for i in numbers]
+    moved = dict(zip(numbers, transfer(tensors, device), strict=True))
+    with _invalid(library.SafetensorError):
+        out = reader.build(_classes(cls, reader.nodes), moved.__getitem__, wanted, own=False)
+    out._settle(device)
+    return out
+
+
+def _mapped(library: Any, file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
+    """These tensors of a file that the library has found to be sound, in the memory of the file.
+
+    Over one mapping of it: the library makes a storage for each, which takes 11 us, and this takes 2.
+    """
+    same = f"/proc/self/fd/{opened.fileno()}"
+    if not os.path.exists(same):
+        return {name: file.get_tensor(name) for name in names}
+    dtypes = {library.TensorSpec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype: dtype for name, dtype in _STORED}
+    memory = cast(Any, torch.UntypedStorage).from_file(same, False, os.fstat(opened.fileno()).st_size)
+    start = 8 + int.from_bytes(opened.read(8), "little")
+    out: dict[Any, Tensor] = {}
+    for name in file.offset_keys():  # the tensors lie side by side, which the library has checked
+        part = file.get_slice(name)
+        shape, dtype = tuple(part.get_shape()), dtypes.get(part.get_dtype())
+        if dtype is None:
+            raise TypeError(f"{name!r} is {part.get_dtype()}, for which torch has no dtype")
+        nbytes = prod(shape) * dtype.itemsize
+        if name not in names:
+            pass
+        elif not nbytes or start % dtype.itemsize:  # of nothing, or by a writer that does not align
+            out[name] = file.get_tensor(name)
+        else:
+            empty = torch.empty(0, dtype=dtype, device="cpu")
+            out[name] = empty.set_(memory, start // dtype.itemsize, shape, row_major(shape))  # pyright: ignore
+        start += nbytes
+    return out
+
+
+@contextmanager
+def _invalid(*errors: type[Exception]) -> Generator[None]:
+    """Whatever the parts of a damaged file are refused with, as an error of ours."""
+    try:
+        yield
+    except (InvalidFileError, torch.OutOfMemoryError):
+        raise
+    except (*errors, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise InvalidFileError(f"not a valid file: {error}") from error
+
+
+def _plan_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Plan, list[tuple[Any, Any]]]:
+    """The plan of a file, and of each number in it, the name of the tensor and the dtype of pairs."""
+    if PLAN not in metadata:  # somebody else's: one level, by its names
+        plan, _, _ = describe(TreeDict[Any]._new((), None, Policy()), _encoder_entry, own=False)
+        plan["root"]["items"] = [[name, i] for i, name in enumerate(names)]
+        return plan, [(name, None) for name in names]
+    text = metadata[PLAN]
+    if len(text) > _LARGEST_PLAN or _brackets(text) > _MOST_BRACKETS:
+        refuse(f"its plan takes {len(text)} characters")
+    plan: Any = json.loads(text)
+    listed: Any = plan.pop("tensors", None) if isinstance(plan, dict) else None  # pyright: ignore
+    if not isinstance(listed, list):
+        refuse("it does not list its tensors")
+    stored: list[tuple[Any, Any]] = []
+    for one in cast("list[Any]", listed):
+        pair = cast("list[Any]", one if isinstance(one, list) else [one, None])
+        if len(pair) != 2 or pair[1] not in (None, *_PAIRS):
+            refuse("its list of tensors is damaged")
+        stored.append((pair[0], pair[1]))
+    if not all(type(name) is str for name, _ in stored) or sorted(name for name, _ in stored) != sorted(names):
+        refuse("its tree and its tensors have different names")
+    return cast("Plan", plan), stored
+
+
+def _brackets(text: str) -> int:
+    return text.count("[") + text.count("{")
+
+
+def _as(tensor: Tensor, pairs: str | None) -> Tensor:
+    if pairs is None:
+        return tensor
+    if tensor.dtype is not _PAIRS[pairs] or not tensor.dim() or tensor.shape[-1] != 2:
+        refuse(f"{pairs} is stored as pairs of {_PAIRS[pairs]}, got {tensor.dtype} of shape {list(tensor.shape)}")
+    return torch.view_as_complex(tensor.clone() if tensor.storage_offset() % 2 else tensor)
+
+
+def _wanted(reader: Reader, keys: Sequence[str | Path] | None) -> Callable[[Path], bool]:
+    """Whether a path is one of ``keys``, or inside a dict that is; ``KeyError`` for one that is not in the file."""
+    if keys is None:
+        return lambda _: True
+    paths = [key if isinstance(key, tuple) else (key,) for key in keys]
+    known = {path for path, _ in reader.leaves} | set(reader.nodes)
+    for path in paths:
+        if not path or path not in known:
+            raise KeyError(path if len(path) != 1 else path[0])
+    return lambda path: any(path[: len(one)] == one for one in paths)
+
+
+def _classes(cls: Any, nodes: Sequence[Path]) -> Iterator[Any]:
+    """The class of each dict: the one that its parent declares for it, or else the parent's own."""
+    known: dict[Path, Any] = {}
+    for path in nodes:
+        parent = known.get(path[:-1]) if path else None
+        known[path] = cls if parent is None else parent._declared(path[-1]) or parent
+        yield known[path]
