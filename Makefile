@@ -1,14 +1,19 @@
 # Needs only Python (3.10 or later) and make. Every target installs what it needs into .venv, once.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check bench bench-gpu clean
+.PHONY: demo test test-frameworks check bench bench-gpu clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
 
 test: check
 	$(BIN)/python -m pytest
+
+# Lightning, accelerate, transformers and the like, and torch's own parallel modules on real ranks.
+test-frameworks: .venv/frameworks
+	$(BIN)/python -m pytest tests/frameworks
 
 check: .venv/tests
 	$(BIN)/ruff check .
@@ -33,8 +38,12 @@ clean:
 
 # One stamp a requirements file; each installs the package itself too, in place.
 .venv/%: %/requirements.txt examples/requirements.txt tests/requirements.txt pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(INSTALL) -r $<
+	$(INSTALL) --no-deps --editable .
+	touch $@
+
+.venv/frameworks: tests/frameworks/requirements.txt .venv/tests
+	$(INSTALL) -r $<
 	touch $@
 
 $(BIN)/python:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -14,19 +14,19 @@ from typing_extensions import Self
 
 from . import _disk, _saved
 from ._compare import agree, values_agree
-from ._devices import CPU, DeviceLike, canonical, resolve
+from ._devices import CPU, DeviceLike, resolve
 from ._display import field_count, html, size, tree
 from ._errors import Path, dotted, located
-from ._items import as_dict, nbytes, refuse_key
-from ._movable import MovableDict
+from ._items import nbytes
 from ._packing import packed_layout
 from ._policy import Encoders
 from ._rows import Rows
+from ._shaping import ShapedDict, flatten_into
 from ._strings import StringEncoder, decode_nested
 from ._tree import TreeDict, V, raw
 
 
-class DeviceDict(MovableDict[V]):
+class DeviceDict(ShapedDict[V]):
     """A dict whose tensors all live on one device.
 
     A real ``dict``: it is accepted wherever one is asked for, reads at C speed, keeps its order, and ``len`` is the
@@ -88,67 +88,6 @@ class DeviceDict(MovableDict[V]):
 
     # --- like a dict ---
 
-    def select(self, *keys: str | Path) -> Self:
-        """A dict of only these keys, in the order given; a path brings only that field of a nested dict.
-
-        Raises: ``KeyError`` for one that is not there. No tensor is copied.
-
-        >>> d = DeviceDict({"x": 1, "obs": {"a": 2, "b": 3}})
-        >>> d.select(("obs", "b"), "x").to_dict()
-        {'obs': {'b': tensor(3)}, 'x': tensor(1)}
-        """
-        out = self._some(())
-        for key in keys:
-            path = key if isinstance(key, tuple) else (key,)
-            value: Any = self[key]
-            node: TreeDict[Any] = out
-            source: TreeDict[Any] = self
-            for part in path[:-1]:
-                source = raw.__getitem__(source, part)
-                if not raw.__contains__(node, part):
-                    raw.__setitem__(node, part, source._some(()))
-                node = raw.__getitem__(node, part)
-            raw.__setitem__(node, path[-1], value.copy() if isinstance(value, TreeDict) else value)
-        return out
-
-    def drop(self, *keys: str | Path) -> Self:
-        """A dict without these keys, or paths.
-
-        Raises: ``KeyError`` for one that is not there. No tensor is copied.
-
-        >>> DeviceDict({"x": 1, "obs": {"a": 2, "b": 3}}).drop("x", ("obs", "a")).to_dict()
-        {'obs': {'b': tensor(3)}}
-        """
-        out = self._some(self.copy())
-        for key in keys:
-            path = key if isinstance(key, tuple) else (key,)
-            out._walk(path)  # raises KeyError
-            node: TreeDict[Any] = out
-            for part in path[:-1]:
-                inner: TreeDict[Any] = raw.__getitem__(node, part)
-                raw.__setitem__(node, part, inner._some(inner))
-                node = raw.__getitem__(node, part)
-            raw.__delitem__(node, path[-1])
-        return out
-
-    def map(self, function: Callable[[Tensor], Any], /) -> Self:
-        """A dict of ``function(tensor)`` for every tensor, at every depth; kept objects as they are.
-
-        The results are stored by the rule of ``d[key] = ...``; the device is that of the first tensor among them, so
-        ``function`` may move all of them.
-
-        Raises: what ``function`` does; for a result, as ``d[key] = ...``. Cost: the calls.
-
-        >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}}).map(torch.sum).to_dict()
-        {'x': tensor(3.), 'n': {'y': tensor(3.)}}
-        """
-        results = [function(tensor) for tensor in self._tensors()]
-        first = next((canonical(result.device) for result in results if isinstance(result, Tensor)), self._device)
-        out = self._new(self, first, self._policy)
-        out._take(self._with(results, None))
-        out._conform(out, self, deep=True)
-        return out
-
     def flatten(self, sep: str = ".") -> DeviceDict[V]:
         """One level: nested keys joined with ``sep``, encoders with their fields; an empty nested dict stays one.
 
@@ -159,37 +98,8 @@ class DeviceDict(MovableDict[V]):
         """
         items: dict[str, Any] = {}
         encoders: dict[str, Any] = {}
-        _flatten(self, "", sep, items, encoders)
+        flatten_into(items, encoders, self, sep)
         return cast("DeviceDict[V]", DeviceDict._new(items, self._device, self._policy.with_encoders(encoders)))
-
-    @classmethod
-    def unflatten(cls, mapping: Mapping[str, Any], sep: str = ".") -> Self:
-        """The nested dict of one level of joined keys: `flatten` undone, with its encoders if given a `DeviceDict`.
-
-        Raises: ``ValueError`` if a key is both a field and the start of another. No tensor is copied.
-
-        >>> DeviceDict.unflatten({"obs.a": 1, "obs.b.c": 2}).to_dict()
-        {'obs': {'a': tensor(1), 'b': {'c': tensor(2)}}}
-        """
-        if not isinstance(mapping, TreeDict):
-            return cls(_unflatten(as_dict(mapping), sep))
-        known = mapping._policy.encoders
-        policy = replace(mapping._policy, encoders={key: known[key] for key in known if sep not in key})
-        out = cls._new((), mapping._device, policy)
-        out._take(_unflatten(mapping, sep))
-        for key, encoder in known.items():
-            if sep in key and (path := tuple(key.split(sep))) in out:
-                node, last = out._walk(path)
-                node._policy = node._policy.with_encoders({last: encoder})
-        return out
-
-    def to_dict(self) -> dict[str, Any]:
-        """A plain nested dict of the same tensors and kept objects; no tensor is copied.
-
-        >>> DeviceDict({"n": {"y": 3}}).to_dict()
-        {'n': {'y': tensor(3)}}
-        """
-        return {key: value.to_dict() if isinstance(value, DeviceDict) else value for key, value in self.items()}
 
     @property
     def nbytes(self) -> int:
@@ -280,6 +190,51 @@ class DeviceDict(MovableDict[V]):
             )
             raise located(error, path, hint) from error
 
+    # --- other containers ---
+
+    @classmethod
+    def from_tensordict(cls, td: Mapping[str, Any], **options: Any) -> Self:
+        """The fields of a ``tensordict.TensorDict``, nested ones as nested dicts; its batch size is not kept.
+
+        Non-tensor data is stored as any value is: strings are encoded, numbers become tensors, objects are kept if the
+        class does. ``options`` are those of the constructor.
+
+        Raises, and costs, what the constructor does; ``TypeError`` for what is no mapping.
+
+        >>> try:
+        ...     from tensordict import TensorDict
+        ... except ImportError:
+        ...     TensorDict = lambda fields, batch_size: fields
+        >>> DeviceDict.from_tensordict(TensorDict({"x": torch.ones(2)}, batch_size=[2]))["x"]
+        tensor([1., 1.])
+        """
+        return cls(_plain(td), **options)
+
+    def to_tensordict(self, batch_size: Sequence[int] | None = None) -> Any:
+        """A ``tensordict.TensorDict`` of the same tensors, on the same device. Needs ``tensordict``.
+
+        Args:
+            batch_size: None: the first dimension if all fields share it, and else none.
+
+        Raises: ``ImportError``; what TensorDict does for fields that do not have the ``batch_size``.
+        Cost: no copy of a tensor. Strings stay codes: their encoders do not come along.
+
+        >>> d = DeviceDict({"x": [1, 2]})
+        >>> try:
+        ...     print(d.to_tensordict().batch_size)
+        ... except ImportError:
+        ...     print(torch.Size([2]))
+        torch.Size([2])
+        """
+        try:
+            tensordict: Any = importlib.import_module("tensordict")  # optional, and slow to import
+        except ImportError as error:
+            raise ImportError("to_tensordict needs TensorDict: pip install tensordict") from error
+        if batch_size is None:
+            counts = {tensor.shape[:1] for tensor in self._tensors()}
+            batch_size = counts.pop() if len(counts) == 1 else ()
+        return tensordict.TensorDict(self.to_dict(), batch_size=batch_size, device=self._device)
+
     # --- files ---
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -352,35 +307,14 @@ class DeviceDict(MovableDict[V]):
 cast(Any, torch.serialization).add_safe_globals([_saved.rebuild])
 
 
-def _flatten(d: TreeDict[Any], prefix: str, sep: str, items: dict[str, Any], encoders: dict[str, Any]) -> None:
-    for key, value in d.items():
-        name = prefix + key
-        if name in items:
-            raise ValueError(f"two fields would be named {name!r}; flatten with another sep than {sep!r}")
-        if isinstance(value, TreeDict) and value:
-            _flatten(cast("TreeDict[Any]", value), name + sep, sep, items, encoders)
-            continue
-        items[name] = value.copy() if isinstance(value, TreeDict) else value
-        if key in d._policy.encoders:
-            encoders[name] = d._policy.encoders[key]
-
-
-def _unflatten(mapping: Mapping[str, Any], sep: str) -> dict[str, Any]:
+def _plain(td: Any) -> dict[str, Any]:
+    """The items of a TensorDict, and of those in it, by ``td[key]``, which unwraps what is no tensor."""
+    if not hasattr(td, "keys"):
+        raise TypeError(f"expected a TensorDict or another mapping, got {type(td).__name__}")
     out: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in mapping.items():
-        if not isinstance(cast(object, key), str):
-            refuse_key(key, ())
-        head, nested, rest = key.partition(sep)
-        if (head in groups) != bool(nested) and head in out:
-            raise ValueError(f"{head!r} cannot be both a field and a nested dict, as {key!r} has it")
-        if nested:
-            out[head] = groups.setdefault(head, {})
-            groups[head][rest] = value
-        else:
-            out[head] = value
-    for head, group in groups.items():
-        out[head] = _unflatten(group, sep)
+    for key in td.keys():  # noqa: SIM118  (iterating a TensorDict gives its rows)
+        value = td[key]
+        out[key] = _plain(value) if hasattr(value, "keys") else value
     return out
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._devices import CPU
 from ._errors import DeviceMismatchError, Path, dotted
+from ._tables import table_columns
 
 Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -28,6 +29,9 @@ def as_dict(data: Items) -> Mapping[str, Any]:
         return cast("dict[str, Any]", data)
     if isinstance(data, Mapping):  # through items(), which a subclass of dict may have of its own
         return dict(cast("Mapping[str, Any]", data).items())
+    columns = table_columns(data)
+    if columns is not None:
+        return columns
     if hasattr(data, "keys"):  # dict's own protocol: a table whose iteration gives names alone
         return dict(cast("Mapping[str, Any]", data))
     expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(cast(object, data)).__name__}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from ._errors import Path, dotted, located
 from ._policy import Policy
 from ._strings import Codes, StringEncoder, encode_nested, flatten_strings
+from ._tables import column_values
 
 _SCALARS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFloat)
 _NUMBERS = (*_SCALARS, np.bool_, np.number)
@@ -42,6 +43,13 @@ def store(value: Any, device: torch.device, policy: Policy, path: Path) -> Store
         return Stored(_numbers(value, device, policy, path))
     if isinstance(value, (list, tuple)):
         return _sequence(cast(Any, value), device, policy, path, cast(Any, value))
+    column = column_values(value)
+    if isinstance(column, np.ndarray) and cast(Any, column).dtype.kind != "O":
+        return _array(cast(Any, column), device, policy, path, value)
+    if column is not None:
+        column = list(cast(Any, column))
+        given = value if policy.objects == "keep" else cast(Any, column)
+        return _sequence(cast(Any, column), device, policy, path, given)
     return _object(value, policy, path)
 
 
@@ -157,7 +165,8 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
     elif isinstance(value, (list, tuple)):
         inside = sorted({kind.__name__ for kind in _item_types(cast("list[Any]", value))})
         what = f"{what} of {', '.join(inside)}"
-        way_out = "fill missing values first" if "NoneType" in inside else "convert it to numbers or strings"
+        missing = "NoneType" in inside or "NAType" in inside
+        way_out = "fill missing values first" if missing else "convert it to numbers or strings"
     elif hasattr(value, "__array__") and not isinstance(value, (np.ndarray, np.generic)):
         way_out = "pass numpy.asarray(value)"
     else:

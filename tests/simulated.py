@@ -94,6 +94,9 @@ class _Module:
     def device_count(self) -> int:
         return 2
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
     def current_device(self) -> int:
         return self.current
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tensordict_lite import DeviceDict
+from tensordict_lite import DeviceDict, DeviceMismatchError
 
 
 def sample() -> DeviceDict:
@@ -75,23 +76,91 @@ OPERATIONS: dict[str, Callable[[DeviceDict], Any]] = {
     "unflatten": lambda d: DeviceDict.unflatten({"a.b": d["x"], "a.c": d["y"]}),
     "host values alone": lambda d: DeviceDict({"n": 1, "x": [1.0]}),
     "to_dict": lambda d: d.to_dict(),
+    "rows": lambda d: d.drop("n").rows[0:1],
+    "one row": lambda d: d.drop("n").rows[1],
+    "values of a tree": lambda d: [v * 2 for v in d["n"].values()][0],  # noqa: RUF015
+    "give it back": lambda d: d,
+    "a packed one": lambda d: DeviceDict({"q": d["x"] * 2}).to(torch.float64)["q"],
     "tree_map": lambda d: tree_map(lambda t: t + 1, d),
 }
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("run", OPERATIONS.values(), ids=OPERATIONS)
-def test_in_one_graph_with_the_same_result(run: Callable[[DeviceDict], Any]) -> None:
+def test_in_one_graph_with_the_same_result(run: Callable[[DeviceDict], Any], packed: bool) -> None:
     torch._dynamo.reset()
     expected = run(sample())
-    got = torch.compile(run, fullgraph=True, backend="eager")(sample())
+    got = torch.compile(run, fullgraph=True, backend="eager")(sample().pack() if packed else sample())
     assert type(got) is type(expected)
     if isinstance(expected, DeviceDict):
         got._check()
-        assert repr(got) == repr(expected) and (got == expected or got.device == torch.device("meta"))
+        assert repr(got).replace(", packed", "") == repr(expected) and (
+            got == expected or got.device == torch.device("meta")
+        )
     elif isinstance(expected, torch.Tensor):
         assert torch.equal(got, expected)
     else:
         assert DeviceDict(got) == DeviceDict(expected)
+
+
+def inductor(test: Callable[..., None]) -> Callable[..., None]:
+    """Where there is a compiler for what it writes; the warnings are torch's own."""
+    needs = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+    return needs(pytest.mark.filterwarnings("ignore")(test))
+
+
+INDUCED = ("read", "path write", "update", "construct", "nest", "to a dtype", "rows", "map", "or", "copy", "delete")
+
+
+@inductor
+@pytest.mark.parametrize("name", INDUCED)
+def test_by_inductor(name: str) -> None:
+    torch._dynamo.reset()
+    run = OPERATIONS[name]
+    expected: Any = run(sample())
+    compiled = torch.compile(run, fullgraph=True)
+    for d in (sample(), sample().pack(), sample().clone()):
+        got: Any = compiled(d)
+        assert type(got) is type(expected)
+        assert torch.equal(got, expected) if isinstance(got, torch.Tensor) else got == expected
+
+
+@inductor
+def test_a_packed_field_is_written_in_place() -> None:
+    """Fields that share a storage, one written and another read: both are right, packed or not."""
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True)
+    def step(d: DeviceDict) -> torch.Tensor:
+        before = d["y"] * 1
+        d["x"].add_(1)
+        d["n", "x"].mul_(3)
+        return d["x"].sum() + before.sum() + d["n", "x"].sum()
+
+    for d in (sample(), sample().pack(), sample().pack()):
+        assert (
+            step(d) == 13
+            and d["x"].tolist() == [2, 2]
+            and d["n", "x"].tolist() == [3, 3, 3]
+            and d["y"].tolist() == [0, 0]
+        )
+
+
+def test_a_mismatch_is_our_error_and_leaves_what_is_compiled_right() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def step(d: DeviceDict, value: torch.Tensor) -> DeviceDict:
+        d["z"] = value * 2
+        return d
+
+    good = torch.ones(2)
+    assert step(sample(), good)["z"].tolist() == [2, 2]
+    d = sample()
+    with pytest.raises(DeviceMismatchError, match="'z' is on meta, this DeviceDict is on cpu"):
+        step(d, torch.ones(2, device="meta"))
+    assert list(d) == list(sample()) and d == sample()
+    assert step(sample(), good)["z"].tolist() == [2, 2]
 
 
 @pytest.fixture
@@ -120,6 +189,7 @@ def test_successive_batches_do_not_recompile(graphs: list[Any]) -> None:
     for _ in range(3):
         assert step(sample())["out"].tolist() == [8.0, 8.0]
         assert step(sample().clone())["out"].tolist() == [8.0, 8.0]
+        assert step(sample().pack())["out"].tolist() == [8.0, 8.0]
     assert len(graphs) == 1
 
 

@@ -1,0 +1,32 @@
+"""Functions run on two real ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(function: Callable[..., None], *args: Any, count: int = 2) -> None:
+    """``function(rank, *args)`` on ``count`` gloo ranks, each a process; an error of one is raised here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(_rank, args=(function, args, count, port), nprocs=count, start_method="spawn")
+
+
+def _rank(rank: int, function: Callable[..., None], args: tuple[Any, ...], count: int, port: int) -> None:
+    # As torchrun sets them, for frameworks that make the group themselves.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    dist.init_process_group("gloo", rank=rank, world_size=count)
+    function(rank, *args)
+    # All are done and the model is gone before the group goes: gloo's threads abort a process that ends under them.
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()

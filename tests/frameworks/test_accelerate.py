@@ -1,0 +1,121 @@
+"""accelerate: its operations, `prepare`, `gather_for_metrics` and `dispatch_batches`, alone and on two ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tensordict_lite import DeviceDict, TypedDeviceDict, collate
+
+pytest.importorskip("accelerate")
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import operations
+
+
+class Kept(DeviceDict, objects="keep"):
+    """What `dispatch_batches` needs: it puts descriptions where tensors were."""
+
+
+class Typed(TypedDeviceDict, objects="keep"):
+    x: Tensor
+    n: Kept
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, batch: DeviceDict) -> DeviceDict:
+        return DeviceDict({"y": self.layer(batch["x"]), "id": batch["n", "id"]})
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, cls: type[Any], count: int) -> None:
+        self.cls, self.count = cls, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(self.count):
+            yield self.cls({"x": torch.full((2,), float(i)), "n": {"id": torch.tensor(i)}})
+
+
+def sample(cls: type[Any] = DeviceDict, count: int = 4) -> Any:
+    return cls({"x": torch.arange(2.0 * count).reshape(count, 2), "n": {"id": torch.arange(count)}})
+
+
+@pytest.mark.parametrize("cls", [DeviceDict, Kept, Typed])
+def test_operations(cls: type[Any]) -> None:
+    d = sample(cls)
+    moved = operations.send_to_device(d, "cpu", non_blocking=True)
+    assert moved is d and operations.find_batch_size(d) == 4
+    sliced = operations.slice_tensors(d, slice(0, 2))
+    joined = operations.concatenate([sliced, sliced])
+    full = operations.convert_to_fp32(d.half())
+    for out in (sliced, joined, full, operations.recursively_apply(lambda t: t + 1, d)):
+        out._check()
+        assert type(out) is cls and type(out["n"]) is type(d["n"])
+    assert (
+        len(joined.rows) == 4
+        and full["x"].dtype == torch.float32
+        and operations.listify(d)["n"]["id"].tolist() == [0, 1, 2, 3]
+    )
+    if cls is not DeviceDict:
+        structure = pickle.loads(pickle.dumps(operations.get_data_structure(d)))
+        assert type(structure) is cls and structure["x"].shape == (4, 2)
+        made = operations.initialize_tensors(structure)
+        made._check()
+        assert type(made) is cls and made["x"].shape == (4, 2) and made["n"]["id"].dtype == torch.int64
+
+
+def train(rank: int, cls: type[Any]) -> None:
+    accelerator = Accelerator(cpu=True)
+    samples = [cls({"x": torch.full((2,), float(i)), "n": {"id": torch.tensor(i)}}) for i in range(7)]
+    model, optimizer, loader = accelerator.prepare(
+        Model(), torch.optim.SGD(Model().parameters()), DataLoader(samples, batch_size=2)
+    )
+    ids: list[int] = []
+    for batch in loader:
+        assert type(batch) is cls
+        batch._check()
+        out = model(batch)
+        accelerator.backward(out["y"].sum())
+        optimizer.step()
+        gathered = accelerator.gather_for_metrics(out)
+        gathered._check()
+        assert type(gathered) is DeviceDict
+        ids += gathered["id"].tolist()
+        padded = accelerator.pad_across_processes(DeviceDict({"p": torch.ones(rank + 1)}))
+        assert padded["p"].shape == (accelerator.num_processes,)
+    assert sorted(ids) == list(range(7)), ids
+    dispatched = (
+        accelerator.prepare(DataLoader(Stream(cls, 8), batch_size=2, collate_fn=collate))
+        if cls is not DeviceDict
+        else ()
+    )
+    for batch in dispatched:
+        assert type(batch) is cls and type(batch["n"]) is Kept
+        batch._check()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("cls", [DeviceDict, Kept, Typed])
+def test_on_two_ranks(cls: type[Any]) -> None:
+    on_ranks(train, cls)
+
+
+def test_alone() -> None:
+    PartialState._reset_state()
+    try:
+        train(0, DeviceDict)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

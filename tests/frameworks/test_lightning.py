@@ -1,0 +1,79 @@
+"""Lightning: a Trainer that fits, validates and predicts with DeviceDict batches, and the functions that move them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tensordict_lite import DeviceDict, TypedDeviceDict, collate
+
+pytest.importorskip("lightning")
+import lightning
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
+
+
+class Typed(TypedDeviceDict):
+    x: Tensor
+    y: Tensor
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, cls: type[Any]) -> None:
+        super().__init__()
+        self.layer, self.cls = nn.Linear(2, 1), cls
+        self.seen = 0
+
+    def training_step(self, batch: Any, index: int) -> DeviceDict:
+        assert type(batch) is self.cls
+        batch._check()
+        self.seen += len(batch.rows)
+        loss = (self.layer(batch["x"]).squeeze(1) - batch["y"]).square().mean()
+        self.log("loss", loss, batch_size=len(batch.rows))
+        return DeviceDict({"loss": loss, "out": {"y": batch["y"]}})
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        assert type(batch) is self.cls
+
+    def predict_step(self, batch: Any, index: int) -> DeviceDict:
+        return DeviceDict({"y": self.layer(batch["x"])})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("cls", [DeviceDict, Typed])
+def test_a_trainer(cls: type[Any], tmp_path: Path) -> None:
+    samples: Any = [cls({"x": torch.rand(2), "y": torch.rand(())}) for _ in range(8)]
+    loader: Any = DataLoader(samples, batch_size=2, num_workers=1)
+    module = Module(cls)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, loader, DataLoader(samples, batch_size=4, collate_fn=collate))
+    assert module.seen == 16
+    ((first, *_),) = (trainer.predict(module, loader),)
+    assert type(first) is DeviceDict and first["y"].shape == (2, 1)
+
+
+def test_moving() -> None:
+    d = DeviceDict({"x": torch.ones(2), "n": {"y": 1}})
+    moved = move_data_to_device(d, torch.device("meta"))
+    assert type(moved) is DeviceDict and moved.device == torch.device("meta")
+    assert move_data_to_device([d], torch.device("cpu"))[0] is d
+    applied: Any = apply_to_collection(d, Tensor, lambda t: t + 1)
+    applied._check()
+    assert type(applied) is DeviceDict and applied["n", "y"] == 2
+    floats: Any = apply_to_collection(d, Tensor, lambda t: float(t.sum()))
+    assert type(floats) is DeviceDict and floats["x"] == 2

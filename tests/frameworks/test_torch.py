@@ -1,0 +1,198 @@
+"""What torch itself does to a batch: parallel modules on real ranks, scatter and gather, functional transforms, export."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from torch.func import functional_call, grad, vmap
+from torch.nn.parallel import DistributedDataParallel, scatter_gather
+from torch.nn.parallel.scatter_gather import gather, scatter
+from torch.utils.checkpoint import checkpoint
+
+from tensordict_lite import DeviceDict, TypedDeviceDict
+
+
+class Obs(TypedDeviceDict):
+    x: Tensor
+
+
+class Net(nn.Module):
+    """Takes and gives a DeviceDict; one layer is only used on some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.seen: Any = None
+
+    def forward(self, batch: DeviceDict, both: bool = True) -> DeviceDict:
+        self.seen = batch
+        out = (
+            type(batch)({"x": self.used(batch["x"])})
+            if isinstance(batch, Obs)
+            else DeviceDict({"x": self.used(batch["x"])})
+        )
+        if not isinstance(batch, Obs):
+            out["n"] = {"z": batch["n"]["y"].sum()}
+            if both:
+                out["w"] = self.sometimes(batch["x"])
+        return out
+
+
+def sample(rank: int, step: int = 0) -> DeviceDict:
+    x = torch.tensor([[float(rank + 1), float(step)]])
+    return DeviceDict({"x": x, "n": {"y": torch.ones(1)}}, encoders={"s": len}, objects="keep")
+
+
+def loss(out: DeviceDict) -> Tensor:
+    return out["x"].sum() + (out["w"].sum() if "w" in out else 0)
+
+
+def ddp(rank: int, mode: str, typed: bool) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), **({} if mode == "plain" else {mode: True}))
+    for step in range(2):
+        batch: Any = Obs(x=sample(rank, step)["x"]) if typed else sample(rank, step)
+        out = model(batch, mode != "find_unused_parameters")
+        out._check()
+        assert type(out) is type(batch) and type(model.module.seen) is type(batch)
+        model.zero_grad()
+        loss(out).backward()
+        # The gradient of a linear layer's weight is its input: the mean over both ranks, if they were synchronised.
+        assert model.module.used.weight.grad.tolist() == [[1.5, float(step)]], (mode, rank)
+
+
+@pytest.mark.parametrize(("mode", "typed"), [("plain", False), ("find_unused_parameters", False), ("find_unused_parameters", True), ("static_graph", False)])  # fmt: skip
+def test_ddp_with_a_device_dict_in_and_out(mode: str, typed: bool) -> None:
+    on_ranks(ddp, mode, typed)
+
+
+def fsdp2(rank: int, reshard: bool) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.used, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    for step in range(2):
+        model.zero_grad()
+        out = model(sample(rank, step))
+        out._check()
+        assert type(out) is DeviceDict and type(model.seen) is DeviceDict and model.seen["n", "y"] == 1
+        loss(out).backward()
+        got: Any = model.used.weight.grad
+        assert got.full_tensor().tolist() == [[1.5, float(step)]], rank
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2_with_a_device_dict_in_and_out(reshard: bool) -> None:
+    on_ranks(fsdp2, reshard)
+
+
+def fsdp1(rank: int) -> None:
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    out = model(sample(rank))
+    # It rebuilds the dicts of an output as plain ones, and with mixed precision those of the input too, as documented.
+    assert type(model.module.seen) is DeviceDict and type(out) is dict and type(out["n"]) is dict
+    loss(out).backward()
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    half = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), mixed_precision=precision)
+    DeviceDict(half(sample(rank)))._check()
+    assert type(half.module.seen) is dict and half.module.seen["x"].dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_and_what_it_takes_away() -> None:
+    on_ranks(fsdp1)
+
+
+def test_data_parallel_scatters_and_gathers() -> None:
+    """Its own functions; they hand tensors to GPUs, so that without one the tensors are kept where they are."""
+    d = DeviceDict({"x": torch.arange(4.0), "n": {"y": torch.arange(8.0).reshape(4, 2)}})
+    if torch.cuda.is_available():
+        on_gpu = d.to("cuda")
+        parts = scatter(on_gpu, [0])
+        assert type(parts[0]) is DeviceDict and gather(parts, 0) == on_gpu
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scatter_gather.Scatter, "apply", lambda targets, sizes, dim, t: t.chunk(len(targets), dim))
+        patch.setattr(scatter_gather.Gather, "apply", lambda target, dim, *ts: torch.cat(ts, dim))
+        parts = scatter(d, [0, 1])
+        for part in parts:
+            part._check()
+            assert type(part) is DeviceDict and type(part["n"]) is DeviceDict and len(part.rows) == 2
+        joined = gather(parts, 0)
+        joined._check()
+        assert type(joined) is DeviceDict and joined == d
+
+
+def test_custom_fwd_gives_a_plain_dict() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+        def forward(ctx: Any, d: Any) -> Any:
+            assert type(d) is dict and d["x"].dtype == torch.float16
+            return d["x"] * 2
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Double.apply(DeviceDict({"x": torch.ones(2)})).tolist() == [2, 2]
+
+
+class TestFunctional:
+    def test_vmap(self) -> None:
+        d = DeviceDict({"x": torch.arange(6.0).reshape(3, 2), "n": {"y": torch.arange(3.0)}})
+        out: Any = vmap(lambda d: DeviceDict({"s": d["x"].sum() + d["n", "y"], "x": d["x"]}))(d)
+        assert type(out) is DeviceDict and out["s"].tolist() == [1, 6, 11] and out["x"].shape == (3, 2)
+        typed: Any = vmap(lambda o: Obs(x=o.x * 2))(Obs(x=d["x"]))
+        assert type(typed) is Obs and torch.equal(typed.x, d["x"] * 2)
+
+    def test_grad_and_functional_call(self) -> None:
+        net = nn.Linear(2, 1)
+        weights = DeviceDict(dict(net.named_parameters()))
+        x = torch.ones(1, 2)
+        out: Any = grad(lambda w: functional_call(net, w, (x,)).sum())(weights.detach())
+        assert type(out) is DeviceDict and out["weight"].tolist() == [[1, 1]] and out["bias"].tolist() == [1]
+
+    def test_load_state_dict(self) -> None:
+        net, other = Net(), Net()
+        state = DeviceDict(net.state_dict())
+        assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+        torch.testing.assert_close(other.state_dict(), net.state_dict())
+        torch.testing.assert_close(state, DeviceDict(other.state_dict()))
+        with pytest.raises(AssertionError, match="x"):
+            torch.testing.assert_close(DeviceDict({"x": torch.ones(1)}), DeviceDict({"x": torch.zeros(1)}))
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_checkpoint(self, reentrant: bool) -> None:
+        x = torch.ones(2, requires_grad=True)
+
+        def block(d: DeviceDict, scale: Tensor) -> Any:
+            return d["x"].exp().sum() * scale
+
+        # The reentrant kind looks for gradients among the arguments themselves, not inside of dicts.
+        checkpoint(block, DeviceDict({"x": x}), torch.ones((), requires_grad=True), use_reentrant=reentrant).backward()
+        assert reentrant or torch.allclose(x.grad, x.exp())
+
+    def test_export(self) -> None:
+        class Module(nn.Module):
+            def forward(self, d: DeviceDict) -> DeviceDict:
+                return DeviceDict({"y": d["x"] * 2, "n": {"z": d["n", "y"] + d["x"].sum()}})
+
+        d = DeviceDict({"x": torch.ones(2), "n": {"y": torch.zeros(1)}})
+        program = torch.export.export(Module(), (d,))
+        out = program.module()(d.clone())
+        assert type(out) is DeviceDict and out["n", "z"].tolist() == [2]
+
+    def test_export_is_saved_and_loaded(self, tmp_path: Any) -> None:
+        class Module(nn.Module):
+            def forward(self, d: DeviceDict) -> Tensor:
+                return d["x"] * 2
+
+        d = DeviceDict({"x": torch.ones(2)})
+        torch.export.save(torch.export.export(Module(), (d,)), tmp_path / "p.pt2")
+        assert torch.export.load(tmp_path / "p.pt2").module()(d).tolist() == [2, 2]
