@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -292,7 +293,10 @@ class DeviceDict(ShapedDict[V]):
         return out
 
     def __reduce_ex__(self, protocol: Any, /) -> Any:
-        return _saved.taken_apart(self) if protocol == _saved.PROTOCOL else self.__reduce__()
+        if protocol == _saved.PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
+            with suppress(_saved.TooDeep):
+                return _saved.taken_apart(self)
+        return self.__reduce__()
 
     # --- looking ---
 

@@ -135,7 +135,10 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> Sizes:
 @lru_cache(maxsize=1024)
 def row_major(shape: Sizes) -> Sizes:
     """The stride of a contiguous tensor."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides)) if shape else ()
 
 
 def _products(shape: Sequence[int], order: list[int]) -> list[int]:

@@ -32,6 +32,9 @@ from ._block import (
 )
 from ._layout import Group, Layout, dense_stride, lay_out, recast
 
+_DIMENSIONS = 64
+"""No operation of torch takes more, so no tensor that was saved has more."""
+
 
 def block_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout | None:
     """The layout of ``groups`` if the tensors lie in one storage exactly so, with nothing else in it; else None.
@@ -170,11 +173,13 @@ def _is_spec(spec: Any) -> bool:
     if type(spec) is not tuple or len(cast("tuple[Any, ...]", spec)) != 4:
         return False
     dtype, shape, stride, members = cast("tuple[Any, tuple[Any, ...], tuple[Any, ...], list[Any]]", spec)
-    if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list:
+    if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list or len(shape) > _DIMENSIONS:
         return False
     numbers = (*shape, *stride, *members)
     sound = set(map(type, numbers)) == {int} and min(numbers) >= 0 and max(numbers) < 1 << 63
-    return sound and bool(members) and dtype in PACKABLE and len(shape) == len(stride)
+    return (
+        sound and bool(members) and len(shape) == len(stride) and isinstance(dtype, torch.dtype) and dtype in PACKABLE
+    )
 
 
 def once(tensors: Sequence[Tensor], function: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:

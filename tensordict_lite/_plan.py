@@ -7,11 +7,10 @@ damaged or forged, checks every part of it before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
-import torch
-
+from ._block import PACKABLE
 from ._encoders import Utf8
 from ._errors import InvalidFileError, Path, dotted
 from ._policy import Encoders, Policy
@@ -23,8 +22,12 @@ DEPTH = 64
 """Levels of nesting in a plan. Whoever reads one recurses, and so must be able to trust that there is an end."""
 OF_ITS_CLASS = -1
 """In place of a policy's number: the policy of the class."""
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PACKABLE if dtype.is_floating_point}
+
+
+class TooDeep(ValueError):
+    """A dict nested deeper than a plan can be."""
+
 
 Plan = dict[str, Any]
 Leaves = list[tuple[Path, Any]]
@@ -38,7 +41,7 @@ def describe(d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: boo
         encoder: what the plan has for an encoder; a ``TypeError`` of it is given the path.
         own: the policy of a class is left to the class.
 
-    Raises ``ValueError`` for a dict nested too deep.
+    Raises ``TooDeep`` for a dict nested deeper than `DEPTH`.
     """
     leaves: Leaves = []
     nodes: Nodes = []
@@ -53,7 +56,7 @@ def describe(d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: boo
     def policy(one: Policy, at: Path) -> dict[str, Any]:
         default = one.default_encoder
         return {
-            "encoders": {key: number(given, (*at, key)) for key, given in one.encoders.items()},
+            "encoders": {_plain(key): number(given, (*at, key)) for key, given in one.encoders.items()},
             "default": None if default == Utf8() else number(default, (*at, "*")),
             "on_mismatch": one.on_mismatch,
             "objects": one.objects,
@@ -62,14 +65,14 @@ def describe(d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: boo
 
     def node(one: TreeDict[Any], at: Path) -> dict[str, Any]:
         if len(at) >= DEPTH:
-            raise ValueError(f"{dotted(at)} is nested {DEPTH} levels deep, and files hold fewer")
+            raise TooDeep(f"{dotted(at)} is nested {DEPTH} levels deep, and files hold fewer")
         nodes.append((at, one))
         items: list[Any] = []
         for key, value in one.items():
             if isinstance(value, TreeDict):
-                items.append([key, node(cast("TreeDict[Any]", value), (*at, key))])
+                items.append([_plain(key), node(cast("TreeDict[Any]", value), (*at, key))])
             else:
-                items.append([key, len(leaves)])
+                items.append([_plain(key), len(leaves)])
                 leaves.append(((*at, key), value))
         of_its_class = own and one._policy is one._class_policy
         given = OF_ITS_CLASS if of_its_class else policies.number(one._policy, lambda: policy(one._policy, at))
@@ -78,6 +81,11 @@ def describe(d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: boo
     root = node(d, ())
     plan = {"version": VERSION, "root": root, "policies": policies.entries, "encoders": encoders.entries}
     return plan, leaves, nodes
+
+
+def _plain(key: str) -> str:
+    """A key of a class of its own, such as an enum's or NumPy's, as the string that it is."""
+    return key if type(key) is str else str.__str__(key)
 
 
 class _Table:
@@ -124,6 +132,7 @@ class Reader:
         self._known: dict[int, Policy] = {}
         self._encoders: dict[int, StringEncoder] = {}
         self.leaves, self.nodes = [], []
+        _refuse_sharing(cast(Any, plan), set())
         self._walk(plan["root"], ())
         if sorted(number for _, number in self.leaves) != list(range(count)):
             refuse(f"its tree does not have each of the {count} tensors once")
@@ -169,22 +178,22 @@ class Reader:
                     items[key] = nested
             elif wanted(path):
                 items[key] = leaf(value)
-        return cls._new(items, None, self._policy(node["policy"], cls, own))
+        return cls._new(items, None, self._policy(node["policy"], cls, own, items))
 
-    def _policy(self, number: int, cls: Any, own: bool) -> Policy:
+    def _policy(self, number: int, cls: Any, own: bool, keys: Iterable[str]) -> Policy:
         if own and number == OF_ITS_CLASS:
             return cls._class_policy
         entry = _at(self._plan["policies"], number, "policy")
         if number not in self._known:
             self._known[number] = self._read_policy(entry)
         policy = self._known[number]
-        return policy if own or not cls._has_policy() else cls._class_policy.with_encoders(policy.encoders)
+        return policy if own or not cls._has_policy() else cls._class_policy.with_encoders(policy.carried(keys))
 
     def _read_policy(self, entry: Any) -> Policy:
         entry = _fields(entry, "a policy", encoders=dict, default=object, on_mismatch=str, objects=str, dtype=object)
         given = self._given.encoders
         if entry["dtype"] is not None and (type(entry["dtype"]) is not str or entry["dtype"] not in _DTYPES):
-            refuse(f"{entry['dtype']!r} is no dtype of host values")
+            refuse(f"{_cut(entry['dtype'])} is no dtype of host values")
         encoders = dict(given)
         if self._all_given:
             default = self._given.default_encoder
@@ -202,7 +211,9 @@ class Reader:
         entry = _at(self._plan["encoders"], number, "encoder")
         if number not in self._encoders:
             made = _made(cast("dict[str, Any]", entry), key) if isinstance(entry, dict) else entry
-            self._encoders[number] = made
+            if isinstance(made, (str, bytes, type)) or not hasattr(made, "encode"):
+                refuse(f"what it has for {key!r} is no encoder")
+            self._encoders[number] = cast(StringEncoder, made)
         return self._encoders[number]
 
 
@@ -215,7 +226,25 @@ def _made(entry: dict[Any, Any], key: str) -> StringEncoder:
     try:
         return encoder_from_json(entry)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise InvalidFileError(f"not a valid file: the encoder of {key!r}: {error}") from error
+        raise InvalidFileError(f"not a valid file: the encoder of {key!r}: {str(error)[:1000]}") from error
+
+
+def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:
+    """Refuse a list or dict that is in two places, as pickle can have it: walks would take the time of a tree's."""
+    if type(value) not in (list, dict):
+        return
+    if id(value) in seen:
+        refuse("a part of it is in two places")
+    if depth > 4 * DEPTH:  # each dict takes three levels, and policies a few
+        refuse(f"it is nested {DEPTH} levels deep or more")
+    seen.add(id(value))
+    inside = value if type(value) is list else cast("dict[Any, Any]", value).values()
+    for one in cast("Iterable[Any]", inside):
+        _refuse_sharing(one, seen, depth + 1)
+
+
+def _cut(value: object) -> str:
+    return repr(value)[:60] if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def refuse(reason: str) -> NoReturn:
@@ -224,7 +253,7 @@ def refuse(reason: str) -> NoReturn:
 
 def _at(entries: list[Any], number: Any, what: str) -> Any:
     if type(number) is not int or not 0 <= number < len(entries):
-        refuse(f"it has no {what} {number!r}")
+        refuse(f"it has no {what} {_cut(number)}")
     return entries[number]
 
 

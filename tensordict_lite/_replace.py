@@ -16,6 +16,8 @@ _BUFFER = 1 << 20
 def replaced(path: str | os.PathLike[str]) -> Generator[IO[bytes]]:
     """A file that takes the place of ``path`` when it is whole and on the disk, or leaves no trace."""
     target = os.path.realpath(path)
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise OSError(f"{os.fspath(path)!r} is there and is no regular file, so it cannot be replaced")
     folder = os.path.dirname(target)
     beside = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")
     file, named = _nameless(folder), False
@@ -35,7 +37,7 @@ def replaced(path: str | os.PathLike[str]) -> Generator[IO[bytes]]:
         if named:
             os.unlink(beside)
         raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name is on the disk too
+    with suppress(OSError):  # the new name is on the disk too, where a folder can be opened
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -57,7 +59,7 @@ def _nameless(folder: str) -> IO[bytes] | None:
 
 def _name(file: IO[bytes], path: str) -> bool:
     # With a folder's descriptor, which is not needed for the path: only then does Python ask to follow the link.
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
+    folder = os.open(os.path.dirname(path), getattr(os, "O_PATH", os.O_RDONLY))
     try:
         os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=folder, follow_symlinks=True)
     finally:

@@ -7,18 +7,20 @@ and is found among those that are defined: nothing is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ._devices import canonical
+from ._devices import resolve
 from ._errors import InvalidFileError, Path
 from ._packing import from_block
-from ._plan import Reader, describe, refuse
+from ._plan import Reader, TooDeep, describe, refuse
 from ._strings import StringEncoder, encoder_to_json, runs_code
 from ._tree import TreeDict, class_named, name_of, packed_apart
+
+__all__ = ["PROTOCOL", "TooDeep", "rebuild", "taken_apart"]
 
 PROTOCOL = 2
 """The pickle protocol of `torch.save`, by which it is told from others. They get the class itself, so that whoever
@@ -64,7 +66,8 @@ def rebuild(plan: Any, classes: Any, leaves: Any, device: Any, block: Any, specs
             return value
         if type(value) is int and value in fields:
             return fields[value]
-        if type(value) is tuple and len(kept := cast("tuple[Any, ...]", value)) == 1:
+        kept = cast("tuple[Any, ...]", value if type(value) is tuple else ())
+        if len(kept) == 1 and not isinstance(kept[0], (Tensor, Mapping)):
             return kept[0]
         refuse("it lacks a tensor")
 
@@ -72,9 +75,19 @@ def rebuild(plan: Any, classes: Any, leaves: Any, device: Any, block: Any, specs
         return True
 
     out: Any = reader.build(iter(known), leaf, everything, own=True)
-    try:
-        out._settle(None if device is None else canonical(torch.device(device)))
-    except RuntimeError as error:
-        raise InvalidFileError(f"not a valid file: {error}") from error
+    out._settle(None if device is None else _device(device))
     out._conform(out, None, deep=True, shapes=False)
     return out
+
+
+def _device(name: str) -> torch.device:
+    """The device of a dict without tensors; for others it is that of the tensors. Asks no driver."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidFileError(f"not a valid file: {str(error)[:200]}") from error
+    if device.type in ("cpu", "meta"):
+        return resolve(device.type)
+    if not 0 <= (-1 if device.index is None else device.index) < 128:  # pyright: ignore[reportUnnecessaryComparison]
+        refuse(f"there is no device {name!r}")
+    return device

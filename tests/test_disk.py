@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import json
 import os
@@ -13,14 +14,17 @@ import stat
 import subprocess
 import sys
 import time
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from tensordict_lite import (
     DeviceDict,
@@ -41,6 +45,28 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 GOLDEN = Path(__file__).parent / "golden"
 sys.path.insert(0, str(GOLDEN))
 import make  # noqa: E402
+
+
+class Key(str, enum.Enum):
+    b = "b"
+
+
+class Own(DeviceDict):
+    """One that has a way of its own."""
+
+    def __reduce__(self) -> Any:
+        return own, (dict(self),)
+
+
+def own(items: Any) -> Any:
+    return Own({**items, "mark": 1})
+
+
+class Moved(DeviceDict):
+    pass
+
+
+Moved.__module__ = "shown_elsewhere"
 
 
 class Batch(DeviceDict, on_mismatch="move", encoders={"s": Vocabulary(["a", "b"])}):
@@ -162,10 +188,13 @@ class TestRoundTrip:
         part._check()
         assert list(part) == ["name", "n"] and list(part["n"]) == ["m"] and part.decode("name") == ["Ada", "Bo"]
         assert load(path, keys=[("n", "e")]).to_dict() == {"n": {"e": {}}} and load(path, keys=[]) == {}
-        for keys in (["nope"], [("n", "nope")], [("x", "y")], [()]):
+        for keys in (["nope"], [("n", "nope")], [("x", "y")]):
             with pytest.raises(KeyError):
                 load(path, keys=keys)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"^keys= is a list of keys and paths, got one: \['x'\]$"):
+        for keys in ([()], [["x"]], 5, [5]):
+            with pytest.raises(TypeError, match=r"^keys= is a list of keys and paths"):
+                load(path, keys=keys)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^keys= is a list of keys and paths, got 'x'; write \['x'\]$"):
             load(path, keys="x")
         with pytest.raises(TypeError, match=r"^an encoder is "):
             load(path, encoders={"x": Utf8})
@@ -208,6 +237,32 @@ class TestRoundTrip:
         assert load(path)._policy.default_encoder == Hashing(8)
         assert load(path, encoders={"a": Hashing(9)}).encoders["a"] == Hashing(9)
         assert load(path, encoders=Utf8(9))._policy.default_encoder == Utf8(9)
+        save_file({"s": torch.tensor([1, 0])}, tmp_path / "foreign")
+        assert Batch.load(tmp_path / "foreign", encoders=Vocabulary(["b", "a"])).decode("s") == ["a", "b"]
+        d = Batch({"q": "x"}, encoders=Hashing(8))
+        assert Batch.load(saved(d, tmp_path / "own")).encoders["q"] == Hashing(8)
+        for dtype in (torch.float8_e5m2, torch.bfloat16):
+            d = DeviceDict({"x": torch.ones(1)}, dtype=dtype)
+            assert load(saved(d, tmp_path / "own"))._policy == d._policy
+
+    def test_keys_of_a_class_of_their_own(self, tmp_path: Path) -> None:
+        d = DeviceDict({np.str_("a"): 1, Key.b: 2})
+        for again in (load(saved(d, tmp_path / "d")), TestTorchSave().again(d)):
+            assert again == {"a": torch.tensor(1), "b": torch.tensor(2)} and set(map(type, again)) == {str}
+
+    def test_foreign_dtypes_and_many_dimensions(self, tmp_path: Path) -> None:
+        four = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        save_file({"x": four, "y": torch.ones(2)}, tmp_path / "four")
+        assert (
+            load(tmp_path / "four")["x"].dtype == torch.float4_e2m1fn_x2
+            and load(tmp_path / "four", keys=["y"])["y"].sum() == 2
+        )
+        header = json.dumps({"x": {"dtype": "F32", "shape": [1] * 40_000, "data_offsets": [0, 4]}}).encode()
+        (tmp_path / "dims").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+        start = time.monotonic()
+        with contextlib.suppress(InvalidFileError):
+            load(tmp_path / "dims")
+        assert time.monotonic() - start < 2
 
 
 class TestMemory:
@@ -227,6 +282,37 @@ class TestMemory:
         assert again["x"] == 1 and again["big"].all()
         save(again, path)  # over the file that it is mapped from
         assert again["big"].all() and load(path)["big"].all()
+
+    def test_a_field_is_no_more_than_itself(self, tmp_path: Path) -> None:
+        path = saved({"big": torch.zeros(8 << 20, dtype=torch.uint8), "x": torch.ones(2), "y": 1}, tmp_path / "d")
+        d = load(path)
+        assert (
+            d["x"].untyped_storage().nbytes() == 8 and len(pickle.dumps(load(path, keys=["x"]).requires_grad_())) < 3000
+        )
+        part = load(path, keys=["x", "y"])
+        for copied in (part.pack(), part.share_memory_(), pickle.loads(ForkingPickler.dumps(part))):
+            assert copied == {"x": torch.ones(2), "y": torch.tensor(1)}
+        received = list(DataLoader(Loading(path), batch_size=None, num_workers=1))
+        assert [one["x"].tolist() for one in received] == [[1, 1]] * 3
+
+    def test_the_mapping_outlives_the_file(self, tmp_path: Path) -> None:
+        path = saved({"x": torch.arange(1000)}, tmp_path / "d")
+        d = load(path)
+        path.unlink()
+        assert d["x"].sum() == 499500
+
+
+class Loading(Dataset[DeviceDict]):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> DeviceDict:
+        if index >= 3:
+            raise IndexError
+        return load(self.path)
 
 
 class TestWriting:
@@ -264,8 +350,12 @@ class TestWriting:
             assert os.listdir(tmp_path) == ["d"] and load(path)["x"] == 2
         with pytest.raises(FileNotFoundError):
             save({"x": 1}, tmp_path / "nowhere" / "d")
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(OSError, match="is there and is no regular file, so it cannot be replaced"):
             save({"x": 1}, tmp_path)
+        os.mkfifo(tmp_path / "fifo")
+        with pytest.raises(OSError, match="is no regular file"):
+            save({"x": 1}, tmp_path / "fifo")
+        assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
     @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="killed elsewhere, a process leaves a temporary file")
     def test_a_full_disk_and_a_kill(self, tmp_path: Path) -> None:
@@ -294,6 +384,8 @@ class TestWriting:
         ({"o": object, "n": {"p": {1}}, "x": 1}, TypeError, "'o', 'n.p': kept objects cannot be saved, only tensors; d.drop('o', ('n', 'p')).save(path)"),
         ({"n": {"m": torch.ones(1, device="meta")}}, TypeError, "'n.m' is on meta, without values, and files hold dense tensors; convert it first, or drop it"),
         ({"m": torch.eye(2).to_sparse()}, TypeError, "'m' is sparse, nested or quantized, and files hold dense tensors"),
+        ({"n": {"f": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}}, TypeError, "'n.f' is torch.float4_e2m1fn_x2, which files do not hold; save .view(torch.uint8) of it"),
+        ({"f": torch.zeros(4, dtype=torch.uint8).view(torch.uint7)}, TypeError, "'f' is torch.uint7, which files do not hold"),
     ])  # fmt: skip
     def test_what_cannot_be_saved(self, tmp_path: Path, data: Any, error: type[Exception], message: str) -> None:
         d = DeviceDict(data, objects="keep")
@@ -379,7 +471,7 @@ class TestForgery:
         (plan(tensors=[["x", "float32"]]), "its list of tensors is damaged"), (plan(tensors=[["x"]]), "its list of tensors is damaged"), (plan(tensors=[["x", []]]), "its list of tensors is damaged"),
         (plan(tensors=[["x", "complex128"]]), "complex128 is stored as pairs of torch.float64, got torch.float32 of shape [2]"), (plan(tensors=[[{}, None]]), "its tree and its tensors have different names"),
         (with_policy(on_mismatch="explode"), "on_mismatch is 'error' or 'move', got 'explode'"), (with_policy(objects=3), "'objects' of a policy is no str"), (with_policy(dtype="int64"), "'int64' is no dtype of host values"),
-        (with_policy(dtype=[]), "[] is no dtype of host values"), (with_policy(encoders={"x": 0}), "it has no encoder 0"), (with_policy(default="x"), "it has no encoder 'x'"), (with_policy(encoders=[]), "'encoders' of a policy is no dict"),
+        (with_policy(dtype=[]), "a list is no dtype of host values"), (with_policy(encoders={"x": 0}), "it has no encoder 0"), (with_policy(default="x"), "it has no encoder 'x'"), (with_policy(encoders=[]), "'encoders' of a policy is no dict"),
         ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "os.system"}]}, "the encoder of 'x': no encoder is registered as 'os.system'; known are"),
         ({**with_policy(encoders={"x": 0}), "encoders": [{"name": ["utf8"]}]}, "the encoder of 'x': no encoder is registered as ['utf8']"), ({**with_policy(encoders={"x": 0}), "encoders": ["utf8"]}, "encoder"),
         ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "utf8", "max_length": "x"}]}, "the encoder of 'x':"), ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "vocabulary", "tokens": 3, "unknown": None}]}, "the encoder of 'x':"),
@@ -518,6 +610,37 @@ class TestTorchSave:
         again = self.again(tied)
         assert again["a"] is again["b"]
 
+    def test_classes_with_ways_of_their_own(self) -> None:
+        assert "mark" in self.again(Own({"x": 1}), weights_only=False)
+        assert type(self.again(Moved({"x": 1}))) is Moved
+        deep = DeviceDict({"x": 1})
+        for _ in range(DEPTH + 5):
+            deep = DeviceDict({"n": deep})
+        assert self.again(deep, weights_only=False) == deep
+
+    def test_what_is_shared_in_a_plan_is_no_bomb(self) -> None:
+        start = time.monotonic()
+        node: Any = {"policy": 0, "items": []}
+        value: Any = []
+        for _ in range(60):
+            node, value = {"policy": 0, "items": [["a", node], ["b", node]]}, [value, value]
+        _, (made, classes, leaves, device, block, specs) = (
+            DeviceDict({"x": torch.ones(2), "y": torch.ones(2)}).pack().__reduce_ex__(2)
+        )
+        policy = {**made["policies"][0], "default": 0} if made["policies"] else None
+        for bomb in (
+            {**made, "root": node},
+            {**made, "encoders": [{"name": "vocabulary", "tokens": [value], "unknown": None}]},
+            {**made, "policies": [{"encoders": {}, "default": value}]},
+            {**made, "encoders": value, "policies": [policy]},
+        ):
+            with pytest.raises(InvalidFileError, match="a part of it is in two places"):
+                rebuild_of(bomb, classes, leaves, device, block, specs)
+        for spec in ((torch.float32, (2**62,) * 60_000, (1,) * 60_000, [0]), ([], (1,), (1,), [0])):
+            with pytest.raises(ValueError, match="a packed dict whose layout is damaged"):
+                rebuild_of(made, classes, leaves, device, block, [spec])
+        assert time.monotonic() - start < 5
+
     def test_what_is_not_data_takes_trust(self) -> None:
         kept = DeviceDict({"o": {1, 2}, "p": Path("x"), "x": 1}, objects="keep")
         again = self.again(kept, weights_only=False)
@@ -549,7 +672,8 @@ class TestTorchSave:
             (made, classes, leaves[1:], device, block, specs), (made, classes, tuple(leaves), device, block, specs), (made, classes, leaves, 3, block, specs),
             (made, classes, leaves, "nowhere", block, specs), (made, classes, leaves, device, None, specs), (made, classes, leaves, device, block[1:].clone(), specs),
             (made, classes, leaves, device, block, specs[1:]), (made, classes, leaves, device, block, None), (made, classes, [*leaves[:-1], "x"], device, block, specs),
-            (made, classes, [*leaves[:-1], 99], device, block, specs), ({**made, "version": 9}, classes, leaves, device, block, specs), (made, None, leaves, device, block, specs),
+            (made, classes, [*leaves[:-1], 99], device, block, specs), (made, classes, [*leaves[:-1], ({"q": 1},)], device, block, specs), (made, classes, leaves, "cuda:999", block, specs),
+            (made, ["tensordict_lite._checked.CheckedDict", *classes[1:]], leaves, device, block, specs), ({**made, "policies": [{"encoders": {"x": 0}, "default": None, "on_mismatch": "error", "objects": "error", "dtype": None}], "encoders": [torch.ones], "root": {**made["root"], "policy": 0}}, classes, leaves, device, block, specs), ({**made, "version": 9}, classes, leaves, device, block, specs), (made, None, leaves, device, block, specs),
         ]  # fmt: skip
         for arguments in wrong:
             with pytest.raises(ValueError):  # noqa: PT011
@@ -566,6 +690,10 @@ class TestTorchSave:
             if getattr(one, "__module__", "").startswith("tensordict_lite")
         ]
         assert ours == [DeviceDict.__reduce_ex__(DeviceDict(), 2)[0]]
+
+
+def rebuild_of(*arguments: Any) -> Any:
+    return DeviceDict().__reduce_ex__(2)[0](*arguments)
 
 
 def len_of(strings: Any) -> Tensor:

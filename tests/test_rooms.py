@@ -85,4 +85,4 @@ def test_importing_brings_only_what_torch_brings_already() -> None:
 
 def test_three_dependencies_and_no_more() -> None:
     required = importlib.metadata.requires("tensordict_lite") or []
-    assert sorted(r for r in required if "extra" not in r) == ["numpy", "torch>=2.7", "typing-extensions"]
+    assert sorted(r for r in required if "extra" not in r) == ["numpy", "torch>=2.7", "typing-extensions>=4.13"]
