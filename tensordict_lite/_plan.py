@@ -238,8 +238,8 @@ def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:
     if depth > 4 * DEPTH:  # each dict takes three levels, and policies a few
         refuse(f"it is nested {DEPTH} levels deep or more")
     seen.add(id(value))
-    inside = value if type(value) is list else cast("dict[Any, Any]", value).values()
-    for one in cast("Iterable[Any]", inside):
+    inside = cast("list[Any]", value) if type(value) is list else list(cast("dict[Any, Any]", value).values())
+    for one in inside:
         _refuse_sharing(one, seen, depth + 1)
 
 
