@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-frameworks check bench bench-gpu clean
+.PHONY: demo demo-ddp test test-frameworks check bench bench-gpu clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
+
+demo-ddp: .venv/examples
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ddp_penguins.py
 
 test: check
 	$(BIN)/python -m pytest
@@ -27,6 +30,7 @@ bench: .venv/benchmarks
 	$(BIN)/python benchmarks/bench_loader.py --json benchmarks/results/loader-cpu.json
 	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json benchmarks/results/loader-cpu.svg
 	$(BIN)/python benchmarks/bench_disk.py --json benchmarks/results/disk-cpu.json
+	$(BIN)/python benchmarks/bench_distributed.py --json benchmarks/results/distributed-cpu.json
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
 bench-gpu:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tensordict_lite
-from tensordict_lite import DeviceDict
+from tensordict_lite import DeviceDict, distributed
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -40,9 +40,18 @@ def test_every_public_name_has_an_example_that_runs(name: str, member: Any) -> N
         assert f"{name}" in text, "the example of a top-level name uses it"
 
 
+def test_the_example_of_distributed_runs() -> None:
+    output: list[str] = []
+    example = doctest.DocTestParser().get_doctest(distributed.__doc__ or "", {}, "distributed", None, 0)
+    assert len(example.examples) > 5
+    doctest.DocTestRunner(optionflags=FLAGS).run(example, out=output.append)
+    assert not output, "".join(output)
+
+
 def test_all_is_exactly_what_is_public() -> None:
     assert len(set(tensordict_lite.__all__)) == len(tensordict_lite.__all__)
-    public = {name for name in vars(tensordict_lite) if not name.startswith("_")}
+    found = vars(tensordict_lite).items()
+    public = {name for name, value in found if not name.startswith("_") and not inspect.ismodule(value)}
     assert public == set(tensordict_lite.__all__)
 
 

@@ -63,3 +63,23 @@ def test_it_fails_where_the_network_has_not_learnt(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert held_out_accuracy(done.stdout) < 0.95
     assert re.search(r"^held-out accuracy 0\.\d+ is under the required 0\.95$", done.stderr, flags=re.MULTILINE)
+
+
+def test_on_two_processes() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLES / "ddp_penguins.py"),
+        "--epochs",
+        "20",
+    ]
+    environment = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 20: 276 rows on all ranks" in done.stdout
+    found = re.search(r"^held-out accuracy ([\d.]+), (\d+) of 69 penguins on 2 ranks$", done.stdout, flags=re.MULTILINE)
+    assert found and float(found[1]) >= 0.95 and "rank 1: 34 penguins, the first a" in done.stdout

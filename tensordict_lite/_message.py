@@ -1,0 +1,209 @@
+"""A dict as a message: its schema as a header, and its tensors as one block of bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ._block import PACKABLE, arrange, block_of, clear_gaps, gather, new_block, regions
+from ._devices import canonical
+from ._errors import InvalidFileError, dotted
+from ._items import only_tensors
+from ._layout import Group, Layout, lay_out
+from ._packing import block_layout, from_block
+from ._plan import Plan, Reader, describe, refuse
+from ._strings import StringEncoder, encoder_to_json, runs_code
+from ._tree import TreeDict
+
+PREFIX = 4
+"""int64 numbers that go ahead of every message: whether it is a failure, the digest of the schema, the size of the text
+that follows, and a number that tells this protocol from others."""
+_MAGIC = 0x7464_6C31
+_LARGEST = 16 << 20
+"""Bytes of a header; as for the plan of a file."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PACKABLE}
+
+
+@dataclass
+class Schema:
+    """What a dict is without its values: its tree and encoders, and the dtype, shape and place of each tensor."""
+
+    text: bytes
+    digest: int
+    plan: Plan
+    groups: list[Group]
+    layout: Layout
+    names: list[str]
+    """Of each tensor, its path as it stands in messages."""
+    _built: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def build(self, cls: Any, block: Tensor) -> Any:
+        """The dict of class ``cls`` whose tensors are ``block``. Cost: the tensors; the tree is read once a class."""
+        fields = from_block(block, [(*spec, members) for spec, members in self.groups]) if self.layout.runs else {}
+        tensors = [fields[i] for i in range(len(self.names))]
+        if cls not in self._built:
+            reader = Reader(self.plan, len(self.names))
+            made = reader.build(_classes(cls, reader.nodes), tensors.__getitem__, lambda _: True, own=False)
+            self._built[cls] = made._with([tensor.to("meta") for tensor in tensors], torch.device("meta"))
+        out = self._built[cls]._with(tensors, canonical(block.device))
+        out._conform(out, None, deep=True)
+        return out
+
+    def difference(self, other: Schema) -> str:
+        """The first field in which this one differs from another; empty if there is none."""
+        mine, theirs = self._fields(), other._fields()
+        for name in [*theirs, *mine]:
+            if mine.get(name) != theirs.get(name):
+                return f"{name} is {mine.get(name, 'not there')}, expected {theirs.get(name, 'nothing there')}"
+        return ""
+
+    def _fields(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for (dtype, shape, _), members in self.groups:
+            for i in members:
+                found[self.names[i]] = f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+        return {name: found[name] for name in self.names}
+
+
+@dataclass(frozen=True)
+class Message:
+    """A dict, ready to be sent."""
+
+    d: Any
+    schema: Schema
+    block: Tensor
+
+
+_known: dict[Any, tuple[Any, Schema]] = {}
+
+
+def message_of(d: TreeDict[Any]) -> Message:
+    """The message of a dict. Raises ``TypeError`` or ``ValueError`` that name what cannot be sent.
+
+    Cost: one copy of the tensors, none if they are packed; a schema is described once.
+    """
+    tensors = [tensor.detach() for tensor in d._tensors()]
+    groups, beside = arrange(tensors)
+    key = (_shape_of(d), tuple((spec, tuple(members)) for spec, members in groups))
+    known = None if beside else _known.get(key)
+    if known is None:
+        schema = _described(d, tensors, groups, beside)
+        if len(_known) > 256:
+            _known.clear()
+        _known[key] = (
+            d.copy()._with([tensor.to("meta") for tensor in tensors], None),
+            schema,
+        )  # keeps ids in key alive
+    else:
+        schema = known[1]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if not schema.nbytes:
+        return Message(d, schema, torch.empty(0, dtype=torch.uint8, device=device))
+    if block_layout(tensors, groups) is not None:
+        return Message(d, schema, block_of(tensors, schema.layout))
+    block = clear_gaps(new_block(schema.nbytes, device), schema.layout)
+    gather(tensors, schema.layout, regions(block, schema.layout))
+    return Message(d, schema, block)
+
+
+def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
+    """The keys and policies of a tree, to tell it from others."""
+    if only_tensors(d.values()):
+        return (*d, id(d._policy))
+    nested = ((key, _shape_of(cast("TreeDict[Any]", v)) if isinstance(v, TreeDict) else None) for key, v in d.items())
+    return (*nested, id(d._policy))
+
+
+def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], beside: list[int]) -> Schema:
+    plan, leaves, _ = describe(d, _encoder_entry, own=False)
+    kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
+    if kept:
+        raise TypeError(f"{', '.join(kept)}: kept objects cannot be sent, only tensors; drop them first")
+    if beside:
+        path, tensor = leaves[beside[0]]
+        raise TypeError(
+            f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} is more than "
+            "its bytes; convert it first"
+        )
+    if any(tensor.is_meta for tensor in tensors):
+        raise TypeError("a dict on meta has no values to send")
+    layout = lay_out(groups)
+    specs = [[str(spec[0]).removeprefix("torch."), *map(list, spec[1:]), members] for spec, members in layout.groups]
+    text = json.dumps({"plan": plan, "specs": specs}, separators=(",", ":")).encode()
+    if len(text) > _LARGEST:
+        raise ValueError(f"the structure and encoders of this dict take {len(text)} bytes, a message holds {_LARGEST}")
+    return Schema(text, _digest(text), plan, layout.groups, layout, [dotted(path) for path, _ in leaves])
+
+
+def _encoder_entry(encoder: StringEncoder) -> dict[str, Any]:
+    if runs_code(encoder):
+        raise TypeError(f"{encoder!r} is not sent, as it would run code where it arrives; encode with it there")
+    return encoder_to_json(encoder)
+
+
+def _digest(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def schema_of(text: bytes, digest: int) -> Schema:
+    """The schema of a header. Raises ``InvalidFileError``, a ``ValueError``, for what is none."""
+    if _digest(text) != digest:
+        refuse("a header that is not the one announced")
+    try:
+        header: Any = json.loads(text)
+        plan, listed = header["plan"], header["specs"]
+        groups: list[Group] = []
+        for dtype, shape, stride, members in listed:
+            groups.append(((_DTYPES[dtype], tuple(shape), tuple(stride)), list(members)))
+            if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *stride, *members)) or len(shape) > 64:
+                refuse("a header whose layout is damaged")
+        layout = lay_out(groups)
+        count = len(layout.members)
+        if sorted(layout.members) != list(range(count)) or layout.nbytes > 1 << 46:
+            refuse("a header whose layout is damaged")
+        reader = Reader(plan, count)
+    except (KeyError, TypeError, IndexError, RecursionError, OverflowError, ValueError) as error:
+        if isinstance(error, InvalidFileError):
+            raise
+        raise InvalidFileError(f"not a valid file: a damaged header: {error}") from error
+    names = [dotted(path) for path, _ in sorted(reader.leaves, key=lambda pair: pair[1])]
+    return Schema(text, digest, plan, layout.groups, layout, names)
+
+
+def _classes(cls: Any, nodes: list[Any]) -> Iterator[Any]:
+    known: dict[Any, Any] = {}
+    for path in nodes:
+        parent = known.get(path[:-1]) if path else None
+        known[path] = cls if parent is None else parent._declared(path[-1]) or parent
+        yield known[path]
+
+
+def prefix_of(schema: Schema | None, text: bytes, where: torch.device) -> Tensor:
+    """The numbers ahead of a message; without a schema, of a failure, whose text follows."""
+    return torch.tensor([schema is None, 0 if schema is None else schema.digest, len(text), _MAGIC], device=where)
+
+
+def read_prefix(prefix: Tensor) -> tuple[bool, int, int]:
+    """Whether it is a failure, the digest, and the size of the text."""
+    failed, digest, size, magic = cast("list[int]", cast(Any, prefix).tolist())
+    if magic != _MAGIC or failed not in (0, 1) or not 0 <= size <= _LARGEST:
+        raise ValueError("what came is not from tensordict_lite; do all ranks make the same calls?")
+    return bool(failed), digest, size
+
+
+def failure(error: Exception) -> bytes:
+    return f"{type(error).__name__}: {error}".encode()[:4096]
+
+
+def text_of(text: Tensor) -> str:
+    return bytes(text.cpu().numpy()).decode(errors="replace")

@@ -1,0 +1,350 @@
+"""Whole dicts over `torch.distributed`: one message for the tensors of a dict, whatever the number of its fields.
+
+Gloo, NCCL and whatever else `torch.distributed` runs on do the work; this is how a dict crosses them. Its tensors are
+packed into one block of bytes. A few numbers go ahead of it and, when a schema is new on a channel, a header that says
+what lies where: JSON, bounded, and checked as a file is, never pickle. So a receiver needs to know nothing.
+
+Ranks are global ranks and ``group`` is a process group, as in `torch.distributed`: None for the default one, a
+sub-group, or ``mesh.get_group()``. What one rank has against its own dict is raised on every rank that takes part. A
+peer that is gone is torch's own error, with the rank and the call in front, and timeouts are those of the group. Kept
+objects, sparse tensors and encoders without a registered form cannot be sent; gradients do not flow.
+
+>>> import tempfile
+>>> import torch.distributed as dist
+>>> from tensordict_lite import DeviceDict
+>>> from tensordict_lite.distributed import all_gather, all_reduce, broadcast, scatter
+>>> dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)  # torchrun's part
+>>> batch = DeviceDict({"x": [1.0, 2.0], "name": ["Ada", "Bo"]})
+>>> broadcast(batch).decode("name"), scatter(batch)["x"].tolist(), len(all_gather(batch))
+(['Ada', 'Bo'], [1.0, 2.0], 1)
+>>> all_reduce(batch.select("x"), op="mean")["x"]
+tensor([1., 2.])
+>>> dist.destroy_process_group()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ._device_dict import DeviceDict
+from ._devices import DeviceLike, canonical
+from ._message import Schema, message_of, schema_of
+from ._transfer import transfer
+from ._wire import Channel, Group, agreed, at_home, dist, named, ranks_of, texts_of_all, where
+
+__all__ = ["Work", "all_gather", "all_reduce", "broadcast", "gather", "irecv", "isend", "recv", "scatter", "send"]
+
+D = TypeVar("D", bound=DeviceDict[Any])
+Op = Literal["sum", "mean", "max", "min"]
+
+
+class Work:
+    """A transfer under way, as `torch.distributed`'s: ``wait()`` returns when it is done, with what was received."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """Wait for the end: None of `isend`, the dict of `irecv`. Raises what the transfer does."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+
+# --- one to one ---
+
+
+def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> None:
+    """Send a dict to rank ``dst``, which calls `recv`: two messages, three when the schema is new to it.
+
+    Raises: ``TypeError`` that names what cannot be sent, and the receiver a ``RuntimeError`` with that text.
+    Cost: one copy of the tensors, none if they are packed.
+    """
+    isend(d, dst, tag, group).wait()
+
+
+def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> Work:
+    """`send`, returning at once; the dict must not change before ``wait()``."""
+    channel = Channel(group, "to", dst, tag)
+    refused: Exception | None = None
+    try:
+        parts = channel.parts(message_of(_checked(d, "isend")))
+    except (TypeError, ValueError) as error:
+        parts, refused = channel.failed(error), error
+    with named(f"send to rank {dst}"):
+        works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
+
+    def finish() -> None:
+        with named(f"send to rank {dst}"):
+            for work in works:
+                work.wait()
+        parts.clear()  # which had to live until now
+
+    if refused is not None:
+        finish()
+        raise refused
+    return Work(finish)
+
+
+def recv(
+    src: int,
+    tag: int = 0,
+    like: DeviceDict[Any] | None = None,
+    group: Group = None,
+    *,
+    cls: type[D] = DeviceDict,
+    device: DeviceLike | None = None,
+) -> D:
+    """The dict that rank ``src`` sends.
+
+    Args:
+        like: a dict with the schema that is expected; another one is a ``ValueError`` that names the field.
+        cls: the class of the result; a typed one checks its fields.
+        device: where the result goes; None: the device that the group communicates on.
+
+    Raises: ``RuntimeError`` that names the rank, for an error of the sender and for a header that is none.
+    """
+    return cast(D, irecv(src, tag, like, group, cls=cls, device=device).wait())
+
+
+def irecv(
+    src: int,
+    tag: int = 0,
+    like: DeviceDict[Any] | None = None,
+    group: Group = None,
+    *,
+    cls: type[D] = DeviceDict,
+    device: DeviceLike | None = None,
+) -> Work:
+    """`recv`, whose first message is awaited from now on; ``wait()`` takes the rest and returns the dict."""
+    channel = Channel(group, "from", src, tag)
+    prefix = channel.empty_prefix()
+    with named(f"receive from rank {src}"):
+        first = dist.irecv(prefix, src, group=group, tag=tag)
+
+    def finish() -> DeviceDict[Any]:
+        with named(f"receive from rank {src}"):
+            first.wait()
+            schema, block = channel.receive(prefix, lambda part: dist.recv(part, src, group=group, tag=tag), src)
+        different = "" if like is None else schema.difference(message_of(like).schema)
+        if different:
+            raise ValueError(f"rank {dist.get_rank()}: rank {src} sent another schema than like= has: {different}")
+        return schema.build(cls, at_home(block, device))
+
+    return Work(finish)
+
+
+# --- one to all, all to one, all to all ---
+
+
+def broadcast(
+    d: DeviceDict[Any] | None,
+    src: int = 0,
+    group: Group = None,
+    *,
+    cls: type[D] = DeviceDict,
+    device: DeviceLike | None = None,
+) -> D:
+    """The dict of rank ``src`` on every rank; what others give is not looked at, None will do.
+
+    On ``src`` the dict itself is returned. ``cls`` and ``device`` are as for `recv`.
+
+    Raises: ``TypeError`` for what cannot be sent, on ``src``, and ``RuntimeError`` that names ``src`` on the others.
+    Cost: two collectives, three for a new schema; one copy of the tensors, none if they are packed.
+    """
+    channel = Channel(group, "broadcast", src)
+
+    def share(part: Tensor) -> None:
+        dist.broadcast(part, src, group=group)
+
+    with named(f"broadcast from rank {src}"):
+        if dist.get_rank() != src:
+            prefix = channel.empty_prefix()
+            share(prefix)
+            schema, block = channel.receive(prefix, share, src)
+            return cast(D, schema.build(cls, at_home(block, device)))
+        refused: Exception | None = None
+        try:
+            parts = channel.parts(message_of(_checked(d, "broadcast")))
+        except (TypeError, ValueError) as error:
+            parts, refused = channel.failed(error), error
+        for part in parts:
+            share(part)
+    if refused is not None:
+        raise refused
+    return cast(D, d)
+
+
+def scatter(
+    d: DeviceDict[Any] | None,
+    src: int = 0,
+    group: Group = None,
+    *,
+    uneven: bool = False,
+    cls: type[D] = DeviceDict,
+    device: DeviceLike | None = None,
+) -> D:
+    """Equal parts of the rows of rank ``src``'s dict, one for each rank of the group, in its order.
+
+    Args:
+        uneven: rows that cannot be dealt evenly are a ``ValueError``, or, if True, the first ranks get one more.
+
+    On ``src`` the result is a view of its rows. Otherwise as `broadcast`; each other rank gets messages of its own.
+    """
+    if dist.get_rank() != src:
+        return recv(src, 0, None, group, cls=cls, device=device)
+    ranks = ranks_of(group)
+    try:
+        parts: list[Any] = _dealt(_checked(d, "scatter"), len(ranks), uneven)
+        for part in parts:
+            message_of(part)  # raises before anything is sent
+    except (TypeError, ValueError) as error:
+        for other in ranks:
+            for failed in Channel(group, "to", other, 0).failed(error) if other != src else ():
+                dist.send(failed, other, group=group)
+        raise
+    works = [isend(part, other, 0, group) for part, other in zip(parts, ranks, strict=True) if other != src]
+    for work in works:
+        work.wait()
+    return parts[ranks.index(src)]
+
+
+def gather(
+    d: D, dst: int = 0, group: Group = None, *, cls: type[D] | None = None, device: DeviceLike | None = None
+) -> list[D] | None:
+    """The dicts of all ranks on rank ``dst``, in the order of the group's ranks, and None on the others.
+
+    They may differ in fields and sizes. ``cls`` is the class of what arrives; None: that of ``d``.
+
+    Raises: what a rank has against its dict, on every rank. Cost: one small collective, and a `send` from each rank.
+    """
+    with named(f"gather to rank {dst}"):
+        agreed(d, group)
+    if dist.get_rank() != dst:
+        isend(d, dst, 0, group).wait()
+        return None
+    kind: Any = type(d) if cls is None else cls
+    works = {src: irecv(src, 0, None, group, cls=kind, device=device) for src in ranks_of(group) if src != dst}
+    return [d if src == dst else works[src].wait() for src in ranks_of(group)]
+
+
+def all_gather(d: D, group: Group = None, *, cls: type[D] | None = None, device: DeviceLike | None = None) -> list[D]:
+    """The dicts of all ranks on every rank, in the order of the group's ranks; one's own is the dict itself.
+
+    They may differ in fields and sizes. ``cls`` is the class of what arrives; None: that of ``d``.
+
+    Raises: as `gather`. Cost: two collectives, four when a schema is new; each rank sends as much as the largest dict.
+    """
+    channel = Channel(group, "all")
+    kind: Any = type(d) if cls is None else cls
+    with named("all_gather"):
+        message, digests = agreed(d, group)
+        if any(digest not in channel.known for digest in digests):
+            texts = texts_of_all(message.schema.text, group)
+            for text, digest in zip(texts, digests, strict=True):
+                channel.remember(channel.known.get(digest) or schema_of(text, digest))
+        schemas = [channel.known[digest] for digest in digests]
+        for schema in schemas:
+            channel.remember(schema)
+        largest = max(schema.nbytes for schema in schemas)
+        mine = torch.zeros(largest, dtype=torch.uint8, device=channel.where)
+        mine[: message.schema.nbytes] = message.block
+        blocks = [torch.empty_like(mine) for _ in schemas]
+        if largest:
+            dist.all_gather(blocks, mine, group=group)
+    rank = dist.get_rank()
+    return [
+        d if src == rank else schema.build(kind, at_home(block[: schema.nbytes].clone(), device))
+        for src, schema, block in zip(ranks_of(group), schemas, blocks, strict=True)
+    ]
+
+
+def all_reduce(d: D, op: Op = "sum", group: Group = None) -> D:
+    """A new dict of the elementwise sum, mean, maximum or minimum over all ranks, whose dicts have one schema.
+
+    Raises: ``ValueError`` for another ``op``; on every rank, ``RuntimeError`` that names the rank and the field where
+    schemas differ, or the field whose dtype has no such reduction (the mean of integers, the sum of bools).
+    Cost: one small collective, and one for each dtype.
+    """
+    if op not in ("sum", "mean", "max", "min"):
+        raise ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
+    with named("all_reduce"):
+        message, digests = agreed(d, group)
+        if len(set(digests)) > 1:
+            _refuse_differing(message.schema, digests, group)
+        names, tensors = message.schema.names, [tensor.detach() for tensor in d._tensors()]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(i)
+        for dtype, members in by_dtype.items():
+            reason = _irreducible(dtype, op)
+            if reason:
+                raise RuntimeError(f"rank {dist.get_rank()}: {names[members[0]]} is {dtype}: {reason}")
+        out: list[Any] = [None] * len(tensors)
+        for dtype, members in by_dtype.items():
+            flat = torch.cat([tensors[i].reshape(-1) for i in members])
+            with named(f"{op} of {dtype}, which {names[members[0]]} is"):
+                flat = _reduced(flat, op, group)
+            parts = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
+            for i, part in zip(members, parts, strict=True):
+                out[i] = part.reshape(tensors[i].shape).data  # with a version counter of its own
+    return d._with(out, d._device)
+
+
+def _checked(d: Any, verb: str) -> DeviceDict[Any]:
+    if not isinstance(d, DeviceDict):
+        raise TypeError(f"{verb} takes a DeviceDict on the rank that sends, got {type(d).__name__}")
+    return cast("DeviceDict[Any]", d)
+
+
+def _dealt(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:
+    """The rows of ``d`` in so many parts, the first ones maybe one row larger."""
+    each, more = divmod(len(d.rows), count)
+    if more and not uneven:
+        raise ValueError(f"{len(d.rows)} rows cannot be dealt evenly to {count} ranks; give uneven=True, or other rows")
+    starts = [i * each + min(i, more) for i in range(count + 1)]
+    return [d.rows[start:end] for start, end in pairwise(starts)]
+
+
+def _refuse_differing(mine: Schema, digests: list[int], group: Group) -> None:
+    texts = texts_of_all(mine.text, group)
+    first, *others = [schema_of(text, digest) for text, digest in zip(texts, digests, strict=True)]
+    lead, *ranks = ranks_of(group)
+    for rank, schema in zip(ranks, others, strict=True):
+        different = schema.difference(first)
+        if different:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: all_reduce needs one schema, and rank {rank} differs from rank {lead}: "
+                f"{different}"
+            )
+
+
+def _irreducible(dtype: torch.dtype, op: Op) -> str:
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return "integers have no mean; convert it to float first"
+    if op == "sum" and dtype == torch.bool:
+        return "bools have no sum; convert it to int first"
+    if op in ("max", "min") and dtype.is_complex:
+        return "complex numbers have no order"
+    return ""
+
+
+def _reduced(flat: Tensor, op: Op, group: Group) -> Tensor:
+    """``flat``, which is overwritten, over all ranks."""
+    kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    home = canonical(flat.device)
+    flat = transfer([flat], where(group))[0]
+    # Some backends know neither bools nor complex numbers.
+    view = (
+        flat.view(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat) if flat.is_complex() else flat
+    )
+    if flat.numel():
+        dist.all_reduce(view, kind, group=group)
+    return transfer([flat.div_(len(ranks_of(group))) if op == "mean" else flat], home)[0]

@@ -1,0 +1,326 @@
+"""Whole dicts between real ranks: every call, on two, three and four of them, errors and a peer that dies included."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from ranks import on_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tensordict_lite import DeviceDict, InvalidFileError, TypedDeviceDict, Vocabulary
+from tensordict_lite import distributed as d_
+from tensordict_lite._message import message_of, prefix_of, read_prefix, schema_of
+
+
+class Obs(TypedDeviceDict):
+    y: Tensor
+
+
+class Typed(TypedDeviceDict):
+    x: Tensor
+    obs: Obs
+
+
+def sample(rank: int) -> DeviceDict:
+    return DeviceDict(
+        {"x": torch.arange(6.0).reshape(2, 3) + rank, "s": ["a", "bb"], "n": {"y": torch.ones(2) * rank, "e": {}}, "b": [True, rank > 0], "i": [rank, 7]},
+        encoders={"q": Vocabulary(["z"])}, dtype=torch.float32,
+    )  # fmt: skip
+
+
+def text(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    assert caught.type is kind
+    return str(caught.value)
+
+
+def every_call(rank: int, world: int) -> None:
+    ranks = range(world)
+    for _ in range(3):  # the second and third time the schemas are known
+        for src in (0, world - 1):
+            got = d_.broadcast(sample(7) if rank == src else None, src)
+            got._check()
+            assert got == sample(7) and got._policy == sample(7)._policy and got.decode("s") == ["a", "bb"]
+        assert d_.broadcast(sample(1).pack() if rank == 0 else None) == sample(1)
+        typed = d_.broadcast(Typed.from_dict({"x": 1, "obs": {"y": 2}}) if rank == 0 else None, cls=Typed)
+        assert type(typed) is Typed and type(typed.obs) is Obs and typed.obs.y == 2
+        assert d_.broadcast(DeviceDict() if rank == 0 else None) == {}
+
+        if rank == 0:
+            work = d_.isend(sample(2), 1)
+            d_.send(DeviceDict({"z": torch.zeros(0, 3)}), 1, tag=5)
+            assert work.wait() is None and work.wait() is None
+        if rank == 1:
+            other = d_.irecv(0, like=sample(0))
+            assert d_.recv(0, tag=5)["z"].shape == (0, 3)
+            got = other.wait()
+            got._check()
+            assert got == sample(2) and other.wait() is got
+
+        gathered = d_.gather(sample(rank) if rank else sample(0).drop("b"), dst=world - 1)
+        assert (gathered is None) == (rank != world - 1)
+        if gathered is not None:
+            assert gathered == [sample(r) if r else sample(0).drop("b") for r in ranks]
+        everyone = d_.all_gather(DeviceDict({"x": torch.full((rank + 1,), rank), "n": {f"r{rank}": 1}}))
+        assert [one["x"].tolist() for one in everyone] == [[r] * (r + 1) for r in ranks] and [
+            list(one["n"]) for one in everyone
+        ] == [[f"r{r}"] for r in ranks]
+        assert [type(one) for one in d_.all_gather(Obs(y=torch.ones(rank)))] == [Obs] * world
+
+        rows = DeviceDict({"x": torch.arange(2 * world), "s": [f"r{i}" for i in range(2 * world)]})
+        part = d_.scatter(rows if rank == 0 else None)
+        part._check()
+        assert part["x"].tolist() == [2 * rank, 2 * rank + 1] and part.decode("s") == [
+            f"r{2 * rank}",
+            f"r{2 * rank + 1}",
+        ]
+        part = d_.scatter(rows.rows[: world + 1] if rank == 1 else None, 1, uneven=True)
+        assert part["x"].tolist() == ([0, 1] if rank == 0 else [rank + 1])
+
+        reduced = d_.all_reduce(sample(rank).drop("b"))
+        reduced._check()
+        assert (
+            reduced["n", "y"].tolist() == [sum(ranks)] * 2
+            and reduced["i"].tolist() == [sum(ranks), 7 * world]
+            and reduced["x"].shape == (2, 3)
+        )
+        assert d_.all_reduce(sample(rank), "max")["b"].tolist() == [True, True] and d_.all_reduce(sample(rank), "min")[
+            "b"
+        ].tolist() == [True, False]
+        mean = d_.all_reduce(
+            DeviceDict(
+                {"h": torch.tensor([rank], dtype=torch.bfloat16), "c": torch.tensor([1j * rank]), "e": torch.zeros(0)}
+            ),
+            "mean",
+        )
+        assert (
+            mean["h"] == torch.tensor(sum(ranks) / world).bfloat16()
+            and mean["c"] == 1j * sum(ranks) / world
+            and mean["h"].dtype == torch.bfloat16
+        )
+        given_ = DeviceDict({"w": torch.nn.Parameter(torch.ones(2)), "v": torch.ones(2)})
+        out = d_.all_reduce(given_)
+        assert given_["w"].tolist() == [1, 1] and not out["w"].requires_grad
+        out["w"].zero_()
+        assert out["v"].tolist() == [world] * 2
+
+
+def errors(rank: int, world: int) -> None:
+    kept = DeviceDict({"n": {"o": object}}, objects="keep")
+    told = text(lambda: d_.all_reduce(DeviceDict({"x": torch.ones(2 + (rank == 1)), "y": 1.0})), RuntimeError)
+    assert (
+        told
+        == f"rank {rank}: all_reduce needs one schema, and rank 1 differs from rank 0: 'x' is float32[3], expected float32[2]"
+    )
+    told = text(lambda: d_.all_reduce(DeviceDict({"x": 1.0} if rank else {"x": 1.0, "z": {"y": 1}})), RuntimeError)
+    assert told.endswith("rank 1 differs from rank 0: 'z.y' is not there, expected int64[]")
+    told = text(lambda: d_.all_reduce(sample(0), "mean"), RuntimeError)
+    assert told == f"rank {rank}: 's' is torch.uint8: integers have no mean; convert it to float first"
+    assert text(lambda: d_.all_reduce(DeviceDict({"b": True})), RuntimeError).endswith(
+        "bools have no sum; convert it to int first"
+    )
+    assert text(lambda: d_.all_reduce(DeviceDict({"c": 1j}), "max"), RuntimeError).endswith(
+        "complex numbers have no order"
+    )
+    told = text(lambda: d_.all_reduce(DeviceDict({"f": torch.ones(2, dtype=torch.float8_e5m2)})), RuntimeError)
+    assert told.startswith(f"rank {rank}: sum of torch.float8_e5m2, which 'f' is: ")
+    assert (
+        text(lambda: d_.all_reduce(sample(0), "product"), ValueError)
+        == "op is 'sum', 'mean', 'max' or 'min', got 'product'"
+    )  # type: ignore[arg-type]
+
+    for call in (
+        lambda: d_.all_gather(kept if rank == 1 else sample(0)),
+        lambda: d_.gather(kept if rank == 1 else sample(0)),
+    ):
+        told = text(call, RuntimeError)
+        assert (
+            told
+            == f"rank {rank}: rank 1 has TypeError: 'n.o': kept objects cannot be sent, only tensors; drop them first"
+        )
+    sparse, hook = (
+        DeviceDict({"m": torch.eye(2).to_sparse()}),
+        DeviceDict({"s": "a"}, encoders={"s": lambda strings: torch.ones(len(strings))}),
+    )
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (kept, TypeError, "'n.o': kept objects cannot be sent"), (None, TypeError, "broadcast takes a DeviceDict on the rank that sends, got NoneType"),
+        (sparse, TypeError, "'m' cannot be sent: a torch.sparse_coo Tensor of torch.float32 is more than its bytes"), (hook, TypeError, "'s': <lambda> has no JSON form"),
+        (DeviceDict({"x": torch.ones(2, device="meta")}), TypeError, "a dict on meta has no values to send"),
+    ]  # fmt: skip
+    for bad, kind, message in cases:
+        told = text(lambda bad=bad: d_.broadcast(bad if rank == 0 else None), kind if rank == 0 else RuntimeError)
+        assert message in told and (
+            rank == 0 or told.startswith(f"rank {rank}: rank 0 could not send: {kind.__name__}: ")
+        )
+    told = text(
+        lambda: d_.scatter(DeviceDict({"x": torch.arange(world + 1)}) if rank == 0 else None),
+        ValueError if rank == 0 else RuntimeError,
+    )
+    assert f"{world + 1} rows cannot be dealt evenly to {world} ranks; give uneven=True, or other rows" in told
+    if rank == 0:
+        text(lambda: d_.send(kept, 1), TypeError)
+        d_.send(sample(0), 1)
+        dist.send(torch.zeros(4, dtype=torch.int64), 1)
+        d_.send(Obs(y=torch.ones(1)), 1)
+    elif rank == 1:
+        assert "rank 0 could not send: TypeError: 'n.o'" in text(lambda: d_.recv(0), RuntimeError)
+        told = text(lambda: d_.recv(0, like=sample(0).drop("i")), ValueError)
+        assert told == "rank 1: rank 0 sent another schema than like= has: 'i' is int64[2], expected nothing there"
+        assert "what came is not from tensordict_lite" in text(lambda: d_.recv(0), RuntimeError)
+        assert text(lambda: d_.recv(0, cls=Typed), TypeError).startswith("Typed has no field 'y'")
+    assert d_.broadcast(sample(3) if rank == 0 else None) == sample(3)  # and all goes on
+
+
+def groups(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own, lead = pairs[rank // 2], rank // 2 * 2
+    assert d_.broadcast(sample(lead) if rank == lead else None, lead, own) == sample(lead)
+    assert [one["i"][0] for one in d_.all_gather(sample(rank), own)] == [lead, lead + 1]
+    assert d_.all_reduce(sample(rank).select("x"), group=own)["x"][0, 0] == 2 * lead + 1
+    assert d_.scatter(DeviceDict({"x": [5, 6]}) if rank == lead + 1 else None, lead + 1, own)["x"].tolist() == [
+        5 + rank - lead
+    ]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    assert d_.all_reduce(DeviceDict({"x": float(rank)}), "max", mesh.get_group("b"))["x"] == lead + 1
+    assert d_.all_reduce(DeviceDict({"x": float(rank)}), "max", mesh.get_group("a"))["x"] == 2 + rank % 2
+    dist.barrier()
+    dist.destroy_process_group()  # a new group knows nothing of the schemas of the old one
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + 1}"
+    )
+    assert d_.broadcast(sample(1) if rank == 0 else None) == sample(1)
+
+
+def on_some(rank: int, world: int) -> None:
+    every_call(rank, world)
+    errors(rank, world)
+    if world == 4:
+        groups(rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_on_ranks(world: int) -> None:
+    on_ranks(on_some, world, count=world)
+
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+    torch.uint32,
+)
+KEYS = st.text(st.characters(codec="utf-8"), max_size=3)
+TENSORS = st.builds(
+    lambda dtype, shape: torch.randint(0, 2, shape).to(dtype),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+TREES = st.recursive(
+    st.dictionaries(KEYS, TENSORS, max_size=5),
+    lambda inner: st.dictionaries(KEYS, TENSORS | inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def any_schema(rank: int) -> None:
+    """The same examples on both ranks, and none that is made smaller, which would be on one of them only."""
+
+    @settings(
+        max_examples=150,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+    )
+    @given(tree=TREES, pack=st.booleans(), op=st.sampled_from(["max", "min"]))
+    def run(tree: Any, pack: bool, op: Any) -> None:
+        torch.manual_seed(0)
+        d = DeviceDict(tree, device="cpu")
+        d = d.pack() if pack else d
+        got = d_.broadcast(d if rank == 0 else None)
+        got._check()
+        both = d_.all_gather(d)
+        assert got == d and both == [d, d] and list(got) == list(d)
+        if not any(t.is_complex() or t.dtype in (torch.int16, torch.uint32) for t in d._tensors()):
+            assert d_.all_reduce(d, op) == d
+
+    run()
+
+
+def test_any_schema() -> None:
+    on_ranks(any_schema)
+
+
+def dies(rank: int) -> None:
+    assert d_.broadcast(sample(1) if rank == 0 else None) == sample(1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    start = time.monotonic()
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("broadcast from rank 1", lambda: d_.broadcast(None, 1)), ("all_reduce", lambda: d_.all_reduce(sample(0), "max")), ("receive from rank 1", lambda: d_.recv(1)),
+    ]  # fmt: skip
+    for what, call in calls:
+        with pytest.raises(RuntimeError, match=f"^rank 0: {what}: "):
+            call()
+    assert time.monotonic() - start < 30
+    os._exit(7)  # there is no one to say goodbye to
+
+
+def test_a_peer_that_dies() -> None:
+    with pytest.raises(Exception, match=r"signal SIGKILL|exit code 7"):
+        on_ranks(dies)
+
+
+class TestHeaders:
+    def test_a_header_is_checked(self) -> None:
+        schema = message_of(sample(0)).schema
+        assert schema_of(schema.text, schema.digest).names == schema.names == ["'x'", "'s'", "'n.y'", "'b'", "'i'"]
+        with pytest.raises(InvalidFileError, match="a header that is not the one announced"):
+            schema_of(schema.text + b" ", schema.digest)
+        for wrong in (b"", b"{}", b"[1]", b'{"plan":{},"specs":[]}', schema.text.replace(b"float32", b"float99"), schema.text.replace(b"[2,3]", b"[2,-3]"), schema.text.replace(b"[2,3]", b"[4611686018427387904,4]"),
+                      schema.text.replace(b'"version":1', b'"version":2'), schema.text.replace(b"[0]", b"[1]"), schema.text.replace(b"[0]", b"[true]"), b"[" * 100_000):  # fmt: skip
+            with pytest.raises(InvalidFileError):
+                schema_of(wrong, _digest(wrong))
+
+    def test_a_prefix_is_checked(self) -> None:
+        cpu = torch.device("cpu")
+        schema = message_of(sample(0)).schema
+        assert (
+            read_prefix(prefix_of(schema, b"abc", cpu)) == (False, schema.digest, 3)
+            and read_prefix(prefix_of(None, b"a", cpu))[0]
+        )
+        for wrong in (
+            [0, 0, 0, 0],
+            [2, 0, 0, int(prefix_of(None, b"", cpu)[3])],
+            [0, 0, -1, int(prefix_of(None, b"", cpu)[3])],
+            [0, 0, 1 << 40, int(prefix_of(None, b"", cpu)[3])],
+        ):
+            with pytest.raises(ValueError, match="what came is not from tensordict_lite"):
+                read_prefix(torch.tensor(wrong))
+
+    def test_without_a_group(self) -> None:
+        with pytest.raises((RuntimeError, ValueError), match=r"process.group"):
+            d_.broadcast(sample(0))
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
