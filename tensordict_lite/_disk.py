@@ -180,7 +180,7 @@ def read(
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in numbers]
     moved = dict(zip(numbers, transfer(tensors, device), strict=True))
     with _invalid(library.SafetensorError):
-        out = reader.build(_classes(cls, reader.nodes), moved.__getitem__, wanted, own=False)
+        out = reader.build(reader.classes_from(cls), moved.__getitem__, wanted, own=False)
     out._settle(device)
     return out
 
@@ -284,12 +284,3 @@ def _wanted(reader: Reader, paths: list[Path] | None) -> Callable[[Path], bool]:
             raise KeyError(path if len(path) != 1 else next(iter(path)))
     asked = set(paths)
     return lambda path: any(path[:depth] in asked for depth in range(1, len(path) + 1))
-
-
-def _classes(cls: Any, nodes: Sequence[Path]) -> Iterator[Any]:
-    """The class of each dict: the one that its parent declares for it, or else the parent's own."""
-    known: dict[Path, Any] = {}
-    for path in nodes:
-        parent = known.get(path[:-1]) if path else None
-        known[path] = cls if parent is None else parent._declared(path[-1]) or parent
-        yield known[path]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -53,7 +52,7 @@ class Schema:
         tensors = [fields[i] for i in range(len(self.names))]
         if cls not in self._built:
             reader = Reader(self.plan, len(self.names))
-            made = reader.build(_classes(cls, reader.nodes), tensors.__getitem__, lambda _: True, own=False)
+            made = reader.build(reader.classes_from(cls), tensors.__getitem__, lambda _: True, own=False)
             self._built[cls] = made._with([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._with(tensors, canonical(block.device))
         out._conform(out, None, deep=True)
@@ -178,14 +177,6 @@ def schema_of(text: bytes, digest: int) -> Schema:
         raise InvalidFileError(f"not a valid file: a damaged header: {error}") from error
     names = [dotted(path) for path, _ in sorted(reader.leaves, key=lambda pair: pair[1])]
     return Schema(text, digest, plan, layout.groups, layout, names)
-
-
-def _classes(cls: Any, nodes: list[Any]) -> Iterator[Any]:
-    known: dict[Any, Any] = {}
-    for path in nodes:
-        parent = known.get(path[:-1]) if path else None
-        known[path] = cls if parent is None else parent._declared(path[-1]) or parent
-        yield known[path]
 
 
 def prefix_of(schema: Schema | None, text: bytes, where: torch.device) -> Tensor:

@@ -148,6 +148,14 @@ class Reader:
         """
         return self._build(self._plan["root"], (), classes, leaf, wanted, own)
 
+    def classes_from(self, cls: Any) -> Iterator[Any]:
+        """The class of each dict, ``cls`` of the root: the one that its parent declares for it, or the parent's own."""
+        known: dict[Path, Any] = {}
+        for path in self.nodes:
+            parent = known.get(path[:-1]) if path else None
+            known[path] = cls if parent is None else parent._declared(path[-1]) or parent
+            yield known[path]
+
     def _walk(self, node: Any, at: Path) -> None:
         if len(at) >= DEPTH:
             refuse(f"it is nested {DEPTH} levels deep or more")
