@@ -12,17 +12,17 @@ from torch import Tensor
 
 from ._block import PACKABLE, arrange, block_of, clear_gaps, gather, new_block, regions
 from ._devices import canonical
-from ._errors import InvalidFileError, dotted
+from ._errors import InvalidFileError, Path, dotted
 from ._items import only_tensors
 from ._layout import Group, Layout, lay_out
-from ._packing import block_layout, from_block
+from ._packing import block_layout, from_block, is_spec
 from ._plan import Plan, Reader, describe, refuse
 from ._strings import StringEncoder, encoder_to_json, runs_code
 from ._tree import TreeDict
 
-PREFIX = 4
-"""int64 numbers that go ahead of every message: whether it is a failure, the digest of the schema, the size of the text
-that follows, and a number that tells this protocol from others."""
+PREFIX = 5
+"""int64 numbers that go ahead of every message: whether it is a failure, the digest of the schema, the sizes of the
+text and of the block that follow, and a number that tells this protocol from others."""
 _MAGIC = 0x7464_6C31
 _LARGEST = 16 << 20
 """Bytes of a header; as for the plan of a file."""
@@ -38,8 +38,8 @@ class Schema:
     plan: Plan
     groups: list[Group]
     layout: Layout
-    names: list[str]
-    """Of each tensor, its path as it stands in messages."""
+    paths: list[Path]
+    """Of each tensor, in the order of the tree."""
     _built: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     @property
@@ -47,31 +47,45 @@ class Schema:
         return self.layout.nbytes
 
     def build(self, cls: Any, block: Tensor) -> Any:
-        """The dict of class ``cls`` whose tensors are ``block``. Cost: the tensors; the tree is read once a class."""
+        """The dict of class ``cls`` whose tensors are ``block``. Cost: the tensors; the tree is read once a class.
+
+        A typed class checks names and kinds: what was sent may be a row, or a cast, of what had its shapes.
+        """
         fields = from_block(block, [(*spec, members) for spec, members in self.groups]) if self.layout.runs else {}
-        tensors = [fields[i] for i in range(len(self.names))]
+        tensors = [fields[i] for i in range(len(self.paths))]
         if cls not in self._built:
-            reader = Reader(self.plan, len(self.names))
+            reader = Reader(self.plan, len(self.paths))
             made = reader.build(reader.classes_from(cls), tensors.__getitem__, lambda _: True, own=False)
             self._built[cls] = made._with([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._with(tensors, canonical(block.device))
-        out._conform(out, None, deep=True)
+        out._conform(out, None, deep=True, shapes=False)
         return out
 
     def difference(self, other: Schema) -> str:
-        """The first field in which this one differs from another; empty if there is none."""
+        """The first field in which this one differs from another; empty if none does, whatever their order."""
         mine, theirs = self._fields(), other._fields()
-        for name in [*theirs, *mine]:
-            if mine.get(name) != theirs.get(name):
-                return f"{name} is {mine.get(name, 'not there')}, expected {theirs.get(name, 'nothing there')}"
+        for path in [*theirs, *mine]:
+            if mine.get(path) != theirs.get(path):
+                expected = theirs.get(path, "nothing there")
+                return f"{dotted(path)} is {mine.get(path, 'not there')}, expected {expected}"
         return ""
 
-    def _fields(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+    def strict_difference(self, other: Schema) -> str:
+        """The same, and then the order of the fields, encoders, options and empty dicts."""
+        fields = self.difference(other)
+        if fields or self.digest == other.digest:
+            return fields
+        for mine, theirs in zip(self.paths, other.paths, strict=True):
+            if mine != theirs:
+                return f"{dotted(mine)} stands where {dotted(theirs)} is expected, and the order of the keys counts"
+        return "its encoders, options or empty dicts are others"
+
+    def _fields(self) -> dict[Path, str]:
+        found: dict[int, str] = {}
         for (dtype, shape, _), members in self.groups:
             for i in members:
-                found[self.names[i]] = f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-        return {name: found[name] for name in self.names}
+                found[i] = f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+        return {path: found[i] for i, path in enumerate(self.paths)}
 
 
 @dataclass(frozen=True)
@@ -91,28 +105,33 @@ def message_of(d: TreeDict[Any]) -> Message:
 
     Cost: one copy of the tensors, none if they are packed; a schema is described once.
     """
+    schema = schema_for(d)
     tensors = [tensor.detach() for tensor in d._tensors()]
-    groups, beside = arrange(tensors)
-    key = (_shape_of(d), tuple((spec, tuple(members)) for spec, members in groups))
-    known = None if beside else _known.get(key)
-    if known is None:
-        schema = _described(d, tensors, groups, beside)
-        if len(_known) > 256:
-            _known.clear()
-        _known[key] = (
-            d.copy()._with([tensor.to("meta") for tensor in tensors], None),
-            schema,
-        )  # keeps ids in key alive
-    else:
-        schema = known[1]
     device = tensors[0].device if tensors else torch.device("cpu")
+    if any(tensor.is_meta for tensor in tensors):
+        raise TypeError("a dict on meta has no values to send")
     if not schema.nbytes:
         return Message(d, schema, torch.empty(0, dtype=torch.uint8, device=device))
-    if block_layout(tensors, groups) is not None:
+    if block_layout(tensors, arrange(tensors)[0]) is not None:
         return Message(d, schema, block_of(tensors, schema.layout))
     block = clear_gaps(new_block(schema.nbytes, device), schema.layout)
     gather(tensors, schema.layout, regions(block, schema.layout))
     return Message(d, schema, block)
+
+
+def schema_for(d: TreeDict[Any]) -> Schema:
+    """The schema of a dict. Raises ``TypeError`` or ``ValueError`` that name what cannot be sent."""
+    tensors = [tensor.detach() for tensor in d._tensors()]
+    groups, beside = arrange(tensors)
+    key = (_shape_of(d), tuple((spec, tuple(members)) for spec, members in groups))
+    known = None if beside else _known.get(key)
+    if known is not None:
+        return known[1]
+    schema = _described(d, tensors, groups, beside)
+    if len(_known) > 256:
+        _known.clear()
+    _known[key] = (d.copy()._with([tensor.to("meta") for tensor in tensors], None), schema)  # keeps ids in key alive
+    return schema
 
 
 def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
@@ -134,14 +153,12 @@ def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], bes
             f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} is more than "
             "its bytes; convert it first"
         )
-    if any(tensor.is_meta for tensor in tensors):
-        raise TypeError("a dict on meta has no values to send")
     layout = lay_out(groups)
     specs = [[str(spec[0]).removeprefix("torch."), *map(list, spec[1:]), members] for spec, members in layout.groups]
     text = json.dumps({"plan": plan, "specs": specs}, separators=(",", ":")).encode()
     if len(text) > _LARGEST:
         raise ValueError(f"the structure and encoders of this dict take {len(text)} bytes, a message holds {_LARGEST}")
-    return Schema(text, _digest(text), plan, layout.groups, layout, [dotted(path) for path, _ in leaves])
+    return Schema(text, _digest(text), plan, layout.groups, layout, [path for path, _ in leaves])
 
 
 def _encoder_entry(encoder: StringEncoder) -> dict[str, Any]:
@@ -163,37 +180,40 @@ def schema_of(text: bytes, digest: int) -> Schema:
         plan, listed = header["plan"], header["specs"]
         groups: list[Group] = []
         for dtype, shape, stride, members in listed:
-            groups.append(((_DTYPES[dtype], tuple(shape), tuple(stride)), list(members)))
-            if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *stride, *members)) or len(shape) > 64:
+            spec = (_DTYPES[dtype], tuple(shape), tuple(stride), members)
+            if not is_spec(spec):
                 refuse("a header whose layout is damaged")
+            groups.append((spec[:3], list(members)))
         layout = lay_out(groups)
         count = len(layout.members)
         if sorted(layout.members) != list(range(count)) or layout.nbytes > 1 << 46:
             refuse("a header whose layout is damaged")
         reader = Reader(plan, count)
+        if [number for _, number in reader.leaves] != list(range(count)):
+            refuse("a header whose tensors are not in the order of its tree")
     except (KeyError, TypeError, IndexError, RecursionError, OverflowError, ValueError) as error:
         if isinstance(error, InvalidFileError):
             raise
         raise InvalidFileError(f"not a valid file: a damaged header: {error}") from error
-    names = [dotted(path) for path, _ in sorted(reader.leaves, key=lambda pair: pair[1])]
-    return Schema(text, digest, plan, layout.groups, layout, names)
+    return Schema(text, digest, plan, layout.groups, layout, [path for path, _ in reader.leaves])
 
 
-def prefix_of(schema: Schema | None, text: bytes, where: torch.device) -> Tensor:
-    """The numbers ahead of a message; without a schema, of a failure, whose text follows."""
-    return torch.tensor([schema is None, 0 if schema is None else schema.digest, len(text), _MAGIC], device=where)
+def prefix_of(schema: Schema | None, text: int, where: torch.device) -> Tensor:
+    """The numbers ahead of a message with so many bytes of text; without a schema, of a failure, whose text follows."""
+    known = (0, 0) if schema is None else (schema.digest, schema.nbytes)
+    return torch.tensor([schema is None, known[0], text, known[1], _MAGIC], device=where)
 
 
-def read_prefix(prefix: Tensor) -> tuple[bool, int, int]:
-    """Whether it is a failure, the digest, and the size of the text."""
-    failed, digest, size, magic = cast("list[int]", cast(Any, prefix).tolist())
-    if magic != _MAGIC or failed not in (0, 1) or not 0 <= size <= _LARGEST:
+def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int]:
+    """Whether it is a failure, the digest, and the sizes of the text and of the block."""
+    failed, digest, text, block, magic = cast("list[int]", cast(Any, prefix).tolist())
+    if magic != _MAGIC or failed not in (0, 1) or not 0 <= text <= _LARGEST or block < 0:
         raise ValueError("what came is not from tensordict_lite; do all ranks make the same calls?")
-    return bool(failed), digest, size
+    return bool(failed), digest, text, block
 
 
 def failure(error: Exception) -> bytes:
-    return f"{type(error).__name__}: {error}".encode()[:4096]
+    return f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
 
 
 def text_of(text: Tensor) -> str:

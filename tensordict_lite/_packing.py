@@ -157,7 +157,7 @@ def from_block(block: Any, specs: Any) -> dict[int, Tensor]:
     """
     if not (type(block) is Tensor and packable(block) and block.dtype == torch.uint8 and block.dim() == 1):
         raise ValueError("a packed dict whose storage is damaged")
-    if type(specs) is not list or not all(_is_spec(spec) for spec in cast("list[Any]", specs)):
+    if type(specs) is not list or not all(is_spec(spec) for spec in cast("list[Any]", specs)):
         raise ValueError("a packed dict whose layout is damaged")
     groups = [((dtype, shape, stride), members) for dtype, shape, stride, members in cast("list[Any]", specs)]
     layout = lay_out(groups)
@@ -169,7 +169,8 @@ def from_block(block: Any, specs: Any) -> dict[int, Tensor]:
     return out
 
 
-def _is_spec(spec: Any) -> bool:
+def is_spec(spec: Any) -> bool:
+    """Whether this is a dtype, shape, stride and members, as a layout has them; it may come from anywhere."""
     if type(spec) is not tuple or len(cast("tuple[Any, ...]", spec)) != 4:
         return False
     dtype, shape, stride, members = cast("tuple[Any, tuple[Any, ...], tuple[Any, ...], list[Any]]", spec)

@@ -24,7 +24,7 @@ tensor([1., 2.])
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast
 
@@ -33,29 +33,18 @@ from torch import Tensor
 
 from ._device_dict import DeviceDict
 from ._devices import DeviceLike, canonical
-from ._message import Schema, message_of, schema_of
+from ._errors import InvalidFileError, dotted
+from ._message import Schema, message_of, schema_for, schema_of
 from ._transfer import transfer
-from ._wire import Channel, Group, agreed, at_home, dist, named, ranks_of, texts_of_all, where
+from ._wire import Channel, Group, Work, agreed, at_home, dist, named, ranks_of, texts_of_all, where
 
 __all__ = ["Work", "all_gather", "all_reduce", "broadcast", "gather", "irecv", "isend", "recv", "scatter", "send"]
 
 D = TypeVar("D", bound=DeviceDict[Any])
 Op = Literal["sum", "mean", "max", "min"]
-
-
-class Work:
-    """A transfer under way, as `torch.distributed`'s: ``wait()`` returns when it is done, with what was received."""
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """Wait for the end: None of `isend`, the dict of `irecv`. Raises what the transfer does."""
-        if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
-        return self._result
+_OPS = ("sum", "mean", "max", "min")
+_TAG = 0x7464
+"""Of the messages of `scatter` and `gather`, apart from those of `send`."""
 
 
 # --- one to one ---
@@ -71,12 +60,12 @@ def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> Non
 
 
 def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> Work:
-    """`send`, returning at once; the dict must not change before ``wait()``."""
+    """`send`, returning at once: the dict must not change before ``wait()``, which raises what `send` does."""
     channel = Channel(group, "to", dst, tag)
     refused: Exception | None = None
     try:
-        parts = channel.parts(message_of(_checked(d, "isend")))
-    except (TypeError, ValueError) as error:
+        parts = channel.parts(message_of(_checked(d, "send")))
+    except Exception as error:  # whatever it is, the receiver waits to hear of it
         parts, refused = channel.failed(error), error
     with named(f"send to rank {dst}"):
         works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
@@ -86,10 +75,9 @@ def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> Wo
             for work in works:
                 work.wait()
         parts.clear()  # which had to live until now
+        if refused is not None:
+            raise refused
 
-    if refused is not None:
-        finish()
-        raise refused
     return Work(finish)
 
 
@@ -106,7 +94,7 @@ def recv(
 
     Args:
         like: a dict with the schema that is expected; another one is a ``ValueError`` that names the field.
-        cls: the class of the result; a typed one checks its fields.
+        cls: the class of the result; a typed one checks the names and kinds of its fields.
         device: where the result goes; None: the device that the group communicates on.
 
     Raises: ``RuntimeError`` that names the rank, for an error of the sender and for a header that is none.
@@ -125,20 +113,36 @@ def irecv(
 ) -> Work:
     """`recv`, whose first message is awaited from now on; ``wait()`` takes the rest and returns the dict."""
     channel = Channel(group, "from", src, tag)
+    expected = None if like is None else schema_for(like)
     prefix = channel.empty_prefix()
-    with named(f"receive from rank {src}"):
-        first = dist.irecv(prefix, src, group=group, tag=tag)
+
+    def post() -> Any:
+        with named(f"receive from rank {src}"):
+            return dist.irecv(prefix, src, group=group, tag=tag)
+
+    # Messages come in their order, each in several parts. So one that is behind another awaits nothing before that has
+    # all of its own.
+    earlier = list(channel.pending)
+    first = None if earlier else post()
 
     def finish() -> DeviceDict[Any]:
-        with named(f"receive from rank {src}"):
-            first.wait()
-            schema, block = channel.receive(prefix, lambda part: dist.recv(part, src, group=group, tag=tag), src)
-        different = "" if like is None else schema.difference(message_of(like).schema)
+        for work in earlier:
+            with suppress(Exception):  # it raises to whoever waits for it
+                work.wait()
+        try:
+            with named(f"receive from rank {src}"):
+                (post() if first is None else first).wait()
+                schema, block = channel.receive(prefix, lambda part: dist.recv(part, src, group=group, tag=tag), src)
+        finally:
+            channel.pending.remove(out)
+        different = "" if expected is None else schema.difference(expected)
         if different:
             raise ValueError(f"rank {dist.get_rank()}: rank {src} sent another schema than like= has: {different}")
-        return schema.build(cls, at_home(block, device))
+        return _arrived(schema, block, src, cls, device)
 
-    return Work(finish)
+    out = Work(finish)
+    channel.pending.append(out)
+    return out
 
 
 # --- one to all, all to one, all to all ---
@@ -169,11 +173,11 @@ def broadcast(
             prefix = channel.empty_prefix()
             share(prefix)
             schema, block = channel.receive(prefix, share, src)
-            return cast(D, schema.build(cls, at_home(block, device)))
+            return cast(D, _arrived(schema, block, src, cls, device))
         refused: Exception | None = None
         try:
             parts = channel.parts(message_of(_checked(d, "broadcast")))
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, the others wait to hear of it
             parts, refused = channel.failed(error), error
         for part in parts:
             share(part)
@@ -199,20 +203,27 @@ def scatter(
     On ``src`` the result is a view of its rows. Otherwise as `broadcast`; each other rank gets messages of its own.
     """
     if dist.get_rank() != src:
-        return recv(src, 0, None, group, cls=cls, device=device)
+        return recv(src, _TAG, None, group, cls=cls, device=device)
     ranks = ranks_of(group)
+    parts: list[Any] = [None] * len(ranks)
+    refused: Exception | None = None
     try:
-        parts: list[Any] = _dealt(_checked(d, "scatter"), len(ranks), uneven)
+        parts = _dealt(_checked(d, "scatter"), len(ranks), uneven)
         for part in parts:
             message_of(part)  # raises before anything is sent
-    except (TypeError, ValueError) as error:
-        for other in ranks:
-            for failed in Channel(group, "to", other, 0).failed(error) if other != src else ():
-                dist.send(failed, other, group=group)
-        raise
-    works = [isend(part, other, 0, group) for part, other in zip(parts, ranks, strict=True) if other != src]
-    for work in works:
-        work.wait()
+    except Exception as error:
+        refused = error
+    works: list[Work] = []
+    for part, other in zip(parts, ranks, strict=True):
+        if other != src:
+            works.append(isend(part, other, _TAG, group) if refused is None else _failure_to(other, refused, group))
+    for work in works:  # all of them, so that a peer that is gone costs the others nothing
+        try:
+            work.wait()
+        except Exception as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
     return parts[ranks.index(src)]
 
 
@@ -228,10 +239,10 @@ def gather(
     with named(f"gather to rank {dst}"):
         agreed(d, group)
     if dist.get_rank() != dst:
-        isend(d, dst, 0, group).wait()
+        isend(d, dst, _TAG, group).wait()
         return None
     kind: Any = type(d) if cls is None else cls
-    works = {src: irecv(src, 0, None, group, cls=kind, device=device) for src in ranks_of(group) if src != dst}
+    works = {src: irecv(src, _TAG, None, group, cls=kind, device=device) for src in ranks_of(group) if src != dst}
     return [d if src == dst else works[src].wait() for src in ranks_of(group)]
 
 
@@ -246,11 +257,10 @@ def all_gather(d: D, group: Group = None, *, cls: type[D] | None = None, device:
     kind: Any = type(d) if cls is None else cls
     with named("all_gather"):
         message, digests = agreed(d, group)
-        if any(digest not in channel.known for digest in digests):
+        schemas: list[Any] = [channel.known.get(digest) for digest in digests]
+        if None in schemas:
             texts = texts_of_all(message.schema.text, group)
-            for text, digest in zip(texts, digests, strict=True):
-                channel.remember(channel.known.get(digest) or schema_of(text, digest))
-        schemas = [channel.known[digest] for digest in digests]
+            schemas = [schema_of(text, digest) for text, digest in zip(texts, digests, strict=True)]
         for schema in schemas:
             channel.remember(schema)
         largest = max(schema.nbytes for schema in schemas)
@@ -261,7 +271,7 @@ def all_gather(d: D, group: Group = None, *, cls: type[D] | None = None, device:
             dist.all_gather(blocks, mine, group=group)
     rank = dist.get_rank()
     return [
-        d if src == rank else schema.build(kind, at_home(block[: schema.nbytes].clone(), device))
+        d if src == rank else _arrived(schema, block[: schema.nbytes].clone(), src, kind, device)
         for src, schema, block in zip(ranks_of(group), schemas, blocks, strict=True)
     ]
 
@@ -273,13 +283,17 @@ def all_reduce(d: D, op: Op = "sum", group: Group = None) -> D:
     schemas differ, or the field whose dtype has no such reduction (the mean of integers, the sum of bools).
     Cost: one small collective, and one for each dtype.
     """
-    if op not in ("sum", "mean", "max", "min"):
-        raise ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
     with named("all_reduce"):
-        message, digests = agreed(d, group)
+        wrong = None if op in _OPS else ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
+        try:
+            message, digests = agreed(d, group, 0 if wrong else _OPS.index(op), wrong)
+        except RuntimeError:
+            if wrong is not None:
+                raise wrong from None
+            raise
         if len(set(digests)) > 1:
             _refuse_differing(message.schema, digests, group)
-        names, tensors = message.schema.names, [tensor.detach() for tensor in d._tensors()]
+        names, tensors = list(map(dotted, message.schema.paths)), [tensor.detach() for tensor in d._tensors()]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(i)
@@ -304,6 +318,25 @@ def _checked(d: Any, verb: str) -> DeviceDict[Any]:
     return cast("DeviceDict[Any]", d)
 
 
+def _arrived(schema: Schema, block: Tensor, src: int, cls: Any, device: DeviceLike | None) -> Any:
+    try:
+        return schema.build(cls, at_home(block, device))
+    except InvalidFileError as error:  # an encoder that is not registered here, say
+        raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {error}") from error
+
+
+def _failure_to(rank: int, error: Exception, group: Group) -> Work:
+    parts = Channel(group, "to", rank, _TAG).failed(error)
+    works = [dist.isend(part, rank, group=group, tag=_TAG) for part in parts]
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        parts.clear()
+
+    return Work(finish)
+
+
 def _dealt(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:
     """The rows of ``d`` in so many parts, the first ones maybe one row larger."""
     each, more = divmod(len(d.rows), count)
@@ -318,7 +351,7 @@ def _refuse_differing(mine: Schema, digests: list[int], group: Group) -> None:
     first, *others = [schema_of(text, digest) for text, digest in zip(texts, digests, strict=True)]
     lead, *ranks = ranks_of(group)
     for rank, schema in zip(ranks, others, strict=True):
-        different = schema.difference(first)
+        different = schema.strict_difference(first)
         if different:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: all_reduce needs one schema, and rank {rank} differs from rank {lead}: "

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,8 @@ def _rank(rank: int, function: Callable[..., None], args: tuple[Any, ...], count
     # As torchrun sets them, for frameworks that make the group themselves.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    dist.init_process_group("gloo", rank=rank, world_size=count)
+    # So that a rank that waits for what never comes is an error, and soon.
+    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=60))
     function(rank, *args)
     # All are done and the model is gone before the group goes: gloo's threads abort a process that ends under them.
     gc.collect()

@@ -18,7 +18,7 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tensordict_lite import DeviceDict, InvalidFileError, TypedDeviceDict, Vocabulary
+from tensordict_lite import DeviceDict, InvalidFileError, TypedDeviceDict, Vocabulary, _wire, register_encoder
 from tensordict_lite import distributed as d_
 from tensordict_lite._message import message_of, prefix_of, read_prefix, schema_of
 
@@ -39,11 +39,35 @@ def sample(rank: int) -> DeviceDict:
     )  # fmt: skip
 
 
-def text(call: Callable[[], Any], kind: type[Exception]) -> str:
+def text(call: Callable[[], Any], kind: Any) -> str:
     with pytest.raises(kind) as caught:
         call()
-    assert caught.type is kind
+    assert caught.type is kind or isinstance(kind, tuple)
     return str(caught.value)
+
+
+def only_here() -> Any:
+    """An encoder that one rank alone has registered."""
+
+    @register_encoder
+    class Here:
+        name = "test-distributed-here"
+        code_ndim = 0
+
+        def encode(self, strings: Any) -> Tensor:
+            return torch.zeros(len(strings))
+
+        def decode(self, codes: Any) -> list[str]:
+            return [""] * len(codes)
+
+        def to_json(self) -> dict[str, Any]:
+            return {}
+
+        @classmethod
+        def from_json(cls, state: Any) -> Here:
+            return cls()
+
+    return Here()
 
 
 def every_call(rank: int, world: int) -> None:
@@ -172,7 +196,7 @@ def errors(rank: int, world: int) -> None:
     if rank == 0:
         text(lambda: d_.send(kept, 1), TypeError)
         d_.send(sample(0), 1)
-        dist.send(torch.zeros(4, dtype=torch.int64), 1)
+        dist.send(torch.zeros(5, dtype=torch.int64), 1)
         d_.send(Obs(y=torch.ones(1)), 1)
     elif rank == 1:
         assert "rank 0 could not send: TypeError: 'n.o'" in text(lambda: d_.recv(0), RuntimeError)
@@ -180,7 +204,81 @@ def errors(rank: int, world: int) -> None:
         assert told == "rank 1: rank 0 sent another schema than like= has: 'i' is int64[2], expected nothing there"
         assert "what came is not from tensordict_lite" in text(lambda: d_.recv(0), RuntimeError)
         assert text(lambda: d_.recv(0, cls=Typed), TypeError).startswith("Typed has no field 'y'")
+    again(rank, world, kept)
     assert d_.broadcast(sample(3) if rank == 0 else None) == sample(3)  # and all goes on
+
+
+def again(rank: int, world: int, kept: DeviceDict) -> None:
+    """Errors after which the channels must still be in step, and calls that differ where a look does not show it."""
+    told = text(lambda: d_.all_reduce(sample(0), "max" if rank else "min"), RuntimeError)
+    assert told.endswith("ranks make this call in different ways, such as with another op")
+    a, b = torch.ones(2), torch.ones(2) * 10
+    told = text(lambda: d_.all_reduce(DeviceDict({"x": a, "y": b} if rank == 0 else {"y": b, "x": a})), RuntimeError)
+    assert "'y' stands where 'x' is expected, and the order of the keys counts" in told
+    told = text(
+        lambda: d_.all_reduce(DeviceDict({"a.b": a, "a": {"b": b}} if rank == 0 else {"a": {"b": b}, "a.b": a})),
+        RuntimeError,
+    )
+    assert "and the order of the keys counts" in told
+    told = text(
+        lambda: d_.all_reduce(DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["a", f"{rank}"])})), RuntimeError
+    )
+    assert told.endswith("its encoders, options or empty dicts are others")
+
+    good, meta = DeviceDict({"x": torch.ones(3)}), DeviceDict({"x": torch.ones(3, device="meta")})
+    odd: Any = DeviceDict({"m": torch.eye(4).to_sparse()})
+    for bad in (meta, odd):
+        for call in (
+            lambda bad=bad: d_.all_reduce(bad if rank == 1 else good),
+            lambda bad=bad: d_.all_gather(bad if rank == 1 else good),
+        ):
+            assert "rank 1 has TypeError" in text(call, RuntimeError)
+        text(
+            lambda bad=bad: d_.scatter(bad if rank == 0 else None),
+            (NotImplementedError, RuntimeError, TypeError, ValueError),
+        )
+        if rank == 0:
+            d_.send(good, 1)
+            text(lambda bad=bad: d_.send(bad, 1), TypeError)
+            d_.send(good, 1)
+        if rank == 1:
+            assert d_.recv(0) == good
+            assert "rank 0 could not send: TypeError" in text(lambda: d_.recv(0), RuntimeError)
+            assert d_.recv(0) == good
+    held = None
+    if rank < 2:  # several under way at once, one of them refused, and all in step
+        waits = [d_.irecv(1 - rank) for _ in range(4)]
+        sends = [d_.isend(one, 1 - rank) for one in (sample(1), kept, sample(2).drop("i"), good)]
+        assert waits[3].wait() == good and waits[0].wait() == sample(1)
+        assert "could not send" in text(waits[1].wait, RuntimeError) and "could not send" in text(
+            waits[1].wait, RuntimeError
+        )
+        assert waits[2].wait() == sample(2).drop("i")
+        text(sends.pop(1).wait, TypeError)
+        for work in sends:
+            work.wait()
+        held = d_.irecv(1 - rank)  # and a gather beside one that waits
+    d_.gather(good)
+    if held is not None:
+        sent = d_.isend(sample(4), 1 - rank)
+        assert held.wait() == sample(4)
+        sent.wait()
+    if rank == 0:
+        d_.send(DeviceDict({"q": "a"}, encoders={"q": only_here()}), 1)
+        d_.send(good, 1)
+    elif rank == 1:
+        assert "no encoder is registered as" in text(lambda: d_.recv(0), RuntimeError)
+        assert d_.recv(0) == good
+    outside = dist.new_group([0])
+    if rank == 1:
+        for call in (
+            lambda: d_.broadcast(good, group=outside),
+            lambda: d_.all_reduce(good, group=outside),
+            lambda: d_.recv(0, group=outside),
+        ):
+            assert text(call, ValueError) == "rank 1 is not in this group"
+    rows = Typed.from_dict({"x": torch.ones(world, 2), "obs": {"y": torch.ones(world)}})
+    assert type(d_.scatter(rows if rank == 0 else None, cls=Typed)) is Typed
 
 
 def groups(rank: int, world: int) -> None:
@@ -195,6 +293,10 @@ def groups(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     assert d_.all_reduce(DeviceDict({"x": float(rank)}), "max", mesh.get_group("b"))["x"] == lead + 1
     assert d_.all_reduce(DeviceDict({"x": float(rank)}), "max", mesh.get_group("a"))["x"] == 2 + rank % 2
+    undefined = init_device_mesh("cpu", (4,))  # whose backend has no name
+    assert d_.all_reduce(DeviceDict({"x": 1.0}), group=undefined.get_group())["x"] == 4
+    _wire._KEPT = 2
+    assert len(d_.all_gather(DeviceDict({"x": torch.ones(rank + 5)}))) == 4  # more schemas than a channel remembers
     dist.barrier()
     dist.destroy_process_group()  # a new group knows nothing of the schemas of the old one
     dist.init_process_group(
@@ -293,11 +395,13 @@ def test_a_peer_that_dies() -> None:
 class TestHeaders:
     def test_a_header_is_checked(self) -> None:
         schema = message_of(sample(0)).schema
-        assert schema_of(schema.text, schema.digest).names == schema.names == ["'x'", "'s'", "'n.y'", "'b'", "'i'"]
+        assert (
+            schema_of(schema.text, schema.digest).paths == schema.paths == [("x",), ("s",), ("n", "y"), ("b",), ("i",)]
+        )
         with pytest.raises(InvalidFileError, match="a header that is not the one announced"):
             schema_of(schema.text + b" ", schema.digest)
         for wrong in (b"", b"{}", b"[1]", b'{"plan":{},"specs":[]}', schema.text.replace(b"float32", b"float99"), schema.text.replace(b"[2,3]", b"[2,-3]"), schema.text.replace(b"[2,3]", b"[4611686018427387904,4]"),
-                      schema.text.replace(b'"version":1', b'"version":2'), schema.text.replace(b"[0]", b"[1]"), schema.text.replace(b"[0]", b"[true]"), b"[" * 100_000):  # fmt: skip
+                      schema.text.replace(b'"version":1', b'"version":2'), schema.text.replace(b"[0]", b"[1]"), schema.text.replace(b"[0]", b"[true]"), b"[" * 100_000, schema.text.replace(b"[0]", b"[]"), schema.text.replace(b"[3,1]", b"[1]"), schema.text.replace(b'["x",0]', b'["x",1]').replace(b'["s",1]', b'["s",0]')):  # fmt: skip
             with pytest.raises(InvalidFileError):
                 schema_of(wrong, _digest(wrong))
 
@@ -305,16 +409,18 @@ class TestHeaders:
         cpu = torch.device("cpu")
         schema = message_of(sample(0)).schema
         assert (
-            read_prefix(prefix_of(schema, b"abc", cpu)) == (False, schema.digest, 3)
-            and read_prefix(prefix_of(None, b"a", cpu))[0]
+            read_prefix(prefix_of(schema, 3, cpu)) == (False, schema.digest, 3, schema.nbytes)
+            and read_prefix(prefix_of(None, 1, cpu))[0]
         )
+        magic = int(prefix_of(None, 0, cpu)[-1])
         for wrong in (
-            [0, 0, 0, 0],
-            [2, 0, 0, int(prefix_of(None, b"", cpu)[3])],
-            [0, 0, -1, int(prefix_of(None, b"", cpu)[3])],
-            [0, 0, 1 << 40, int(prefix_of(None, b"", cpu)[3])],
+            [0, 0, 0, 0, 0],
+            [2, 0, 0, 0, magic],
+            [0, 0, -1, 0, magic],
+            [0, 0, 1 << 40, 0, magic],
+            [0, 0, 0, -1, magic],
         ):
-            with pytest.raises(ValueError, match="what came is not from tensordict_lite"):
+            with pytest.raises(ValueError, match=r"what came is not from tensordict_lite"):
                 read_prefix(torch.tensor(wrong))
 
     def test_without_a_group(self) -> None:
