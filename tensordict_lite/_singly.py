@@ -80,6 +80,10 @@ def clones(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
 def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The NumPy array of a CPU tensor, detached, sharing its memory. ``TypeError`` for what NumPy does not have."""
     try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError):  # one that requires grad, say; asking first would take longer than this
+        pass
+    try:
         return tensor.numpy(force=True)  # detach, and resolve conjugate and negative bits, in one C call
     except (TypeError, RuntimeError) as error:
         what = str(tensor.dtype).removeprefix("torch.") + (
