@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo demo-ddp test test-frameworks check bench bench-gpu clean
+.PHONY: demo demo-ddp test test-frameworks check bench bench-guard bench-gpu clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -24,13 +24,17 @@ check: .venv/tests
 	$(BIN)/pyright
 
 bench: .venv/benchmarks
-	$(BIN)/python benchmarks/bench_core.py
+	$(BIN)/python benchmarks/bench_core.py --json benchmarks/results/core-cpu.json
 	$(BIN)/python benchmarks/bench_transfer.py --device cpu --json benchmarks/results/transfer-cpu.json
 	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json benchmarks/results/transfer-cpu.svg
 	$(BIN)/python benchmarks/bench_loader.py --json benchmarks/results/loader-cpu.json
 	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json benchmarks/results/loader-cpu.svg
 	$(BIN)/python benchmarks/bench_disk.py --json benchmarks/results/disk-cpu.json
 	$(BIN)/python benchmarks/bench_distributed.py --json benchmarks/results/distributed-cpu.json
+
+# Whether the core operations still cost what they did; not part of the tests, as machines are noisy.
+bench-guard: .venv/benchmarks
+	$(BIN)/python benchmarks/guard.py
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
 bench-gpu:

@@ -154,18 +154,24 @@ def table(lines: list[dict[str, Any]]) -> str:
     return aligned(rows)
 
 
+def core_lines(rounds: int) -> list[dict[str, Any]]:
+    """Of every operation and size, the ratios and the goals."""
+    cases = {(row, size): timers(row, size) for row in ROWS for size in row.sizes}
+    seconds = interleaved(cases, rounds)
+    lines = []
+    for (row, size), times in seconds.items():
+        small = {} if size == 8 else {SMALL: seconds[row, 8][OURS]}
+        lines.append(line(row.name, size, {**times, **small}, tuple(g for g in row.goals if size in g.sizes)))
+    return lines
+
+
 def main() -> None:
     args = parser("Core operations beside a plain dict and TensorDict, as ratios.").parse_args()
     measured = setting(tensordict=TensorDict)
     print(", ".join(f"{what} {name or 'is not installed, its column is left out'}" for what, name in measured.items()))
     print(f"median (least..greatest) of {args.rounds} ratios; below 1 ours is faster; ~1: to {ABOUT_ONE}\n", flush=True)
 
-    cases = {(row, size): timers(row, size) for row in ROWS for size in row.sizes}
-    seconds = interleaved(cases, args.rounds)
-    lines = []
-    for (row, size), times in seconds.items():
-        small = {} if size == 8 else {SMALL: seconds[row, 8][OURS]}
-        lines.append(line(row.name, size, {**times, **small}, tuple(g for g in row.goals if size in g.sizes)))
+    lines = core_lines(args.rounds)
     if TensorDict is not None:
         pairs = [(import_seconds("tensordict_lite"), import_seconds("tensordict")) for _ in range(args.rounds + 1)]
         imports = {OURS: [x for x, _ in pairs[1:]], PEER: [y for _, y in pairs[1:]]}  # the first fills file caches
