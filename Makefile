@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo demo-ddp test test-frameworks check bench bench-guard bench-gpu clean
+.PHONY: demo demo-ddp test test-frameworks check bench bench-guard bench-gpu docs clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -41,8 +41,11 @@ bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_transfer.py --json benchmarks/results/transfer-gpu.json
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_loader.py --json benchmarks/results/loader-gpu.json
 
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv examples/out
+	rm -rf .venv examples/out site
 
 # One stamp a requirements file; each installs the package itself too, in place.
 .venv/%: %/requirements.txt examples/requirements.txt tests/requirements.txt pyproject.toml | $(BIN)/python

@@ -59,12 +59,13 @@ def _blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "least"), [("README.md", 40), ("docs/index.md", 1)])
+def test_a_page_runs(page: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks are one session. After a statement, ``# -> value`` is its repr, ``# SomeError: text`` what it raises."""
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"__name__": "readme"}
     checked = 0
-    for block in _blocks(ROOT / "README.md"):
+    for block in _blocks(ROOT / page):
         # Without a GPU the examples run on the simulated one.
         source = block if torch.cuda.is_available() else block.replace("cuda", "sim")
         lines = source.splitlines()
@@ -74,15 +75,15 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             error = re.match(r"(\w+Error): (.*)", comment)
             if error:
                 with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(error[2])) as caught:
-                    exec(compile(code, "README.md", "exec"), scope)
+                    exec(compile(code, page, "exec"), scope)
                 assert caught.type.__name__ == error[1]
             elif comment.startswith("-> "):
                 assert repr(eval(code, scope)) == comment.removeprefix("-> "), code
             else:
-                exec(compile(code, "README.md", "exec"), scope)
+                exec(compile(code, page, "exec"), scope)
                 continue
             checked += 1
-    assert checked >= 20
+    assert checked >= least
 
 
 def test_the_readme_shows_the_tree_as_it_is() -> None:
