@@ -41,7 +41,13 @@ _AT_ONCE = 64 << 20
 """Bytes of tensors of a device that are on the host at once while they are written."""
 _PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 """Dtypes that safetensors has no name for, which are stored as pairs of real numbers."""
-_STORED = [(name, dtype) for dtype in PACKABLE if (name := str(dtype).removeprefix("torch.")) not in _PAIRS]
+
+
+def _called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_STORED = [(name, dtype) for dtype in PACKABLE if (name := _called(dtype)) not in _PAIRS]
 
 
 def _library() -> Any:
@@ -62,10 +68,8 @@ def write(d: TreeDict[Any], path: str | os.PathLike[str]) -> None:
     _refuse_unwritable(leaves)
     tensors = [cast(Tensor, value) for _, value in leaves]
     names = _names([path for path, _ in leaves])
-    plan["tensors"] = [
-        [name, dtype] if (dtype := str(tensor.dtype).removeprefix("torch.")) in _PAIRS else name
-        for name, tensor in zip(names, tensors, strict=True)
-    ]
+    dtypes = [_called(tensor.dtype) for tensor in tensors]
+    plan["tensors"] = [[name, dtype] if dtype in _PAIRS else name for name, dtype in zip(names, dtypes, strict=True)]
     text = json.dumps(plan, separators=(",", ":"))
     if len(text) > _LARGEST_PLAN or _brackets(text) > _MOST_BRACKETS:
         raise ValueError(
@@ -77,11 +81,11 @@ def write(d: TreeDict[Any], path: str | os.PathLike[str]) -> None:
     header: dict[str, Any] = {"__metadata__": {PLAN: text}}
     end = 0
     for i in order:
-        dtype, shape = tensors[i].dtype, list(tensors[i].shape)
-        if str(dtype).removeprefix("torch.") in _PAIRS:
-            dtype, shape = _PAIRS[str(dtype).removeprefix("torch.")], [*shape, 2]
-        start, end = end, end + tensors[i].numel() * tensors[i].dtype.itemsize
-        code = specs(dtype=str(dtype).removeprefix("torch."), shape=shape, data_ptr=0, data_len=end - start).dtype
+        dtype, shape = dtypes[i], list(tensors[i].shape)
+        if dtype in _PAIRS:
+            dtype, shape = _called(_PAIRS[dtype]), [*shape, 2]
+        start, end = end, end + tensors[i].nbytes
+        code = specs(dtype=dtype, shape=shape, data_ptr=0, data_len=end - start).dtype
         header[names[i]] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)  # so that the bytes begin aligned
