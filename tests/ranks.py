@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,18 +16,24 @@ import torch.multiprocessing as mp
 
 def on_ranks(function: Callable[..., None], *args: Any, count: int = 2) -> None:
     """``function(rank, *args)`` on ``count`` gloo ranks, each a process; an error of one is raised here."""
-    with socket.socket() as free:
+    with socket.socket() as free:  # for frameworks; the group itself meets in a file, as a port may be taken meanwhile
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(_rank, args=(function, args, count, port), nprocs=count, start_method="spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, args=(function, args, count, port, folder), nprocs=count, start_method="spawn")
 
 
-def _rank(rank: int, function: Callable[..., None], args: tuple[Any, ...], count: int, port: int) -> None:
+def meet(rank: int, count: int, folder: str, name: str = "meeting") -> None:
+    """Make the default group. What never comes is an error, and soon."""
+    meeting, timeout = f"file://{folder}/{name}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count, timeout=timeout)
+
+
+def _rank(rank: int, function: Callable[..., None], args: tuple[Any, ...], count: int, port: int, folder: str) -> None:
     # As torchrun sets them, for frameworks that make the group themselves.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    # So that a rank that waits for what never comes is an error, and soon.
-    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "MEETING": folder}
+    meet(rank, count, folder)
     function(rank, *args)
     # All are done and the model is gone before the group goes: gloo's threads abort a process that ends under them.
     gc.collect()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from ranks import on_ranks
+from ranks import meet, on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -299,9 +299,7 @@ def groups(rank: int, world: int) -> None:
     assert len(d_.all_gather(DeviceDict({"x": torch.ones(rank + 5)}))) == 4  # more schemas than a channel remembers
     dist.barrier()
     dist.destroy_process_group()  # a new group knows nothing of the schemas of the old one
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + 1}"
-    )
+    meet(rank, world, os.environ["MEETING"], "again")
     assert d_.broadcast(sample(1) if rank == 0 else None) == sample(1)
 
 
