@@ -91,7 +91,9 @@ def html(data: Mapping[str, Any], title: str, note: Note) -> str:
     )
     head = "".join(f'<th style="{_STYLE};opacity:.6">{name}</th>' for name in ("key", "value", "encoder"))
     opened = " open" if len(rows) <= _UNFOLDED else ""
+    # A page without a doctype gives tables a colour of their own.
+    style = "border-collapse:collapse;color:inherit;margin:.3em 0 0 1em"
     return (
         f'<details{opened}><summary style="cursor:pointer;font-family:monospace">{escape(title)}</summary>'
-        f'<table style="border-collapse:collapse;margin:.3em 0 0 1em"><tr>{head}</tr>{body}</table></details>'
+        f'<table style="{style}"><tr>{head}</tr>{body}</table></details>'
     )

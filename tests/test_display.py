@@ -93,6 +93,7 @@ class _Tags(HTMLParser):
 def test_the_table() -> None:
     d = DeviceDict({"<b>": 1.0, "obs": {"name": ["ada"]}})
     page = d._repr_html_()
+    assert "color:inherit" in page, "it reads on a dark page without a doctype, too"
     tags = _Tags()
     tags.feed(page)
     assert not tags.open, "every tag is closed"
