@@ -15,7 +15,9 @@ _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
     "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 )
-PACKABLE = frozenset(getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name))
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)}
+"""Those of `PACKABLE`, by name."""
+PACKABLE = frozenset(DTYPES.values())
 """The dtypes that fill whole bytes and are copied by value; quantised ones have parameters beside their bytes."""
 _COPIED_TOGETHER = frozenset(
     (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

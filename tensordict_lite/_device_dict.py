@@ -20,6 +20,7 @@ from ._display import field_count, html, size, tree
 from ._errors import Path, dotted, located
 from ._items import nbytes
 from ._packing import packed_layout
+from ._plan import TooDeep
 from ._policy import Encoders
 from ._rows import Rows
 from ._shaping import ShapedDict, flatten_into
@@ -294,7 +295,7 @@ class DeviceDict(ShapedDict[V]):
 
     def __reduce_ex__(self, protocol: Any, /) -> Any:
         if protocol == _saved.PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
-            with suppress(_saved.TooDeep):
+            with suppress(TooDeep):
                 return _saved.taken_apart(self)
         return self.__reduce__()
 

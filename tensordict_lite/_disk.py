@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from ._block import PACKABLE
+from ._block import DTYPES, PACKABLE
 from ._devices import CPU
-from ._errors import InvalidFileError, Path, dotted
+from ._errors import InvalidFileError, Path, dotted, dtype_name
 from ._layout import ALIGNMENT, row_major
 from ._plan import Plan, Reader, describe, refuse
 from ._policy import Encoders, Policy
@@ -41,13 +41,7 @@ _AT_ONCE = 64 << 20
 """Bytes of tensors of a device that are on the host at once while they are written."""
 _PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 """Dtypes that safetensors has no name for, which are stored as pairs of real numbers."""
-
-
-def _called(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_STORED = [(name, dtype) for dtype in PACKABLE if (name := _called(dtype)) not in _PAIRS]
+_STORED = {name: dtype for name, dtype in DTYPES.items() if name not in _PAIRS}
 
 
 def _library() -> Any:
@@ -68,7 +62,7 @@ def write(d: TreeDict[Any], path: str | os.PathLike[str]) -> None:
     _refuse_unwritable(leaves)
     tensors = [cast(Tensor, value) for _, value in leaves]
     names = _names([path for path, _ in leaves])
-    dtypes = [_called(tensor.dtype) for tensor in tensors]
+    dtypes = [dtype_name(tensor.dtype) for tensor in tensors]
     plan["tensors"] = [[name, dtype] if dtype in _PAIRS else name for name, dtype in zip(names, dtypes, strict=True)]
     text = json.dumps(plan, separators=(",", ":"))
     if len(text) > _LARGEST_PLAN or _brackets(text) > _MOST_BRACKETS:
@@ -83,7 +77,7 @@ def write(d: TreeDict[Any], path: str | os.PathLike[str]) -> None:
     for i in order:
         dtype, shape = dtypes[i], list(tensors[i].shape)
         if dtype in _PAIRS:
-            dtype, shape = _called(_PAIRS[dtype]), [*shape, 2]
+            dtype, shape = dtype_name(_PAIRS[dtype]), [*shape, 2]
         start, end = end, end + tensors[i].nbytes
         code = specs(dtype=dtype, shape=shape, data_ptr=0, data_len=end - start).dtype
         header[names[i]] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
@@ -172,15 +166,16 @@ def read(
     with open(path, "rb") as opened:
         # By the open file, so that its tensors are those of its header whatever takes its name meanwhile.
         same = f"/proc/self/fd/{opened.fileno()}"
-        same = same if os.path.exists(same) else os.fspath(path)
+        linked = os.path.exists(same)
         with _invalid(library.SafetensorError):
-            file = library.safe_open(same, framework="pt", device="cpu")
+            file = library.safe_open(same if linked else os.fspath(path), framework="pt", device="cpu")
         with file, _invalid(library.SafetensorError, RuntimeError):
             plan, stored = _plan_of(cast("dict[str, str]", file.metadata() or {}), list(file.keys()))
             reader = Reader(plan, len(stored), encoders)
             wanted = _wanted(reader, paths)
             numbers = [number for path, number in reader.leaves if wanted(path)]
-            found = _mapped(library, file, opened, {stored[i][0] for i in numbers})
+            names = {stored[i][0] for i in numbers}
+            found = _mapped(library, file, opened, same, names) if linked else _one_by_one(file, names)
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in numbers]
     moved = dict(zip(numbers, transfer(tensors, device), strict=True))
     with _invalid(library.SafetensorError):
@@ -189,24 +184,27 @@ def read(
     return out
 
 
-def _mapped(library: Any, file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
+def _one_by_one(file: Any, names: set[Any]) -> dict[Any, Tensor]:
+    return {name: file.get_tensor(name) for name in names}
+
+
+def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any]) -> dict[Any, Tensor]:
     """These tensors of a file that the library has found to be sound, in the memory of the file.
 
     Over slices of one mapping, each a storage of its own, so that what is pickled or copied of one is that one. It
     takes 4 us a tensor; the library's way to the same takes 11.
     """
-    same = f"/proc/self/fd/{opened.fileno()}"
-    if not os.path.exists(same):
-        return {name: file.get_tensor(name) for name in names}
-    dtypes = {library.TensorSpec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype: dtype for name, dtype in _STORED}
-    memory = cast(Any, torch.UntypedStorage).from_file(same, False, os.fstat(opened.fileno()).st_size)
+    dtypes = {
+        library.TensorSpec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype: dtype for name, dtype in _STORED.items()
+    }
+    memory = cast(Any, torch.UntypedStorage).from_file(path, False, os.fstat(opened.fileno()).st_size)
     start = 8 + int.from_bytes(opened.read(8), "little")
     out: dict[Any, Tensor] = {}
     for name in file.offset_keys():  # the tensors lie side by side, which the library has checked
         part = file.get_slice(name)
         shape, dtype = tuple(part.get_shape()), dtypes.get(part.get_dtype())
         if dtype is None:  # one that only the library knows the size of
-            return {name: file.get_tensor(name) for name in names}
+            return _one_by_one(file, names)
         end = start + prod(shape) * dtype.itemsize
         if name not in names:
             pass

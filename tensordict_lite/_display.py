@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from ._errors import dtype_name
+
 Note = Callable[[Mapping[str, Any], str], str]
 """What to say beside a field, given its dict and key; empty for nothing."""
 
@@ -45,7 +47,7 @@ def field_count(data: Mapping[str, Any]) -> int:
 def _what(value: Any) -> str:
     if isinstance(value, Tensor):
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
-        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
+        return f"{dtype_name(value.dtype)}[{shape}]"
     if isinstance(value, Mapping):
         return "" if value else "(empty)"
     return f"object {type(value).__name__}"

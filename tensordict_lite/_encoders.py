@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._errors import dtype_name
 from ._strings import integer_codes, register_encoder, tensor_codes
 
 
@@ -83,7 +84,7 @@ class Utf8:
     def decode(self, codes: Tensor, /) -> list[str]:
         """The ``n`` strings of uint8 ``[n, L]``."""
         if tensor_codes(self, codes).dtype != torch.uint8:
-            raise TypeError(f"{self!r} decodes uint8 codes, got {str(codes.dtype).removeprefix('torch.')}")
+            raise TypeError(f"{self!r} decodes uint8 codes, got {dtype_name(codes.dtype)}")
         count, width = codes.shape
         if width == 0:
             return [""] * count

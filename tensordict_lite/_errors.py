@@ -12,6 +12,11 @@ def dotted(path: Path) -> str:
     return repr(".".join(path))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``, as it stands in messages, trees and files."""
+    return str(dtype).removeprefix("torch.")
+
+
 def located(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:
     """``error``, of a part that does not know where it is, as the one to raise: with ``path`` in front."""
     kind = TypeError if isinstance(error, TypeError) else ValueError

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ._device_dict import DeviceDict
 from ._encoders import Utf8
-from ._errors import DeviceMismatchError, Path, dotted
+from ._errors import DeviceMismatchError, Path, dotted, dtype_name
 from ._policy import Policy
 from ._tree import TreeDict
 
@@ -168,5 +168,5 @@ def described(value: Any) -> str:
     if isinstance(value, Tensor):
         where = "" if value.is_cpu else f" on {value.device}"
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
-        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]{where}"
+        return f"{dtype_name(value.dtype)}[{shape}]{where}"
     return "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}"

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ._block import PACKABLE, arrange, block_of, clear_gaps, gather, new_block, regions
+from ._block import DTYPES, arrange, block_of, clear_gaps, gather, new_block, regions
 from ._devices import canonical
-from ._errors import InvalidFileError, Path, dotted
+from ._errors import InvalidFileError, Path, dotted, dtype_name
 from ._items import only_tensors
 from ._layout import Group, Layout, lay_out
 from ._packing import block_layout, from_block, is_spec
@@ -26,7 +26,6 @@ text and of the block that follow, and a number that tells this protocol from ot
 _MAGIC = 0x7464_6C31
 _LARGEST = 16 << 20
 """Bytes of a header; as for the plan of a file."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PACKABLE}
 
 
 @dataclass
@@ -84,7 +83,7 @@ class Schema:
         found: dict[int, str] = {}
         for (dtype, shape, _), members in self.groups:
             for i in members:
-                found[i] = f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+                found[i] = f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"
         return {path: found[i] for i, path in enumerate(self.paths)}
 
 
@@ -92,7 +91,6 @@ class Schema:
 class Message:
     """A dict, ready to be sent."""
 
-    d: Any
     schema: Schema
     block: Tensor
 
@@ -105,24 +103,41 @@ def message_of(d: TreeDict[Any]) -> Message:
 
     Cost: one copy of the tensors, none if they are packed; a schema is described once.
     """
-    schema = schema_for(d)
-    tensors = [tensor.detach() for tensor in d._tensors()]
+    tensors, groups, beside = _arranged(d)
+    schema = _sendable(tensors, _schema(d, tensors, groups, beside))
     device = tensors[0].device if tensors else torch.device("cpu")
-    if any(tensor.is_meta for tensor in tensors):
-        raise TypeError("a dict on meta has no values to send")
     if not schema.nbytes:
-        return Message(d, schema, torch.empty(0, dtype=torch.uint8, device=device))
-    if block_layout(tensors, arrange(tensors)[0]) is not None:
-        return Message(d, schema, block_of(tensors, schema.layout))
+        return Message(schema, torch.empty(0, dtype=torch.uint8, device=device))
+    if block_layout(tensors, groups) is not None:
+        return Message(schema, block_of(tensors, schema.layout))
     block = clear_gaps(new_block(schema.nbytes, device), schema.layout)
     gather(tensors, schema.layout, regions(block, schema.layout))
-    return Message(d, schema, block)
+    return Message(schema, block)
+
+
+def schema_to_send(d: TreeDict[Any]) -> Schema:
+    """The schema of a dict that could be sent. Raises as `message_of`; copies nothing."""
+    tensors, groups, beside = _arranged(d)
+    return _sendable(tensors, _schema(d, tensors, groups, beside))
 
 
 def schema_for(d: TreeDict[Any]) -> Schema:
-    """The schema of a dict. Raises ``TypeError`` or ``ValueError`` that name what cannot be sent."""
+    """The schema of a dict, which may be one on meta. Raises ``TypeError`` or ``ValueError`` as `message_of`."""
+    return _schema(d, *_arranged(d))
+
+
+def _arranged(d: TreeDict[Any]) -> tuple[list[Tensor], list[Group], list[int]]:
     tensors = [tensor.detach() for tensor in d._tensors()]
-    groups, beside = arrange(tensors)
+    return (tensors, *arrange(tensors))
+
+
+def _sendable(tensors: list[Tensor], schema: Schema) -> Schema:
+    if any(tensor.is_meta for tensor in tensors):
+        raise TypeError("a dict on meta has no values to send")
+    return schema
+
+
+def _schema(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], beside: list[int]) -> Schema:
     key = (_shape_of(d), tuple((spec, tuple(members)) for spec, members in groups))
     known = None if beside else _known.get(key)
     if known is not None:
@@ -154,7 +169,7 @@ def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], bes
             "its bytes; convert it first"
         )
     layout = lay_out(groups)
-    specs = [[str(spec[0]).removeprefix("torch."), *map(list, spec[1:]), members] for spec, members in layout.groups]
+    specs = [[dtype_name(spec[0]), *map(list, spec[1:]), members] for spec, members in layout.groups]
     text = json.dumps({"plan": plan, "specs": specs}, separators=(",", ":")).encode()
     if len(text) > _LARGEST:
         raise ValueError(f"the structure and encoders of this dict take {len(text)} bytes, a message holds {_LARGEST}")
@@ -180,7 +195,7 @@ def schema_of(text: bytes, digest: int) -> Schema:
         plan, listed = header["plan"], header["specs"]
         groups: list[Group] = []
         for dtype, shape, stride, members in listed:
-            spec = (_DTYPES[dtype], tuple(shape), tuple(stride), members)
+            spec = (DTYPES[dtype], tuple(shape), tuple(stride), members)
             if not is_spec(spec):
                 refuse("a header whose layout is damaged")
             groups.append((spec[:3], list(members)))

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
-from ._block import PACKABLE
+from ._block import DTYPES
 from ._encoders import Utf8
-from ._errors import InvalidFileError, Path, dotted
+from ._errors import InvalidFileError, Path, dotted, dtype_name
 from ._policy import Encoders, Policy
 from ._strings import StringEncoder, encoder_from_json, runs_code
 from ._tree import TreeDict
@@ -22,7 +22,7 @@ DEPTH = 64
 """Levels of nesting in a plan. Whoever reads one recurses, and so must be able to trust that there is an end."""
 OF_ITS_CLASS = -1
 """In place of a policy's number: the policy of the class."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PACKABLE if dtype.is_floating_point}
+_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 class TooDeep(ValueError):
@@ -31,10 +31,11 @@ class TooDeep(ValueError):
 
 Plan = dict[str, Any]
 Leaves = list[tuple[Path, Any]]
-Nodes = list[tuple[Path, TreeDict[Any]]]
 
 
-def describe(d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: bool) -> tuple[Plan, Leaves, Nodes]:
+def describe(
+    d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: bool
+) -> tuple[Plan, Leaves, list[TreeDict[Any]]]:
     """The plan of a dict, what its numbers stand for, and its dicts, in the order in which they come.
 
     Args:
@@ -44,7 +45,7 @@ def describe(d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: boo
     Raises ``TooDeep`` for a dict nested deeper than `DEPTH`.
     """
     leaves: Leaves = []
-    nodes: Nodes = []
+    nodes: list[TreeDict[Any]] = []
     policies, encoders = _Table(), _Table()
 
     def number(one: StringEncoder, path: Path) -> int:
@@ -60,13 +61,13 @@ def describe(d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: boo
             "default": None if default == Utf8() else number(default, (*at, "*")),
             "on_mismatch": one.on_mismatch,
             "objects": one.objects,
-            "dtype": None if one.dtype is None else str(one.dtype).removeprefix("torch."),
+            "dtype": None if one.dtype is None else dtype_name(one.dtype),
         }
 
     def node(one: TreeDict[Any], at: Path) -> dict[str, Any]:
         if len(at) >= DEPTH:
             raise TooDeep(f"{dotted(at)} is nested {DEPTH} levels deep, and files hold fewer")
-        nodes.append((at, one))
+        nodes.append(one)
         items: list[Any] = []
         for key, value in one.items():
             if isinstance(value, TreeDict):

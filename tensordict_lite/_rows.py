@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ._checked import CheckedDict
 from ._encoders import Utf8
-from ._errors import dotted
+from ._errors import dotted, dtype_name
 from ._strings import StringEncoder
 from ._tree import TreeDict
 
@@ -169,7 +169,7 @@ def _index(given: Any, count: int) -> Any:
             raise IndexError(f"a mask for {count} rows has the shape [{count}], got {list(tensor.shape)}")
         return tensor.nonzero().squeeze(1)  # once, not once a field
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 1:
-        what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        what = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
         raise TypeError(f"rows are taken by a mask or by a list of ints, got {what}")
     return int(tensor) if tensor.dim() == 0 else tensor.long()
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from ._devices import resolve
 from ._errors import InvalidFileError, Path
 from ._packing import from_block
-from ._plan import Reader, TooDeep, describe, refuse
+from ._plan import Reader, describe, refuse
 from ._strings import StringEncoder, encoder_to_json, runs_code
 from ._tree import TreeDict, class_named, name_of, packed_apart
-
-__all__ = ["PROTOCOL", "TooDeep", "rebuild", "taken_apart"]
 
 PROTOCOL = 2
 """The pickle protocol of `torch.save`, by which it is told from others. They get the class itself, so that whoever
@@ -36,7 +34,7 @@ def taken_apart(d: TreeDict[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     for _, value in leaves:
         stored.append(numbers[id(value)] if id(value) in numbers else value if isinstance(value, Tensor) else (value,))
     device = None if d._device is None else str(d._device)
-    return rebuild, (plan, [name_of(type(node)) for _, node in nodes], stored, device, block, specs)
+    return rebuild, (plan, [name_of(type(node)) for node in nodes], stored, device, block, specs)
 
 
 def _encoder_entry(encoder: StringEncoder) -> Any:

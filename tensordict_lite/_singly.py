@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._errors import dtype_name
+
 CASTABLE = frozenset(
     dtype
     for dtype in vars(torch).values()
@@ -86,9 +88,7 @@ def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     try:
         return tensor.numpy(force=True)  # detach, and resolve conjugate and negative bits, in one C call
     except (TypeError, RuntimeError) as error:
-        what = str(tensor.dtype).removeprefix("torch.") + (
-            "" if tensor.layout == torch.strided else f", {tensor.layout}"
-        )
+        what = dtype_name(tensor.dtype) + ("" if tensor.layout == torch.strided else f", {tensor.layout}")
         dense = tensor.layout == torch.strided and tensor.is_floating_point()
         way_out = "call .float() first" if dense else "convert it first"
         raise TypeError(f"NumPy has no {what}; {way_out}") from error

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._errors import dtype_name
+
 Codes = Tensor | Mapping[str, Tensor]
 
 
@@ -257,5 +259,5 @@ def integer_codes(encoder: object, codes: Tensor) -> list[int]:
     """1-d integer codes as Python ints; ``TypeError`` for codes of another kind."""
     tensor_codes(encoder, codes)
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
-        raise TypeError(f"{encoder!r} decodes integer codes, got {str(codes.dtype).removeprefix('torch.')}")
+        raise TypeError(f"{encoder!r} decodes integer codes, got {dtype_name(codes.dtype)}")
     return cast(Any, codes).tolist()

@@ -18,10 +18,10 @@ from ._message import (
     Message,
     Schema,
     failure,
-    message_of,
     prefix_of,
     read_prefix,
     schema_of,
+    schema_to_send,
     text_of,
 )
 from ._transfer import transfer
@@ -166,33 +166,33 @@ def named(what: str) -> Generator[None]:
         raise kind(f"rank {dist.get_rank()}: {what}: {error}") from error
 
 
-def agreed(d: Any, group: Group, mark: int = 0, refused: Exception | None = None) -> tuple[Message, list[int]]:
-    """This rank's message and the digests of all, if no rank has anything against its dict; else an error on each.
+def agreed(d: Any, group: Group, mark: int = 0, refused: Exception | None = None) -> tuple[Schema, list[int]]:
+    """This rank's schema and the digests of all, if no rank has anything against its dict; else an error on each.
 
     ``mark``: what must be the same on every rank too; ``refused``: something else that this one has against it.
     """
     device, ranks = where(group), ranks_of(group)
-    message: Message | None = None
+    schema: Schema | None = None
     text = b""
     try:
         if refused is not None:
             raise refused
         if not isinstance(d, DeviceDict):
             raise TypeError(f"a DeviceDict is needed, got {type(d).__name__}")
-        message = message_of(cast("DeviceDict[Any]", d))
+        schema = schema_to_send(cast("DeviceDict[Any]", d))
     except Exception as error:  # whatever it is, the others wait to hear of it
         text = failure(error)
-    prefix = prefix_of(None if message is None else message.schema, mark, device)
+    prefix = prefix_of(schema, mark, device)
     prefixes = [torch.empty_like(prefix) for _ in ranks]
     dist.all_gather(prefixes, prefix, group=group)
     read = [read_prefix(one) for one in prefixes]
-    if message is None or any(failed for failed, *_ in read):
+    if schema is None or any(failed for failed, *_ in read):
         said = zip(ranks, texts_of_all(text, group), strict=True)
         reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
         raise RuntimeError(f"rank {dist.get_rank()}: {reasons}")
     if len({marked for _, _, marked, _ in read}) > 1:
         raise RuntimeError(f"rank {dist.get_rank()}: ranks make this call in different ways, such as with another op")
-    return message, [digest for _, digest, _, _ in read]
+    return schema, [digest for _, digest, _, _ in read]
 
 
 def texts_of_all(mine: bytes, group: Group) -> list[bytes]:

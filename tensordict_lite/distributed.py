@@ -34,7 +34,7 @@ from torch import Tensor
 from ._device_dict import DeviceDict
 from ._devices import DeviceLike, canonical
 from ._errors import InvalidFileError, dotted
-from ._message import Schema, message_of, schema_for, schema_of
+from ._message import Message, Schema, message_of, schema_for, schema_of
 from ._transfer import transfer
 from ._wire import Channel, Group, Work, agreed, at_home, dist, named, ranks_of, texts_of_all, where
 
@@ -61,12 +61,25 @@ def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> Non
 
 def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> Work:
     """`send`, returning at once: the dict must not change before ``wait()``, which raises what `send` does."""
-    channel = Channel(group, "to", dst, tag)
-    refused: Exception | None = None
     try:
-        parts = channel.parts(message_of(_checked(d, "send")))
+        made = message_of(_checked(d, "send"))
     except Exception as error:  # whatever it is, the receiver waits to hear of it
-        parts, refused = channel.failed(error), error
+        made = error
+    return _started(made, dst, tag, group)
+
+
+def _started(made: Message | Exception, dst: int, tag: int, group: Group) -> Work:
+    """A message on its way, or what is wrong with it, which ``wait()`` then raises here too."""
+    channel = Channel(group, "to", dst, tag)
+    refused = made if isinstance(made, Exception) else None
+    parts: list[Tensor] = []
+    if isinstance(made, Message):
+        try:
+            parts = channel.parts(made)
+        except Exception as error:
+            refused = error
+    if refused is not None:
+        parts = channel.failed(refused)
     with named(f"send to rank {dst}"):
         works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
 
@@ -205,18 +218,14 @@ def scatter(
     if dist.get_rank() != src:
         return recv(src, _TAG, None, group, cls=cls, device=device)
     ranks = ranks_of(group)
-    parts: list[Any] = [None] * len(ranks)
+    parts: list[Any] = []
     refused: Exception | None = None
     try:
         parts = _dealt(_checked(d, "scatter"), len(ranks), uneven)
-        for part in parts:
-            message_of(part)  # raises before anything is sent
+        messages: list[Any] = [message_of(part) for part in parts]  # before anything is sent
     except Exception as error:
-        refused = error
-    works: list[Work] = []
-    for part, other in zip(parts, ranks, strict=True):
-        if other != src:
-            works.append(isend(part, other, _TAG, group) if refused is None else _failure_to(other, refused, group))
+        refused, messages = error, [error] * len(ranks)
+    works = [_started(m, other, _TAG, group) for m, other in zip(messages, ranks, strict=True) if other != src]
     for work in works:  # all of them, so that a peer that is gone costs the others nothing
         try:
             work.wait()
@@ -256,16 +265,16 @@ def all_gather(d: D, group: Group = None, *, cls: type[D] | None = None, device:
     channel = Channel(group, "all")
     kind: Any = type(d) if cls is None else cls
     with named("all_gather"):
-        message, digests = agreed(d, group)
+        own, digests = agreed(d, group)
         schemas: list[Any] = [channel.known.get(digest) for digest in digests]
         if None in schemas:
-            texts = texts_of_all(message.schema.text, group)
+            texts = texts_of_all(own.text, group)
             schemas = [schema_of(text, digest) for text, digest in zip(texts, digests, strict=True)]
         for schema in schemas:
             channel.remember(schema)
         largest = max(schema.nbytes for schema in schemas)
         mine = torch.zeros(largest, dtype=torch.uint8, device=channel.where)
-        mine[: message.schema.nbytes] = message.block
+        mine[: own.nbytes] = message_of(d).block
         blocks = [torch.empty_like(mine) for _ in schemas]
         if largest:
             dist.all_gather(blocks, mine, group=group)
@@ -286,14 +295,14 @@ def all_reduce(d: D, op: Op = "sum", group: Group = None) -> D:
     with named("all_reduce"):
         wrong = None if op in _OPS else ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
         try:
-            message, digests = agreed(d, group, 0 if wrong else _OPS.index(op), wrong)
+            schema, digests = agreed(d, group, 0 if wrong else _OPS.index(op), wrong)
         except RuntimeError:
             if wrong is not None:
                 raise wrong from None
             raise
         if len(set(digests)) > 1:
-            _refuse_differing(message.schema, digests, group)
-        names, tensors = list(map(dotted, message.schema.paths)), [tensor.detach() for tensor in d._tensors()]
+            _refuse_differing(schema, digests, group)
+        names, tensors = list(map(dotted, schema.paths)), [tensor.detach() for tensor in d._tensors()]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(i)
@@ -323,18 +332,6 @@ def _arrived(schema: Schema, block: Tensor, src: int, cls: Any, device: DeviceLi
         return schema.build(cls, at_home(block, device))
     except InvalidFileError as error:  # an encoder that is not registered here, say
         raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {error}") from error
-
-
-def _failure_to(rank: int, error: Exception, group: Group) -> Work:
-    parts = Channel(group, "to", rank, _TAG).failed(error)
-    works = [dist.isend(part, rank, group=group, tag=_TAG) for part in parts]
-
-    def finish() -> None:
-        for work in works:
-            work.wait()
-        parts.clear()
-
-    return Work(finish)
 
 
 def _dealt(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:
