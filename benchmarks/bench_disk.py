@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import aligned, interleaved, parser, ratio, same, setting, write
+from common import interleaved, parser, ratio, ratio_table, same, setting, write
 from safetensors.torch import load_file, save_file
 from torch.utils.benchmark import Timer
 
@@ -93,14 +93,7 @@ def main() -> None:
                 lines.append({"operation": operation, "fields": fields, "ratios": ratios, "goal": GOAL, "met": met})
     finally:
         shutil.rmtree(folder)
-    rows = [["operation", "fields", "ours / contender", "", f"<= {GOAL}"]]
-    for line in lines:
-        where = [line["operation"], line["fields"]]
-        for who, r in line["ratios"].items():
-            met = {None: "", True: "yes", False: "NO"}[line["met"]] if who == LIBRARY else ""
-            rows.append([*where, who, f"{r['median']:7.3f} ({r['min']:.3f}..{r['max']:.3f})", met])
-            where = ["", ""]
-    print(aligned(rows))
+    print(ratio_table(lines, "ours / contender", f"<= {GOAL}", LIBRARY))
     write(args.json, {**measured, "rounds": args.rounds, "results": lines})
 
 

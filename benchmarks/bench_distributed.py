@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import aligned, in_turn, parser, ratio, same, setting, write
+from common import in_turn, parser, ratio, ratio_table, same, setting, write
 
 from tensordict_lite import DeviceDict
 from tensordict_lite import distributed as ours_
@@ -123,14 +123,7 @@ def main() -> None:
         path = f"{folder}/lines.json"
         mp.start_processes(measure, args=(port, args.rounds, path), nprocs=2, start_method="spawn")
         lines = json.loads(Path(path).read_text())
-    rows = [["operation", "fields", "contender / ours", "", f">= {GOAL}"]]
-    for line in lines:
-        where = [line["operation"], line["fields"]]
-        for who, r in line["ratios"].items():
-            met = {None: "", True: "yes", False: "NO"}[line["met"]] if who == LOOP else ""
-            rows.append([*where, who, f"{r['median']:7.2f} ({r['min']:.2f}..{r['max']:.2f})", met])
-            where = ["", ""]
-    print(aligned(rows))
+    print(ratio_table(lines, "contender / ours", f">= {GOAL}", LOOP))
     write(args.json, {**measured, "rounds": args.rounds, "results": lines})
 
 

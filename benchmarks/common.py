@@ -76,6 +76,18 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+def ratio_table(lines: Sequence[Mapping[str, Any]], heading: str, goal: str, against: str) -> str:
+    """A line for each contender of each line: the ratio, and for the one that the goal is about whether it is met."""
+    rows = [["operation", "fields", heading, "", goal]]
+    for line in lines:
+        where = [line["operation"], line["fields"]]
+        for who, r in line["ratios"].items():
+            met = {None: "", True: "yes", False: "NO"}[line["met"]] if who == against else ""
+            rows.append([*where, who, f"{r['median']:7.3f} ({r['min']:.3f}..{r['max']:.3f})", met])
+            where = ["", ""]
+    return aligned(rows)
+
+
 def write(path: Path | None, results: Mapping[str, Any]) -> None:
     """Write the results as JSON, if a path is given."""
     if path:
