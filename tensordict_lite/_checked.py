@@ -43,7 +43,8 @@ class CheckedDict(TreeDict[V]):
     ) -> None:
         self._begin(data, device, encoders, on_mismatch, objects, dtype)
         if data is not None:
-            self._take(as_dict(data), consent=device is not None)
+            items = cast("dict[str, Any]", data) if type(data) is dict else as_dict(data)
+            self._take(items, consent=device is not None)
 
     def _begin(
         self,
@@ -58,15 +59,15 @@ class CheckedDict(TreeDict[V]):
         if self or getattr(self, "_device", None) is not None:
             raise TypeError(f"this {type(self).__name__} is made already; use update to add to it")
         policy = self._class_policy
+        home = None if device is None else resolve(device)
         if type(data) is not dict and isinstance(data, TreeDict):  # a copy, which may change class
             own = policy is not TreeDict._class_policy
             policy = policy.with_encoders(data._policy.carried(data)) if own else data._policy
+            home = data._device if device is None else home
         if not (encoders is on_mismatch is objects is dtype is None):
             policy = policy.override(encoders, on_mismatch, objects, dtype)
         self._policy = policy
-        self._device = None if device is None else resolve(device)
-        if device is None and isinstance(data, TreeDict):
-            self._device = data._device
+        self._device = home
 
     # --- reading, which is dict's own but for paths ---
 
