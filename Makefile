@@ -1,9 +1,12 @@
 # Needs only Python (3.10 or later) and make. Every target installs what it needs into .venv, once.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+INSTALL := $(BIN)/python $(PIP_INSTALL)
+BENCH := .venv-bench/bin/python benchmarks
+RESULTS := benchmarks/results
 
-.PHONY: demo demo-ddp test test-frameworks check bench bench-guard bench-gpu docs clean
+.PHONY: demo demo-ddp test test-frameworks check bench bench-more bench-guard bench-gpu docs clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -23,29 +26,39 @@ check: .venv/tests
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: .venv/benchmarks
-	$(BIN)/python benchmarks/bench_core.py --json benchmarks/results/core-cpu.json
-	$(BIN)/python benchmarks/bench_transfer.py --device cpu --json benchmarks/results/transfer-cpu.json
-	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json benchmarks/results/transfer-cpu.svg
-	$(BIN)/python benchmarks/bench_loader.py --json benchmarks/results/loader-cpu.json
-	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json benchmarks/results/loader-cpu.svg
-	$(BIN)/python benchmarks/bench_disk.py --json benchmarks/results/disk-cpu.json
-	$(BIN)/python benchmarks/bench_distributed.py --json benchmarks/results/distributed-cpu.json
+# Every operation beside what else holds a batch: a table, and results/peers-cpu.svg.
+bench: .venv-bench/benchmarks
+	$(BENCH)/bench_peers.py --json $(RESULTS)/peers-cpu.json
+	$(BENCH)/plot_peers.py $(RESULTS)/peers-cpu.json $(RESULTS)/peers-cpu.svg
+
+# Each part by itself, in several sizes, beside its limit and its goals.
+bench-more: .venv-bench/benchmarks
+	$(BENCH)/bench_core.py --json $(RESULTS)/core-cpu.json
+	$(BENCH)/bench_transfer.py --device cpu --json $(RESULTS)/transfer-cpu.json
+	$(BENCH)/plot_transfer.py $(RESULTS)/transfer-cpu.json $(RESULTS)/transfer-cpu.svg
+	$(BENCH)/bench_loader.py --json $(RESULTS)/loader-cpu.json
+	$(BENCH)/plot_transfer.py $(RESULTS)/loader-cpu.json $(RESULTS)/loader-cpu.svg
+	$(BENCH)/bench_disk.py --json $(RESULTS)/disk-cpu.json
+	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
+	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json
 
 # Whether the core operations still cost what they did; not part of the tests, as machines are noisy.
-bench-guard: .venv/benchmarks
-	$(BIN)/python benchmarks/guard.py
+bench-guard: .venv-bench/benchmarks
+	$(BENCH)/guard.py
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
+bench-gpu: export PYTHONPATH = .
 bench-gpu:
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_transfer.py --json benchmarks/results/transfer-gpu.json
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_loader.py --json benchmarks/results/loader-gpu.json
+	$(PYTHON) benchmarks/bench_transfer.py --json $(RESULTS)/transfer-gpu.json
+	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/transfer-gpu.json $(RESULTS)/transfer-gpu.svg
+	$(PYTHON) benchmarks/bench_loader.py --json $(RESULTS)/loader-gpu.json
+	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/loader-gpu.json $(RESULTS)/loader-gpu.svg
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf .venv examples/out site
+	rm -rf .venv .venv-bench examples/out site
 
 # One stamp a requirements file; each installs the package itself too, in place.
 .venv/%: %/requirements.txt examples/requirements.txt tests/requirements.txt pyproject.toml | $(BIN)/python
@@ -55,6 +68,13 @@ clean:
 
 .venv/frameworks: tests/frameworks/requirements.txt .venv/tests
 	$(INSTALL) -r $<
+	touch $@
+
+# An environment of its own, as tianshou and the tests of frameworks want different versions of pandas.
+.venv-bench/benchmarks: benchmarks/requirements.txt examples/requirements.txt tests/requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python $(PIP_INSTALL) -r $<
+	.venv-bench/bin/python $(PIP_INSTALL) --no-deps --editable .
 	touch $@
 
 $(BIN)/python:

@@ -8,7 +8,6 @@ an operation are timed right after each other and their ratio is taken, so that 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import aligned, interleaved, parser, ratio, same, setting, write
+from common import aligned, fresh, interleaved, parser, ratio, same, setting, write
 from torch.utils.benchmark import Timer
 
 from tensordict_lite import DeviceDict, TypedDeviceDict
@@ -123,8 +122,10 @@ def timers(row: Row, size: int) -> dict[str, Timer]:
 def import_seconds(module: str) -> float:
     """Of importing ``module`` after torch, in a fresh interpreter."""
     # Not with torch.utils.benchmark: it repeats a statement in one process, where a second import does nothing.
-    code = f"import time, torch; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    (seconds,) = fresh(
+        "-c", f"import time, torch; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+    )
+    return seconds
 
 
 def line(name: str, size: int | None, seconds: Mapping[str, list[float]], goals: tuple[Goal, ...]) -> dict[str, Any]:

@@ -187,12 +187,7 @@ class Bench:
     def load(self, name: str, size: Size, workers: int, goals: Goals) -> None:
         operation = f"load, {workers} worker{'' if workers == 1 else 's'}"
         loaders = self.loaders(f"{operation}, {name}", size, workers)
-        counts = {who: max(WARM, round(SECONDS / per_batch(loader, WARM))) for who, loader in loaders.items()}
-        seconds: Seconds = {who: [] for who in loaders}
-        for i in range(self.rounds):
-            for who in in_turn(loaders, i):
-                seconds[who].append(per_batch(loaders[who], counts[who]))
-                sleep(2 * workers * seconds[who][-1])  # its workers get their next batches ready, then they wait
+        seconds = seconds_of(loaders, self.rounds, workers)
         self.keep(operation, name, seconds, goals)
 
     def rows(self) -> None:
@@ -251,6 +246,17 @@ def per_batch(batches: Iterator[Any], count: int) -> float:
     for _ in range(count):
         next(batches)
     return (perf_counter() - start) / count
+
+
+def seconds_of(loaders: Mapping[str, Iterator[Any]], rounds: int, workers: int) -> Seconds:
+    """What a batch of each takes, in every round."""
+    counts = {who: max(WARM, round(SECONDS / per_batch(loader, WARM))) for who, loader in loaders.items()}
+    seconds: Seconds = {who: [] for who in loaders}
+    for i in range(rounds):
+        for who in in_turn(loaders, i):
+            seconds[who].append(per_batch(loaders[who], counts[who]))
+            sleep(2 * workers * seconds[who][-1])  # its workers get their next batches ready, then they wait
+    return seconds
 
 
 def scope(size: Size) -> dict[str, Any]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +66,16 @@ def interleaved(cases: Mapping[Case, Mapping[str, Timer]], rounds: int) -> dict[
 def in_turn(contenders: Mapping[str, Any], i: int) -> list[str]:
     """Their names in the order of round ``i``, so that none is always the first."""
     return list(reversed(contenders) if i % 2 else contenders)
+
+
+def fresh(*arguments: str) -> list[float]:
+    """The numbers that a fresh interpreter prints; it finds the benchmarks, and what earlier calls compiled."""
+    left_alone = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    command, env = [sys.executable, *arguments], {**left_alone, "PYTHONPATH": path}
+    return [
+        float(number) for number in subprocess.run(command, stdout=PIPE, text=True, check=True, env=env).stdout.split()
+    ]
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:

@@ -8,16 +8,9 @@ DeviceDict, the thin line on it the least and the greatest.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("agg")
-from matplotlib import pyplot
-from matplotlib.axes import Axes
+from plotting import Axes, Figure, pyplot, script
 
 COLOURS = {"ours": "#1b6ca8", "ours packed": "#1b6ca8", "ours unpacked": "#6fb1dd", "one tensor": "#8a8a8a"}
 OTHER = "#d9a25f"
@@ -46,7 +39,7 @@ def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def chart(results: dict[str, Any], out: Path) -> None:
+def chart(results: dict[str, Any]) -> Figure:
     """A row of charts for each operation, one for each size."""
     operations: dict[str, list[dict[str, Any]]] = {}
     for line in results["results"]:
@@ -54,7 +47,6 @@ def chart(results: dict[str, Any], out: Path) -> None:
     heights = [BAR * max(len(line["median_seconds"]) for line in row) for row in operations.values()]
     width = NAMES + (WIDTH + GAP) * max(map(len, operations.values()))
     height = TOP + sum(HEAD + bars for bars in heights) + GAP / 2
-    pyplot.rcParams.update({"font.size": 8, "svg.hashsalt": "transfer"})  # the same file from the same results
     figure = pyplot.figure(figsize=(width, height))
     where = f"{results['gpu'] or results['device'] or 'CPU only'}, {results['cpu']}, torch {results['torch']}"
     title = f"Time as a multiple of the packed DeviceDict's: shorter is faster\n{where}"
@@ -67,16 +59,8 @@ def chart(results: dict[str, Any], out: Path) -> None:
             left = NAMES + (WIDTH + GAP) * column
             box = (left / width, bottom / height, WIDTH / width, bars / height)
             draw(figure.add_axes(box), line, named=column == 0)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw what a benchmark measured.")
-    parser.add_argument("json", type=Path, help="what it wrote")
-    parser.add_argument("out", type=Path, help="the picture; its suffix says of which kind")
-    args = parser.parse_args()
-    chart(json.loads(args.json.read_text()), args.out)
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    script(chart, "Draw what bench_transfer.py or bench_loader.py measured.")

@@ -47,9 +47,11 @@ _STORED = {name: dtype for name, dtype in DTYPES.items() if name not in _PAIRS}
 def _library() -> Any:
     """safetensors, which is optional."""
     try:
-        return importlib.import_module("safetensors")
-    except ImportError as error:
-        raise ImportError('files need safetensors: pip install "tensordict_lite[safetensors]"') from error
+        library = importlib.import_module("safetensors")
+        library.TensorSpec  # noqa: B018  (versions before 0.8 have none)
+    except (ImportError, AttributeError) as error:
+        raise ImportError('files need safetensors: pip install "safetensors>=0.8"') from error
+    return library
 
 
 # --- writing ---

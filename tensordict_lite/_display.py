@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from html import escape
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -86,6 +85,9 @@ _STYLE = "text-align:left;padding:.15em 1em .15em 0;font-family:monospace;white-
 
 def html(data: Mapping[str, Any], title: str, note: Note) -> str:
     """The same as a table, folded if it is long. Colours are the page's own, so that it reads in light and dark."""
+    # Here, as its table of entities would take a tenth of the time of importing this package, and few need it.
+    from html import escape  # noqa: PLC0415
+
     rows = list(_rows(data, note))
     cells = ((f"{'    ' * (len(row.lasts) - 1)}{row.key}", row.what, row.note) for row in rows)
     body = "".join(

@@ -99,7 +99,7 @@ class Tokenizer:
         try:
             transformers: Any = importlib.import_module("transformers")  # optional, and slow to import
         except ImportError as error:
-            raise ImportError('this data holds a Tokenizer; pip install "tensordict_lite[transformers]"') from error
+            raise ImportError("this data holds a Tokenizer; pip install transformers") from error
         with tempfile.TemporaryDirectory() as folder:
             for name, content in state["files"].items():
                 path = PurePosixPath(name)

@@ -16,6 +16,7 @@ import sys
 import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -411,12 +412,11 @@ class TestWriting:
             save(DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["a", "b" * (17 << 20)])}), tmp_path / "large")
         assert os.listdir(tmp_path) == ["d"]
 
-    def test_without_the_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "safetensors", None)
+    @pytest.mark.parametrize("library", [None, ModuleType("safetensors")], ids=["missing", "old"])
+    def test_without_the_library(self, library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "safetensors", library)
         for use in (lambda: save({"x": 1}, tmp_path / "d"), lambda: load(tmp_path / "d")):
-            with pytest.raises(
-                ImportError, match=r'^files need safetensors: pip install "tensordict_lite\[safetensors\]"$'
-            ):
+            with pytest.raises(ImportError, match=r'^files need safetensors: pip install "safetensors>=0.8"$'):
                 use()
 
 

@@ -1,0 +1,115 @@
+"""What becomes of a module that gives its outputs in one container or another, under DDP and FSDP2: a table.
+
+    python benchmarks/outputs.py [--json PATH]
+
+On two gloo ranks a linear layer is wrapped, called on other inputs on each rank and run backward. It trains if its
+gradient is then the mean of those of the ranks. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import aligned, setting, write
+from peers import BATCH, DICT, FEATURE, OURS, PEER, Contender, make, names
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+CONTAINERS = (OURS, DICT, PEER, BATCH, FEATURE)
+STEPS = 2
+
+
+class Net(nn.Module):
+    """Gives ``{"y": [2, 1], "extra": [2, 1]}`` of ``[2, 2]``."""
+
+    def __init__(self, contain: Callable[[dict[str, Tensor]], Any]) -> None:
+        super().__init__()
+        self.layer, self.other, self.contain = nn.Linear(2, 1), nn.Linear(2, 1), contain
+
+    def forward(self, x: Tensor) -> Any:
+        return self.contain({"y": self.layer(x), "extra": self.other(x)})
+
+
+def sharded(net: Net) -> nn.Module:
+    """A model of which the net is a part whose parameters are freed after its forward."""
+    fully_shard(net, reshard_after_forward=True)
+    return fully_shard(nn.Sequential(net))
+
+
+UNUSED = "DDP, find_unused_parameters"  # there, the other layer stays out of the loss
+WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    UNUSED: partial(DistributedDataParallel, find_unused_parameters=True),
+    "DDP, static_graph": partial(DistributedDataParallel, static_graph=True),
+    "FSDP2": sharded,
+}
+
+
+def verdict(rank: int, wrapper: str, one: Contender) -> str:
+    torch.manual_seed(0)
+    known = names(one)
+    net = Net(lambda fields: make(one, known, fields, [2]))
+    model = WRAPPERS[wrapper](net)
+    for step in range(STEPS):
+        model.zero_grad()
+        out = model(torch.full((2, 2), rank + step + 1.0))
+        loss = out["y"].sum() + (0 if wrapper == UNUSED else out["extra"].sum())
+        loss.backward()
+        gradient: Any = net.layer.weight.grad
+        if gradient is None:
+            return "has no gradients"
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        if not torch.equal(gradient, torch.full((1, 2), 2 * (step + 1.5))):
+            return "gradients are not synchronised"
+    return "trains"
+
+
+def on_rank(rank: int, wrapper: str, who: str, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    one = next(one for one in CONTAINERS if one.name == who)
+    try:
+        said = verdict(rank, wrapper, one)
+    except ImportError:
+        said = "not installed"
+    except Exception as error:
+        said = shorten(f"{type(error).__name__}: {error}", 80)
+    Path(folder, str(rank)).write_text(said)
+    os._exit(0)  # the other rank may be waiting in a call that never ends for it
+
+
+def tried(wrapper: str, one: Contender) -> str:
+    """What the first rank says."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.start_processes(on_rank, (wrapper, one.name, folder), nprocs=2, join=False, start_method="spawn")
+        for process in ranks.processes:
+            process.join(60)
+            process.kill()
+        said = Path(folder, "0")
+        return said.read_text() if said.exists() else "never ends"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Containers as a module's outputs under DDP and FSDP2.")
+    parser.add_argument("--json", type=Path, help="write the results there too")
+    args = parser.parse_args()
+    said = {wrapper: {one.name: tried(wrapper, one) for one in CONTAINERS} for wrapper in WRAPPERS}
+    for wrapper, by in said.items():
+        print(wrapper)
+        print(aligned([["", who, what] for who, what in by.items()]), flush=True)
+    write(args.json, {**setting(), "results": said})
+
+
+if __name__ == "__main__":
+    main()

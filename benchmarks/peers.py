@@ -1,0 +1,225 @@
+"""What bench_peers.py compares: the contenders, and each operation as they do it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import default_collate
+
+from tensordict_lite import DeviceDict
+
+ROWS = 32  # of the batch
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``package`` is its distribution, ``imports`` the import statement, ``make`` the container of the fields ``s``."""
+
+    name: str
+    package: str = ""
+    imports: str = "pass"
+    make: str = "dict(s)"
+
+
+OURS = Contender("DeviceDict", "", "from tensordict_lite import DeviceDict, collate, load, stack", "DeviceDict(s)")
+DICT = Contender("dict")
+PEER = Contender(
+    "TensorDict",
+    "tensordict",
+    "from tensordict import TensorDict",
+    "TensorDict(s, batch_size=batch_size, device='cpu')",
+)
+BATCH = Contender("Batch", "tianshou", "from tianshou.data import Batch", "Batch(s)")
+FEATURE = Contender("BatchFeature", "transformers", "from transformers import BatchFeature", "BatchFeature(s)")
+SENT = Contender("send_to_device", "accelerate", "from accelerate.utils import send_to_device")
+TREE = Contender("pytree", "", "from torch.utils._pytree import tree_map")
+CONTENDERS = (OURS, DICT, PEER, BATCH, FEATURE, SENT, TREE)
+CONTAINERS = (OURS, DICT, PEER, BATCH, FEATURE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An operation: the statement of each contender, about its container ``x``."""
+
+    name: str
+    codes: Mapping[Contender, str]
+    result: str = ""  # what shows that the statement did its work, where it is no expression
+
+
+def everywhere(code: str, but: Mapping[Contender, str] | None = None) -> dict[Contender, str]:
+    """One statement for every container, but for some."""
+    return {**dict.fromkeys(CONTAINERS, code), **(but or {})}
+
+
+LOOP = "{k: %s for k, v in x.items()}"
+MAP = "tree_map(lambda v: %s, x)"
+PICKLED = "torch.save(x, path)"
+CAST = Row(
+    "to(torch.float64)",
+    {
+        OURS: "x.to(torch.float64)",
+        DICT: LOOP % "v.to(torch.float64)",
+        PEER: "x.to(torch.float64)",
+        BATCH: "x.to_torch(dtype=torch.float64)",
+        FEATURE: "copy(x).to(torch.float64)",  # as `to` changes it in place
+        TREE: MAP % "v.to(torch.float64)",
+    },
+)
+PACK = Row("pack", {OURS: "x.pack()", DICT: "packed_by_hand(x)", PEER: "x.consolidate()"})
+SAVE = Row(
+    "save",
+    everywhere(PICKLED, {OURS: "x.save(path)", PEER: "x.memmap(path)"}),
+    result="x",
+)
+CONTAINER = (
+    Row("construct", {one: one.make for one in CONTAINERS}),
+    Row("read", everywhere('x["k3"]')),
+    Row("write", everywhere("for k, v in others: x[k] = v\nfor k, v in fields: x[k] = v"), result="x"),
+    Row("iterate", everywhere("for k, v in x.items(): pass"), result="dict(x.items())"),
+    Row(
+        "to(same device)",
+        {
+            OURS: 'x.to("cpu")',
+            DICT: LOOP % 'v.to("cpu")',
+            PEER: 'x.to("cpu")',
+            BATCH: 'x.to_torch(device="cpu")',
+            FEATURE: 'x.to("cpu")',
+            SENT: 'send_to_device(x, "cpu")',
+            TREE: MAP % 'v.to("cpu")',
+        },
+    ),
+    CAST,
+    Row(
+        "numpy",
+        {
+            OURS: "x.numpy()",
+            DICT: LOOP % "v.numpy()",
+            PEER: "x.numpy()",
+            BATCH: "x.to_numpy()",
+            TREE: MAP % "v.numpy()",
+        },
+    ),
+    Row(
+        "clone",
+        {OURS: "x.clone()", DICT: LOOP % "v.clone()", PEER: "x.clone()", BATCH: "deepcopy(x)", FEATURE: "deepcopy(x)"}
+        | {TREE: MAP % "v.clone()"},
+    ),
+    PACK,
+    Row(
+        "rows 8 to 16",
+        {OURS: "x.rows[8:16]", DICT: LOOP % "v[8:16]", PEER: "x[8:16]", BATCH: "x[8:16]", TREE: MAP % "v[8:16]"},
+    ),
+    Row("one row", {OURS: "x.rows[3]", DICT: LOOP % "v[3]", PEER: "x[3]", BATCH: "x[3]", TREE: MAP % "v[3]"}),
+    Row(
+        f"stack {ROWS}",
+        {
+            OURS: "stack(xs)",
+            DICT: "{k: torch.stack([x[k] for x in xs]) for k in xs[0]}",
+            PEER: "torch.stack(xs)",
+            BATCH: "Batch.stack(xs)",
+            TREE: "tree_map(lambda *vs: torch.stack(vs), *xs)",
+        },
+    ),
+)
+# Strings as padded bytes, and back; by hand as with any sequences of different lengths.
+STRINGS = (
+    Row(
+        "1000 strings in",
+        {
+            OURS: 'DeviceDict({"k": strings})["k"]',
+            DICT: "pad_sequence(list(map(text_bytes, strings)), batch_first=True)",
+        },
+    ),
+    Row(
+        "1000 strings out",
+        {OURS: 'texts.decode("k")', DICT: r"[row.tobytes().rstrip(b'\0').decode() for row in padded.numpy()]"},
+    ),
+)
+FILES = (
+    SAVE,
+    Row(
+        "load and read",
+        everywhere(
+            "read(torch.load(path, weights_only=False))",
+            {
+                OURS: "read(load(path))",
+                DICT: "read(torch.load(path))",
+                PEER: "read(TensorDict.load_memmap(path))",
+            },
+        ),
+    ),
+)
+# Functions that make a batch of samples, in a worker.
+COLLATED = Row(
+    "loader, 1 worker",
+    {
+        OURS: "collate",
+        DICT: "default_collate",
+        PEER: "lambda samples: torch.stack(samples).consolidate(share_memory=True)",
+        BATCH: "Batch.stack",
+        FEATURE: "default_collate",
+    },
+)
+# What is put into the queue, made anew for every message.
+QUEUED = Row("through a queue", everywhere("x", {OURS: "x.pack()", PEER: "x.consolidate()"}))
+IMPORT = Row("import, beside torch", {one: one.imports for one in (OURS, PEER, BATCH, FEATURE, SENT)})
+MEASURED = (CAST, PACK)  # with large fields, for their peak memory
+
+
+def packed_by_hand(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In one storage, as fields of one dtype can be with two calls of torch."""
+    together = torch.cat([v.flatten() for v in fields.values()])
+    parts = together.split([v.numel() for v in fields.values()])
+    return {k: part.view(v.shape) for part, (k, v) in zip(parts, fields.items(), strict=True)}
+
+
+def text_bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def read(x: Any) -> Any:
+    """Look at every value, as a file that is mapped into memory has not been read yet."""
+    for value in x.values():
+        value.sum()
+    return x
+
+
+def names(one: Contender) -> dict[str, Any]:
+    """What the statements of a contender name beside tensors; raises ImportError if it is not installed."""
+    known: dict[str, Any] = {"torch": torch, "read": read, "packed_by_hand": packed_by_hand}
+    exec(f"from copy import copy, deepcopy\n{one.imports}", known)
+    return known | {"default_collate": default_collate}
+
+
+def scope(one: Contender, fields: Mapping[str, Tensor], folder: str) -> dict[str, Any]:
+    """All that the statements of a contender name."""
+    known = names(one)
+    known |= {"s": dict(fields), "batch_size": [ROWS], "fields": list(fields.items()), "path": f"{folder}/{one.name}"}
+    strings = [f"image {i} of {i**2}" for i in range(1000)]
+    known |= {"strings": strings, "texts": DeviceDict({"k": strings}), "text_bytes": text_bytes}
+    known |= {"padded": pad_sequence(list(map(text_bytes, strings)), batch_first=True), "pad_sequence": pad_sequence}
+    known["others"] = [(k, torch.rand_like(v)) for k, v in fields.items()]
+    known["x"] = make(one, known, fields)
+    known["xs"] = [make(one, known, {k: v[i] for k, v in fields.items()}, []) for i in range(ROWS)]
+    return known
+
+
+def make(
+    one: Contender, known: Mapping[str, Any], fields: Mapping[str, Tensor], batch_size: Sequence[int] = (ROWS,)
+) -> Any:
+    """The container of ``fields``."""
+    return eval(one.make, {**known, "s": dict(fields), "batch_size": list(batch_size)})
+
+
+def plain(x: Any) -> Any:
+    """A result as plain dicts and lists, to compare it."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(plain, x))
+    if hasattr(x, "items"):
+        return {k: plain(v) for k, v in sorted(x.items())}  # Batch.stack changes the order of the keys
+    return x.as_subclass(Tensor) if isinstance(x, Tensor) else x  # TensorDict maps files into a subclass
