@@ -69,6 +69,7 @@ CAST_FLOATS = LOOP % "v.to(torch.float64) if v.is_floating_point() or v.is_compl
 WRITE = "for k, v in first: {0}[k] = v\nfor k, v in second: {0}[k] = v"
 BUILD = 'DeviceDict(s, device="cpu")'
 BUILD_PEER = 'TensorDict(s, batch_size=%s, device="cpu")'
+CLONED = (Goal(DICT, 1.1, sizes=(8,)), Goal(DICT, 0.8, sizes=(100,)))
 ABOUT_DICT, AS_LOOP = (Goal(DICT),), (Goal(DICT, 1.1),)
 FLAT = (Goal(PEER, 0.25, sizes=(8,)), Goal(PEER, 1, sizes=(1000,)), Goal(SMALL, sizes=(1000,)))
 ROWS = (
@@ -77,15 +78,15 @@ ROWS = (
     Row("membership", '"k3" in {}', peer='"k3" in {}.keys()', goals=ABOUT_DICT),
     Row("iterate", "for k, v in {}.items(): pass", goals=ABOUT_DICT, result="list({}.items())"),
     Row("splat", "accept(**{})", goals=ABOUT_DICT),
-    Row("write", WRITE, goals=(Goal(DICT, 7),), result="{}"),
-    Row("construct", BUILD, "dict(s)", BUILD_PEER % "[2]", goals=(Goal(PEER, 0.5),)),
+    Row("write", WRITE, goals=(Goal(DICT, 5),), result="{}"),
+    Row("construct", BUILD, "dict(s)", BUILD_PEER % "[2]", goals=(Goal(PEER, 0.35),)),
     Row("construct, no batch size", BUILD, "dict(s)", BUILD_PEER % "[]"),
     Row("to(same device)", '{}.to("cpu")', LOOP % 'v.to("cpu")', goals=FLAT, sizes=(8, 100, 1000)),
     Row("to(dtype), loop spares ids, as ours", "{}.to(torch.float64)", CAST_FLOATS, goals=AS_LOOP),
     Row("to(dtype), loop casts ids too", "{}.to(torch.float64)", LOOP % "v.to(torch.float64)"),
     Row("numpy, loop takes any tensor, as ours", "{}.numpy()", LOOP % "v.detach().cpu().numpy()", goals=AS_LOOP),
-    Row("numpy, loop fails for grad or GPU", "{}.numpy()", LOOP % "v.numpy()"),
-    Row("clone", "{}.clone()", LOOP % "v.clone()", goals=AS_LOOP),
+    Row("numpy, loop fails for grad or GPU", "{}.numpy()", LOOP % "v.numpy()", goals=(Goal(DICT, 0.9),)),
+    Row("clone", "{}.clone()", LOOP % "v.clone()", goals=CLONED),
     Row("to(meta)", '{}.to("meta")', LOOP % 'v.to("meta")', goals=AS_LOOP),
 )
 

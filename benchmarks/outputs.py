@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -108,7 +109,8 @@ def main() -> None:
     for wrapper, by in said.items():
         print(wrapper)
         print(aligned([["", who, what] for who, what in by.items()]), flush=True)
-    write(args.json, {**setting(), "results": said})
+    versions = setting(**{one.package: find_spec(one.package) for one in CONTAINERS if one.package})
+    write(args.json, {**versions, "results": said})
 
 
 if __name__ == "__main__":

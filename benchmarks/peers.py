@@ -78,7 +78,7 @@ SAVE = Row(
 )
 CONTAINER = (
     Row("construct", {one: one.make for one in CONTAINERS}),
-    Row("read", everywhere('x["k3"]')),
+    Row("read", everywhere('x["k0"]')),
     Row("write", everywhere("for k, v in others: x[k] = v\nfor k, v in fields: x[k] = v"), result="x"),
     Row("iterate", everywhere("for k, v in x.items(): pass"), result="dict(x.items())"),
     Row(
