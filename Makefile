@@ -4,7 +4,8 @@ BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 INSTALL := $(BIN)/python $(PIP_INSTALL)
 BENCH := .venv-bench/bin/python benchmarks
-RESULTS := benchmarks/results
+# Of this machine. The committed ones, which the pages show, are made with RESULTS=benchmarks/results.
+RESULTS ?= benchmarks/out
 
 .PHONY: demo demo-ddp test test-frameworks check bench bench-more bench-guard bench-gpu docs clean
 
@@ -26,13 +27,14 @@ check: .venv/tests
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# Every operation beside what else holds a batch: a table, and results/peers-cpu.svg.
-bench: .venv-bench/benchmarks
+# Every operation beside what else holds a batch: a table, and the picture peers-cpu.svg.
+bench: .venv-bench/benchmarks | $(RESULTS)
 	$(BENCH)/bench_peers.py --json $(RESULTS)/peers-cpu.json
 	$(BENCH)/plot_peers.py $(RESULTS)/peers-cpu.json $(RESULTS)/peers-cpu.svg
+	@echo "The picture is $(RESULTS)/peers-cpu.svg."
 
 # Each part by itself, in several sizes, beside its limit and its goals.
-bench-more: .venv-bench/benchmarks
+bench-more: .venv-bench/benchmarks | $(RESULTS)
 	$(BENCH)/bench_core.py --json $(RESULTS)/core-cpu.json
 	$(BENCH)/bench_transfer.py --device cpu --json $(RESULTS)/transfer-cpu.json
 	$(BENCH)/plot_transfer.py $(RESULTS)/transfer-cpu.json $(RESULTS)/transfer-cpu.svg
@@ -42,23 +44,27 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json
 
+$(RESULTS):
+	mkdir -p $@
+
 # Whether the core operations still cost what they did; not part of the tests, as machines are noisy.
 bench-guard: .venv-bench/benchmarks
 	$(BENCH)/guard.py
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
 bench-gpu: export PYTHONPATH = .
-bench-gpu:
+bench-gpu: | $(RESULTS)
 	$(PYTHON) benchmarks/bench_transfer.py --json $(RESULTS)/transfer-gpu.json
 	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/transfer-gpu.json $(RESULTS)/transfer-gpu.svg
 	$(PYTHON) benchmarks/bench_loader.py --json $(RESULTS)/loader-gpu.json
 	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/loader-gpu.json $(RESULTS)/loader-gpu.svg
 
 docs: .venv/docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The pages are in site: open site/index.html."
 
 clean:
-	rm -rf .venv .venv-bench examples/out site
+	rm -rf .venv .venv-bench examples/out benchmarks/out site
 
 # One stamp a requirements file; each installs the package itself too, in place.
 .venv/%: %/requirements.txt examples/requirements.txt tests/requirements.txt pyproject.toml | $(BIN)/python

@@ -97,6 +97,12 @@ class Bench:
         for name, seconds in interleaved(cases, self.rounds).items():
             self.keep(name, seconds, label)
 
+    def container(self) -> None:
+        self.statements((*peers.CONTAINER, *peers.STRINGS), "the container")
+
+    def files(self) -> None:
+        self.statements(peers.FILES, AROUND)
+
     def loader(self) -> None:
         """How long a batch takes that a worker collates, the samples being in memory."""
         loaders: dict[str, Any] = {}
@@ -192,7 +198,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     columns = [
         one.name for one in peers.CONTENDERS if one is not OURS and any(one.name in line["ratios"] for line in lines)
     ]
-    rows = [[f"x {OURS.name}", *columns]]
+    rows = [["", *columns]]
     for line in lines:
         shown = (line["ratios"].get(who) for who in columns)
         cells = [r and f"{short(r['median'])} ({short(r['min'])}..{short(r['max'])})" for r in shown]
@@ -208,6 +214,7 @@ def short(value: float) -> str:
 def main() -> None:
     options = parser("Every operation beside what else holds a batch, as ratios.")
     options.add_argument("--fields", type=int, default=40, help="how many the batch has (40)")
+    options.add_argument("--times", action="store_true", help="print the times too, as torch.utils.benchmark.Compare")
     options.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)  # an operation and a contender, for `memory`
     args = options.parse_args()
     torch.set_num_threads(1)
@@ -219,18 +226,16 @@ def main() -> None:
         versions = {one.package: torch if one in bench.scopes else None for one in peers.CONTENDERS if one.package}
         measured = setting(**versions)
         print(", ".join(f"{what} {name or 'is not installed, it is left out'}" for what, name in measured.items()))
-        bench.statements(peers.CONTAINER + peers.STRINGS, "the container")
-        bench.statements(peers.FILES, AROUND)
-        bench.loader()
-        bench.queue()
-        bench.imports()
-        bench.memory()
-    times = Compare(bench.times)
-    times.trim_significant_figures()
-    times.highlight_warnings()
-    print(times)
-    print(f"{args.fields} fields of float32[{ROWS}, {WIDTH}]; the median (least..greatest) of {args.rounds} ratios;")
-    print(f"above 1 {OURS.name} is faster, or takes less memory\n")
+        for part in (bench.container, bench.files, bench.loader, bench.queue, bench.imports, bench.memory):
+            print(f"measuring: {part.__name__}", file=sys.stderr)
+            part()
+    if args.times:
+        times = Compare(bench.times)
+        times.highlight_warnings()
+        print(times)
+    print(f"\nA batch of {args.fields} fields of float32[{ROWS}, {WIDTH}]. What the others take, as a multiple of what")
+    print(f"{OURS.name} takes: the median (least..greatest) of {args.rounds} rounds; above 1 {OURS.name} is faster,")
+    print("or takes less memory. Empty: they do not have it. What each runs stands in benchmarks/peers.py.\n")
     print(table(bench.lines))
     for what, reason in bench.left_out.items():
         print(f"left out: {what}: {reason}")

@@ -27,7 +27,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-CONTAINERS = (OURS, DICT, PEER, BATCH, FEATURE)
+OUTPUT_CLASS = """
+from dataclasses import dataclass
+from transformers.utils import ModelOutput
+
+@dataclass
+class Output(ModelOutput):
+    y: object = None
+    extra: object = None
+"""
+OUTPUT = Contender("ModelOutput", "transformers", OUTPUT_CLASS, "Output(**s)")
+CONTAINERS = (OURS, DICT, PEER, BATCH, FEATURE, OUTPUT)
 STEPS = 2
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from tensordict_lite import DeviceDict
@@ -34,7 +35,7 @@ PEER = Contender(
     "from tensordict import TensorDict",
     "TensorDict(s, batch_size=batch_size, device='cpu')",
 )
-BATCH = Contender("Batch", "tianshou", "from tianshou.data import Batch", "Batch(s)")
+BATCH = Contender("tianshou Batch", "tianshou", "from tianshou.data import Batch", "Batch(s)")
 FEATURE = Contender("BatchFeature", "transformers", "from transformers import BatchFeature", "BatchFeature(s)")
 SENT = Contender("send_to_device", "accelerate", "from accelerate.utils import send_to_device")
 TREE = Contender("pytree", "", "from torch.utils._pytree import tree_map")
@@ -71,11 +72,6 @@ CAST = Row(
     },
 )
 PACK = Row("pack", {OURS: "x.pack()", DICT: "packed_by_hand(x)", PEER: "x.consolidate()"})
-SAVE = Row(
-    "save",
-    everywhere(PICKLED, {OURS: "x.save(path)", PEER: "x.memmap(path)"}),
-    result="x",
-)
 CONTAINER = (
     Row("construct", {one: one.make for one in CONTAINERS}),
     Row("read", everywhere('x["k0"]')),
@@ -126,31 +122,18 @@ CONTAINER = (
         },
     ),
 )
-# Strings as padded bytes, and back; by hand as with any sequences of different lengths.
+# Strings as padded bytes, and back.
 STRINGS = (
-    Row(
-        "1000 strings in",
-        {
-            OURS: 'DeviceDict({"k": strings})["k"]',
-            DICT: "pad_sequence(list(map(text_bytes, strings)), batch_first=True)",
-        },
-    ),
-    Row(
-        "1000 strings out",
-        {OURS: 'texts.decode("k")', DICT: r"[row.tobytes().rstrip(b'\0').decode() for row in padded.numpy()]"},
-    ),
+    Row("1000 strings in", {OURS: 'DeviceDict({"k": strings})["k"]', DICT: "as_bytes(strings)"}),
+    Row("1000 strings out", {OURS: 'texts.decode("k")', DICT: "as_strings(codes)"}),
 )
 FILES = (
-    SAVE,
+    Row("save", everywhere(PICKLED, {OURS: "x.save(path)", DICT: "save_file(x, path)", PEER: "x.memmap(path)"}), "x"),
     Row(
         "load and read",
         everywhere(
             "read(torch.load(path, weights_only=False))",
-            {
-                OURS: "read(load(path))",
-                DICT: "read(torch.load(path))",
-                PEER: "read(TensorDict.load_memmap(path))",
-            },
+            {OURS: "read(load(path))", DICT: "read(load_file(path))", PEER: "read(TensorDict.load_memmap(path))"},
         ),
     ),
 )
@@ -178,8 +161,14 @@ def packed_by_hand(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: part.view(v.shape) for part, (k, v) in zip(parts, fields.items(), strict=True)}
 
 
-def text_bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+def as_bytes(strings: Sequence[str]) -> Tensor:
+    """uint8 ``[n, L]``, as NumPy pads them. It does not see a NUL, which would be lost."""
+    array = np.array([string.encode() for string in strings])
+    return torch.from_numpy(array.view(np.uint8).reshape(len(strings), -1))
+
+
+def as_strings(codes: Tensor) -> list[str]:
+    return [string.decode() for string in codes.numpy().view(f"S{codes.shape[1]}").ravel().tolist()]
 
 
 def read(x: Any) -> Any:
@@ -201,8 +190,8 @@ def scope(one: Contender, fields: Mapping[str, Tensor], folder: str) -> dict[str
     known = names(one)
     known |= {"s": dict(fields), "batch_size": [ROWS], "fields": list(fields.items()), "path": f"{folder}/{one.name}"}
     strings = [f"image {i} of {i**2}" for i in range(1000)]
-    known |= {"strings": strings, "texts": DeviceDict({"k": strings}), "text_bytes": text_bytes}
-    known |= {"padded": pad_sequence(list(map(text_bytes, strings)), batch_first=True), "pad_sequence": pad_sequence}
+    known |= {"strings": strings, "as_bytes": as_bytes, "as_strings": as_strings, "codes": as_bytes(strings)}
+    known |= {"texts": DeviceDict({"k": strings}), "save_file": save_file, "load_file": load_file}
     known["others"] = [(k, torch.rand_like(v)) for k, v in fields.items()]
     known["x"] = make(one, known, fields)
     known["xs"] = [make(one, known, {k: v[i] for k, v in fields.items()}, []) for i in range(ROWS)]

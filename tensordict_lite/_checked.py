@@ -351,7 +351,8 @@ class CheckedDict(TreeDict[V]):
         """The dict that holds what a path leads to, and its last key; ``KeyError`` if there is none."""
         path = cast(Path, key if type(key) is tuple else ())
         if not path:
-            raise KeyError(cast(object, key))
+            named = isinstance(key, (str, tuple))
+            raise KeyError(cast(object, key) if named else f"keys are str, got {key!r}; rows are d.rows[...]")
         node: CheckedDict[Any] = self
         for part in path[:-1]:
             inner = raw.get(node, part)

@@ -169,9 +169,10 @@ def read(
         # By the open file, so that its tensors are those of its header whatever takes its name meanwhile.
         same = f"/proc/self/fd/{opened.fileno()}"
         linked = os.path.exists(same)
-        with _invalid(library.SafetensorError):
+        of = _named(path, opened)
+        with _invalid(of, library.SafetensorError):
             file = library.safe_open(same if linked else os.fspath(path), framework="pt", device="cpu")
-        with file, _invalid(library.SafetensorError, RuntimeError):
+        with file, _invalid(of, library.SafetensorError, RuntimeError):
             plan, stored = _plan_of(cast("dict[str, str]", file.metadata() or {}), list(file.keys()))
             reader = Reader(plan, len(stored), encoders)
             wanted = _wanted(reader, paths)
@@ -180,7 +181,7 @@ def read(
             found = _mapped(library, file, opened, same, names) if linked else _one_by_one(file, names)
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in numbers]
     moved = dict(zip(numbers, transfer(tensors, device), strict=True))
-    with _invalid(library.SafetensorError):
+    with _invalid(of, library.SafetensorError):
         out = reader.build(reader.classes_from(cls), moved.__getitem__, wanted, own=False)
     out._settle(device)
     return out
@@ -219,15 +220,24 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any
     return out
 
 
+def _named(path: str | os.PathLike[str], opened: BinaryIO) -> str:
+    """The file, as an error names it."""
+    zipped = opened.read(4) == b"PK\x03\x04"
+    opened.seek(0)
+    return f"{os.fspath(path)}{' (a zip file, as torch.save writes: torch.load reads it)' if zipped else ''}"
+
+
 @contextmanager
-def _invalid(*errors: type[Exception]) -> Generator[None]:
-    """Whatever the parts of a damaged file are refused with, as an error of ours."""
+def _invalid(of: str, *errors: type[Exception]) -> Generator[None]:
+    """Whatever the parts of a damaged file are refused with, as an error of ours that names the file."""
     try:
         yield
-    except (InvalidFileError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
+    except InvalidFileError as error:
+        raise InvalidFileError(f"{of}: {error}") from error.__cause__
     except (*errors, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidFileError(f"not a valid file: {error}") from error
+        raise InvalidFileError(f"{of}: not a valid file: {error}") from error
 
 
 def _plan_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Plan, list[tuple[Any, Any]]]:

@@ -73,8 +73,15 @@ class Utf8:
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
         """uint8 ``[n, L]`` of ``n`` strings."""
-        encoded = [self._bytes(string) for string in strings]
-        width = max(map(len, encoded), default=0) if self.max_length is None else self.max_length
+        try:
+            encoded = [string.encode() for string in strings]
+        except UnicodeEncodeError:
+            encoded = [self._bytes(string) for string in strings]  # says which it is
+        longest = max(map(len, encoded), default=0)
+        width = longest if self.max_length is None else self.max_length
+        # All at once: asked string by string this takes four times as long.
+        if longest > width or b"\0" in b"".join(encoded):
+            encoded = [self._bytes(string) for string in strings]
         if width == 0:  # NumPy has no zero-width byte strings
             return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")
         # An `S` array pads with zeros in C; it is writable, so torch shares it without a copy.

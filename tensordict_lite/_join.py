@@ -77,6 +77,8 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, home: torch.devic
                 items[key] = join(column, along)
             except torch.OutOfMemoryError:
                 raise
+            except IndexError as error:  # a dimension that is not there
+                raise IndexError(f"{dotted(path)}: {error}") from error
             except (RuntimeError, TypeError) as error:
                 wide = widened(column, encoder)
                 if wide is None:

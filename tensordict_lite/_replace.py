@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -19,6 +20,8 @@ def replaced(path: str | os.PathLike[str]) -> Generator[IO[bytes]]:
     if os.path.exists(target) and not os.path.isfile(target):
         raise OSError(f"{os.fspath(path)!r} is there and is no regular file, so it cannot be replaced")
     folder = os.path.dirname(target)
+    if not os.path.isdir(folder):  # else the error names the file that is written beside
+        raise FileNotFoundError(errno.ENOENT, "no such folder to save in", folder)
     beside = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")
     file, named = _nameless(folder), False
     if file is None:

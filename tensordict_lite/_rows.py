@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from operator import index as as_int
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -91,14 +92,21 @@ class Rows(Generic[D]):
             for row in zip(*(tensor[start : start + _CHUNK].unbind() for tensor in tensors), strict=True):
                 yield new(zip(names, row, strict=True), device, policy)
 
-    def split(self, size: int) -> list[D]:
-        """The rows in parts of ``size``, the last one maybe smaller: views, as ``torch.split``."""
-        if size < 1:
-            raise ValueError(f"split takes a size of at least 1, got {size}")
-        return [self[start : start + size] for start in range(0, len(self), size)]
+    def split(self, size: int | Sequence[int]) -> list[D]:
+        """The rows in parts of ``size``, the last one maybe smaller, or of these sizes: views, as ``torch.split``."""
+        count = len(self)
+        if not isinstance(size, Sequence):
+            if size < 1:
+                raise ValueError(f"split takes a size of at least 1, got {size}")
+            return [self[start : start + size] for start in range(0, count, size)]
+        if sum(size) != count or min(size, default=0) < 0:
+            raise ValueError(f"split takes sizes that add up to the {count} rows, got {list(size)}")
+        return [self[end - part : end] for part, end in zip(size, accumulate(size), strict=True)]
 
     def shuffle(self, generator: torch.Generator | None = None) -> D:
         """All rows in random order, copied; ``generator`` may be on the CPU or on the device of the dict."""
+        if not isinstance(cast(object, generator), (torch.Generator, type(None))):
+            raise TypeError(f"shuffle takes a torch.Generator, got {type(generator).__name__}")
         where = "cpu" if generator is None else generator.device
         return self[torch.randperm(len(self), generator=generator, device=where)]
 
@@ -143,7 +151,8 @@ def _paths(d: TreeDict[Any], at: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
 
 def _index(given: Any, count: int) -> Any:
     """An int or a tensor of ints, for rows that are there."""
-    if not isinstance(given, (bool, np.bool_, Tensor, np.ndarray, list, tuple, range)):
+    # No tuple: of a tensor it would be an index of each dimension.
+    if not isinstance(given, (bool, np.bool_, Tensor, np.ndarray, list, range)):
         try:
             at = as_int(given)
         except TypeError:

@@ -32,7 +32,7 @@ class ShapedDict(MovableDict[V]):
         """
         out = self._some(())
         for key in keys:
-            path = key if isinstance(key, tuple) else (key,)
+            path = _path(key)
             value: Any = self[key]
             node: TreeDict[Any] = out
             source: TreeDict[Any] = self
@@ -54,8 +54,8 @@ class ShapedDict(MovableDict[V]):
         """
         out = self._some(self.copy())
         for key in keys:
-            path = key if isinstance(key, tuple) else (key,)
-            out._walk(path)  # raises KeyError
+            path = _path(key)
+            out.__getitem__(key)  # raises KeyError
             node: TreeDict[Any] = out
             for part in path[:-1]:
                 inner: TreeDict[Any] = raw.__getitem__(node, part)
@@ -110,6 +110,12 @@ class ShapedDict(MovableDict[V]):
         {'n': {'y': tensor(3)}}
         """
         return {key: value.to_dict() if isinstance(value, ShapedDict) else value for key, value in self.items()}
+
+
+def _path(key: str | Path) -> Path:
+    if not isinstance(cast(object, key), (str, tuple)):
+        raise TypeError(f"keys are given one by one, as str or paths, got a {type(key).__name__}: {key!r}")
+    return key if isinstance(key, tuple) else (key,)
 
 
 def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[Any], sep: str, prefix: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator
 from functools import partial
@@ -58,7 +59,7 @@ class TestRows:
 
     @pytest.mark.parametrize(
         "index",
-        [[0, 3, -1], (0, 3, -1), torch.tensor([0, 3, -1]), np.array([0, 3, 5]), torch.tensor([0, 3, -1], dtype=torch.int32),
+        [[0, 3, -1], torch.tensor([0, 3, -1]), np.array([0, 3, 5]), torch.tensor([0, 3, -1], dtype=torch.int32),
          torch.tensor([True, False, False, True, False, True]), [True, False, False, True, False, True],
          np.array([1, 0, 0, 1, 0, 1], dtype=bool)],
     )  # fmt: skip
@@ -80,6 +81,7 @@ class TestRows:
         [
             (6, IndexError, "row 6 is out of range, there are 6"), (-7, IndexError, "row -7 is out of range"),
             ([9], IndexError, "out of"), (True, TypeError, "got one bool"), (np.bool_(True), TypeError, "got one bool"),
+            ((1, 2), TypeError, "rows are taken by int, slice, mask or indices (a tensor, array or list), got tuple; fields by d[key]"),
             ("x", TypeError, "rows are taken by int, slice, mask or indices (a tensor, array or list), got str; fields by d[key]"),
             (None, TypeError, "got NoneType"), (1.5, TypeError, "got float"), (torch.tensor([1.0]), TypeError, "got float32[1]"),
             (torch.zeros(2, 2).long(), TypeError, "got int64[2, 2]"),
@@ -192,6 +194,20 @@ class TestRows:
             d.rows[1] = other
         assert message in str(caught.value) and not d["x"].any() and not d["n", "y"].any()
 
+    def test_split_in_sizes(self) -> None:
+        d = DeviceDict({"x": torch.arange(6)})
+        parts = d.rows.split([1, 0, 5])
+        assert [part["x"].tolist() for part in parts] == [[0], [], [1, 2, 3, 4, 5]]
+        parts[2]["x"].zero_()
+        assert not d["x"].any(), "views"
+        for sizes in ([1, 2], [7, -1], []):
+            with pytest.raises(
+                ValueError, match=re.escape(f"split takes sizes that add up to the 6 rows, got {sizes}")
+            ):
+                d.rows.split(sizes)
+        with pytest.raises(TypeError, match=r"^shuffle takes a torch\.Generator, got int$"):
+            d.rows.shuffle(0)  # pyright: ignore[reportArgumentType]
+
     def test_split_and_shuffle(self, device: torch.device) -> None:
         d = batch().drop("o", "meta").to(device)
         parts = d.rows.split(4)
@@ -256,6 +272,10 @@ class TestStackAndCat:
         with pytest.raises(error) as caught:
             join(dicts)
         assert message in str(caught.value)
+
+    def test_a_dimension_that_is_not_there_is_named(self) -> None:
+        with pytest.raises(IndexError, match=r"^'n\.x': Dimension out of range"):
+            cat([DeviceDict({"n": {"x": [1]}})] * 2, dim=1)
 
     def test_the_dimension_is_that_of_the_strings(self) -> None:
         pair = [DeviceDict({"name": ["Ada", "Jo"]}), DeviceDict({"name": ["Bob", "Al"]})]
@@ -572,6 +592,16 @@ class TestLoader:
     def test_an_error_in_a_worker_keeps_its_message(self) -> None:
         with pytest.raises(ValueError, match=r"'x': sample 1 has float32\[4\], sample 0 has float32\[3\]; to fill"):
             list(DataLoader(Samples(bad=5), batch_size=4, num_workers=1, collate_fn=collate))
+
+    @pytest.mark.parametrize("encoders", [{"name": lambda strings: torch.zeros(len(strings))}, lambda strings: torch.zeros(len(strings))], ids=["key", "all"])  # fmt: skip
+    def test_an_encoder_that_cannot_leave_a_worker_is_named(self, encoders: Any) -> None:
+        made = partial(collate, encoders=encoders)
+        assert made([Samples()[0]])["name"].tolist() == [0], "in the main process it may"
+        loader = DataLoader(Samples(), batch_size=4, num_workers=1, collate_fn=made, multiprocessing_context="fork")
+        with pytest.raises(
+            TypeError, match=r"the encoder <lambda> cannot be pickled, so the batch cannot leave its worker"
+        ):
+            list(loader)
 
     def test_a_batch_is_one_file_descriptor(self) -> None:
         loader = DataLoader(Samples(), batch_size=1, num_workers=1, collate_fn=collate)

@@ -480,8 +480,19 @@ class TestForgery:
     def test_every_part_is_checked(self, tmp_path: Path, wrong: Any, message: str) -> None:
         with pytest.raises(InvalidFileError) as caught:
             load(forged(tmp_path / "d", wrong))
-        assert str(caught.value).startswith("not a valid file: ") and message in str(caught.value)
+        assert str(caught.value).startswith(f"{tmp_path / 'd'}: not a valid file: ") and message in str(caught.value)
         assert issubclass(InvalidFileError, ValueError)
+
+    def test_a_file_of_torch_save_is_told(self, tmp_path: Path) -> None:
+        torch.save({"x": torch.ones(1)}, tmp_path / "d")
+        with pytest.raises(
+            InvalidFileError, match=r"d \(a zip file, as torch\.save writes: torch\.load reads it\): not a"
+        ):
+            load(tmp_path / "d")
+
+    def test_a_folder_that_is_missing_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"no such folder to save in: '.*/no'$"):
+            save({"x": 1}, tmp_path / "no" / "d")
 
     def test_an_encoder_that_the_caller_gives_is_not_looked_at(self, tmp_path: Path) -> None:
         bad = {**with_policy(encoders={"x": 0}, default=0), "encoders": [{"name": "tokenizer"}]}

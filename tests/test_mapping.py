@@ -269,6 +269,16 @@ class TestEquality:
 
 
 class TestShaping:
+    def test_what_is_no_key_is_told(self) -> None:
+        d = DeviceDict({"x": [1, 2]})
+        for use in (d.select, d.drop):
+            with pytest.raises(TypeError, match=r"^keys are given one by one, as str or paths, got a list: \['x'\]$"):
+                use(["x"])  # pyright: ignore[reportArgumentType]
+            with pytest.raises(KeyError, match=r"^'y'$"):
+                use("y")
+        with pytest.raises(KeyError, match=r"^'keys are str, got 0; rows are d\.rows\[\.\.\.\]'$"):
+            d[0]  # pyright: ignore[reportArgumentType]
+
     def test_select_and_drop(self) -> None:
         d = DeviceDict({"x": 1, "n": {"a": 2, "b": {"c": 3, "d": 4}}})
         picked = d.select(("n", "b", "c"), ("n", "a"), "x")
