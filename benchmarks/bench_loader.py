@@ -314,7 +314,15 @@ def overlap(device: torch.device, rounds: int) -> dict[str, Any]:
         steps = list(zip(seconds["copy"], seconds["compute"], seconds[who], strict=True))
         shares = [(copy + work - loop) / min(copy, work) for copy, work, loop in steps]
         hidden[who] = {"median": median(shares), "min": min(shares), "max": max(shares)}
+    line = {
+        "operation": "a step whose batch is copied",
+        "fields": f"{len(batches[0])} fields, {batches[0].nbytes / 1e6:.0f} MB",
+        "median_seconds": {who: median(times) / STEPS for who, times in seconds.items()},
+        "ratios": {"prefetch": {who: ratio(times, seconds["prefetch"]) for who, times in seconds.items()}},
+        "goals": [],
+    }
     return {
+        "line": line,
         "batch_bytes": batches[0].nbytes,
         "fields": len(batches[0]),
         "median_step_seconds": {who: median(times) / STEPS for who, times in seconds.items()},
@@ -380,6 +388,7 @@ def main() -> None:
         shares = ", ".join(f"{who} {shown(share)}" for who, share in overlapped["hidden"].items())
         print(f"share of the copy that is hidden: {shares}")
         print(f"goal: prefetch >= {overlapped['goal']}: {yes(overlapped['met'])}")
+        bench.lines.append(overlapped.pop("line"))  # for the picture
     for what, reason in bench.left_out.items():
         print(f"left out: {what}: {reason}")
     results = {"rounds": args.rounds, "left_out": bench.left_out, "results": bench.lines}

@@ -12,7 +12,13 @@ from typing import Any
 
 from plotting import Axes, Figure, pyplot, script
 
-COLOURS = {"ours": "#1b6ca8", "ours packed": "#1b6ca8", "ours unpacked": "#6fb1dd", "one tensor": "#8a8a8a"}
+COLOURS = {
+    "ours": "#1b6ca8",
+    "prefetch": "#1b6ca8",
+    "ours packed": "#1b6ca8",
+    "ours unpacked": "#6fb1dd",
+    "one tensor": "#8a8a8a",
+}
 OTHER = "#d9a25f"
 NAMES, WIDTH, GAP = 1.75, 2.1, 0.35  # inches: for the contenders' names, of a chart, and between charts
 TOP, HEAD, BAR = 0.6, 0.75, 0.21  # inches: for the title, for those of a row and its charts, and for a bar
@@ -49,7 +55,7 @@ def chart(results: dict[str, Any]) -> Figure:
     height = TOP + sum(HEAD + bars for bars in heights) + GAP / 2
     figure = pyplot.figure(figsize=(width, height))
     where = f"{results['gpu'] or results['device'] or 'CPU only'}, {results['cpu']}, torch {results['torch']}"
-    title = f"Time as a multiple of the packed DeviceDict's: shorter is faster\n{where}"
+    title = f"Time as a multiple of the packed DeviceDict's, or prefetch's: shorter is faster\n{where}"
     figure.text(0.1 / width, 1 - 0.1 / height, title, va="top", fontsize=9.5)
     bottom = height - TOP
     for bars, (operation, row) in zip(heights, operations.items(), strict=True):
