@@ -1,4 +1,5 @@
-# Needs only Python (3.10 or later) and make. Every target installs what it needs into .venv, once.
+# Needs only Python (3.10 or later) and make. Every target installs what it needs, once: into .venv, the
+# benchmarks into .venv-bench.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
@@ -28,13 +29,15 @@ check: .venv/tests
 	$(BIN)/pyright
 
 # Every operation beside what else holds a batch: a table, and the picture peers-cpu.svg.
-bench: .venv-bench/benchmarks | $(RESULTS)
+bench: .venv-bench/benchmarks
+	@mkdir -p $(RESULTS)
 	$(BENCH)/bench_peers.py --json $(RESULTS)/peers-cpu.json
 	$(BENCH)/plot_peers.py $(RESULTS)/peers-cpu.json $(RESULTS)/peers-cpu.svg
 	@echo "The picture is $(RESULTS)/peers-cpu.svg."
 
 # Each part by itself, in several sizes, beside its limit and its goals.
-bench-more: .venv-bench/benchmarks | $(RESULTS)
+bench-more: .venv-bench/benchmarks
+	@mkdir -p $(RESULTS)
 	$(BENCH)/bench_core.py --json $(RESULTS)/core-cpu.json
 	$(BENCH)/bench_transfer.py --device cpu --json $(RESULTS)/transfer-cpu.json
 	$(BENCH)/plot_transfer.py $(RESULTS)/transfer-cpu.json $(RESULTS)/transfer-cpu.svg
@@ -44,16 +47,14 @@ bench-more: .venv-bench/benchmarks | $(RESULTS)
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json
 
-$(RESULTS):
-	mkdir -p $@
-
 # Whether the core operations still cost what they did; not part of the tests, as machines are noisy.
 bench-guard: .venv-bench/benchmarks
 	$(BENCH)/guard.py
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
 bench-gpu: export PYTHONPATH = .
-bench-gpu: | $(RESULTS)
+bench-gpu:
+	@mkdir -p $(RESULTS)
 	$(PYTHON) benchmarks/bench_transfer.py --json $(RESULTS)/transfer-gpu.json
 	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/transfer-gpu.json $(RESULTS)/transfer-gpu.svg
 	$(PYTHON) benchmarks/bench_loader.py --json $(RESULTS)/loader-gpu.json

@@ -2,19 +2,23 @@
 
     python benchmarks/bench_peers.py [--fields 40] [--quick] [--rounds N] [--json PATH]
 
-The batch has 32 rows; a field is float32[32, 16]. Each contender does an operation in the quickest way of its own that
-gives an equal result, which is asserted before anything is timed; an operation that it does not have is empty. In every
+The batch has 32 rows; a field is float32[32, 16]. Each contender does an operation in its own way that gives an
+equal result, which is asserted before anything is timed; an operation that it does not have is empty. In every
 round the contenders are timed right after each other and the ratio of their times is taken, so that other load on the
-machine cancels out. All compute with one thread. What is not installed is left out and named.
+machine cancels out. All compute with one thread. What is not installed is left out and named, but safetensors, which
+the files need.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from math import isnan, nan
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -30,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already;
 import bench_loader
 import peers
 from common import Seconds, aligned, fresh, in_turn, interleaved, parser, ratio, same, setting, write
-from memory import STATUS, peak_growth
+from memory import peak_growth
 from peers import OURS, ROWS, Contender, Row, make, names, plain, scope
 
 WIDTH = 16
@@ -46,7 +50,7 @@ from time import perf_counter
 from memory import peak_growth
 start = perf_counter()
 grown = peak_growth({!r}, {{}})
-print(perf_counter() - start, grown or 0)
+print(perf_counter() - start, "nan" if grown is None else grown)
 """
 
 
@@ -156,22 +160,29 @@ class Bench:
 
     def imports(self) -> None:
         """Of each package, after torch, in a fresh interpreter: the time, and the memory."""
-        present = self.present(peers.IMPORT)
-        measured: dict[str, list[list[float]]] = {one.name: [] for one in present}
+        codes = {one.name: code for one, code in self.present(peers.IMPORT).items()}
+        measured: dict[str, list[list[float]]] = {who: [] for who in codes}
         for i in range(-1, min(self.rounds, FRESH)):  # the first fills file caches
-            for one, code in present.items():
-                numbers = fresh("-c", IMPORTING.format(code))
-                measured[one.name] += [numbers] if i >= 0 else []
+            for who in in_turn(measured, i):
+                numbers = fresh("-c", IMPORTING.format(codes[who]))
+                measured[who] += [numbers] if i >= 0 else []
         self.keep(peers.IMPORT.name, {who: [seconds for seconds, _ in each] for who, each in measured.items()})
-        if STATUS.exists():
-            memory = {who: [grown for _, grown in each] for who, each in measured.items()}
+        memory = {who: [grown for _, grown in each] for who, each in measured.items()}
+        if not any(map(isnan, chain(*memory.values()))):
             self.keep(f"{peers.IMPORT.name}, peak memory", memory, unit="bytes")
 
     def memory(self) -> None:
         """How much the resident memory grows at most while a statement runs, in a fresh interpreter."""
-        for row in peers.MEASURED if STATUS.exists() else ():
-            asked = ("--fields", str(len(self.batch)), "--peak", row.name)
-            grown = {one.name: fresh(__file__, *asked, one.name) for one in self.present(row)}  # hardly differs
+        for row in peers.MEASURED:
+            grown: dict[str, list[float]] = {}
+            for one in self.present(row):
+                try:  # once, as it hardly differs
+                    grown[one.name] = fresh(__file__, "--fields", str(len(self.batch)), "--peak", row.name, one.name)
+                except subprocess.CalledProcessError as error:
+                    self.leave_out(row, one, error)
+            if any(map(isnan, chain(*grown.values()))):
+                self.left_out["peak memory"] = "this system does not tell"
+                return
             self.keep(f"{row.name}, peak memory", grown, unit="bytes")
 
     def keep(
@@ -217,6 +228,8 @@ def main() -> None:
     options.add_argument("--times", action="store_true", help="print the times too, as torch.utils.benchmark.Compare")
     options.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)  # an operation and a contender, for `memory`
     args = options.parse_args()
+    if args.fields < 2:
+        options.error("a batch has at least two fields here, as one is packed already")
     torch.set_num_threads(1)
     if args.peak:
         print(peak(*args.peak, args.fields))
@@ -243,13 +256,14 @@ def main() -> None:
     write(args.json, {**measured, **results})
 
 
-def peak(operation: str, who: str, count: int) -> int:
+def peak(operation: str, who: str, count: int) -> float:
     """How many bytes more a statement takes at most, beside its container of large fields."""
     code = next(row for row in peers.MEASURED if row.name == operation).codes
     one = next(one for one in code if one.name == who)
     known = names(one)
     known["x"] = make(one, known, {f"k{i}": torch.ones(ROWS, LARGE) for i in range(count)})
-    return peak_growth(f"result = {code[one]}", known) or 0
+    grown = peak_growth(f"result = {code[one]}", known)
+    return nan if grown is None else grown
 
 
 if __name__ == "__main__":

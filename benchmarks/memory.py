@@ -14,9 +14,11 @@ def peak_growth(code: str, known: dict[str, Any]) -> int | None:
 
     Not from ``resource.getrusage``: its peak begins with that of the process that started this one.
     """
-    if not STATUS.exists():
+    try:
+        RESET.write_text("5")  # the peak begins anew (Linux, proc(5))
+        before = int(re.findall(r"VmRSS:\s*(\d+) kB", STATUS.read_text())[0])
+    except OSError:
+        exec(code, known)
         return None
-    RESET.write_text("5")  # the peak begins anew (Linux, proc(5))
-    before = int(re.findall(r"VmRSS:\s*(\d+) kB", STATUS.read_text())[0])
     exec(code, known)
     return 1024 * (int(re.findall(r"VmHWM:\s*(\d+) kB", STATUS.read_text())[0]) - before)

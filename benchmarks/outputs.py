@@ -101,14 +101,14 @@ def on_rank(rank: int, wrapper: str, who: str, folder: str) -> None:
 
 
 def tried(wrapper: str, one: Contender) -> str:
-    """What the first rank says."""
+    """What the ranks say."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.start_processes(on_rank, (wrapper, one.name, folder), nprocs=2, join=False, start_method="spawn")
         for process in ranks.processes:
             process.join(60)
             process.kill()
-        said = Path(folder, "0")
-        return said.read_text() if said.exists() else "never ends"
+        said = [file.read_text() if file.exists() else "never ends" for file in (Path(folder, "0"), Path(folder, "1"))]
+        return " / ".join(dict.fromkeys(said))
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ PACKAGES = {
 }
 MARKS = {
     "dict": ("o", "#444444"),
+    "dict, packed": ("X", "#999999"),
     "TensorDict": ("s", "#d1603d"),
     "tianshou Batch": ("^", "#8f6bb3"),
     "BatchFeature": ("D", "#d9a520"),
@@ -27,7 +28,7 @@ MARKS = {
     "pytree": ("P", "#4c8fbf"),
 }
 WIDTH, LINE, AROUND = 8.4, 0.42, 1.8  # inches: of the picture, of an operation, and of what is above and below all
-APART = 0.15  # of an operation, between the marks of two contenders, which would hide each other
+APART = 0.13  # of an operation, between the marks of two contenders, which would hide each other
 LEAST, MOST = 0.05, 100.0  # beyond these a mark stands at the edge, with its number
 
 

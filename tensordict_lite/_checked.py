@@ -352,7 +352,9 @@ class CheckedDict(TreeDict[V]):
         path = cast(Path, key if type(key) is tuple else ())
         if not path:
             named = isinstance(key, (str, tuple))
-            raise KeyError(cast(object, key) if named else f"keys are str, got {key!r}; rows are d.rows[...]")
+            raise KeyError(
+                cast(object, key) if named else f"keys are str, got {type(key).__name__}; rows are d.rows[...]"
+            )
         node: CheckedDict[Any] = self
         for part in path[:-1]:
             inner = raw.get(node, part)

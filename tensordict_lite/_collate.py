@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -25,7 +24,7 @@ from ._join import columns, described, merged_policy, refuse, widened
 from ._layout import Group, Layout, Spec, lay_out, row_major
 from ._packing import packs
 from ._policy import Encoders, Policy
-from ._strings import is_registered
+from ._sendable import refuse_unsendable
 from ._tree import TreeDict
 from ._values import store
 
@@ -77,7 +76,9 @@ def collate(
     tensor([[1, 2, 3],
             [4, 0, 0]])
     """
-    if isinstance(samples, Mapping) or not isinstance(cast(object, samples), Sized) or not len(samples):
+    if not isinstance(samples, (list, tuple, Mapping)):
+        samples = list(samples)
+    if isinstance(samples, Mapping) or not samples:
         raise ValueError(f"collate takes a list of at least one sample, got {described(samples)}")
     if not issubclass(cast(Any, cls), DeviceDict) or not isinstance(cast(object, pad), (Mapping, type(None))):
         raise TypeError(f"collate takes a DeviceDict class as cls= and a mapping as pad=, got {cls!r} and {pad!r}")
@@ -96,25 +97,8 @@ def collate(
     if cls is not DeviceDict:
         batch._conform(batch, None, deep=True)
     if get_worker_info() is not None:
-        _refuse_unsendable(batch, ())
+        refuse_unsendable(batch, ())
     return cast(D, batch)
-
-
-def _refuse_unsendable(batch: TreeDict[Any], at: Path) -> None:
-    """Raise for an encoder that cannot be pickled: the batch would be lost on its way, and the loader wait for ever."""
-    encoders = {**batch._policy.encoders, "*": batch._policy.default_encoder}
-    for key, encoder in encoders.items():
-        if not is_registered(encoder):
-            try:
-                pickle.dumps(encoder)
-            except Exception as error:
-                raise TypeError(
-                    f"{dotted((*at, key))}: the encoder {encoder!r} cannot be pickled, so the batch cannot leave its "
-                    f"worker; use a function of a module, or collate in the main process: {error}"
-                ) from error
-    for key, value in batch.items():
-        if isinstance(value, TreeDict):
-            _refuse_unsendable(cast("TreeDict[Any]", value), (*at, key))
 
 
 def _made(collector: _Collector, pack: bool) -> list[Tensor]:

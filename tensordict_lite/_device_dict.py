@@ -141,7 +141,7 @@ class DeviceDict(ShapedDict[V]):
         """The batch view: the first dimension of the fields as rows. ``len(d)`` stays the number of keys.
 
         ``d.rows[3]``, ``d.rows[8:16]`` (views), ``d.rows[mask_or_indices]`` (copies), ``d.rows[index] = other`` (in
-        place, all fields at once), ``len(d.rows)``, iteration (views), ``d.rows.split(n)`` (views),
+        place, all fields at once), ``len(d.rows)``, iteration (views), ``d.rows.split(n)`` or of sizes (views),
         ``d.rows.shuffle(generator=None)`` (a copy). Every result is a dict of the same class, with the encoders. Of a
         kept object that is a list of one for each row, rows have theirs; other objects are kept as they are.
 

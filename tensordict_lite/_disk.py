@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
 from math import prod
 from typing import Any, BinaryIO, cast
 
@@ -220,11 +221,11 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any
     return out
 
 
-def _named(path: str | os.PathLike[str], opened: BinaryIO) -> str:
+def _named(path: int | str | os.PathLike[str], opened: BufferedReader) -> str:
     """The file, as an error names it."""
-    zipped = opened.read(4) == b"PK\x03\x04"
-    opened.seek(0)
-    return f"{os.fspath(path)}{' (a zip file, as torch.save writes: torch.load reads it)' if zipped else ''}"
+    saved = b"data.pkl" in opened.peek(512)[:512]  # the first file of the archive
+    name = path if isinstance(path, int) else os.fsdecode(path)
+    return f"{name}{' (a file of torch.save: torch.load reads it)' if saved else ''}"
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Utf8:
         ValueError: for a string that holds a NUL or a lone surrogate, or that is over ``max_length`` bytes; nothing
             is ever cut.
 
-    Cost: one copy of the bytes, no Python loop over characters; decoding copies the field to the CPU.
+    Cost: two copies of the bytes, no Python loop over characters; decoding copies the field to the CPU.
 
     >>> from tensordict_lite import DeviceDict, Utf8
     >>> d = DeviceDict({"name": ["Ada", "Grace"]})
@@ -73,6 +73,7 @@ class Utf8:
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
         """uint8 ``[n, L]`` of ``n`` strings."""
+        strings = list(strings)
         try:
             encoded = [string.encode() for string in strings]
         except UnicodeEncodeError:

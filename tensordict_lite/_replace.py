@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import stat
@@ -20,8 +19,7 @@ def replaced(path: str | os.PathLike[str]) -> Generator[IO[bytes]]:
     if os.path.exists(target) and not os.path.isfile(target):
         raise OSError(f"{os.fspath(path)!r} is there and is no regular file, so it cannot be replaced")
     folder = os.path.dirname(target)
-    if not os.path.isdir(folder):  # else the error names the file that is written beside
-        raise FileNotFoundError(errno.ENOENT, "no such folder to save in", folder)
+    os.stat(os.path.join(folder, ""))  # raises for what is no folder; later the error would name the file beside
     beside = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")
     file, named = _nameless(folder), False
     if file is None:

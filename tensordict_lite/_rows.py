@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -94,14 +95,14 @@ class Rows(Generic[D]):
 
     def split(self, size: int | Sequence[int]) -> list[D]:
         """The rows in parts of ``size``, the last one maybe smaller, or of these sizes: views, as ``torch.split``."""
-        count = len(self)
-        if not isinstance(size, Sequence):
-            if size < 1:
-                raise ValueError(f"split takes a size of at least 1, got {size}")
-            return [self[start : start + size] for start in range(0, count, size)]
-        if sum(size) != count or min(size, default=0) < 0:
-            raise ValueError(f"split takes sizes that add up to the {count} rows, got {list(size)}")
-        return [self[end - part : end] for part, end in zip(size, accumulate(size), strict=True)]
+        count, sizes = len(self), _sizes(size)
+        if isinstance(sizes, int):
+            if sizes < 1:
+                raise ValueError(f"split takes a size of at least 1, got {sizes}")
+            return [self[start : start + sizes] for start in range(0, count, sizes)]
+        if sum(sizes) != count or min(sizes, default=0) < 0:
+            raise ValueError(f"split takes sizes that add up to the {count} rows, got {sizes}")
+        return [self[end - part : end] for part, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def shuffle(self, generator: torch.Generator | None = None) -> D:
         """All rows in random order, copied; ``generator`` may be on the CPU or on the device of the dict."""
@@ -112,6 +113,16 @@ class Rows(Generic[D]):
 
     def __repr__(self) -> str:
         return f"{type(self._dict).__name__}.rows({len(self)})"
+
+
+def _sizes(given: Any) -> int | list[int]:
+    # As Python's ints, which do not overflow.
+    with suppress(TypeError):
+        return as_int(given)
+    try:
+        return [as_int(size) for size in given]
+    except TypeError:
+        raise TypeError(f"split takes a size or a list of sizes, got {given!r}") from None
 
 
 def _count_plain(d: TreeDict[Any]) -> int:

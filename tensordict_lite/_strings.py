@@ -102,11 +102,6 @@ def register_encoder(cls: _E) -> _E:
     return cls
 
 
-def is_registered(encoder: object) -> bool:
-    """Whether an encoder has a JSON form."""
-    return _registry.get(str(getattr(encoder, "name", ""))) is type(encoder)
-
-
 def runs_code(encoder: object) -> bool:
     """Whether making an encoder from its JSON form, or this JSON form, runs more than this package: ``runs_code``."""
     name: Any = cast(Any, encoder).get("name") if isinstance(encoder, Mapping) else getattr(encoder, "name", None)
@@ -122,7 +117,7 @@ def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
     >>> encoder_to_json(Vocabulary(["cat", "dog"]))
     {'tokens': ['cat', 'dog'], 'unknown': None, 'name': 'vocabulary'}
     """
-    if not is_registered(encoder):
+    if _registry.get(str(getattr(encoder, "name", ""))) is not type(encoder):
         raise TypeError(f"{encoder!r} has no JSON form; register its class with register_encoder")
     return {**cast(Any, encoder).to_json(), "name": cast(Any, encoder).name}
 

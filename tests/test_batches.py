@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Utf8, Vocabulary, cat, collate, stack
+from tensordict_lite._sendable import refuse_unsendable
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):
@@ -200,6 +201,12 @@ class TestRows:
         assert [part["x"].tolist() for part in parts] == [[0], [], [1, 2, 3, 4, 5]]
         parts[2]["x"].zero_()
         assert not d["x"].any(), "views"
+        assert len(d.rows.split(np.array([2, 4]))) == 2 and len(d.rows.split([torch.tensor(6, dtype=torch.uint8)])) == 1
+        wide = DeviceDict({"x": torch.arange(300)})
+        assert [len(part.rows) for part in wide.rows.split([np.uint8(200), np.uint8(100)])] == [200, 100]
+        for wrong in ("6", [1.0, 5.0], None):
+            with pytest.raises(TypeError, match="split takes a size or a list of sizes, got "):
+                d.rows.split(wrong)
         for sizes in ([1, 2], [7, -1], []):
             with pytest.raises(
                 ValueError, match=re.escape(f"split takes sizes that add up to the 6 rows, got {sizes}")
@@ -553,6 +560,27 @@ class Stream(IterableDataset[Any]):
         return iter(Samples()[i] for i in range(12))
 
 
+class OfItsClass(DeviceDict, encoders=lambda strings: torch.zeros(len(strings))):
+    """It is found by name, and its encoder with it."""
+
+
+class CountsPickles:
+    code_ndim = 0
+
+    def __init__(self) -> None:
+        self.pickled = 0
+
+    def encode(self, strings: Any) -> Tensor:
+        return torch.zeros(len(strings))
+
+    def decode(self, codes: Any) -> list[str]:
+        return [""] * len(codes)
+
+    def __reduce__(self) -> Any:
+        self.pickled += 1
+        return type(self), ()
+
+
 class TestLoader:
     def check(self, loader: DataLoader[Any], workers: int, order: Any = range(12)) -> None:
         for _ in range(2):
@@ -599,9 +627,25 @@ class TestLoader:
         assert made([Samples()[0]])["name"].tolist() == [0], "in the main process it may"
         loader = DataLoader(Samples(), batch_size=4, num_workers=1, collate_fn=made, multiprocessing_context="fork")
         with pytest.raises(
-            TypeError, match=r"the encoder <lambda> cannot be pickled, so the batch cannot leave its worker"
+            TypeError, match="'name': the encoder <lambda> cannot be pickled, so the batch cannot leave"
         ):
             list(loader)
+        with pytest.raises(TypeError, match=r"^the default encoder <lambda> cannot be pickled"):
+            refuse_unsendable(DeviceDict({"x": 1}, encoders=lambda strings: torch.zeros(len(strings))), ())
+
+    def test_encoders_that_leave_a_worker(self) -> None:
+        found = CountsPickles()
+        nested = {"a": "x", "n": {"b": "y", "a": "z"}}
+        for _ in range(2):
+            refuse_unsendable(collate([nested], encoders={"a": found, "b": found}), ())
+        assert found.pickled == 1, "in this process, once"
+        refuse_unsendable(collate([{"x": 1.0}], cls=OfItsClass), ())
+
+        class Local(CountsPickles):
+            pass
+
+        with pytest.raises(TypeError, match=r"^'\*': the encoder .* cannot be pickled"):
+            refuse_unsendable(collate([{"n": {"*": "x"}}], encoders={"*": Local()}), ())
 
     def test_a_batch_is_one_file_descriptor(self) -> None:
         loader = DataLoader(Samples(), batch_size=1, num_workers=1, collate_fn=collate)

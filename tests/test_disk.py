@@ -485,14 +485,15 @@ class TestForgery:
 
     def test_a_file_of_torch_save_is_told(self, tmp_path: Path) -> None:
         torch.save({"x": torch.ones(1)}, tmp_path / "d")
-        with pytest.raises(
-            InvalidFileError, match=r"d \(a zip file, as torch\.save writes: torch\.load reads it\): not a"
-        ):
+        with pytest.raises(InvalidFileError, match=r"d \(a file of torch\.save: torch\.load reads it\): not a"):
             load(tmp_path / "d")
 
     def test_a_folder_that_is_missing_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match=r"no such folder to save in: '.*/no'$"):
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*/no/'$"):
             save({"x": 1}, tmp_path / "no" / "d")
+        (tmp_path / "file").touch()
+        with pytest.raises(NotADirectoryError, match=r"'.*/file/'$"):
+            save({"x": 1}, tmp_path / "file" / "d")
 
     def test_an_encoder_that_the_caller_gives_is_not_looked_at(self, tmp_path: Path) -> None:
         bad = {**with_policy(encoders={"x": 0}, default=0), "encoders": [{"name": "tokenizer"}]}

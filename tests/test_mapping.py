@@ -276,7 +276,7 @@ class TestShaping:
                 use(["x"])  # pyright: ignore[reportArgumentType]
             with pytest.raises(KeyError, match=r"^'y'$"):
                 use("y")
-        with pytest.raises(KeyError, match=r"^'keys are str, got 0; rows are d\.rows\[\.\.\.\]'$"):
+        with pytest.raises(KeyError, match=r"^'keys are str, got int; rows are d\.rows\[\.\.\.\]'$"):
             d[0]  # pyright: ignore[reportArgumentType]
 
     def test_select_and_drop(self) -> None:

@@ -353,3 +353,9 @@ class TestWhereAnEncoderGoes:
         inner = DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["b", "a"])})
         outer = DeviceDict({"s": "a", "inner": inner}, encoders={"s": Vocabulary(["a"])})
         assert outer["inner", "s"].item() == 1 and outer.decode(("inner", "s")) == outer.decode("s") == "a"
+
+
+@pytest.mark.parametrize("wrong", ["x\0y", "\ud800", "Grace"])
+def test_of_strings_that_come_once_the_wrong_one_is_named(wrong: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(wrong))):
+        Utf8(4).encode(s for s in ["ok", wrong, "b"])  # pyright: ignore[reportArgumentType]
