@@ -24,9 +24,8 @@ def resolve(device: DeviceLike) -> torch.device:
     Raises torch's ``RuntimeError`` for a device type that is unknown, and torch's own error for one without an index
     that this machine or build does not have.
     """
-    if device is CPU or (
-        type(device) is str and device == "cpu"
-    ):  # most calls: to parse and compare takes 0.4 us, this a twentieth
+    # Most calls, in a tenth of the time that it takes to parse and compare.
+    if device is CPU or (type(device) is str and device == "cpu"):
         return CPU
     parsed = device if isinstance(device, torch.device) else torch.device(device)
     if parsed == CPU:

@@ -82,7 +82,8 @@ class Utf8:
         width = longest if self.max_length is None else self.max_length
         # All at once: asked string by string this takes four times as long.
         if longest > width or b"\0" in b"".join(encoded):
-            encoded = [self._bytes(string) for string in strings]
+            for string in strings:
+                self._bytes(string)  # raises for the first that is wrong
         if width == 0:  # NumPy has no zero-width byte strings
             return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")
         # An `S` array pads with zeros in C; it is writable, so torch shares it without a copy.
