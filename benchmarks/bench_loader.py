@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tensordict_lite import DeviceDict, collate, prefetch, stack
 
 sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already; runpy has not
-from common import Seconds, aligned, in_turn, interleaved, parser, ratio, same, setting, write
+from common import Seconds, aligned, cause, in_turn, interleaved, parser, ratio, same, setting, write
 
 try:
     from tensordict import TensorDict
@@ -157,8 +157,7 @@ class Bench:
         """A peer that fails is left out, with the reason; ours may not fail."""
         if who == OURS:
             raise error
-        reason = next(iter(str(error).splitlines()), "")
-        self.left_out[f"{who} in {where}"] = f"{type(error).__name__}: {reason}"
+        self.left_out[f"{who} in {where}"] = cause(error)
 
     def loaders(self, where: str, size: Size, workers: int) -> dict[str, Iterator[Any]]:
         """Endless batches of each contender, after assertions that the first are equal."""
@@ -325,7 +324,7 @@ def overlap(device: torch.device, rounds: int) -> dict[str, Any]:
         "line": line,
         "batch_bytes": batches[0].nbytes,
         "fields": len(batches[0]),
-        "median_step_seconds": {who: median(times) / STEPS for who, times in seconds.items()},
+        "median_step_seconds": line["median_seconds"],
         "hidden": hidden,
         "goal": 0.95,
         "met": hidden["prefetch"]["median"] >= 0.95,

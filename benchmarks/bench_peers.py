@@ -1,6 +1,6 @@
 """Every operation of DeviceDict beside what else holds a batch: one table of ratios, on this machine.
 
-    python benchmarks/bench_peers.py [--fields 40] [--quick] [--rounds N] [--json PATH]
+    python benchmarks/bench_peers.py [--fields 40] [--times] [--quick] [--rounds N] [--json PATH]
 
 The batch has 32 rows; a field is float32[32, 16]. Each contender does an operation in its own way that gives an
 equal result, which is asserted before anything is timed; an operation that it does not have is empty. In every
@@ -33,7 +33,7 @@ from torch.utils.data import default_collate
 sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already; a spawned process has not
 import bench_loader
 import peers
-from common import Seconds, aligned, fresh, in_turn, interleaved, parser, ratio, same, setting, write
+from common import Seconds, aligned, cause, fresh, in_turn, interleaved, parser, ratio, same, setting, write
 from memory import peak_growth
 from peers import OURS, ROWS, Contender, Row, make, names, plain, scope
 
@@ -78,8 +78,7 @@ class Bench:
         """A peer that fails is left out, with the reason; ours may not fail."""
         if one is OURS:
             raise error
-        reason = next(iter(str(error).splitlines()), "")
-        self.left_out[f"{one.name} in {row.name!r}"] = f"{type(error).__name__}: {reason}"
+        self.left_out[f"{one.name} in {row.name!r}"] = cause(error)
 
     def statements(self, rows: Sequence[Row], label: str) -> None:
         """What a timer can repeat."""
@@ -218,7 +217,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def short(value: float) -> str:
-    """With two digits or, above 100, all before the point."""
+    """With two digits, or with all of those before the point."""
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 

@@ -27,7 +27,7 @@ from torch.utils.benchmark import Timer
 from tensordict_lite import DeviceDict, _transfer
 
 sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already; runpy has not
-from common import Seconds, aligned, in_turn, interleaved, parser, ratio, same, setting, write
+from common import Seconds, aligned, cause, in_turn, interleaved, parser, ratio, same, setting, write
 
 try:
     from tensordict import TensorDict
@@ -209,8 +209,7 @@ class Bench:
         """A peer that fails is left out, with the reason; ours may not fail."""
         if one.name.startswith("ours"):
             raise error
-        reason = next(iter(str(error).splitlines()), "")
-        self.left_out[f"{one.name} in {operation.name}"] = f"{type(error).__name__}: {reason}"
+        self.left_out[f"{one.name} in {operation.name}"] = cause(error)
 
     def timers(self, operation: Operation, size: str, synchronize: Callable[[], None]) -> dict[str, Timer]:
         """A timer for each contender, after assertions that all begin and end in the same places, with equal values."""

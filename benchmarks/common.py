@@ -78,6 +78,11 @@ def fresh(*arguments: str) -> list[float]:
     ]
 
 
+def cause(error: Exception) -> str:
+    """Why a contender is left out, in a line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """Of two contenders' times, round by round, so that other load on the machine cancels out."""
     values = [x / y for x, y in zip(over, under, strict=True)]

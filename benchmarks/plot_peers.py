@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from peers import CONTENDERS
 from plotting import Figure, pyplot, script
 
-PACKAGES = {
-    "TensorDict": "tensordict",
-    "tianshou Batch": "tianshou",
-    "BatchFeature": "transformers",
-    "send_to_device": "accelerate",
-}
 MARKS = {
     "dict": ("o", "#444444"),
     "dict, packed": ("X", "#999999"),
@@ -67,7 +62,8 @@ def chart(results: dict[str, Any]) -> Figure:
         f"Time, or memory, as a multiple of DeviceDict's: where it is blue DeviceDict takes less\n{where}", fontsize=9.5
     )
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    named = {who: f"{who} ({results[package]})" for who, package in PACKAGES.items() if results.get(package)}
+    packages = {one.name: one.package for one in CONTENDERS}
+    named = {who: f"{who} ({results[package]})" for who, package in packages.items() if results.get(package)}
     figure.legend(
         handles.values(), [named.get(str(who), str(who)) for who in handles], loc="outside lower center", ncols=3
     )
