@@ -16,7 +16,7 @@ from typing_extensions import Self
 from ._devices import CPU, DeviceLike, canonical, resolve
 from ._errors import DeviceMismatchError, Path, dotted, located
 from ._items import Items, all_home, as_dict, placed, refuse_key, snapshot, tensors_in
-from ._policy import Encoders, Objects, OnMismatch, Policy
+from ._policy import Encoders, Objects, OnMismatch
 from ._strings import StringEncoder
 from ._transfer import transfer
 from ._tree import TreeDict, V, raw
@@ -167,7 +167,8 @@ class CheckedDict(TreeDict[V]):
             data: a mapping or an iterable of pairs.
             fields: more items.
 
-        Raises: as ``d[key] = ...``, for the first item that is refused; ``TypeError`` for what is no mapping or pairs.
+        Raises: as ``d[key] = ...``, for the first item that is refused; what ``dict`` raises for what is no mapping
+            or pairs.
         Cost: a check an item; no copy of a tensor that is in place.
 
         >>> from tensordict_lite import DeviceDict
@@ -237,23 +238,34 @@ class CheckedDict(TreeDict[V]):
                 )
             first = next(iter(data.values()), None)
             device = canonical(first.device) if type(first) is Tensor else None
-        # Whatever can raise comes before the first change.
-        policy = self._policy.with_encoders(encoders) if encoders else self._policy
         if all_home(data, device):  # what training loops store, all in all
-            self._commit(data, device, policy)
+            self._commit(data, device, encoders or {})
         else:
-            staged, device, policy = self._stage(data, consent=consent, at=at)
-            self._commit(staged, device, policy.with_encoders(encoders) if encoders else policy)
+            staged, device, used = self._stage(data, consent=consent, at=at)
+            self._commit(staged, device, {**used, **encoders} if encoders else used)
 
-    def _commit(self, staged: Mapping[str, Any], device: torch.device | None, policy: Policy) -> None:
+    def _commit(
+        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder]
+    ) -> None:
+        # Staging runs the code of others (encoders, `items` of a mapping, `__array__`), which may have written here.
+        if device is not self._device is not None and device not in (None, self._device):
+            keys = ", ".join(map(repr, staged))
+            raise DeviceMismatchError(
+                f"this {type(self).__name__} was written to while {keys} was being stored on {device}, and is on "
+                f"{self._device} now; give device= when you make it",
+                expected=self._device,
+                actual=device,
+            )
+        policy = self._policy.with_encoders(encoders) if encoders else self._policy  # can raise, so before the changes
         raw.update(self, staged)
-        self._device = device
+        if device is not None:
+            self._device = device
         self._policy = policy
 
     def _stage(
         self, data: Mapping[str, Any], *, consent: bool = False, at: Path = ()
-    ) -> tuple[Mapping[str, Any], torch.device | None, Policy]:
-        """What `_commit` would store: every key checked, every value converted, nothing of this dict changed."""
+    ) -> tuple[Mapping[str, Any], torch.device | None, Mapping[str, StringEncoder]]:
+        """What `_commit` takes: every key checked, every value converted, nothing of this dict changed."""
         device = self._device
         try:
             data = snapshot(data, TreeDict)
@@ -269,18 +281,18 @@ class CheckedDict(TreeDict[V]):
         if consent or self._policy.on_mismatch == "move":
             strangers = {id(tensor): tensor for tensor in tensors if tensor.device != home}
             moved = dict(zip(strangers, transfer(list(strangers.values()), home), strict=True))
-        staged, policy = self._convert(data, home, moved, at)
+        staged, encoders = self._convert(data, home, moved, at)
         if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
             device = home
-        return staged, device, policy
+        return staged, device, encoders
 
     def _convert(
         self, data: Mapping[str, Any], home: torch.device, moved: Mapping[int, Tensor], at: Path
-    ) -> tuple[dict[str, Any], Policy]:
-        """The stored form of every value, and the policy with the encoders that strings were encoded with."""
+    ) -> tuple[dict[str, Any], dict[str, StringEncoder]]:
+        """The stored form of every value, and the encoders that strings were encoded with."""
         policy = self._policy
         staged: dict[str, Any] = {}
-        encoders: dict[str, Any] = {}
+        encoders: dict[str, StringEncoder] = {}
         for key, value in data.items():
             if not isinstance(cast(object, key), str):
                 refuse_key(key, at)
@@ -300,7 +312,7 @@ class CheckedDict(TreeDict[V]):
                 if encoder is not None:
                     encoders[key] = encoder
                 staged[key] = stored
-        return staged, policy.with_encoders(encoders)
+        return staged, encoders
 
     # What a class with declared fields has otherwise; see `TypedDeviceDict`.
 
@@ -336,12 +348,12 @@ class CheckedDict(TreeDict[V]):
             own = of_its_class and cls._has_policy()
             policy = value._policy if own else policy.with_encoders(value._policy.carried(value))
         nested = cls._new((), home, policy)
-        staged, policy = nested._convert(value, home, moved, path)
+        staged, encoders = nested._convert(value, home, moved, path)
         if of_its_class:  # not looked at again: a row of a typed batch is one, without a batch dimension
-            CheckedDict._commit(nested, staged, home, policy)
+            CheckedDict._commit(nested, staged, home, encoders)
         else:
             try:
-                nested._commit(staged, home, policy)
+                nested._commit(staged, home, encoders)
             except (TypeError, ValueError) as error:
                 raise located(error, path) from error
         return nested

@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Tensor], bool]) -> bool:
-    """Whether two trees have the same keys, tensors that are the ``same``, and equal objects."""
+    """Whether two trees have the same keys, tensors that are the ``same``, and equal objects.
+
+    A tensor equals a value that is none if that value says so.
+    """
     if len(a) != len(b):
         return False
     for key, x in a.items():
@@ -22,13 +25,25 @@ def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Te
             equal = same(x, y)
         elif isinstance(x, Mapping) and isinstance(y, Mapping):
             equal = agree(cast("Mapping[str, Any]", x), cast("Mapping[str, Any]", y), same)
-        elif isinstance(x, Tensor) or isinstance(y, Tensor):
-            equal = False
+        elif isinstance(x, Tensor):
+            equal = _equals_tensor(cast(object, y), x)
+        elif isinstance(y, Tensor):
+            equal = _equals_tensor(cast(object, x), y)
         else:
             equal = x is y or _same_object(x, y)
         if not equal:
             return False
     return True
+
+
+def _equals_tensor(value: object, tensor: Tensor) -> bool:
+    """Whether a value that is no tensor says that it equals one, as ``unittest.mock.ANY`` does.
+
+    Only a bool counts. NumPy would compare the elements, and read them from the device for it.
+    """
+    if isinstance(value, (np.ndarray, np.generic)):
+        return False
+    return type(value).__eq__(value, tensor) is True
 
 
 def _same_object(x: Any, y: Any) -> bool:

@@ -24,7 +24,7 @@ def only_tensors(values: Iterable[Any]) -> bool:
 
 
 def as_dict(data: Items) -> Mapping[str, Any]:
-    """``data`` as a mapping that can be walked twice; ``TypeError`` if it is neither a mapping nor pairs."""
+    """``data`` as a mapping that can be walked twice. What is neither a mapping nor pairs raises as in ``dict``."""
     if type(data) is dict:
         return cast("dict[str, Any]", data)
     if isinstance(data, Mapping):  # through items(), which a subclass of dict may have of its own
@@ -40,8 +40,9 @@ def as_dict(data: Items) -> Mapping[str, Any]:
     pairs = list(data)  # apart from the next line: an error of a caller's generator is the caller's
     try:
         return dict(pairs)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{expected}: {error}") from error
+    except (TypeError, ValueError) as error:  # of the kind that dict raises
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{expected}: {error}") from error
 
 
 def snapshot(data: Mapping[str, Any], trusted: type) -> dict[str, Any]:

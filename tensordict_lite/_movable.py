@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 from typing import Any, cast, overload
 
@@ -13,11 +14,12 @@ from typing_extensions import Self
 from ._arguments import to_arguments
 from ._checked import CheckedDict
 from ._devices import CPU, DeviceLike, resolve
-from ._errors import Path, located
+from ._errors import Path, dotted, located
+from ._items import parts
 from ._packing import blockwise, is_packed, once, pack, packs
 from ._singly import host_array
 from ._transfer import clone, transfer
-from ._tree import TreeDict, V
+from ._tree import TreeDict, V, tensor_paths
 
 
 class MovableDict(CheckedDict[V]):
@@ -166,11 +168,13 @@ class MovableDict(CheckedDict[V]):
     def share_memory_(self) -> Self:
         """Move the tensors' storages to shared memory, in place; no effect on CUDA. Returns ``self``.
 
-        Raises: torch's ``RuntimeError`` for tensors that cannot be shared. Cost: a copy and a segment a storage.
+        Raises: ``RuntimeError`` that names the field for a tensor without a storage, such as a sparse one, before any
+            is moved; torch's own error where there is no shared memory left. Cost: a copy and a segment a storage.
 
         >>> DeviceDict({"x": [1.0]}).share_memory_()["x"].is_shared()
         True
         """
+        _refuse_any(self, _unshareable)
         for tensor in self._tensors():
             tensor.share_memory_()
         return self
@@ -227,7 +231,8 @@ class MovableDict(CheckedDict[V]):
         >>> DeviceDict().record_stream(None)
         """
         for tensor in self._tensors():
-            tensor.record_stream(stream)
+            for part in parts(tensor):  # a sparse one has no memory of its own
+                part.record_stream(stream)
 
     # --- like a tensor ---
 
@@ -294,16 +299,50 @@ class MovableDict(CheckedDict[V]):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of the floating-point and complex tensors, in place. Returns ``self``.
 
-        Raises: torch's ``RuntimeError`` where False is asked of a tensor that is not a leaf. No copy.
+        Raises: ``RuntimeError`` that names the field, before any is changed: where False is asked of a tensor that is
+            not a leaf, or True of an inference tensor outside ``torch.inference_mode``. No copy.
 
         >>> d = DeviceDict({"x": [1.0], "id": [1]}).requires_grad_()
         >>> d["x"].requires_grad, d["id"].requires_grad
         (True, False)
         """
+        _refuse_any(self, _unable_to_require if requires_grad else _unable_to_stop)
         for tensor in self._tensors():
-            if tensor.is_floating_point() or tensor.is_complex():
+            if _differentiable(tensor):
                 tensor.requires_grad_(requires_grad)
         return self
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _refuse_any(d: TreeDict[Any], reason: Callable[[Tensor], str]) -> None:
+    """Raise for the first tensor that there is a ``reason`` against, while none is changed yet."""
+    for path, tensor in tensor_paths(d):
+        if said := reason(tensor):
+            raise RuntimeError(f"{dotted(path)} {said}")
+
+
+def _unable_to_require(tensor: Tensor) -> str:
+    if not (_differentiable(tensor) and tensor.is_inference()) or torch.is_inference_mode_enabled():
+        return ""
+    return "is an inference tensor, which cannot require grad outside torch.inference_mode(); clone() it first"
+
+
+def _unable_to_stop(tensor: Tensor) -> str:
+    if tensor.is_leaf:
+        return ""
+    return "is no leaf: it was computed from tensors that require grad, and keeps requiring it; detach() it first"
+
+
+def _unshareable(tensor: Tensor) -> str:
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
+        return f"is {layout}, which has no storage to be moved to shared memory; to_dense() it first"
+    return ""
 
 
 def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from torch.nn import functional as F
 
 from ._checked import CheckedDict
 from ._encoders import Utf8
-from ._errors import dotted, dtype_name
+from ._errors import Path, dotted, dtype_name
 from ._strings import StringEncoder
-from ._tree import TreeDict
+from ._tree import TreeDict, tensor_paths
 
 D = TypeVar("D", bound=CheckedDict[Any])
+
+_Write = tuple[Path, Tensor, Tensor]
+"""A field, and what is written into its rows."""
 
 _CHUNK = 64
 """Rows that iteration makes views of at once: one call a field then serves many (0.4 us a view instead of 0.8)."""
@@ -66,16 +69,16 @@ class Rows(Generic[D]):
         values = d._some(())
         values._policy = d._policy.with_encoders(_encoders(d))
         values.update(other)
-        writes: list[tuple[Tensor, Tensor]] = []
+        writes: list[_Write] = []
         _plan_writes(d, values, at, (), writes)
-        before = [target[at].clone() for target, _ in writes]
+        before = [target[at].clone() for _, target, _ in writes]
         done = 0
         try:
-            for target, value in writes:
-                target[at] = value
+            for path, target, value in writes:
+                _write(path, target, at, value)
                 done += 1
         except BaseException:
-            for (target, _), old in zip(writes[:done], before, strict=False):
+            for (_, target, _), old in zip(writes[:done], before, strict=False):
                 target[at] = old
             raise
 
@@ -145,19 +148,11 @@ def _count(d: TreeDict[Any]) -> int:
 
 
 def _refuse(d: TreeDict[Any]) -> NoReturn:
-    shapes = [f"{dotted(path)} {list(tensor.shape)}" for path, tensor in _paths(d, ())]
+    shapes = [f"{dotted(path)} {list(tensor.shape)}" for path, tensor in tensor_paths(d)]
     listed = ", ".join(shapes[:20]) + (f" and {len(shapes) - 20} more" if len(shapes) > 20 else "")
     raise ValueError(
         f"rows need fields that agree on their first dimension, this {type(d).__name__} has {listed or 'no tensors'}"
     )
-
-
-def _paths(d: TreeDict[Any], at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    for key, value in d.items():
-        if isinstance(value, Tensor):
-            yield (*at, key), value
-        elif isinstance(value, TreeDict):
-            yield from _paths(cast("TreeDict[Any]", value), (*at, key))
 
 
 def _index(given: Any, count: int) -> Any:
@@ -220,9 +215,7 @@ def _encoders(d: TreeDict[Any]) -> dict[str, StringEncoder]:
     return {key: encoder for known in (*nested, d._policy.encoders) for key, encoder in known.items()}
 
 
-def _plan_writes(
-    d: TreeDict[Any], values: TreeDict[Any], index: Any, at: tuple[str, ...], writes: list[tuple[Tensor, Tensor]]
-) -> None:
+def _plan_writes(d: TreeDict[Any], values: TreeDict[Any], index: Any, at: Path, writes: list[_Write]) -> None:
     missing, extra = d.keys() - values.keys(), values.keys() - d.keys()
     if missing or extra:
         what = f"lacks {dotted((*at, min(missing)))}" if missing else f"has {dotted((*at, min(extra)))}, which is new"
@@ -236,12 +229,21 @@ def _plan_writes(
             ours, theirs = d._policy.encoder(key), values._policy.encoder(key)
             if ours != theirs and key in d._policy.encoders and key in values._policy.encoders:
                 raise ValueError(f"{dotted(path)} is encoded with {ours!r}, what was given with {theirs!r}")
-            writes.append((target, _fitted(target[index], value, key in d._policy.encoders and ours, path)))
+            writes.append((path, target, _fitted(target[index], value, key in d._policy.encoders and ours, path)))
         else:
             raise ValueError(f"{dotted(path)} cannot be set by rows: it is no tensor")
 
 
-def _fitted(rows: Tensor, value: Tensor, encoder: object, path: tuple[str, ...]) -> Tensor:
+def _write(path: Path, target: Tensor, index: Any, value: Tensor) -> None:
+    try:
+        target[index] = value
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a leaf that requires grad, say, or one that was expanded
+        raise RuntimeError(f"{dotted(path)}: {error}") from error
+
+
+def _fitted(rows: Tensor, value: Tensor, encoder: object, path: Path) -> Tensor:
     """A copy of ``value`` in the shape of ``rows``."""
     if isinstance(encoder, Utf8) and rows.dtype == value.dtype == torch.uint8 and rows.dim() and value.dim():
         if value.shape[-1] > rows.shape[-1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, Generic, cast
 from weakref import WeakValueDictionary
@@ -194,6 +194,15 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def _check(self) -> None:
         """Raise ``AssertionError`` if anything that must always hold does not. For tests; O(fields)."""
         _verify(self, self._device, ())
+
+
+def tensor_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor of the tree and its path, depth first."""
+    for key, value in d.items():
+        if isinstance(value, Tensor):
+            yield (*at, key), value
+        elif isinstance(value, TreeDict):
+            yield from tensor_paths(cast("TreeDict[Any]", value), (*at, key))
 
 
 def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:

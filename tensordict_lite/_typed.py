@@ -18,7 +18,7 @@ from ._device_dict import DeviceDict
 from ._devices import DeviceLike
 from ._errors import Path, located
 from ._items import Items, as_dict  # pyright: ignore[reportUnusedImport]  (used where it does not look)
-from ._policy import Encoders, Objects, OnMismatch, Policy
+from ._policy import Encoders, Objects, OnMismatch
 from ._schema import Field, Schema, Shaped, names_of, read, unfit
 from ._strings import StringEncoder
 from ._tree import TreeDict, raw
@@ -198,13 +198,15 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         if reason and not (before and unfit(_shaped(type(self), before, schema.name))):
             raise ValueError(reason)
 
-    def _commit(self, staged: Mapping[str, Any], device: torch.device | None, policy: Policy) -> None:
+    def _commit(
+        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder]
+    ) -> None:
         self._conform({**self, **staged}, self)
-        super()._commit(staged, device, policy)
+        super()._commit(staged, device, encoders)
 
     def _convert(
         self, data: Mapping[str, Any], home: torch.device, moved: Mapping[int, Tensor], at: Path
-    ) -> tuple[dict[str, Any], Policy]:
+    ) -> tuple[dict[str, Any], dict[str, StringEncoder]]:
         data = self._without_absences(data)
         if not torch.compiler.is_compiling():
             try:

@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict
 from collections.abc import MutableMapping
 from typing import Any
+from unittest.mock import ANY
 
+import numpy as np
 import pytest
 import torch
 
 from tensordict_lite import DeviceDict, DeviceMismatchError
+
+
+class Answer:
+    """Says whether it equals a thing, as it was told to."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
 
 # What each attribute of dict is for DeviceDict. A new one in a later Python is in neither set and fails the test.
 OVERRIDDEN = {
@@ -254,6 +271,26 @@ class TestEquality:
         d = DeviceDict({"s": sparse, "n": nested, "c": torch.ones(2, dtype=torch.complex64).conj()})
         assert d == d.clone() and d != DeviceDict({**d, "s": (torch.eye(3) * 2).to_sparse()})
         assert d != DeviceDict({**d, "s": torch.eye(3)})
+
+    def test_the_other_side_is_asked_as_a_dict_does(self) -> None:
+        x = torch.ones(2)
+        d = DeviceDict({"x": x, "n": {"y": 3}})
+        plain = {"x": x, "n": {"y": d["n", "y"]}}
+        for other in ({"x": ANY, "n": {"y": d["n", "y"]}}, {"x": x, "n": ANY}, {"x": x, "n": {"y": ANY}}, ANY):
+            assert (plain == other) is (d == other) is (other == d) is True
+            assert (plain != other) is (d != other) is (other != d) is False
+            assert d == UserDict(other) if other is not ANY else True
+        assert d.allclose({"x": ANY, "n": ANY})
+        for value in (Answer(False), Answer("yes"), Answer(1), 1, "x", None, [1.0, 1.0], (), x.numpy(), np.float32(1)):
+            other = {"x": value, "n": {"y": ANY}}
+            assert (d == other) is (other == d) is False and (d != other) is (other != d) is True
+        assert d == {"x": Answer(True), "n": {"y": ANY}}
+        kept = DeviceDict({"x": ANY, "y": Answer(False)}, objects="keep")
+        assert kept == {"x": x, "y": kept["y"]} == kept and kept != {"x": x, "y": x}
+
+    def test_an_error_of_the_other_side_is_its_own(self) -> None:
+        with pytest.raises(ZeroDivisionError):
+            assert DeviceDict({"x": 1}) == {"x": Answer(ZeroDivisionError())}
 
     def test_kept_objects(self) -> None:
         a = DeviceDict({"o": {1, 2}}, objects="keep")

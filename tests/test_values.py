@@ -13,10 +13,14 @@ import simulated
 import torch
 from torch import Tensor, nn
 
-from tensordict_lite import DeviceDict, DeviceMismatchError, Utf8, Vocabulary
+from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Utf8, Vocabulary
 
 ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
 KEEP = 'or build with objects="keep" to keep it as it is, on the host'
+
+
+class Plain(TypedDeviceDict):
+    x: Tensor
 
 
 class TestTensors:
@@ -262,16 +266,40 @@ def test_keys_are_str(key: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (3, "expected a mapping or an iterable of (key, value) pairs, got int"),
-        ([1, 2], "expected a mapping or an iterable of (key, value) pairs, got list: "),
-        ("abc", "expected a mapping or an iterable of (key, value) pairs, got str: "),
-        ([("a", 1, 2)], "expected a mapping or an iterable of (key, value) pairs, got list: "),
+        (3, "got int"),
+        (object(), "got object"),
+        ([1, 2], "got list: cannot convert dictionary update sequence element #0 to a sequence"),
+        ([None], "got list: "),
+        ([("a", 1), 2], "got list: cannot convert dictionary update sequence element #1 to a sequence"),
+        (b"ab", "got bytes: "),
+        ({1, 2}, "got set: "),
+        ([([], 1)], "got list: unhashable type: 'list'"),
+        ("abc", "got str: dictionary update sequence element #0 has length 1; 2 is required"),
+        (["a"], "got list: "),
+        ([()], "got list: "),
+        ([("a",)], "got list: dictionary update sequence element #0 has length 1; 2 is required"),
+        ([("a", 1, 2)], "got list: dictionary update sequence element #0 has length 3; 2 is required"),
+        ([("a", 1), ("b",)], "got list: dictionary update sequence element #1 has length 1; 2 is required"),
+        (np.zeros((2, 3)), "got ndarray: dictionary update sequence element #0 has length 3; 2 is required"),
     ],
 )
-def test_what_is_no_mapping(data: Any, message: str) -> None:
-    for make in (DeviceDict, DeviceDict().update):
-        with pytest.raises(TypeError, match=re.escape(message)):
-            make(data)
+def test_what_is_no_mapping_raises_what_dict_raises(data: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as expected:
+        dict(data)
+    d = DeviceDict({"x": 1})
+    for write in (DeviceDict, Plain.from_dict, d.update, d.__ior__, lambda data: d.update(data, y=1)):
+        with pytest.raises(expected.type, match=re.escape(message)) as caught:
+            write(data)
+        assert str(caught.value).startswith("expected a mapping or an iterable of (key, value) pairs, got ")
+    assert list(d) == ["x"]
+
+
+@pytest.mark.parametrize("keys", [3, None, [[]], ["a", {}]])
+def test_fromkeys_raises_what_dict_raises(keys: Any) -> None:
+    with pytest.raises(TypeError) as expected:
+        dict.fromkeys(keys)
+    with pytest.raises(TypeError, match=f"^{re.escape(str(expected.value))}$"):
+        DeviceDict.fromkeys(keys, 1)
 
 
 def test_the_error_of_a_callers_generator_is_the_callers() -> None:

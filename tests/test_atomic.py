@@ -1,0 +1,203 @@
+"""A call that fails changes nothing: in place methods look at every field first, and others may write meanwhile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary
+
+SIM = torch.device("sim", 0)
+
+
+class TestInPlace:
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_requires_grad_looks_at_every_field_first(self, nested: bool) -> None:
+        leaf = torch.ones(2, requires_grad=True)
+        fields = {"made": leaf * 2, "last": torch.ones(1, requires_grad=True)}
+        d = DeviceDict({"leaf": leaf, "id": 1, **({"n": fields} if nested else fields)})
+        name = "n.made" if nested else "made"
+        with pytest.raises(
+            RuntimeError,
+            match=rf"^'{re.escape(name)}' is no leaf: it was computed from tensors that require grad, and keeps "
+            r"requiring it; detach\(\) it first$",
+        ):
+            d.requires_grad_(False)
+        assert all(t.requires_grad for t in d._tensors() if t.is_floating_point())
+        assert d.requires_grad_() is d, "True changes nothing of what is computed"
+        assert not any(t.requires_grad for t in d.detach().requires_grad_(False)._tensors())
+
+    def test_inference_tensors(self) -> None:
+        with torch.inference_mode():
+            made = torch.ones(2)
+            count = torch.ones(2).long()
+        d = DeviceDict({"x": torch.ones(2), "n": {"made": made}})
+        with pytest.raises(RuntimeError, match=r"^'n\.made' is an inference tensor, .*; clone\(\) it first$"):
+            d.requires_grad_()
+        assert not d["x"].requires_grad and d.requires_grad_(False) is d
+        assert DeviceDict({"x": torch.ones(2), "count": count}).requires_grad_()["x"].requires_grad
+        with torch.inference_mode():
+            assert d.requires_grad_()["x"].requires_grad
+
+    @pytest.mark.parametrize(
+        ("make", "layout"),
+        [
+            (Tensor.to_sparse_csr, "sparse_csr"),
+            (Tensor.to_sparse_csc, "sparse_csc"),
+            (Tensor.to_sparse, "sparse_coo"),
+            (Tensor.to_mkldnn, "mkldnn"),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore:Sparse")
+    def test_share_memory_looks_at_every_field_first(self, make: Any, layout: str) -> None:
+        d = DeviceDict({"x": torch.ones(2), "n": {"s": make(torch.eye(2))}, "z": torch.ones(3)})
+        message = f"'n.s' is {layout}, which has no storage to be moved to shared memory; to_dense() it first"
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+            d.share_memory_()
+        assert not d["x"].is_shared() and not d["z"].is_shared()
+        assert d.drop(("n", "s")).share_memory_()["x"].is_shared()
+
+    @pytest.mark.parametrize(
+        ("refused", "index"),
+        [
+            (torch.zeros(1, 2).expand(3, 2), slice(0, 2)),
+            (torch.zeros(3, 2, requires_grad=True), slice(0, 2)),
+            (torch.zeros(3, 2, requires_grad=True), [0, 2]),
+            (torch.zeros(3, 2, requires_grad=True), torch.tensor([True, False, True])),
+        ],
+    )
+    def test_rows_are_written_all_or_none(self, refused: Tensor, index: Any) -> None:
+        d = DeviceDict({"x": torch.arange(3.0), "n": {"bad": refused}, "z": torch.zeros(3)})
+        before = {"x": torch.arange(3.0), "n": {"bad": refused.detach().clone()}, "z": torch.zeros(3)}
+        with pytest.raises(RuntimeError, match=r"^'n\.bad': "):
+            d.rows[index] = {"x": 7.0, "n": {"bad": 7.0}, "z": 7.0}
+        assert d.detach() == before
+
+    def test_record_stream_reaches_the_parts_of_a_sparse_tensor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[torch.layout] = []
+        monkeypatch.setattr(Tensor, "record_stream", lambda self, _: seen.append(self.layout))
+        DeviceDict({"x": torch.ones(2), "n": {"s": torch.eye(2).to_sparse()}}).record_stream(None)
+        assert seen == [torch.strided] * 3
+
+
+class Batch(TypedDeviceDict):
+    name: Tensor | None = None
+    other: Tensor | None = None
+
+
+class Reentrant:
+    """Calls a function of its own while it is being read, once, in each way in which a value can."""
+
+    def __init__(self, write: Callable[[], Any]) -> None:
+        self.write = write
+
+    def once(self) -> None:
+        write, self.write = self.write, lambda: None
+        write()
+
+    def encode(self, strings: Any) -> Tensor:
+        self.once()
+        return torch.zeros(len(strings))
+
+    def codes(self, strings: Any) -> Mapping[str, Tensor]:
+        return {"ids": self.encode(strings)}
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        self.once()
+        return np.zeros(2)
+
+    def items_of(self) -> Mapping[str, Any]:
+        outer = self
+
+        class Items(dict[str, Any]):
+            def items(self) -> Any:
+                outer.once()
+                return super().items()
+
+        return Items(name=torch.ones(1))
+
+
+WAYS: dict[str, Callable[[DeviceDict[Any], Reentrant], Any]] = {
+    "an encoder": lambda d, one: d.update({"name": "a"}),
+    "an encoder, assigned": lambda d, one: d.__setitem__("name", "a"),
+    "an encoder, setdefault": lambda d, one: d.setdefault("name", "a"),
+    "an encoder, |=": lambda d, one: d.__ior__({"name": "a"}),
+    "an encoder, a list": lambda d, one: d.update(name=["a", "b"]),
+    "an encoder, in a nested dict": lambda d, one: d.update({"n": {"name": "a"}}),
+    "an encoder, by a path": lambda d, one: d.__setitem__(("n", "name"), "a"),
+    "an encoder of several tensors": lambda d, one: d.update({"codes": "a"}),
+    "a mapping": lambda d, one: d.update({"n": one.items_of()}),
+    "a mapping, assigned": lambda d, one: d.__setitem__("n", one.items_of()),
+    "a mapping, by a path": lambda d, one: d.__setitem__(("n", "m"), one.items_of()),
+}
+
+
+def filled(write: Callable[[DeviceDict[Any]], Any]) -> tuple[DeviceDict[Any], Reentrant]:
+    one = Reentrant(lambda: None)
+    d: DeviceDict[Any] = DeviceDict(encoders={"name": one.encode, "codes": one.codes, "s": Vocabulary(["x", "y"])})
+    one.write = lambda: write(d)
+    return d, one
+
+
+class TestWrittenToMeanwhile:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_two_devices_never_meet(self, way: str) -> None:
+        d, one = filled(lambda d: d.update({"other": torch.ones(1, device=SIM)}))
+        with pytest.raises(
+            DeviceMismatchError, match=r"^this DeviceDict was written to while '\w+' was being stored on"
+        ):
+            WAYS[way](d, one)
+        d._check()
+        assert list(d) == ["other"] and d.device == SIM
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_the_same_device_and_new_encoders_add_up(self, way: str) -> None:
+        d, one = filled(lambda d: d.update(DeviceDict({"other": "y"}, encoders={"other": Vocabulary(["x", "y"])})))
+        WAYS[way](d, one)
+        d._check()
+        assert d.device == torch.device("cpu") and d.decode("other") == "y" and len(d) == 2
+
+    def test_what_is_kept_on_the_host_does_not_take_the_device_away(self) -> None:
+        d: DeviceDict[Any] = DeviceDict(objects="keep")
+
+        class Items(dict[str, Any]):
+            def items(self) -> Any:
+                d["other"] = torch.ones(1, device=SIM)
+                return super().items()
+
+        d["o"] = [Items()]  # looked through for tensors
+        d._check()
+        assert d.device == SIM
+
+    def test_an_array_like_and_a_generator(self) -> None:
+        d: DeviceDict[Any] = DeviceDict(objects="keep")
+
+        def pairs() -> Iterator[Any]:
+            yield "x", torch.ones(1)
+            d["other"] = torch.ones(1, device=SIM)
+
+        with pytest.raises(DeviceMismatchError, match=r"^'x' is on cpu"):
+            d.update(pairs())
+        d._check()
+        d = DeviceDict(objects="keep")
+        one = Reentrant(lambda: d.update(other=torch.ones(1, device=SIM)))
+        with pytest.raises(DeviceMismatchError, match="was written to while 'x'"):
+            d["x"] = [np.ones(2), one]
+        d._check()
+
+    def test_a_typed_dict(self) -> None:
+        one = Reentrant(lambda: None)
+        d = Batch(encoders={"name": one.encode})
+        one.write = lambda: d.__setitem__("other", torch.ones(1, device=SIM))
+        with pytest.raises(
+            DeviceMismatchError, match=r"^this Batch was written to while 'name' was being stored on cpu"
+        ):
+            d.name = "a"  # pyright: ignore[reportAttributeAccessIssue]
+        d._check()
+        assert list(d) == ["other"]
