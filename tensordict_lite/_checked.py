@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ._devices import CPU, DeviceLike, canonical, resolve
-from ._errors import DeviceMismatchError, Path, dotted, located
+from ._errors import DeviceMismatchError, Path, dotted, located, refuse_deeper
 from ._items import Items, all_home, as_dict, placed, refuse_key, snapshot, tensors_in
 from ._policy import Encoders, Objects, OnMismatch
 from ._strings import StringEncoder
@@ -267,12 +267,8 @@ class CheckedDict(TreeDict[V]):
     ) -> tuple[Mapping[str, Any], torch.device | None, Mapping[str, StringEncoder]]:
         """What `_commit` takes: every key checked, every value converted, nothing of this dict changed."""
         device = self._device
-        try:
-            data = snapshot(data, TreeDict)
-        except RecursionError as error:
-            where = f" in {dotted(at)}" if at else ""
-            raise ValueError(f"a mapping{where} holds itself, or is nested too deep") from error
-        tensors = tensors_in(data)
+        data = snapshot(data, TreeDict, at)
+        tensors = tensors_in(data, at)
         if device is None and tensors:
             device = canonical(tensors[0].device)
         # Host values alone in a dict without a device go where torch would make them.
@@ -306,6 +302,7 @@ class CheckedDict(TreeDict[V]):
                 if isinstance(stored, Tensor):
                     stored = stored if stored.device == home else transfer([stored], home)[0]
                 elif encoder is not None:  # an encoder that gives several tensors
+                    refuse_deeper(path)
                     codes = (self._declared(key) or type(self))._new((), home, policy)
                     codes._take(stored, consent=True, at=path)
                     stored = codes
@@ -323,7 +320,7 @@ class CheckedDict(TreeDict[V]):
         for key, value in items.items() if deep else ():
             if isinstance(value, CheckedDict):
                 nested = cast("CheckedDict[Any]", value)
-                nested._conform(nested, before.get(key) if before else None, deep, shapes)
+                nested._conform(nested, before.get(key) if isinstance(before, Mapping) else None, deep, shapes)
 
     @classmethod
     def _without_absences(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from ._block import clear_gaps, flat_over, new_block, packable, regions, scatter
 from ._checked import CheckedDict
 from ._device_dict import DeviceDict
 from ._devices import CPU, canonical
-from ._errors import DeviceMismatchError, Path, dotted
+from ._errors import DeviceMismatchError, Path, dotted, refuse_deeper
 from ._items import refuse_key, tensors_in
 from ._join import columns, described, merged_policy, refuse, widened
 from ._layout import Group, Layout, Spec, lay_out, row_major
@@ -144,6 +144,7 @@ class _Collector:
         self, samples: Sequence[Mapping[str, Any]], cls: type[DeviceDict[Any]], policy: Policy, at: Path
     ) -> DeviceDict[Any]:
         """The batch with stand-ins for its tensors, which are in ``fields`` in the order of its own."""
+        refuse_deeper(at)
         items: dict[str, Any] = {}
         used: dict[str, Any] = {}
         count = len(samples)
@@ -239,6 +240,7 @@ class _Collector:
         except (TypeError, ValueError) as error:
             return self.one_by_one(column, policy, path, error)  # says which sample it is
         if isinstance(value, Mapping):
+            refuse_deeper(path)
             codes = cls._new((), self.home, policy)
             codes._take(cast("Mapping[str, Any]", value), consent=True, at=path)
             return codes, encoder

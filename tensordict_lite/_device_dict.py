@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -20,7 +19,6 @@ from ._display import field_count, html, size, tree
 from ._errors import Path, dotted, located
 from ._items import nbytes
 from ._packing import packed_layout
-from ._plan import TooDeep
 from ._policy import Encoders
 from ._rows import Rows
 from ._shaping import ShapedDict, flatten_into
@@ -46,6 +44,7 @@ class DeviceDict(ShapedDict[V]):
     numbers, a tensor as ``torch.as_tensor`` makes it (an array on the CPU is shared, unless it is read-only), strings
     are encoded, and a mapping becomes a nested dict, taken in by value. Anything else is a ``TypeError``.
     Keys are ``str``; a tuple is a path: ``d["obs", "image"]``. Setting a path makes the dicts that are missing on it.
+    Dicts nest up to 64 levels, the outermost included, and so do lists and kept objects.
 
     Args:
         data: a mapping or an iterable of pairs.
@@ -247,7 +246,7 @@ class DeviceDict(ShapedDict[V]):
         are written each by itself; ones on a device are copied to the host some at a time.
 
         Raises: ``TypeError`` that names kept objects, sparse, nested, quantized and meta tensors, and encoders that
-        have no registered JSON form; ``ValueError`` for more than 64 levels; ``ImportError``; ``OSError``.
+        have no registered JSON form; ``ImportError``; ``OSError``.
         Cost: writing every byte, and waiting for the disk.
 
         >>> import tempfile
@@ -295,8 +294,7 @@ class DeviceDict(ShapedDict[V]):
 
     def __reduce_ex__(self, protocol: Any, /) -> Any:
         if protocol == _saved.PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
-            with suppress(TooDeep):
-                return _saved.taken_apart(self)
+            return _saved.taken_apart(self)
         return self.__reduce__()
 
     # --- looking ---

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 Path = tuple[str, ...]
+DEPTH = 64
+"""Levels of nesting, the outermost dict included. Whoever walks a dict recurses (pickle, ``deepcopy`` and pytree too), and
+so must be able to trust that there is an end, long before Python's limit of 1,000 calls."""
 
 
 def dotted(path: Path) -> str:
@@ -15,6 +18,18 @@ def dotted(path: Path) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32``, as it stands in messages, trees and files."""
     return str(dtype).removeprefix("torch.")
+
+
+class TooDeep(ValueError):
+    """What is nested deeper than `DEPTH`."""
+
+
+def refuse_deeper(path: Path) -> None:
+    """Raise ``TooDeep`` if a dict at ``path`` is nested too deep."""
+    if len(path) < DEPTH:
+        return
+    keys = [*map(str, path[:3]), "…", str(path[-1])]
+    raise TooDeep(f"{dotted(tuple(keys))} is nested more than {DEPTH} levels deep, or holds itself; flatten it first")
 
 
 def located(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._devices import CPU
-from ._errors import DeviceMismatchError, Path, dotted
+from ._errors import DeviceMismatchError, Path, dotted, refuse_deeper
 from ._tables import table_columns
 
 Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -45,12 +45,13 @@ def as_dict(data: Items) -> Mapping[str, Any]:
         raise kind(f"{expected}: {error}") from error
 
 
-def snapshot(data: Mapping[str, Any], trusted: type) -> dict[str, Any]:
+def snapshot(data: Mapping[str, Any], trusted: type, at: Path = ()) -> dict[str, Any]:
     """``data`` with every mapping in it but ``trusted`` ones read once, into a dict: it may make its values anew."""
+    refuse_deeper(at)
     out = dict(data.items())
     for key, value in out.items():
         if isinstance(value, Mapping) and not isinstance(value, trusted):
-            out[key] = snapshot(cast("Mapping[str, Any]", value), trusted)
+            out[key] = snapshot(cast("Mapping[str, Any]", value), trusted, (*at, key))
     return out
 
 
@@ -81,13 +82,15 @@ def placed(tensor: Tensor, home: torch.device, moved: Mapping[int, Tensor], path
     raise DeviceMismatchError.at(path, home, tensor.device)
 
 
-def tensors_in(data: Mapping[str, Any]) -> list[Tensor]:
+def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
+    """Every tensor, depth first. ``TooDeep`` for what is nested deeper than a `DeviceDict` may be."""
+    refuse_deeper(at)
     found: list[Tensor] = []
-    for value in data.values():
+    for key, value in data.items():
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, Mapping):
-            found += tensors_in(cast("Mapping[str, Any]", value))
+            found += tensors_in(cast("Mapping[str, Any]", value), (*at, key))
     return found
 
 

@@ -12,21 +12,15 @@ from typing import Any, NoReturn, cast
 
 from ._block import DTYPES
 from ._encoders import Utf8
-from ._errors import InvalidFileError, Path, dotted, dtype_name
+from ._errors import DEPTH, InvalidFileError, Path, dotted, dtype_name, refuse_deeper
 from ._policy import Encoders, Policy
 from ._strings import StringEncoder, encoder_from_json, runs_code
 from ._tree import TreeDict
 
 VERSION = 1
-DEPTH = 64
-"""Levels of nesting in a plan. Whoever reads one recurses, and so must be able to trust that there is an end."""
 OF_ITS_CLASS = -1
 """In place of a policy's number: the policy of the class."""
 _DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
-
-
-class TooDeep(ValueError):
-    """A dict nested deeper than a plan can be."""
 
 
 Plan = dict[str, Any]
@@ -42,7 +36,7 @@ def describe(
         encoder: what the plan has for an encoder; a ``TypeError`` of it is given the path.
         own: the policy of a class is left to the class.
 
-    Raises ``TooDeep`` for a dict nested deeper than `DEPTH`.
+    Raises ``TooDeep``.
     """
     leaves: Leaves = []
     nodes: list[TreeDict[Any]] = []
@@ -65,8 +59,7 @@ def describe(
         }
 
     def node(one: TreeDict[Any], at: Path) -> dict[str, Any]:
-        if len(at) >= DEPTH:
-            raise TooDeep(f"{dotted(at)} is nested {DEPTH} levels deep, and files hold fewer")
+        refuse_deeper(at)  # one that was made from within can be deeper
         nodes.append(one)
         items: list[Any] = []
         for key, value in one.items():

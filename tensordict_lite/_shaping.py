@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ._devices import canonical
-from ._errors import Path
+from ._errors import Path, refuse_deeper
 from ._items import as_dict, refuse_key
 from ._movable import MovableDict
 from ._tree import TreeDict, V, raw
@@ -132,7 +132,8 @@ def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[An
             encoders[name] = d._policy.encoders[key]
 
 
-def _unflatten(mapping: Mapping[str, Any], sep: str) -> dict[str, Any]:
+def _unflatten(mapping: Mapping[str, Any], sep: str, at: Path = ()) -> dict[str, Any]:
+    refuse_deeper(at)
     out: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key, value in mapping.items():
@@ -147,5 +148,5 @@ def _unflatten(mapping: Mapping[str, Any], sep: str) -> dict[str, Any]:
         else:
             out[head] = value
     for head, group in groups.items():
-        out[head] = _unflatten(group, sep)
+        out[head] = _unflatten(group, sep, (*at, head))
     return out

@@ -16,7 +16,7 @@ from . import _pytree
 from ._block import block_of
 from ._compare import agree, equal
 from ._devices import CPU, canonical, resolve
-from ._errors import Path, dotted
+from ._errors import Path, dotted, refuse_deeper
 from ._items import only_tensors
 from ._packing import are_parts, distinct_of, from_block, once, pack, packed_layout, packs
 from ._policy import Encoders, Objects, OnMismatch, Policy
@@ -205,6 +205,19 @@ def tensor_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor
             yield from tensor_paths(cast("TreeDict[Any]", value), (*at, key))
 
 
+def _refuse_too_deep(d: TreeDict[Any]) -> None:
+    """Raise ``TooDeep`` for a tree that can be so because nobody checked it: made from within, or by a pickle."""
+    level: list[tuple[Path, TreeDict[Any]]] = [((), d)]
+    while level:
+        refuse_deeper(level[0][0])
+        level = [
+            ((*path, key), cast("TreeDict[Any]", value))
+            for path, one in level
+            for key, value in one.items()
+            if isinstance(value, TreeDict)
+        ]
+
+
 def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:
     where = f"at {dotted(at)}" if at else "at the root"
     assert isinstance(cast(object, d), TreeDict) and isinstance(cast(object, d._policy), Policy), where
@@ -236,6 +249,7 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
 
 def _taken_apart(d: TreeDict[Any]) -> tuple[Any, ...]:
     """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed."""
+    _refuse_too_deep(d)
     device = None if d._device is None else str(d._device)
     block, specs, numbers = packed_apart(d)
     items = dict(d) if block is None else _items_without(d, numbers)
@@ -305,6 +319,7 @@ def restore(
         else:
             items = _items_with(items, from_block(block, specs))
         out = _restored(cls, items, policy)
+        _refuse_too_deep(out)
         out._settle(None if device is None else canonical(torch.device(device)))
     except RecursionError as error:
         raise ValueError("a dict that holds itself, or is nested too deep") from error

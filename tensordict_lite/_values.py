@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._errors import Path, dotted, located
+from ._errors import DEPTH, Path, TooDeep, dotted, located
 from ._policy import Policy
 from ._strings import Codes, StringEncoder, encode_nested, flatten_strings
 from ._tables import column_values
@@ -20,6 +20,7 @@ _SCALARS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFlo
 _NUMBERS = (*_SCALARS, np.bool_, np.number)
 _STRING_KINDS = "UT"  # NumPy's fixed-width and variable-width strings
 _NUMBER_KINDS = "biufc"
+_TOO_DEEP = f"is nested more than {DEPTH} levels deep"
 _ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
 
 
@@ -105,10 +106,10 @@ def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Te
 def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, given: Any) -> Stored:
     try:
         kinds = _item_types(value)
-    except RecursionError as error:
-        if policy.objects == "keep":
+    except TooDeep:
+        if policy.objects == "keep":  # one that holds itself can be kept
             return _object(given, policy, path)
-        raise ValueError(f"{dotted(path)} is a list that holds itself, or is nested too deep") from error
+        raise ValueError(f"{dotted(path)} is a list that {_TOO_DEEP}, or holds itself") from None
     if not kinds:
         encoded = path[-1] in policy.encoders
         return _strings(value, policy, path) if encoded else Stored(_numbers(value, device, policy, path))
@@ -139,19 +140,28 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
 
 
 def _item_types(value: Iterable[Any]) -> set[type]:
-    """The types of the items of nested lists and tuples."""
-    kinds: set[type] = set(map(type, value))
-    nested: set[type] = {kind for kind in kinds if issubclass(kind, (list, tuple))}
-    if nested:
-        kinds -= nested
-        for item in value:
-            if type(item) in nested:
-                kinds |= _item_types(item)
-    return kinds
+    """The types of the items of nested lists and tuples. ``TooDeep`` for ones without an end."""
+    kinds: set[type] = set()
+    level: Iterable[Any] = (value,)
+    for _ in range(DEPTH):
+        inside: dict[int, Any] = {}  # each list once, as it may be in many places
+        for one in level:
+            found = set(map(type, one))
+            nested = {kind for kind in found if issubclass(kind, (list, tuple))}
+            kinds |= found - nested
+            if nested:
+                inside.update((id(item), item) for item in one if type(item) in nested)
+        if not inside:
+            return kinds
+        level = inside.values()
+    raise TooDeep
 
 
 def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> Stored:
-    tensor_at = _find_tensor(value)
+    try:
+        tensor_at = _find_tensor(value)
+    except TooDeep:
+        raise ValueError(f"{dotted(path)} is a {type(value).__name__} that {_TOO_DEEP}; flatten it first") from None
     if tensor_at is not None:
         raise TypeError(
             f"{dotted(path)} is a {type(value).__name__} that holds a tensor at {tensor_at}, which would escape the "
@@ -177,28 +187,47 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
     )
 
 
-def _find_tensor(value: object, seen: set[int] | None = None) -> str | None:
-    """Where in ``value``, through the standard containers, dataclasses and modules, a tensor is; None if nowhere."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        return "[]"
-    if id(value) in seen:  # an object may lead back to itself
-        return None
-    seen.add(id(value))
+def _find_tensor(value: object) -> str | None:
+    """Where in ``value``, through the standard containers, dataclasses and modules, a tensor is; None if nowhere.
+
+    ``TooDeep`` for what is nested so deep that it could not be pickled or copied.
+    """
+    seen: dict[int, object] = {}  # an object may lead back to itself; kept, as the id of one that is gone is used again
+    level: list[tuple[Any, object]] = [((), value)]  # each with its way from the top: (..., key)
+    for _ in range(DEPTH + 1):
+        deeper: list[tuple[Any, object]] = []
+        for way, one in level:
+            if isinstance(one, Tensor):
+                return _indexed(way)
+            if id(one) not in seen:
+                seen[id(one)] = one
+                deeper += [((way, key), item) for key, item in _inside(one)]
+        if not deeper:
+            return None
+        level = deeper
+    raise TooDeep
+
+
+def _indexed(way: Any) -> str:
+    """``[0]['x']`` for the way ``(((), 0), 'x')``."""
+    keys: list[str] = []
+    while way:
+        way, key = way
+        keys.append(f"[{key!r}]")
+    return "".join(reversed(keys))
+
+
+def _inside(value: object) -> Iterable[tuple[Any, Any]]:
+    """The items of a container with their keys; none of anything else."""
     inside = cast(Any, value)
-    pairs: Any = ()
     if isinstance(value, torch.nn.Module):
-        pairs = inside.state_dict(keep_vars=True).items()
-    elif isinstance(value, Mapping):
-        pairs = inside.items()
-    elif isinstance(value, (list, tuple, deque, set, frozenset)):
-        pairs = enumerate(inside)
-    elif isinstance(value, np.ndarray) and inside.dtype.hasobject:
-        pairs = enumerate(inside.flat)
-    elif dataclasses.is_dataclass(inside) and not isinstance(value, type):
-        pairs = ((f.name, getattr(inside, f.name, None)) for f in dataclasses.fields(inside))
-    for at, item in cast("Iterable[tuple[Any, Any]]", pairs):
-        found = _find_tensor(item, seen)
-        if found is not None:
-            return f"[{at!r}]" if found == "[]" else f"[{at!r}]{found}"
-    return None
+        return inside.state_dict(keep_vars=True).items()
+    if isinstance(value, Mapping):
+        return inside.items()
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return enumerate(inside)
+    if isinstance(value, np.ndarray) and inside.dtype.hasobject:
+        return enumerate(inside.flat)
+    if dataclasses.is_dataclass(inside) and not isinstance(value, type):
+        return ((f.name, getattr(inside, f.name, None)) for f in dataclasses.fields(inside))
+    return ()
