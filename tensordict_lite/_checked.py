@@ -16,7 +16,7 @@ from typing_extensions import Self
 from ._devices import CPU, DeviceLike, canonical, resolve
 from ._errors import DeviceMismatchError, Path, dotted, located, refuse_deeper
 from ._items import Items, all_home, as_dict, placed, refuse_key, snapshot, tensors_in
-from ._policy import Encoders, Objects, OnMismatch
+from ._policy import Encoders, Objects, OnMismatch, Policy
 from ._strings import StringEncoder
 from ._transfer import transfer
 from ._tree import TreeDict, V, raw
@@ -62,8 +62,7 @@ class CheckedDict(TreeDict[V]):
         policy = self._class_policy
         home = None if device is None else resolve(device)
         if type(data) is not dict and isinstance(data, TreeDict):  # a copy, which may change class
-            own = policy is not TreeDict._class_policy
-            policy = policy.with_encoders(data._policy.carried(data)) if own else data._policy
+            policy = self._policy_of_copy(data._policy, data)
             home = data._device if device is None else home
         if not (encoders is on_mismatch is objects is dtype is None):
             policy = policy.override(encoders, on_mismatch, objects, dtype)
@@ -332,19 +331,37 @@ class CheckedDict(TreeDict[V]):
         """The class of the nested dict at ``key``; None if it may be any."""
         return None
 
+    @classmethod
+    def _policy_of_copy(cls, policy: Policy, keys: Iterable[str]) -> Policy:
+        """The policy of an instance made of a dict with ``policy`` and ``keys``: the class's options come first."""
+        return cls._class_policy.with_encoders(policy.carried(keys)) if cls._has_policy() else policy
+
+    @classmethod
+    def _kind_nested(
+        cls, key: str, kind: type[Any], given: Policy | None, keys: Iterable[str], policy: Policy
+    ) -> tuple[type[CheckedDict[Any]], Policy]:
+        """The class and policy of the dict at ``key`` of one with ``policy``, if made of an instance of ``kind``.
+
+        ``given``: the policy of that instance, and None of a plain mapping; ``keys``: its keys.
+        """
+        asked: Any = cls._declared(key) or (CheckedDict if issubclass(kind, CheckedDict) else cls)
+        of_its_class = issubclass(kind, asked)
+        made: type[CheckedDict[Any]] = kind if of_its_class else asked
+        policy = cls._policy_of(made, policy)
+        if given is not None:
+            own = of_its_class and made._has_policy()
+            policy = given if own else policy.with_encoders(given.carried(keys))
+        return made, policy
+
     def _nest(
         self, value: Mapping[str, Any], home: torch.device, moved: Mapping[int, Tensor], path: Path
     ) -> CheckedDict[Any]:
         """``value`` as a nested dict. A `DeviceDict` keeps its encoders, and a policy that its class has."""
-        cls: Any = self._declared(path[-1]) or (CheckedDict if isinstance(value, CheckedDict) else type(self))
-        of_its_class = isinstance(value, cls)
-        if of_its_class:
-            cls = type(cast(object, value))
-        policy = self._policy_of(cls, self._policy)
-        if isinstance(value, CheckedDict):
-            own = of_its_class and cls._has_policy()
-            policy = value._policy if own else policy.with_encoders(value._policy.carried(value))
-        nested = cls._new((), home, policy)
+        kind = type(cast(object, value))
+        given = value._policy if isinstance(value, CheckedDict) else None
+        cls, policy = self._kind_nested(path[-1], kind, given, value, self._policy)
+        of_its_class = cls is kind
+        nested: CheckedDict[Any] = cls._new((), home, policy)
         staged, encoders = nested._convert(value, home, moved, path)
         if of_its_class:  # not looked at again: a row of a typed batch is one, without a batch dimension
             CheckedDict._commit(nested, staged, home, encoders)

@@ -25,6 +25,7 @@ from ._layout import Group, Layout, Spec, lay_out, row_major
 from ._packing import packs
 from ._policy import Encoders, Policy
 from ._sendable import refuse_unsendable
+from ._transfer import transfer
 from ._tree import TreeDict
 from ._values import store
 
@@ -55,7 +56,8 @@ def collate(
         samples: mappings with the same keys. Values may be whatever a `DeviceDict` takes: tensors, numbers, NumPy
             arrays, lists of numbers, strings (encoded together), nested mappings; with a ``cls`` that keeps objects,
             those too, as a list. `DeviceDict` samples keep their class and their encoders.
-        cls: the class of the batch, and of dicts nested in it.
+        cls: the class of the batch, and of plain dicts nested in it. Its options hold as if it were made of each
+            sample: with ``on_mismatch="move"`` tensors go to the device of the first.
         encoders: as for `DeviceDict`.
         pad: for keys (at any depth) or paths whose samples differ in their first dimension, what to fill the shorter
             ones up with, as ``torch.nn.utils.rnn.pad_sequence``: ``{"input_ids": 0}``.
@@ -90,15 +92,36 @@ def collate(
         )
     first = samples[0]
     tensors = tensors_in(first)
-    home = canonical(tensors[0].device if tensors else torch.empty(0).device)
-    collector = _Collector(home, cls, encoders, pad or {})
-    batch = collector.collect(samples, *collector.kind_of(samples, cls, cls._class_policy, ()), ())
+    home = first._device if isinstance(first, TreeDict) else None
+    if home is None:
+        home = canonical(tensors[0].device if tensors else torch.empty(0).device)
+    kind, policy = _kind_of(samples, cls)
+    if encoders is not None:
+        policy = policy.override(encoders)
+    collector = _Collector(home, policy.on_mismatch == "move", pad or {})
+    batch = collector.collect(samples, kind, policy, ())
     batch = batch._with(_made(collector, pack), home)
     if cls is not DeviceDict:
         batch._conform(batch, None, deep=True)
     if get_worker_info() is not None:
         refuse_unsendable(batch, ())
     return cast(D, batch)
+
+
+def _trees(samples: Sequence[Any]) -> list[CheckedDict[Any]]:
+    if not any(issubclass(kind, CheckedDict) for kind in set(map(type, samples))):
+        return []
+    return [sample for sample in samples if isinstance(sample, CheckedDict)]
+
+
+def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type[CheckedDict[Any]], Policy]:
+    """The class and policy of the batch: those of the samples, if these are of the class that is asked for."""
+    trees = _trees(samples)
+    if not trees:
+        return asked, asked._class_policy
+    own = merged_policy(trees, (), "sample")
+    kind = type(cast(object, trees[0]))
+    return (kind, own) if issubclass(kind, asked) else (asked, asked._policy_of_copy(own, trees[0]))
 
 
 def _made(collector: _Collector, pack: bool) -> list[Tensor]:
@@ -122,27 +145,13 @@ def _made(collector: _Collector, pack: bool) -> list[Tensor]:
 class _Collector:
     """Walks all samples at once, checks them against the first, and lists the fields of the batch, depth first."""
 
-    def __init__(self, home: torch.device, cls: type[DeviceDict[Any]], encoders: Encoders | None, pad: Pad) -> None:
-        self.home, self.cls, self.encoders, self.pad = home, cls, encoders, pad
+    def __init__(self, home: torch.device, moves: bool, pad: Pad) -> None:
+        self.home, self.moves, self.pad = home, moves, pad
         self.fields: list[_Field] = []
 
-    def kind_of(
-        self, samples: Sequence[Any], asked: type[DeviceDict[Any]], policy: Policy, at: Path
-    ) -> tuple[type[DeviceDict[Any]], Policy]:
-        """The class and policy of what these samples become: their own, if they are of the class that is asked for."""
-        cls = asked
-        if any(issubclass(kind, DeviceDict) for kind in set(map(type, samples))):
-            trees = cast("list[TreeDict[Any]]", [sample for sample in samples if isinstance(sample, DeviceDict)])
-            own = merged_policy(trees, at, "sample")
-            if isinstance(trees[0], cls):
-                cls, policy = cast(Any, type(cast(object, trees[0]))), own
-            else:
-                policy = policy.with_encoders(own.encoders)
-        return cls, policy if self.encoders is None else policy.override(self.encoders)
-
     def collect(
-        self, samples: Sequence[Mapping[str, Any]], cls: type[DeviceDict[Any]], policy: Policy, at: Path
-    ) -> DeviceDict[Any]:
+        self, samples: Sequence[Mapping[str, Any]], cls: type[CheckedDict[Any]], policy: Policy, at: Path
+    ) -> CheckedDict[Any]:
         """The batch with stand-ins for its tensors, which are in ``fields`` in the order of its own."""
         refuse_deeper(at)
         items: dict[str, Any] = {}
@@ -157,14 +166,15 @@ class _Collector:
             elif any(isinstance(value, Mapping) for value in column):
                 if not all(isinstance(value, Mapping) for value in column):
                     refuse(column, path, "sample", None)
-                nested = cast("type[DeviceDict[Any]]", cls._declared(key) or self.cls)
-                items[key] = self.collect(
-                    column, *self.kind_of(column, nested, cls._policy_of(nested, policy), path), path
-                )
+                trees = _trees(column)
+                own = merged_policy(trees, path, "sample") if trees else None
+                kind = type(cast(object, trees[0])) if trees else dict
+                nested = cls._kind_nested(key, kind, own, trees[0] if trees else (), policy)
+                items[key] = self.collect(column, *nested, path)
             else:
-                value, encoder = self.host_values(column, cls._declared(key) or self.cls, policy, path)
-                if isinstance(value, DeviceDict):
-                    for part, codes in cast("DeviceDict[Any]", value).items():
+                value, encoder = self.host_values(column, cls._declared(key) or cls, policy, path)
+                if isinstance(value, CheckedDict):
+                    for part, codes in cast("CheckedDict[Any]", value).items():
                         value[part] = self.add((*path, part), [codes], None, whole=True)
                 items[key] = value
                 if encoder is not None:
@@ -175,6 +185,8 @@ class _Collector:
         self, path: Path, column: Sequence[Tensor], encoder: object, whole: bool = False, check: bool = False
     ) -> Tensor:
         """Put a field on the list, and return what stands in for it. ``check``: that its samples are all alike."""
+        if self.moves:
+            column = self.moved(column)
         first = column[0]
         if not whole and (check or encoder is not None or self.pad):
             shape, dtype = first.shape, first.dtype
@@ -184,6 +196,13 @@ class _Collector:
             raise DeviceMismatchError.at(path, self.home, first.device)
         self.fields.append((path, column, whole))
         return first
+
+    def moved(self, column: Sequence[Tensor]) -> Sequence[Tensor]:
+        strangers = {id(tensor): tensor for tensor in column if tensor.device != self.home}
+        if not strangers:
+            return column
+        moved = dict(zip(strangers, transfer(list(strangers.values()), self.home), strict=True))
+        return [moved.get(id(tensor), tensor) for tensor in column]
 
     def check(self, path: Path, column: Sequence[Tensor]) -> None:
         """Raise what is wrong with samples that torch did not stack, if it is that they differ."""
@@ -245,15 +264,16 @@ class _Collector:
             codes._take(cast("Mapping[str, Any]", value), consent=True, at=path)
             return codes, encoder
         if isinstance(value, Tensor):
-            value = self.add(path, [value.to(self.home)], None, whole=True)
-        return value, encoder
+            return self.add(path, [value.to(self.home)], None, whole=True), encoder
+        return self.one_by_one(column, policy, path, kept=True)  # a table's column, say, is no object by itself
 
     def one_by_one(
-        self, column: Sequence[Any], policy: Policy, path: Path, reason: Exception | None = None
+        self, column: Sequence[Any], policy: Policy, path: Path, reason: Exception | None = None, kept: bool = False
     ) -> tuple[Any, object]:
         """Every value by the rule of a dict, so that what fails is named, and what may be joined is.
 
-        ``reason``: why they could not be stored together, for what fails only then.
+        ``reason``: why they could not be stored together, for what fails only then; ``kept``: if they cannot be joined
+        they are a list of objects.
         """
         stored: list[Any] = []
         encoder = None
@@ -268,6 +288,8 @@ class _Collector:
             stored.append(made)
         if all(isinstance(value, Tensor) for value in stored):
             return self.add(path, stored, encoder, check=True), encoder
+        if kept:
+            return list(column), None
         if any(isinstance(value, (Tensor, Mapping)) for value in stored):
             if reason is not None:
                 raise reason
@@ -299,6 +321,9 @@ def _stacked(field: _Field) -> Tensor:
         raise
     except RuntimeError as reason:
         error = reason
+    for tensor in samples:
+        if tensor.device != samples[0].device:
+            raise DeviceMismatchError.at(path, samples[0].device, tensor.device) from error
     refuse(samples, path, "sample", error)
 
 

@@ -6,8 +6,8 @@ import torch
 
 Path = tuple[str, ...]
 DEPTH = 64
-"""Levels of nesting, the outermost dict included. Whoever walks a dict recurses (pickle, ``deepcopy`` and pytree too), and
-so must be able to trust that there is an end, long before Python's limit of 1,000 calls."""
+"""Levels of nesting, the outermost dict included. Walks recurse, those of pickle, ``deepcopy`` and pytree too, and so
+must be able to trust that there is an end, long before Python's limit of 1,000 calls."""
 
 
 def dotted(path: Path) -> str:

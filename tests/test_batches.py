@@ -491,11 +491,12 @@ class TestCollate:
         assert calls == [["a", "b"]]
 
     def test_the_class_that_is_asked_for_brings_its_policy(self) -> None:
-        d = collate([DeviceDict({"x": 1.0, "n": {"s": torch.tensor(0)}})] * 2, cls=Batch)
+        sample = DeviceDict({"x": 1.0, "n": {"s": torch.tensor(0)}})
+        d = collate([sample] * 2, cls=Batch)
         assert (
             type(d) is Batch
             and d._policy.objects == "keep"
-            and type(d["n"]) is Batch
+            and type(d["n"]) is type(Batch(sample)["n"]) is DeviceDict
             and d.decode(("n", "s")) == ["a", "a"]
         )
         nested = collate([{"n": DeviceDict({"s": torch.tensor(1)})}] * 2, encoders={"s": Vocabulary(["x", "y"])})
