@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ from ._items import refuse_key, tensors_in
 from ._join import columns, described, merged_policy, refuse, widened
 from ._layout import Group, Layout, Spec, lay_out, row_major
 from ._packing import packs
-from ._policy import Encoders, Policy
+from ._policy import Encoders, Objects, Policy
 from ._sendable import refuse_unsendable
 from ._tree import TreeDict
 from ._values import store
@@ -42,6 +42,7 @@ def collate(
     *,
     cls: type[D] = DeviceDict,
     encoders: Encoders | None = None,
+    objects: Objects | None = None,
     pad: Pad | None = None,
     pack: bool = True,
 ) -> D:
@@ -57,6 +58,7 @@ def collate(
             those too, as a list. `DeviceDict` samples keep their class and their encoders.
         cls: the class of the batch, and of dicts nested in it.
         encoders: as for `DeviceDict`.
+        objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one for each sample.
         pad: for keys (at any depth) or paths whose samples differ in their first dimension, what to fill the shorter
             ones up with, as ``torch.nn.utils.rnn.pad_sequence``: ``{"input_ids": 0}``.
         pack: False: a storage a field.
@@ -76,11 +78,14 @@ def collate(
     tensor([[1, 2, 3],
             [4, 0, 0]])
     """
-    if not isinstance(samples, (list, tuple, Mapping)):
+    if not isinstance(samples, (list, tuple)):
+        if isinstance(samples, (Mapping, str)) or not isinstance(cast(object, samples), Iterable):
+            raise TypeError(f"collate takes a list of samples, got {described(samples)}; for one sample write [sample]")
         samples = list(samples)
-    if isinstance(samples, Mapping) or not samples:
-        raise ValueError(f"collate takes a list of at least one sample, got {described(samples)}")
-    if not issubclass(cast(Any, cls), DeviceDict) or not isinstance(cast(object, pad), (Mapping, type(None))):
+    if not samples:
+        raise ValueError("collate takes a list of at least one sample, got an empty list")
+    fits: Any = isinstance(cast(object, cls), type) and issubclass(cast(Any, cls), DeviceDict)
+    if not fits or not isinstance(cast(object, pad), (Mapping, type(None))):
         raise TypeError(f"collate takes a DeviceDict class as cls= and a mapping as pad=, got {cls!r} and {pad!r}")
     if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
@@ -91,7 +96,7 @@ def collate(
     first = samples[0]
     tensors = tensors_in(first)
     home = canonical(tensors[0].device if tensors else torch.empty(0).device)
-    collector = _Collector(home, cls, encoders, pad or {})
+    collector = _Collector(home, cls, encoders, objects, pad or {})
     batch = collector.collect(samples, *collector.kind_of(samples, cls, cls._class_policy, ()), ())
     batch = batch._with(_made(collector, pack), home)
     if cls is not DeviceDict:
@@ -122,8 +127,16 @@ def _made(collector: _Collector, pack: bool) -> list[Tensor]:
 class _Collector:
     """Walks all samples at once, checks them against the first, and lists the fields of the batch, depth first."""
 
-    def __init__(self, home: torch.device, cls: type[DeviceDict[Any]], encoders: Encoders | None, pad: Pad) -> None:
+    def __init__(
+        self,
+        home: torch.device,
+        cls: type[DeviceDict[Any]],
+        encoders: Encoders | None,
+        objects: Objects | None,
+        pad: Pad,
+    ) -> None:
         self.home, self.cls, self.encoders, self.pad = home, cls, encoders, pad
+        self.objects: Objects | None = objects
         self.fields: list[_Field] = []
 
     def kind_of(
@@ -138,7 +151,9 @@ class _Collector:
                 cls, policy = cast(Any, type(cast(object, trees[0]))), own
             else:
                 policy = policy.with_encoders(own.encoders)
-        return cls, policy if self.encoders is None else policy.override(self.encoders)
+        if self.encoders is self.objects is None:
+            return cls, policy
+        return cls, policy.override(self.encoders, objects=self.objects)
 
     def collect(
         self, samples: Sequence[Mapping[str, Any]], cls: type[DeviceDict[Any]], policy: Policy, at: Path

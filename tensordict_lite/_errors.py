@@ -9,7 +9,7 @@ Path = tuple[str, ...]
 
 def dotted(path: Path) -> str:
     """``('obs', 'image')`` as it stands in every message: ``'obs.image'``, quotes included."""
-    return repr(".".join(path))
+    return repr(".".join(map(str, path)))  # what is refused may be no str
 
 
 def dtype_name(dtype: torch.dtype) -> str:

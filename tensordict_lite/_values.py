@@ -20,6 +20,7 @@ _SCALARS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFlo
 _NUMBERS = (*_SCALARS, np.bool_, np.number)
 _STRING_KINDS = "UT"  # NumPy's fixed-width and variable-width strings
 _NUMBER_KINDS = "biufc"
+_JOIN = "Join it with torch.stack or pad_sequence, or store it as a mapping"
 _ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
 
 
@@ -153,9 +154,11 @@ def _item_types(value: Iterable[Any]) -> set[type]:
 def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> Stored:
     tensor_at = _find_tensor(value)
     if tensor_at is not None:
+        module = isinstance(value, torch.nn.Module)
+        join = "Store its state_dict()" if module else _JOIN
         raise TypeError(
             f"{dotted(path)} is a {type(value).__name__} that holds a tensor at {tensor_at}, which would escape the "
-            f"device rule; expected {_ACCEPTED}. Join it with torch.stack or pad_sequence, or store it as a mapping"
+            f"device rule; expected {_ACCEPTED}. {join}"
         )
     if policy.objects == "keep":
         return Stored(value)
