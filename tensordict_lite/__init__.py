@@ -6,6 +6,7 @@ from ._encoders import Hashing, Utf8, Vocabulary
 from ._errors import DeviceMismatchError, InvalidFileError
 from ._io import load, save
 from ._join import cat, stack
+from ._missing import MissingKeyError
 from ._plain import to_device, to_numpy
 from ._prefetch import prefetch
 from ._strings import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
@@ -17,6 +18,7 @@ __all__ = [
     "DeviceDict",
     "TypedDeviceDict",
     "DeviceMismatchError",
+    "MissingKeyError",
     # batches
     "stack",
     "cat",
@@ -41,6 +43,16 @@ __all__ = [
 ]
 
 # Public classes are pickled, shown and documented under the public name, whatever room they live in.
-for _public in (DeviceDict, DeviceMismatchError, InvalidFileError, Hashing, Tokenizer, Utf8, Vocabulary, prefetch):
+for _public in (
+    DeviceDict,
+    DeviceMismatchError,
+    InvalidFileError,
+    MissingKeyError,
+    Hashing,
+    Tokenizer,
+    Utf8,
+    Vocabulary,
+    prefetch,
+):
     _public.__module__ = __name__
 del _public

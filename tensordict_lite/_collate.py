@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ from ._items import refuse_key, tensors_in
 from ._join import columns, described, merged_policy, refuse, widened
 from ._layout import Group, Layout, Spec, lay_out, row_major
 from ._packing import packs
-from ._policy import Encoders, Policy
+from ._policy import Encoders, Objects, Policy
 from ._sendable import refuse_unsendable
 from ._transfer import transfer
 from ._tree import TreeDict
@@ -43,6 +43,7 @@ def collate(
     *,
     cls: type[D] = DeviceDict,
     encoders: Encoders | None = None,
+    objects: Objects | None = None,
     pad: Pad | None = None,
     pack: bool = True,
 ) -> D:
@@ -59,6 +60,7 @@ def collate(
         cls: the class of the batch, and of plain dicts nested in it. Its options hold as if it were made of each
             sample: with ``on_mismatch="move"`` tensors go to the device of the first.
         encoders: as for `DeviceDict`.
+        objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one for each sample.
         pad: for keys (at any depth) or paths whose samples differ in their first dimension, what to fill the shorter
             ones up with, as ``torch.nn.utils.rnn.pad_sequence``: ``{"input_ids": 0}``.
         pack: False: a storage a field.
@@ -78,11 +80,14 @@ def collate(
     tensor([[1, 2, 3],
             [4, 0, 0]])
     """
-    if not isinstance(samples, (list, tuple, Mapping)):
+    if not isinstance(samples, (list, tuple)):
+        if isinstance(samples, (Mapping, str)) or not isinstance(cast(object, samples), Iterable):
+            raise TypeError(f"collate takes a list of samples, got {described(samples)}; for one sample write [sample]")
         samples = list(samples)
-    if isinstance(samples, Mapping) or not samples:
-        raise ValueError(f"collate takes a list of at least one sample, got {described(samples)}")
-    if not issubclass(cast(Any, cls), DeviceDict) or not isinstance(cast(object, pad), (Mapping, type(None))):
+    if not samples:
+        raise ValueError("collate takes a list of at least one sample, got an empty list")
+    fits: Any = isinstance(cast(object, cls), type) and issubclass(cast(Any, cls), DeviceDict)
+    if not fits or not isinstance(cast(object, pad), (Mapping, type(None))):
         raise TypeError(f"collate takes a DeviceDict class as cls= and a mapping as pad=, got {cls!r} and {pad!r}")
     if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
@@ -96,8 +101,8 @@ def collate(
     if home is None:
         home = canonical(tensors[0].device if tensors else torch.empty(0).device)
     kind, policy = _kind_of(samples, cls)
-    if encoders is not None:
-        policy = policy.override(encoders)
+    if not (encoders is objects is None):
+        policy = policy.override(encoders, objects=objects)
     collector = _Collector(home, policy.on_mismatch == "move", pad or {})
     batch = collector.collect(samples, kind, policy, ())
     batch = batch._with(_made(collector, pack), home)

@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ._devices import CPU, DeviceLike, resolve
 from ._display import field_count, html, size, tree
 from ._errors import Path, dotted, located
 from ._items import nbytes
+from ._missing import NoAttribute
 from ._packing import packed_layout
 from ._policy import Encoders
 from ._rows import Rows
@@ -56,7 +57,8 @@ class DeviceDict(ShapedDict[V]):
             A bare callable encodes only. A key without one uses `Utf8`. The encoder stays with the key through every
             method, copies and pickle.
         on_mismatch: ``"error"``, or ``"move"`` to move a tensor on another device in instead of refusing it.
-        objects: ``"error"``, or ``"keep"`` to keep any other object that holds no tensor, on the host, never moved.
+        objects: ``"error"``, or ``"keep"`` to keep any other object, on the host, never moved. One that holds a tensor
+            is refused: standard containers, dataclasses and modules are searched, attributes of other objects are not.
         dtype: the floating-point dtype that host values with floating-point content are created in. Tensors are
             never cast.
 
@@ -86,6 +88,11 @@ class DeviceDict(ShapedDict[V]):
 
     __slots__ = ()
     __module__ = "tensordict_lite"  # before pytree registers the name, which exported programs keep
+
+    if not TYPE_CHECKING:
+        shape = NoAttribute("d[key].shape, or len(d.rows) for the number of rows")
+        batch_size = NoAttribute("len(d.rows), the number of rows")
+        dtype = NoAttribute("d[key].dtype; a DeviceDict has no dtype of its own")
 
     # --- like a dict ---
 

@@ -25,6 +25,7 @@ from ._block import DTYPES, PACKABLE
 from ._devices import CPU
 from ._errors import InvalidFileError, Path, dotted, dtype_name
 from ._layout import ALIGNMENT, row_major
+from ._missing import missing_key
 from ._plan import Plan, Reader, describe, refuse
 from ._policy import Encoders, Policy
 from ._replace import replaced
@@ -42,6 +43,7 @@ _AT_ONCE = 64 << 20
 """Bytes of tensors of a device that are on the host at once while they are written."""
 _PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 """Dtypes that safetensors has no name for, which are stored as pairs of real numbers."""
+_TENSOR = torch.empty(0, device="meta")
 _STORED = {name: dtype for name, dtype in DTYPES.items() if name not in _PAIRS}
 
 
@@ -176,7 +178,7 @@ def read(
         with file, _invalid(of, library.SafetensorError, RuntimeError):
             plan, stored = _plan_of(cast("dict[str, str]", file.metadata() or {}), list(file.keys()))
             reader = Reader(plan, len(stored), encoders)
-            wanted = _wanted(reader, paths)
+            wanted = _wanted(reader, paths, of)
             numbers = [number for path, number in reader.leaves if wanted(path)]
             names = {stored[i][0] for i in numbers}
             found = _mapped(library, file, opened, same, names) if linked else _one_by_one(file, names)
@@ -289,13 +291,19 @@ def _paths(keys: Any) -> list[Path]:
     return paths
 
 
-def _wanted(reader: Reader, paths: list[Path] | None) -> Callable[[Path], bool]:
+def _wanted(reader: Reader, paths: list[Path] | None, of: str) -> Callable[[Path], bool]:
     """Whether a path is one of ``paths``, or inside a dict that is; ``KeyError`` for one that is not in the file."""
     if paths is None:
         return lambda _: True
     known = {path for path, _ in reader.leaves} | set(reader.nodes)
     for path in paths:
         if path not in known:
-            raise KeyError(path if len(path) != 1 else next(iter(path)))
+            tree: dict[str, Any] = {}
+            for *above, last in (path for path, _ in reader.leaves):
+                node = tree
+                for part in above:
+                    node = node.setdefault(part, {})
+                node[last] = _TENSOR
+            raise missing_key(tree, path if len(path) != 1 else next(iter(path)), of)
     asked = set(paths)
     return lambda path: any(path[:depth] in asked for depth in range(1, len(path) + 1))

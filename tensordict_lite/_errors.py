@@ -12,7 +12,7 @@ must be able to trust that there is an end, long before Python's limit of 1,000 
 
 def dotted(path: Path) -> str:
     """``('obs', 'image')`` as it stands in every message: ``'obs.image'``, quotes included."""
-    return repr(".".join(path))
+    return repr(".".join(map(str, path)))  # what is refused may be no str
 
 
 def dtype_name(dtype: torch.dtype) -> str:

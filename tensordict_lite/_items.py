@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._devices import CPU
 from ._errors import DeviceMismatchError, Path, dotted, refuse_deeper
+from ._missing import no_key
 from ._tables import table_columns
 
 Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -55,10 +56,36 @@ def snapshot(data: Mapping[str, Any], trusted: type, at: Path = ()) -> dict[str,
     return out
 
 
-def refuse_key(key: object, at: Path) -> NoReturn:
+def refuse_key(key: Any, at: Path, rows: str = "") -> NoReturn:
     where = f" in {dotted(at)}" if at else ""
-    way_out = "assign d[path] = value for a path" if type(key) is tuple else f"use {str(key)!r}"
-    raise TypeError(f"keys are str, got {key!r} of type {type(cast(object, key)).__name__}{where}; {way_out}")
+    if isinstance(key, (int, float)) and not isinstance(key, bool):
+        way_out = f"; use {str(key)!r}"
+    elif isinstance(key, bytes):
+        way_out = "; use key.decode()"
+    else:
+        way_out = "; assign d[path] = value for a path" if type(key) is tuple else ""
+    raise TypeError(f"{no_key(key)}{where}{way_out}{rows}")
+
+
+def refuse_optimizer(data: Mapping[Any, Any], at: Path) -> None:
+    """Raise ``TypeError`` if ``data``, which cannot be stored, holds the state of an optimizer, or a part of it."""
+    groups = data.get("param_groups")
+    if isinstance(groups, list):
+        found = any(isinstance(group, Mapping) and "params" in group for group in cast("list[Any]", groups))
+    else:  # what is under "state", by itself
+        found = any(
+            isinstance(value, Mapping) and ("step" in value or "momentum_buffer" in value)
+            for key, value in data.items()
+            if not isinstance(key, str)
+        )
+    for key, value in data.items():
+        if isinstance(value, Mapping) and not found:
+            refuse_optimizer(cast("Mapping[Any, Any]", value), (*at, key))
+    if found:
+        raise TypeError(
+            f"{dotted(at) if at else 'this mapping'} is the state of an optimizer, which has ints as keys and lists of "
+            "dicts; keep it in a plain dict: torch.save(state, path) saves it, to_device(state, device) moves it"
+        )
 
 
 def all_home(data: Mapping[str, Any], device: torch.device | None) -> bool:

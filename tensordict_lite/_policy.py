@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 
 from ._encoders import Utf8
+from ._missing import closest
 from ._strings import StringEncoder, as_encoder
 
 Encoders = Mapping[str, Any] | StringEncoder | Any
 """What ``encoders=`` takes: key to encoder or callable, or one encoder or callable for every key."""
 OnMismatch = Literal["error", "move"]
 Objects = Literal["error", "keep"]
+OPTIONS = ("device", "encoders", "on_mismatch", "objects", "dtype")
+"""The keywords of the constructor; all but the first are options of a class too."""
+
+
+def refuse_keyword(call: str, names: Iterable[str], options: Iterable[str], instead: str) -> NoReturn:
+    """Raise ``TypeError`` for the first of ``names``, a keyword that is none of the ``options`` of ``call``."""
+    name = next(iter(names))
+    close = closest(name, options)
+    guess = f", did you mean {close!r}?" if close else ";"
+    raise TypeError(f"{call} has no option {name!r}{guess} its options are {', '.join(options)}{instead}")
 
 
 @dataclass(frozen=True, slots=True)

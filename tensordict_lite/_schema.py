@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from difflib import get_close_matches
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, ForwardRef, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
@@ -15,6 +14,8 @@ from torch import Tensor
 from typing_extensions import Format, get_annotations, get_type_hints
 
 from ._join import described
+from ._missing import closest
+from ._policy import OPTIONS
 from ._tree import TreeDict
 
 _STORED_AS_TENSORS = (bool, int, float, complex, str, bytes, np.ndarray, np.generic)
@@ -58,8 +59,9 @@ class Schema:
         """Raise ``TypeError`` for names that are no fields, and for None where there must be something."""
         unknown = sorted(name for name in items if isinstance(cast(object, name), str) and name not in self.fields)
         if unknown:
-            close = get_close_matches(unknown[0], self.fields, 1)
-            guess = f", did you mean {close[0]!r}?" if close else "."
+            close = closest(unknown[0], self.fields) or closest(unknown[0], OPTIONS, 0.8)  # as a keyword may be meant
+            option = "the option " if close in OPTIONS else ""
+            guess = f", did you mean {option}{close!r}?" if close else "."
             raise TypeError(
                 f"{self.name} has no field {unknown[0]!r}{guess} Its fields are {', '.join(self.fields) or 'none'}"
             )

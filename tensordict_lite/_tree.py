@@ -19,7 +19,7 @@ from ._devices import CPU, canonical, resolve
 from ._errors import Path, dotted, refuse_deeper
 from ._items import only_tensors
 from ._packing import are_parts, distinct_of, from_block, once, pack, packed_layout, packs
-from ._policy import Encoders, Objects, OnMismatch, Policy
+from ._policy import OPTIONS, Encoders, Objects, OnMismatch, Policy, refuse_keyword
 
 V = TypeVar("V", default=Tensor)
 
@@ -54,7 +54,12 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init_subclass__(**kwargs)
+        try:
+            super().__init_subclass__(**kwargs)
+        except TypeError:
+            if not kwargs:
+                raise
+            refuse_keyword(f"class {cls.__name__}", kwargs, OPTIONS[1:], "")
         _classes[name_of(cls)] = cls
         _pytree.register(cls, _context, _unflatten)
         # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.

@@ -18,7 +18,8 @@ from ._device_dict import DeviceDict
 from ._devices import DeviceLike
 from ._errors import Path, located
 from ._items import Items, as_dict  # pyright: ignore[reportUnusedImport]  (used where it does not look)
-from ._policy import Encoders, Objects, OnMismatch
+from ._missing import NoAttribute
+from ._policy import OPTIONS, Encoders, Objects, OnMismatch
 from ._schema import Field, Schema, Shaped, names_of, read, unfit
 from ._strings import StringEncoder
 from ._tree import TreeDict, raw
@@ -42,9 +43,6 @@ if TYPE_CHECKING:  # pragma: no cover
         def __get__(self, instance: object, owner: Any) -> Read: ...
         def __get__(self, instance: Any, owner: Any) -> Any: ...
         def __set__(self, instance: None, value: Given | None) -> None: ...
-
-
-_OPTIONS = ("device", "encoders", "on_mismatch", "objects", "dtype")
 
 
 @dataclass_transform(kw_only_default=True, eq_default=False)
@@ -233,10 +231,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         return {key: value for key, value in data.items() if value is not None or not cls._optional.get(key, False)}
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
-        if type(key) is tuple:
-            self._set_path(key, value)
-        else:
-            self._take({cast(str, key): value})
+        self._set(key, value)
 
     def _set_path(self, path: Path, value: Any, at: Path = ()) -> None:
         node: CheckedDict[Any] = self  # the one that will be changed
@@ -310,13 +305,17 @@ def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
         where = f"{cls.__name__}.{name}"
         if name.startswith("_"):
             raise TypeError(f"{where}: a field cannot start with an underscore; rename it")
-        if name in _OPTIONS:
+        if name in OPTIONS:
             raise TypeError(f"{where}: a field cannot be named as an option of the constructor; rename it")
-        if any(name in base.__dict__ for base in TypedDeviceDict.__mro__):
+        if any(_taken(base, name) for base in TypedDeviceDict.__mro__):
             raise TypeError(f"{where}: a field cannot be named as a method or property of DeviceDict; rename it")
         for base in cls.__mro__:
-            if name in base.__dict__ and name not in base.__dict__.get("_own", {}):
+            if _taken(base, name) and name not in base.__dict__.get("_own", {}):
                 raise TypeError(f"{where} is a field, and something else in {base.__name__}; rename one of them")
+
+
+def _taken(base: type, name: str) -> bool:
+    return name in base.__dict__ and not isinstance(base.__dict__[name], NoAttribute)
 
 
 def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) -> Iterator[Shaped]:

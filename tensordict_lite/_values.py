@@ -21,6 +21,7 @@ _NUMBERS = (*_SCALARS, np.bool_, np.number)
 _STRING_KINDS = "UT"  # NumPy's fixed-width and variable-width strings
 _NUMBER_KINDS = "biufc"
 _TOO_DEEP = f"is nested more than {DEPTH} levels deep"
+_JOIN = "Join it with torch.stack or pad_sequence, or store it as a mapping"
 _ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
 
 
@@ -163,9 +164,11 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
     except TooDeep:
         raise ValueError(f"{dotted(path)} is a {type(value).__name__} that {_TOO_DEEP}; flatten it first") from None
     if tensor_at is not None:
+        module = isinstance(value, torch.nn.Module)
+        join = "Store its state_dict()" if module else _JOIN
         raise TypeError(
             f"{dotted(path)} is a {type(value).__name__} that holds a tensor at {tensor_at}, which would escape the "
-            f"device rule; expected {_ACCEPTED}. Join it with torch.stack or pad_sequence, or store it as a mapping"
+            f"device rule; expected {_ACCEPTED}. {join}"
         )
     if policy.objects == "keep":
         return Stored(value)

@@ -430,7 +430,7 @@ class TestCollate:
     @pytest.mark.parametrize(
         ("samples", "error", "message"),
         [
-            ([], ValueError, "collate takes a list of at least one sample"), ({"x": 1}, ValueError, "at least one sample, got a mapping"),
+            ([], ValueError, "collate takes a list of at least one sample, got an empty list"), ({"x": 1}, TypeError, "collate takes a list of samples, got a mapping; for one sample write [sample]"),
             ([{"x": 1}, (1, 2)], TypeError, "collate takes samples that are mappings, sample 1 is a tuple; torch's default_collate"),
             ([{"x": 1}, {"x": None}], TypeError, "sample 1: 'x' is NoneType, expected a tensor"),
             ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has a int, sample 0 has a str"),

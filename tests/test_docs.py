@@ -22,7 +22,11 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 def _public() -> list[tuple[str, Any]]:
     names = [(name, getattr(tensordict_lite, name)) for name in tensordict_lite.__all__]
     own = {name: member for base in reversed(DeviceDict.__mro__[:5]) for name, member in vars(base).items()}
-    methods = [(f"DeviceDict.{name}", member) for name, member in own.items() if not name.startswith("_")]
+    methods = [
+        (f"DeviceDict.{name}", member)
+        for name, member in own.items()
+        if not name.startswith("_") and hasattr(DeviceDict, name)
+    ]
     return names + methods
 
 

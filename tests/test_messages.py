@@ -1,0 +1,295 @@
+"""What a mistake is answered with: what is wrong, where, and what to do. Under public names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tensordict_lite import DeviceDict, MissingKeyError, TypedDeviceDict, collate, load, save, to_device
+
+OPTIONS = "device, encoders, on_mismatch, objects, dtype"
+
+
+def refused(error: type[Exception], message: str, call: Callable[[], Any]) -> Exception:
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+    return caught.value
+
+
+class Batch(TypedDeviceDict):
+    image: Tensor
+    shape: Tensor | None = None
+
+
+class TestOptions:
+    def test_keywords_are_options(self) -> None:
+        make: Any = DeviceDict
+        refused(
+            TypeError,
+            f"DeviceDict() has no option 'x'; its options are {OPTIONS}; a field goes into a mapping: "
+            'DeviceDict({"x": ...})',
+            lambda: make(x=torch.ones(1)),
+        )
+        for name, option in (("devise", "device"), ("encoder", "encoders"), ("on_mismach", "on_mismatch")):
+            with pytest.raises(TypeError, match=rf"^DeviceDict\(\) has no option '{name}', did you mean '{option}'\?"):
+                make({"x": 1}, **{name: "cpu"})
+
+    def test_a_subclass_is_named_by_its_own_name(self) -> None:
+        class Named(DeviceDict):
+            pass
+
+        make: Any = Named
+        with pytest.raises(TypeError, match=r"^Named\(\) has no option 'x'; .*Named\(\{\"x\": \.\.\.\}\)$"):
+            make(x=1)
+
+    def test_of_a_class(self) -> None:
+        def declare(**options: Any) -> None:
+            class Named(DeviceDict, **options):
+                pass
+
+        refused(
+            TypeError,
+            "class Named has no option 'on_mismach', did you mean 'on_mismatch'? its options are "
+            "encoders, on_mismatch, objects, dtype",
+            lambda: declare(on_mismach="move"),
+        )
+
+    def test_of_a_mixin_are_its_own(self) -> None:
+        class Mixin:
+            def __init_subclass__(cls, tag: str = "", **options: Any) -> None:
+                super().__init_subclass__(**options)
+                cls.tag = tag  # pyright: ignore[reportAttributeAccessIssue]
+
+        class Named(DeviceDict, Mixin, tag="t", on_mismatch="move"):
+            pass
+
+        assert Named.tag == "t"  # pyright: ignore[reportAttributeAccessIssue]
+
+    def test_of_a_typed_class(self) -> None:
+        make: Any = Batch
+        x = torch.ones(1)
+        for name, text in (("devise", "the option 'device'"), ("imge", "'image'")):
+            with pytest.raises(TypeError, match=rf"^Batch has no field '{name}', did you mean {text}\? Its fields are"):
+                make(image=x, **{name: "cpu"})
+
+
+def adam() -> torch.optim.Optimizer:
+    layer = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+class TestOptimizers:
+    TEXT = (
+        "is the state of an optimizer, which has ints as keys and lists of dicts; keep it in a plain dict: "
+        "torch.save(state, path) saves it, to_device(state, device) moves it"
+    )
+
+    @pytest.mark.parametrize("options", [{}, {"objects": "keep"}, {"device": "cpu"}])
+    def test_the_state_of_one(self, options: Any) -> None:
+        state = adam().state_dict()
+        refused(TypeError, f"this mapping {self.TEXT}", lambda: DeviceDict(state, **options))
+        refused(TypeError, f"'a.opt' {self.TEXT}", lambda: DeviceDict({"w": 1, "a": {"opt": state}}, **options))
+        refused(TypeError, f"'opt' {self.TEXT}", lambda: DeviceDict().__setitem__("opt", state))
+        refused(TypeError, f"this mapping {self.TEXT}", lambda: DeviceDict(state["state"], **options))
+
+    def test_parts_of_it(self, tmp_path: Path) -> None:
+        state = torch.optim.SGD(torch.nn.Linear(2, 1).parameters()).state_dict()
+        assert not state["state"]
+        refused(TypeError, f"this mapping {self.TEXT}", lambda: DeviceDict(state))
+        groups = {"param_groups": state["param_groups"]}
+        refused(TypeError, f"this mapping {self.TEXT}", lambda: DeviceDict(groups))
+        refused(TypeError, f"'opt' {self.TEXT}", lambda: save({"opt": state}, tmp_path / "x"))
+
+    def test_what_it_recommends_works(self, tmp_path: Path) -> None:
+        optimizer = adam()
+        torch.save(optimizer.state_dict(), tmp_path / "opt")
+        again = to_device(torch.load(tmp_path / "opt"), "cpu")
+        optimizer.load_state_dict(again)
+        assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (1, 2)
+
+    def test_other_ints_are_keys_to_rename(self) -> None:
+        refused(TypeError, "keys are str, got 0 of type int; use '0'", lambda: DeviceDict({0: 1}))  # pyright: ignore
+        refused(
+            TypeError,
+            "keys are str, got 0 of type int in 'state'; use '0'",
+            lambda: DeviceDict({"state": {0: 1}}),
+        )
+
+
+def nested() -> DeviceDict[Any]:
+    return DeviceDict({"image": torch.ones(2), "label": [1, 2], "n": {"z": 1, "deep": {"w": 2}}, "e": {}})
+
+
+MISSING = {
+    "close": ("imgae", "'imgae' is not in this DeviceDict; did you mean 'image'?"),
+    "none close": ("qq", "'qq' is not in this DeviceDict; its keys are 'image', 'label', 'n', 'e'"),
+    "dotted": ("n.z", "'n.z' is not in this DeviceDict; use the path d['n', 'z']"),
+    "dotted twice": ("n.deep.w", "'n.deep.w' is not in this DeviceDict; use the path d['n', 'deep', 'w']"),
+    "nested": ("z", "'z' is not in this DeviceDict; use the path d['n', 'z']"),
+    "path": (("n", "zz"), "'n.zz' is not in this DeviceDict: 'n' has no 'zz'; did you mean 'z'?"),
+    "middle": (("m", "z"), "'m.z' is not in this DeviceDict: it has no 'm'; its keys are 'image', 'label', 'n', 'e'"),
+    "dotted part": (
+        ("n", "deep.w"),
+        "'n.deep.w' is not in this DeviceDict: 'n' has no 'deep.w'; use the path d['n', 'deep', 'w']",
+    ),
+    "through a tensor": (
+        ("image", "x", "y"),
+        "'image.x.y' is not in this DeviceDict: 'image' is a tensor, not a nested dict; it is d['image']",
+    ),
+    "empty": (("e", "x"), "'e.x' is not in this DeviceDict: 'e' has no 'x'; 'e' is empty"),
+    "no key": ((), "a path needs at least one key, got ()"),
+}
+
+
+@pytest.mark.parametrize(("key", "message"), MISSING.values(), ids=MISSING)
+class TestMissingKeys:
+    def test_everywhere(self, key: Any, message: str) -> None:
+        d = nested()
+        for use in (d.__getitem__, d.__delitem__, d.pop, d.decode, d.select, d.drop):
+            error = refused(MissingKeyError, message, lambda use=use: use(key))
+            assert error.args == (key,) and isinstance(error, KeyError)
+        d._check()
+        assert d == nested()
+
+    def test_in_a_file(self, key: Any, message: str, tmp_path: Path) -> None:
+        if key in ((), ("e", "x")):
+            pytest.skip("no key of a file")
+        nested().save(tmp_path / "d")
+        expected = message.replace("this DeviceDict", str(tmp_path / "d")).replace(", 'e'", "")
+        assert refused(MissingKeyError, expected, lambda: load(tmp_path / "d", keys=[key])).args == (key,)
+
+    def test_it_travels(self, key: Any, message: str) -> None:
+        with pytest.raises(MissingKeyError) as caught:
+            nested()[key]
+        for again in (pickle.loads(pickle.dumps(caught.value)), copy.copy(caught.value), copy.deepcopy(caught.value)):
+            assert type(again) is MissingKeyError and again.args == (key,) and str(again) == message
+
+    def test_no_message_where_none_is_asked_for(self, key: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tensordict_lite._checked.missing_key", None)
+        d = nested()
+        assert d.get(key) is None and d.get(key, 1) == 1 and key not in d and d.pop(key, 2) == 2
+        if key and key != ("image", "x", "y"):
+            assert d.setdefault(key, 3) is d[key]
+
+
+class _Lookup:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": nested()["imgae"]}
+
+
+def test_a_missing_key_in_a_worker() -> None:
+    with pytest.raises(MissingKeyError, match=r"(?s)Caught MissingKeyError in DataLoader.*\n.*did you mean 'image'\?"):
+        list(DataLoader(_Lookup(), num_workers=1))  # pyright: ignore[reportArgumentType]
+
+
+def test_many_keys_are_cut_and_none_are_said() -> None:
+    d = DeviceDict({f"k{i}": i for i in range(12)})
+    listed = ", ".join(repr(f"k{i}") for i in range(10))
+    refused(KeyError, f"'zzz' is not in this DeviceDict; its keys are {listed} and 2 more", lambda: d["zzz"])
+    refused(KeyError, "'x' is not in this DeviceDict; it is empty", lambda: DeviceDict()["x"])
+    refused(KeyError, "'imge' is not in this Batch; did you mean 'image'?", lambda: Batch(image=torch.ones(1))["imge"])
+
+
+def test_a_kept_object_is_no_dict() -> None:
+    d = DeviceDict({"o": {1}}, objects="keep")
+    message = "'o.x' is not in this DeviceDict: 'o' is a kept set, not a nested dict; it is d['o']"
+    refused(KeyError, message, lambda: d["o", "x"])
+
+
+class TestIndices:
+    ROWS: tuple[tuple[Any, str], ...] = (
+        (0, "keys are str, got 0 of type int; rows are d.rows[0]"),
+        (-1, "keys are str, got -1 of type int; rows are d.rows[-1]"),
+        (torch.tensor([True]), "keys are str, got Tensor; rows are d.rows[mask_or_indices]"),
+        (None, "keys are str, got None of type NoneType"),
+        (("n", 0), "keys are str, got 0 of type int in 'n'; rows are d.rows[0]"),
+        (("image", 0), "a path is made of str, got int: 'image' is a tensor; index it as d['image'][...]"),
+    )
+
+    @pytest.mark.parametrize(("index", "message"), ROWS)
+    def test_read_and_delete(self, index: Any, message: str) -> None:
+        d = nested()
+        refused(KeyError, message, lambda: d[index])
+        refused(KeyError, message, lambda: d.__delitem__(index))
+
+    def test_write(self) -> None:
+        for d in (nested(), Batch(image=torch.ones(2))):
+            for index, message in (
+                (0, "keys are str, got 0 of type int; use '0'; rows are d.rows[0]"),
+                (slice(1, 3), "keys are str, got slice(1, 3, None) of type slice; rows are d.rows[1:3]"),
+                (slice(None, 8, 2), "keys are str, got slice(None, 8, 2) of type slice; rows are d.rows[:8:2]"),
+                (torch.tensor([0]), "keys are str, got Tensor; rows are d.rows[mask_or_indices]"),
+            ):
+                refused(TypeError, message, lambda d=d, index=index: d.__setitem__(index, 1))
+
+    def test_slices(self) -> None:
+        d = nested()
+        message = "keys are str, got slice(1, 3, None) of type slice; rows are d.rows[1:3]"
+        refused(KeyError, message, lambda: d.__delitem__(slice(1, 3)))  # pyright: ignore
+        if sys.version_info >= (3, 12):  # before, a slice has no hash, and dict asks for that first
+            refused(KeyError, message, lambda: d[1:3])  # pyright: ignore
+        else:
+            refused(TypeError, "unhashable type: 'slice'", lambda: d[1:3])  # pyright: ignore
+
+
+class TestAttributes:
+    @pytest.mark.parametrize(("name", "way"), [
+        ("shape", "d[key].shape, or len(d.rows) for the number of rows"), ("batch_size", "len(d.rows), the number of rows"),
+        ("dtype", "d[key].dtype; a DeviceDict has no dtype of its own"),
+    ])  # fmt: skip
+    def test_those_of_a_tensor(self, name: str, way: str) -> None:
+        d = nested()
+        error = refused(
+            AttributeError, f"'DeviceDict' object has no attribute {name!r}; use {way}", lambda: getattr(d, name)
+        )
+        assert getattr(error, "name") == name and getattr(error, "obj") is d  # noqa: B009
+        assert not hasattr(d, name) and not hasattr(DeviceDict, name) and getattr(d, name, 3) == 3
+
+    def test_a_typed_class_may_have_them_as_fields(self) -> None:
+        batch = Batch(image=torch.ones(2), shape=torch.ones(3))
+        assert batch.shape is batch["shape"] and not hasattr(batch, "batch_size")
+
+    def test_copies_and_pickles_ask_for_nothing_else(self) -> None:
+        d = nested()
+        assert pickle.loads(pickle.dumps(d)) == copy.deepcopy(d) == copy.copy(d) == d
+
+
+class TestObjects:
+    NONE = (
+        "'x' is NoneType, expected a tensor, number, NumPy array, list of numbers, string, list of strings or mapping; "
+        'leave the key out, or build with objects="keep" to keep it as it is, on the host'
+    )
+
+    def test_the_way_out_of_none_is_open(self) -> None:
+        refused(TypeError, self.NONE, lambda: DeviceDict({"x": None}))
+        assert DeviceDict({"x": None}, objects="keep")["x"] is None
+        with pytest.raises(TypeError, match=rf"^sample 0: {re.escape(self.NONE)}$"):
+            collate([{"x": None}, {"x": None}])
+        batch = collate([{"x": None, "n": {"o": {1}}}, {"x": None, "n": {"o": {2}}}], objects="keep")
+        assert batch["x"] == [None, None] and batch["n", "o"] == [{1}, {2}]
+        assert DeviceDict(batch)["x"] == [None, None], "the policy stays with the batch"
+
+    def test_collate_checks_the_option(self) -> None:
+        bad: Any = "kept"
+        refused(ValueError, "objects is 'error' or 'keep', got 'kept'", lambda: collate([{"x": 1}], objects=bad))
+
+    def test_a_module_has_a_state(self) -> None:
+        with pytest.raises(TypeError, match=r"Store its state_dict\(\)$"):
+            DeviceDict({"m": torch.nn.Linear(1, 1)})
