@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -22,6 +21,7 @@ from ._items import nbytes
 from ._packing import packed_layout
 from ._plan import TooDeep
 from ._policy import Encoders
+from ._replace import FilePath
 from ._rows import Rows
 from ._shaping import ShapedDict, flatten_into
 from ._strings import StringEncoder, decode_nested
@@ -239,7 +239,7 @@ class DeviceDict(ShapedDict[V]):
 
     # --- files ---
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: FilePath) -> None:
         """Write a safetensors file that `load` reads: tensors, nesting, encoders, and options. Needs ``safetensors``.
 
         The file takes the place of an older one once it is whole and on the disk; if anything fails, the old one stays
@@ -261,7 +261,7 @@ class DeviceDict(ShapedDict[V]):
     @classmethod
     def load(
         cls,
-        path: str | os.PathLike[str],
+        path: FilePath,
         device: DeviceLike | None = None,
         *,
         keys: Sequence[str | Path] | None = None,
@@ -295,7 +295,7 @@ class DeviceDict(ShapedDict[V]):
 
     def __reduce_ex__(self, protocol: Any, /) -> Any:
         if protocol == _saved.PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
-            with suppress(TooDeep):
+            with suppress(TooDeep, _saved.NotKept):
                 return _saved.taken_apart(self)
         return self.__reduce__()
 
