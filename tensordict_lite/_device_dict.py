@@ -243,8 +243,9 @@ class DeviceDict(ShapedDict[V]):
         """Write a safetensors file that `load` reads: tensors, nesting, encoders, and options. Needs ``safetensors``.
 
         The file takes the place of an older one once it is whole and on the disk; if anything fails, the old one stays
-        and nothing else is left. What a kill can leave, the first save of another process to that folder removes. Other programs find the tensors under their dotted paths. Tensors that share memory
-        are written each by itself; ones on a device are copied to the host some at a time.
+        and nothing else is left. What a kill can leave, the first save of another process to that folder removes. Other
+        programs find the tensors under their dotted paths. Tensors that share memory are written each by itself; ones
+        on a device are copied to the host some at a time.
 
         Raises: ``TypeError`` that names kept objects, sparse, nested, quantized and meta tensors, and encoders that
         have no registered JSON form; ``ValueError`` for more than 64 levels; ``ImportError``; ``OSError``.
