@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +21,7 @@ from ._items import nbytes
 from ._missing import NoAttribute
 from ._packing import packed_layout
 from ._policy import Encoders
+from ._replace import FilePath
 from ._rows import Rows
 from ._shaping import ShapedDict, flatten_into
 from ._strings import StringEncoder, decode_nested
@@ -245,12 +246,13 @@ class DeviceDict(ShapedDict[V]):
 
     # --- files ---
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: FilePath) -> None:
         """Write a safetensors file that `load` reads: tensors, nesting, encoders, and options. Needs ``safetensors``.
 
         The file takes the place of an older one once it is whole and on the disk; if anything fails, the old one stays
-        and nothing else is left. Other programs find the tensors under their dotted paths. Tensors that share memory
-        are written each by itself; ones on a device are copied to the host some at a time.
+        and nothing else is left. What a kill can leave, the first save of another process to that folder removes. Other
+        programs find the tensors under their dotted paths. Tensors that share memory are written each by itself; ones
+        on a device are copied to the host some at a time.
 
         Raises: ``TypeError`` that names kept objects, sparse, nested, quantized and meta tensors, and encoders that
         have no registered JSON form; ``ImportError``; ``OSError``.
@@ -267,7 +269,7 @@ class DeviceDict(ShapedDict[V]):
     @classmethod
     def load(
         cls,
-        path: str | os.PathLike[str],
+        path: FilePath,
         device: DeviceLike | None = None,
         *,
         keys: Sequence[str | Path] | None = None,
@@ -279,14 +281,16 @@ class DeviceDict(ShapedDict[V]):
         data (so not `Tokenizer`). Its options are taken, unless this class has its own. A typed class checks them.
 
         Args:
-            path: the file.
+            path: the path of a regular file. Descriptors are not taken.
             device: where the tensors go, without a stop elsewhere. None and ``"cpu"``: the memory of the file itself,
-                which is read when a field is used; writing a field changes the memory and not the file.
+                which is read when a field is used; writing a field changes the memory and not the file. A field that
+                another program has not aligned to its element size is copied.
             keys: only these keys and paths.
             encoders: for some keys, or for all, instead of those of the file.
 
         Raises: `InvalidFileError`, a ``ValueError``, for a file that is damaged, forged or not understood; ``KeyError``
-        for ``keys`` that are not in it; ``ImportError``; ``OSError``; what a typed class raises.
+        for ``keys`` that are not in it; ``ImportError``; ``OSError``, for pipes, sockets and devices too; ``TypeError``
+        for a descriptor; what a typed class raises.
         Cost: a few microseconds a field, and what is read of the file.
 
         >>> import tempfile
@@ -301,7 +305,8 @@ class DeviceDict(ShapedDict[V]):
 
     def __reduce_ex__(self, protocol: Any, /) -> Any:
         if protocol == _saved.PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
-            return _saved.taken_apart(self)
+            with suppress(_saved.NotKept):
+                return _saved.taken_apart(self)
         return self.__reduce__()
 
     # --- looking ---

@@ -8,13 +8,16 @@ the host at once.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
+import stat
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
+from itertools import chain
 from math import prod
 from typing import Any, BinaryIO, cast
 
@@ -25,10 +28,10 @@ from ._block import DTYPES, PACKABLE
 from ._devices import CPU
 from ._errors import InvalidFileError, Path, dotted, dtype_name
 from ._layout import ALIGNMENT, row_major
-from ._missing import missing_key
-from ._plan import Plan, Reader, describe, refuse
+from ._packing import DIMENSIONS
+from ._plan import Plan, Reader, choose_from, describe, refuse
 from ._policy import Encoders, Policy
-from ._replace import replaced
+from ._replace import FilePath, replace
 from ._strings import StringEncoder, encoder_to_json, runs_code
 from ._transfer import transfer
 from ._tree import TreeDict
@@ -43,7 +46,6 @@ _AT_ONCE = 64 << 20
 """Bytes of tensors of a device that are on the host at once while they are written."""
 _PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 """Dtypes that safetensors has no name for, which are stored as pairs of real numbers."""
-_TENSOR = torch.empty(0, device="meta")
 _STORED = {name: dtype for name, dtype in DTYPES.items() if name not in _PAIRS}
 
 
@@ -60,7 +62,7 @@ def _library() -> Any:
 # --- writing ---
 
 
-def write(d: TreeDict[Any], path: str | os.PathLike[str]) -> None:
+def write(d: TreeDict[Any], path: FilePath) -> None:
     """Save ``d``: see `DeviceDict.save`."""
     specs = _library().TensorSpec
     plan, leaves, _ = describe(d, _encoder_entry, own=False)
@@ -88,10 +90,8 @@ def write(d: TreeDict[Any], path: str | os.PathLike[str]) -> None:
         header[names[i]] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)  # so that the bytes begin aligned
-    with replaced(path) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in _on_host(tensors[i] for i in order):
-            file.write(_bytes_of(tensor))
+    data = map(_bytes_of, _on_host(tensors[i] for i in order))
+    replace(path, chain([len(encoded).to_bytes(8, "little") + encoded], data))
 
 
 def _encoder_entry(encoder: StringEncoder) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def read(
     cls: Any,
-    path: str | os.PathLike[str],
+    path: FilePath,
     device: torch.device,
     keys: Sequence[str | Path] | None,
     encoders: Encoders | None,
@@ -168,26 +168,48 @@ def read(
     library = _library()
     paths = None if keys is None else _paths(keys)
     Policy().override(encoders)  # raises for what are none, which is not the file's fault
-    with open(path, "rb") as opened:
+    path = os.fsdecode(path)
+    with _opened(path) as opened:
         # By the open file, so that its tensors are those of its header whatever takes its name meanwhile.
         same = f"/proc/self/fd/{opened.fileno()}"
         linked = os.path.exists(same)
         of = _named(path, opened)
         with _invalid(of, library.SafetensorError):
-            file = library.safe_open(same if linked else os.fspath(path), framework="pt", device="cpu")
+            file = library.safe_open(same if linked else path, framework="pt", device="cpu")
         with file, _invalid(of, library.SafetensorError, RuntimeError):
             plan, stored = _plan_of(cast("dict[str, str]", file.metadata() or {}), list(file.keys()))
             reader = Reader(plan, len(stored), encoders)
-            wanted = _wanted(reader, paths, of)
-            numbers = [number for path, number in reader.leaves if wanted(path)]
-            names = {stored[i][0] for i in numbers}
+            if paths is not None:
+                reader.keep(paths, of)
+            names = {stored[i][0] for i in reader.numbers}
             found = _mapped(library, file, opened, same, names) if linked else _one_by_one(file, names)
-            tensors = [_as(found[stored[i][0]], stored[i][1]) for i in numbers]
-    moved = dict(zip(numbers, transfer(tensors, device), strict=True))
+            tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]
+    moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with _invalid(of, library.SafetensorError):
-        out = reader.build(reader.classes_from(cls), moved.__getitem__, wanted, own=False)
-    out._settle(device)
-    return out
+        return reader.build(choose_from(cls), moved.__getitem__, device, own=False)
+
+
+def _opened(path: str) -> BufferedReader:
+    """The file, open; ``OSError`` for what is no regular file, of which a pipe would be waited for."""
+    _refuse_irregular(os.stat(path), path)
+    opened = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    try:
+        _refuse_irregular(os.fstat(opened.fileno()), path)  # another one may have taken the name
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _refuse_irregular(found: os.stat_result, path: str) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path!r} is no regular file, and only those can be loaded")
 
 
 def _one_by_one(file: Any, names: set[Any]) -> dict[Any, Tensor]:
@@ -209,12 +231,14 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any
     for name in file.offset_keys():  # the tensors lie side by side, which the library has checked
         part = file.get_slice(name)
         shape, dtype = tuple(part.get_shape()), dtypes.get(part.get_dtype())
+        if len(shape) > DIMENSIONS:
+            refuse(f"{name[:60]!r} has {len(shape)} dimensions")
         if dtype is None:  # one that only the library knows the size of
             return _one_by_one(file, names)
         end = start + prod(shape) * dtype.itemsize
         if name not in names:
             pass
-        elif end == start or start % dtype.itemsize:  # of nothing, or by a writer that does not align
+        elif end == start:
             out[name] = file.get_tensor(name)
         else:
             empty: Any = torch.empty(0, dtype=dtype, device="cpu")
@@ -223,11 +247,10 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any
     return out
 
 
-def _named(path: int | str | os.PathLike[str], opened: BufferedReader) -> str:
+def _named(path: str, opened: BufferedReader) -> str:
     """The file, as an error names it."""
     saved = b"data.pkl" in opened.peek(512)[:512]  # the first file of the archive
-    name = path if isinstance(path, int) else os.fsdecode(path)
-    return f"{name}{' (a file of torch.save: torch.load reads it)' if saved else ''}"
+    return f"{path}{' (a file of torch.save: torch.load reads it)' if saved else ''}"
 
 
 @contextmanager
@@ -272,11 +295,21 @@ def _brackets(text: str) -> int:
 
 
 def _as(tensor: Tensor, pairs: str | None) -> Tensor:
+    """A tensor of a file, as the complex one that it is stored for."""
     if pairs is None:
-        return tensor
+        return _aligned(tensor, tensor.itemsize)
     if tensor.dtype is not _PAIRS[pairs] or not tensor.dim() or tensor.shape[-1] != 2:
         refuse(f"{pairs} is stored as pairs of {_PAIRS[pairs]}, got {tensor.dtype} of shape {list(tensor.shape)}")
-    return torch.view_as_complex(tensor.clone() if tensor.storage_offset() % 2 else tensor)
+    return torch.view_as_complex(_aligned(tensor, 2 * tensor.itemsize))
+
+
+def _aligned(tensor: Tensor, size: int) -> Tensor:
+    """A tensor that lies on a multiple of ``size`` bytes: itself, or a copy. A writer may not align, or not enough."""
+    if tensor.data_ptr() % size == 0:
+        return tensor
+    out = torch.empty_like(tensor)
+    out.untyped_storage().copy_(tensor.untyped_storage())  # byte by byte, and so by no kernel that is for aligned ones
+    return out
 
 
 def _paths(keys: Any) -> list[Path]:
@@ -289,21 +322,3 @@ def _paths(keys: Any) -> list[Path]:
             raise TypeError(f"keys= is a list of keys and paths, which are str and tuples of str; got {key!r}")
         paths.append(path)
     return paths
-
-
-def _wanted(reader: Reader, paths: list[Path] | None, of: str) -> Callable[[Path], bool]:
-    """Whether a path is one of ``paths``, or inside a dict that is; ``KeyError`` for one that is not in the file."""
-    if paths is None:
-        return lambda _: True
-    known = {path for path, _ in reader.leaves} | set(reader.nodes)
-    for path in paths:
-        if path not in known:
-            tree: dict[str, Any] = {}
-            for *above, last in (path for path, _ in reader.leaves):
-                node = tree
-                for part in above:
-                    node = node.setdefault(part, {})
-                node[last] = _TENSOR
-            raise missing_key(tree, path if len(path) != 1 else next(iter(path)), of)
-    asked = set(paths)
-    return lambda path: any(path[:depth] in asked for depth in range(1, len(path) + 1))

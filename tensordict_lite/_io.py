@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,9 +9,10 @@ from ._device_dict import DeviceDict
 from ._devices import DeviceLike
 from ._errors import Path
 from ._policy import Encoders
+from ._replace import FilePath
 
 
-def save(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def save(data: Mapping[str, Any], path: FilePath) -> None:
     """`DeviceDict.save` of a `DeviceDict`, or of what any mapping makes one of.
 
     >>> import tempfile
@@ -26,7 +26,7 @@ def save(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: FilePath,
     device: DeviceLike | None = None,
     *,
     keys: Sequence[str | Path] | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from ._errors import InvalidFileError, Path, dotted, dtype_name
 from ._items import only_tensors
 from ._layout import Group, Layout, lay_out
 from ._packing import block_layout, from_block, is_spec
-from ._plan import Plan, Reader, describe, refuse
+from ._plan import Plan, Reader, choose_from, describe, paths_of, refuse
 from ._strings import StringEncoder, encoder_to_json, runs_code
 from ._tree import TreeDict
 
@@ -37,13 +38,18 @@ class Schema:
     plan: Plan
     groups: list[Group]
     layout: Layout
-    paths: list[Path]
-    """Of each tensor, in the order of the tree."""
+    count: int
+    """Of the tensors."""
     _built: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        """Of each tensor, in the order of the tree."""
+        return paths_of(self.plan)
 
     def build(self, cls: Any, block: Tensor) -> Any:
         """The dict of class ``cls`` whose tensors are ``block``. Cost: the tensors; the tree is read once a class.
@@ -51,10 +57,10 @@ class Schema:
         A typed class checks names and kinds: what was sent may be a row, or a cast, of what had its shapes.
         """
         fields = from_block(block, [(*spec, members) for spec, members in self.groups]) if self.layout.runs else {}
-        tensors = [fields[i] for i in range(len(self.paths))]
+        tensors = [fields[i] for i in range(self.count)]
         if cls not in self._built:
-            reader = Reader(self.plan, len(self.paths))
-            made = reader.build(reader.classes_from(cls), tensors.__getitem__, lambda _: True, own=False)
+            reader = Reader(self.plan, self.count)
+            made = reader.build(choose_from(cls), tensors.__getitem__, None, own=False)
             self._built[cls] = made._with([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._with(tensors, canonical(block.device))
         out._conform(out, None, deep=True, shapes=False)
@@ -173,7 +179,7 @@ def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], bes
     text = json.dumps({"plan": plan, "specs": specs}, separators=(",", ":")).encode()
     if len(text) > _LARGEST:
         raise ValueError(f"the structure and encoders of this dict take {len(text)} bytes, a message holds {_LARGEST}")
-    return Schema(text, _digest(text), plan, layout.groups, layout, [path for path, _ in leaves])
+    return Schema(text, _digest(text), plan, layout.groups, layout, len(leaves))
 
 
 def _encoder_entry(encoder: StringEncoder) -> dict[str, Any]:
@@ -204,13 +210,13 @@ def schema_of(text: bytes, digest: int) -> Schema:
         if sorted(layout.members) != list(range(count)) or layout.nbytes > 1 << 46:
             refuse("a header whose layout is damaged")
         reader = Reader(plan, count)
-        if [number for _, number in reader.leaves] != list(range(count)):
+        if reader.numbers != list(range(count)):
             refuse("a header whose tensors are not in the order of its tree")
     except (KeyError, TypeError, IndexError, RecursionError, OverflowError, ValueError) as error:
         if isinstance(error, InvalidFileError):
             raise
         raise InvalidFileError(f"not a valid file: a damaged header: {error}") from error
-    return Schema(text, digest, plan, layout.groups, layout, [path for path, _ in reader.leaves])
+    return Schema(text, digest, plan, layout.groups, layout, count)
 
 
 def prefix_of(schema: Schema | None, text: int, where: torch.device) -> Tensor:

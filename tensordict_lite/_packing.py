@@ -23,6 +23,7 @@ from ._block import (
     block_of,
     clear_gaps,
     concrete,
+    flat_over,
     gather,
     has_bytes,
     new_block,
@@ -32,7 +33,7 @@ from ._block import (
 )
 from ._layout import Group, Layout, dense_stride, lay_out, recast
 
-_DIMENSIONS = 64
+DIMENSIONS = 64
 """No operation of torch takes more, so no tensor that was saved has more."""
 
 
@@ -164,6 +165,10 @@ def from_block(block: Any, specs: Any) -> dict[int, Tensor]:
     numbers = layout.members
     if block.untyped_storage().nbytes() != layout.nbytes or len(set(numbers)) != len(numbers):
         raise ValueError("a packed dict whose layout does not fit its storage")
+    storage = block.untyped_storage()
+    if block.is_cpu and storage.data_ptr() % max((run.dtype.itemsize for run in layout.runs), default=1):
+        # Of a mapped file that torch has not written: kernels would crash.
+        block = flat_over(storage.clone(), torch.uint8, layout.nbytes, block.device)
     out: dict[int, Tensor] = {}
     scatter(layout, regions(block, layout), out)
     return out
@@ -174,7 +179,7 @@ def is_spec(spec: Any) -> bool:
     if type(spec) is not tuple or len(cast("tuple[Any, ...]", spec)) != 4:
         return False
     dtype, shape, stride, members = cast("tuple[Any, tuple[Any, ...], tuple[Any, ...], list[Any]]", spec)
-    if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list or len(shape) > _DIMENSIONS:
+    if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list or len(shape) > DIMENSIONS:
         return False
     numbers = (*shape, *stride, *members)
     sound = set(map(type, numbers)) == {int} and min(numbers) >= 0 and max(numbers) < 1 << 63

@@ -7,12 +7,16 @@ damaged or forged, checks every part of it before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
 
 from ._block import DTYPES
 from ._encoders import Utf8
 from ._errors import DEPTH, InvalidFileError, Path, dotted, dtype_name, refuse_deeper
+from ._missing import missing_key
 from ._policy import Encoders, Policy
 from ._strings import StringEncoder, encoder_from_json, runs_code
 from ._tree import TreeDict
@@ -20,6 +24,8 @@ from ._tree import TreeDict
 VERSION = 1
 OF_ITS_CLASS = -1
 """In place of a policy's number: the policy of the class."""
+_HERE = object()
+"""In a tree of keys: a path ends here."""
 _DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
@@ -109,10 +115,10 @@ class Reader:
     Raises ``InvalidFileError`` for what is no plan, here and in its methods.
     """
 
-    leaves: list[tuple[Path, int]]
-    """The paths of the tensors, and their numbers."""
-    nodes: list[Path]
-    """The paths of the dicts, in the order in which they are built."""
+    numbers: list[int]
+    """Of the tensors, in the order of the tree."""
+    count: int
+    """Of the dicts."""
 
     def __init__(self, plan: Any, count: int, given: Encoders | None = None) -> None:
         version = cast("dict[Any, Any]", plan).get("version") if isinstance(plan, dict) else None
@@ -124,63 +130,79 @@ class Reader:
         self._given = Policy() if given is None else Policy().override(given)
         self._all_given = given is not None and not isinstance(given, Mapping)
         self._known: dict[int, Policy] = {}
+        self._merged: dict[tuple[int, Any], Policy] = {}
         self._encoders: dict[int, StringEncoder] = {}
-        self.leaves, self.nodes = [], []
+        self._root = self._plan["root"]
+        self.numbers, self.count = [], 0
         _refuse_sharing(cast(Any, plan), set())
-        self._walk(plan["root"], ())
-        if sorted(number for _, number in self.leaves) != list(range(count)):
+        self._walk(self._root, 0)
+        if sorted(self.numbers) != list(range(count)):
             refuse(f"its tree does not have each of the {count} tensors once")
 
+    def keep(self, paths: Sequence[Path], owner: str) -> None:
+        """Leave out all but what is at these paths; ``KeyError`` for one that is not in the ``owner``."""
+        asked: dict[Any, Any] = {}
+        for path in paths:
+            inside = asked
+            for key in path:
+                inside = inside.setdefault(key, {})
+            inside[_HERE] = {}
+        found: set[Path] = set()
+        kept = _kept(self._root, asked, False, (), found)
+        for path in paths:
+            if path not in found:
+                raise missing_key(_names_in(self._root), path if len(path) != 1 else next(iter(path)), owner)
+        self._root, self.numbers, self.count = kept, [], 0
+        self._walk(kept, 0)
+
     def build(
-        self, classes: Iterator[Any], leaf: Callable[[int], Any], wanted: Callable[[Path], bool], own: bool
+        self,
+        choose: Callable[[Any, str], Any],
+        leaf: Callable[[int], Any],
+        device: torch.device | None,
+        own: bool,
     ) -> TreeDict[Any]:
-        """The dict, with what ``leaf`` has for the numbers at the paths that are ``wanted``; unchecked.
+        """The dict, with what ``leaf`` has for the numbers, each dict of it on ``device``; unchecked.
 
         Args:
-            classes: of each of `nodes`, the class.
+            choose: the class of a dict, by the class of the one that holds it, None for the root, and its key. It is
+                asked in the order in which the dicts come.
             own: the policy is that of the plan; else its encoders, with the options of the class if that has any.
+
+        Raises ``InvalidFileError`` for an object in a dict whose policy keeps none.
         """
-        return self._build(self._plan["root"], (), classes, leaf, wanted, own)
+        return self._build(self._root, choose(None, ""), choose, leaf, device, own)
 
-    def classes_from(self, cls: Any) -> Iterator[Any]:
-        """The class of each dict, ``cls`` of the root: the one that its parent declares for it, or the parent's own."""
-        known: dict[Path, Any] = {}
-        for path in self.nodes:
-            parent = known.get(path[:-1]) if path else None
-            known[path] = cls if parent is None else parent._declared(path[-1]) or parent
-            yield known[path]
-
-    def _walk(self, node: Any, at: Path) -> None:
-        if len(at) >= DEPTH:
+    def _walk(self, node: Any, depth: int) -> None:
+        if depth >= DEPTH:
             refuse(f"it is nested {DEPTH} levels deep or more")
-        self.nodes.append(at)
-        for key, value in _items(node):
+        self.count += 1
+        for _, value in _items(node):
             if type(value) is int:
-                self.leaves.append(((*at, key), value))
+                self.numbers.append(value)
             else:
-                self._walk(value, (*at, key))
+                self._walk(value, depth + 1)
 
     def _build(
         self,
         node: Any,
-        at: Path,
-        classes: Iterator[Any],
+        cls: Any,
+        choose: Callable[[Any, str], Any],
         leaf: Callable[[int], Any],
-        wanted: Callable[[Path], bool],
+        device: torch.device | None,
         own: bool,
     ) -> TreeDict[Any]:
-        cls = next(classes)
+        listed: list[tuple[str, Any]] = node["items"]
+        policy = self._policy(node["policy"], cls, own, (key for key, _ in listed))
         items: dict[str, Any] = {}
-        for key, value in node["items"]:
-            path = (*at, key)
-            if type(value) is not int:
-                nested = self._build(value, path, classes, leaf, wanted, own)
-                if nested or wanted(path):
-                    nested._settle(None)
-                    items[key] = nested
-            elif wanted(path):
-                items[key] = leaf(value)
-        return cls._new(items, None, self._policy(node["policy"], cls, own, items))
+        for key, value in listed:
+            if type(value) is int:
+                items[key] = found = leaf(value)
+                if policy.objects != "keep" and not isinstance(found, Tensor):
+                    refuse(f"{key!r} is an object, in a dict that keeps none")
+            else:
+                items[key] = self._build(value, choose(cls, key), choose, leaf, device, own)
+        return cls._new(items, device, policy)
 
     def _policy(self, number: int, cls: Any, own: bool, keys: Iterable[str]) -> Policy:
         if own and number == OF_ITS_CLASS:
@@ -189,7 +211,11 @@ class Reader:
         if number not in self._known:
             self._known[number] = self._read_policy(entry)
         policy = self._known[number]
-        return policy if own or not cls._has_policy() else cls._class_policy.with_encoders(policy.carried(keys))
+        if own or not cls._has_policy():
+            return policy
+        if (number, cls) not in self._merged:  # once, however many dicts of a file share the policy
+            self._merged[number, cls] = cls._class_policy.with_encoders(policy.encoders)
+        return self._merged[number, cls].with_default_of(policy, keys)
 
     def _read_policy(self, entry: Any) -> Policy:
         entry = _fields(entry, "a policy", encoders=dict, default=object, on_mismatch=str, objects=str, dtype=object)
@@ -219,6 +245,15 @@ class Reader:
         return self._encoders[number]
 
 
+_TENSOR = torch.empty(0, device="meta")
+"""In place of any tensor."""
+
+
+def _names_in(node: Any) -> dict[str, Any]:
+    """The keys of a node as a nested dict."""
+    return {key: _TENSOR if type(value) is int else _names_in(value) for key, value in node["items"]}
+
+
 def _made(entry: dict[Any, Any], key: str) -> StringEncoder:
     if runs_code(entry):
         refuse(
@@ -229,6 +264,51 @@ def _made(entry: dict[Any, Any], key: str) -> StringEncoder:
         return encoder_from_json(entry)
     except (ValueError, OverflowError, RecursionError) as error:
         raise InvalidFileError(f"not a valid file: the encoder of {key!r}: {str(error)[:1000]}") from error
+
+
+def choose_from(cls: Any) -> Callable[[Any, str], Any]:
+    """For `Reader.build`: the class of each dict if that of the root is ``cls``.
+
+    It is what the class of the one that holds it declares for it, or that class itself.
+    """
+
+    def choose(parent: Any, key: str) -> Any:
+        return cls if parent is None else parent._declared(key) or parent
+
+    return choose
+
+
+def paths_of(plan: Plan) -> list[Path]:
+    """The paths of the tensors of a plan that is sound, in the order of the tree."""
+
+    def walk(node: Any, at: Path) -> Iterator[Path]:
+        for key, value in node["items"]:
+            if type(value) is int:
+                yield (*at, key)
+            else:
+                yield from walk(value, (*at, key))
+
+    return list(walk(plan["root"], ()))
+
+
+def _kept(node: Any, asked: Mapping[Any, Any], whole: bool, at: Path, found: set[Path]) -> Any:
+    """A dict of a plan with the items that are asked for, or ``whole``; the paths that are asked for go to ``found``.
+
+    ``asked`` is a tree of keys, with `_HERE` where a path ends.
+    """
+    items: list[Any] = []
+    for key, value in node["items"]:
+        inside = asked.get(key)
+        if inside is None:
+            if whole:
+                items.append([key, value])
+            continue
+        path = (*at, key)
+        if _HERE in inside:
+            found.add(path)
+        nested = type(value) is dict
+        items.append([key, _kept(value, inside, whole or _HERE in inside, path, found) if nested else value])
+    return {**node, "items": items}
 
 
 def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:

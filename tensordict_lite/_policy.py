@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, cast
@@ -86,6 +87,16 @@ class Policy:
         if self.default_encoder == Utf8():
             return self.encoders
         return {**dict.fromkeys(keys, self.default_encoder), **self.encoders}
+
+    def with_default_of(self, other: Policy, keys: Iterable[str]) -> Policy:
+        """This policy, with the default encoder of another one, if given, for those of ``keys`` that it has none for.
+
+        Cost: the keys, however many encoders there are.
+        """
+        if other.default_encoder == Utf8():
+            return self
+        added = {key: other.default_encoder for key in keys if key not in other.encoders}
+        return replace(self, encoders=ChainMap(added, cast("dict[str, StringEncoder]", self.encoders)))
 
     def encoder(self, key: str) -> StringEncoder:
         """The encoder of ``key``."""

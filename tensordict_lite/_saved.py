@@ -7,28 +7,39 @@ and is found among those that are defined: nothing is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ._devices import resolve
-from ._errors import InvalidFileError, Path
+from ._devices import canonical, resolve
+from ._errors import InvalidFileError, TooDeep
 from ._packing import from_block
 from ._plan import Reader, describe, refuse
 from ._strings import StringEncoder, encoder_to_json, runs_code
 from ._tree import TreeDict, class_named, name_of, packed_apart
+from ._values import find_tensor
 
 PROTOCOL = 2
 """The pickle protocol of `torch.save`, by which it is told from others. They get the class itself, so that whoever
 unpickles it need not have imported it."""
 
 
+class NotKept(ValueError):
+    """A dict that holds, by pytree's hand, what its policy does not keep, so that `rebuild` would refuse it."""
+
+
 def taken_apart(d: TreeDict[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What pickle writes for ``d``: `rebuild` and its arguments."""
+    """What pickle writes for ``d``: `rebuild` and its arguments. Raises ``TooDeep`` and `NotKept`."""
     whole = d._whole()
     plan, leaves, nodes = describe(whole, _encoder_entry, own=True)
+    seen: dict[int, object] = {}
+    for node in nodes if any(not isinstance(value, Tensor) for _, value in leaves) else ():
+        for value in node.values():
+            kept = isinstance(value, (Tensor, TreeDict)) or (node._policy.objects == "keep" and _may_keep(value, seen))
+            if not kept:
+                raise NotKept
     block, specs, numbers = packed_apart(whole)
     stored: list[Any] = []
     for _, value in leaves:
@@ -44,6 +55,14 @@ def _encoder_entry(encoder: StringEncoder) -> Any:
         return encoder
 
 
+def _may_keep(value: Any, seen: dict[int, object]) -> bool:
+    """Whether an object has no tensor in it, of what is not ``seen`` yet: it may be in many places."""
+    try:
+        return not isinstance(value, Mapping) and find_tensor(value, seen) is None
+    except TooDeep:
+        return False
+
+
 def rebuild(plan: Any, classes: Any, leaves: Any, device: Any, block: Any, specs: Any) -> Any:
     """The dict that was saved, on whatever device its tensors were loaded to.
 
@@ -53,29 +72,54 @@ def rebuild(plan: Any, classes: Any, leaves: Any, device: Any, block: Any, specs
         refuse("what torch.save wrote is damaged")
     leaves, classes = cast("list[Any]", leaves), cast("list[Any]", classes)
     reader = Reader(plan, len(leaves))
-    known = [class_named(name) for name in classes]
-    if len(known) != len(reader.nodes):
+    if len(classes) != reader.count:
         refuse("not each of its dicts has a class")
-    fields = {} if block is None else from_block(block, specs)
-
-    def leaf(number: int) -> Any:
-        value = leaves[number]
-        if isinstance(value, Tensor):
-            return value
-        if type(value) is int and value in fields:
-            return fields[value]
-        kept = cast("tuple[Any, ...]", value if type(value) is tuple else ())
-        if len(kept) == 1 and not isinstance(kept[0], (Tensor, Mapping)):
-            return kept[0]
-        refuse("it lacks a tensor")
-
-    def everything(_: Path) -> bool:
-        return True
-
-    out: Any = reader.build(iter(known), leaf, everything, own=True)
-    out._settle(None if device is None else _device(device))
+    known = _classes(classes)
+    values = _values(leaves, {} if block is None else from_block(block, specs))
+    devices = {value.device for value in values if isinstance(value, Tensor)}
+    fallback = None if device is None else _device(device)
+    home = canonical(next(iter(devices))) if len(devices) == 1 else None if devices else fallback
+    out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, own=True)
+    if len(devices) > 1:
+        _settle(out)
     out._conform(out, None, deep=True, shapes=False)
     return out
+
+
+def _classes(names: list[Any]) -> Iterator[type[Any]]:
+    found: dict[str, type[Any]] = {}  # each is looked for once
+    for name in names:
+        if not isinstance(name, str) or name not in found:
+            found[name] = class_named(name)
+    return iter([found[name] for name in names])
+
+
+def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
+    """What the numbers of a plan stand for: tensors, those in the block among them, and objects that may be kept."""
+    seen: dict[int, object] = {}
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf
+        if type(leaf) is int and leaf in fields:
+            return fields[leaf]
+        kept = cast("tuple[Any, ...]", leaf if type(leaf) is tuple else ())
+        try:
+            if len(kept) == 1 and not isinstance(kept[0], Tensor) and _may_keep(kept[0], seen):
+                return kept[0]
+        except RecursionError as error:
+            raise InvalidFileError("not a valid file: an object in it is nested too deep") from error
+        refuse("it lacks a tensor, or keeps an object that is one, or holds one")
+
+    return [value(leaf) for leaf in leaves]
+
+
+def _settle(d: TreeDict[Any]) -> None:
+    """Each dict on the device of its own tensors."""
+    for value in d.values():
+        if isinstance(value, TreeDict):
+            _settle(cast("TreeDict[Any]", value))
+    d._settle(None)
 
 
 def _device(name: str) -> torch.device:

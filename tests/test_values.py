@@ -417,3 +417,18 @@ class TestPolicy:
             TypeError, match=r"^DeviceDict\(\) has no option 'devcie', did you mean 'device'\? its options are"
         ):
             DeviceDict({"x": 1}, devcie="cpu")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4, 8])
+def test_arrays_that_are_not_aligned_are_copied(offset: int) -> None:
+    """Kernels crash on complex128 that does not lie on a multiple of 16, where NumPy is content with 8."""
+    for dtype in (np.complex128, np.complex64, np.float64, np.int16):
+        memory = np.zeros(80, np.uint8)
+        start = -memory.ctypes.data % 16 + offset
+        array = memory[start : start + 48].view(dtype)
+        aligned = offset % array.itemsize == 0
+        for given in (array, array[:2].reshape(1, 2), array[1]):
+            tensor = DeviceDict({"x": given})["x"]
+            assert tensor.data_ptr() % tensor.itemsize == 0 and DeviceDict({"x": tensor}).clone()["x"].sum() == 0
+        array[0] = 1
+        assert (DeviceDict({"x": array})["x"].data_ptr() == array.ctypes.data) == aligned
