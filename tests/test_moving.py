@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import simulated
 import torch
 from torch import nn
 
-from tensordict_lite import DeviceDict
+from tensordict_lite import DeviceDict, prefetch, to_device
 
 
 def sample(device: torch.device | str = "cpu") -> DeviceDict:
