@@ -136,7 +136,8 @@ def _move(
     tensors: list[Tensor], source: torch.device, target: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> list[Tensor]:
     cuda = "cuda" in (source.type, target.type)
-    if cuda and torch.cuda.is_current_stream_capturing():
+    # Only CUDA that is initialized captures. A build without CUDA cannot be asked: the copy raises torch's error.
+    if cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         # Each replay of the graph reads the sources anew. It would not read what was gathered from them.
         return one_by_one(tensors, target, dtype, non_blocking, False)
     if dtype is not None and has_bytes(target) and packed_layout(tensors, source) is not None:

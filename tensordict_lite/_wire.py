@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._device_dict import DeviceDict
 from ._devices import DeviceLike, resolve
+from ._errors import InvalidFileError
 from ._message import (
     PREFIX,
     Message,
@@ -21,18 +22,19 @@ from ._message import (
     prefix_of,
     read_prefix,
     schema_of,
-    schema_to_send,
     text_of,
 )
 from ._transfer import transfer
 
 Group = Any
+M = TypeVar("M", Schema, Message, Schema | Message)
 dist: Any = torch.distributed  # half of its functions have no types
 _KEPT = 64
 """Schemas that a channel remembers. Both ends forget the same ones, as both see the same messages in the same order."""
-_DRAINED = 1 << 30
-"""Bytes of a block that is taken and thrown away after a header that was refused, so that what follows is in step."""
-_channels: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dict[int, Schema], list[Any]]]] = WeakKeyDictionary()
+_UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
+_channels: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dict[int, Schema | str], list[Any]]]] = (
+    WeakKeyDictionary()
+)
 """By process group, so that one that is made after another was destroyed knows nothing; then by what the channel is:
 the schemas that it knows, and the receives that are under way."""
 
@@ -58,36 +60,108 @@ class Work:
         return self._result
 
 
+class Errors:
+    """The first error of this rank in one call. The rank raises it when it has done its part, so that no rank waits.
+
+    Whatever can fail on one rank alone runs in ``with errors:``. A rank that has an error before its first message
+    sends the text of the error in place of a dict. A rank that receives takes every message that is sent to it.
+    """
+
+    def __init__(self, first: Exception | None = None) -> None:
+        self.first = first
+
+    def __enter__(self) -> Errors:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if self.first is None:
+            self.first = error
+        return True
+
+    def raise_first(self) -> None:
+        """Raise the error, if there is one. Called when no other rank waits for this one any more."""
+        first, self.first = self.first, None
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # or this frame and the error would keep each other, and the tensors of the call, alive
+
+    def results(self, works: list[Work]) -> list[Any]:
+        """What each transfer gives. All are awaited before an error is raised."""
+        out: list[Any] = []
+        for work in works:
+            with self:
+                out.append(work.wait())
+        self.raise_first()
+        return out
+
+
+class Target:
+    """The class and the device of a dict that is received. Raises ``TypeError`` or torch's error if they are wrong."""
+
+    def __init__(self, cls: Any, device: DeviceLike | None) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, DeviceDict)):
+            raise TypeError(f"cls= takes DeviceDict or a subclass of it, got {cls!r}")
+        self.cls: Any = cls
+        self.device = None if device is None else resolve(device)
+
+    def build(self, schema: Schema, block: Tensor, src: int) -> Any:
+        """The dict that rank ``src`` sent."""
+        block = block if self.device is None else transfer([block], self.device)[0]
+        try:
+            return schema.build(self.cls, block)
+        except InvalidFileError as error:  # an encoder that is not registered here, say
+            raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {error}") from error
+
+
 class Channel:
     """One way through a group: to or from one rank, or among all of them."""
 
     def __init__(self, group: Group, *of: Any) -> None:
         state = _channels.setdefault(process_group(group), {}).setdefault(of, ({}, []))
-        self.known: dict[int, Schema]
+        self.known: dict[int, Schema | str]
         self.pending: list[Any]
         self.known, self.pending = state
         self.where = where(group)
 
-    def remember(self, schema: Schema) -> None:
-        """Make a schema the last one used."""
-        self.known.pop(schema.digest, None)
-        self.known[schema.digest] = schema
+    def remember(self, digest: int, schema: Schema | str) -> None:
+        """Make a schema, or the reason why it is refused, the last one used."""
+        self.known.pop(digest, None)
+        self.known[digest] = schema
         if len(self.known) > _KEPT:
             del self.known[next(iter(self.known))]
 
-    def parts(self, message: Message) -> list[Tensor]:
-        """The tensors that are given for a message: a prefix, a header if it is new here, a block if there is one."""
-        schema = message.schema
-        text = b"" if schema.digest in self.known else schema.text
-        header = [as_tensor(text, self.where)] if text else []
-        block = [transfer([message.block], self.where)[0]] if schema.nbytes else []
-        out = [prefix_of(schema, len(text), self.where), *header, *block]
-        self.remember(schema)  # when nothing can fail any more
-        return out
+    def learn(self, text: bytes, digest: int) -> Schema | str:
+        """The schema of a header, or the reason why it is refused.
 
-    def failed(self, error: Exception) -> list[Tensor]:
-        """The tensors that are given instead when there can be no message."""
-        text = failure(error)
+        Both are remembered: the other ranks cannot know of the refusal, and do not send the header again.
+        """
+        try:
+            schema = schema_of(text, digest)
+        except ValueError as error:
+            schema = str(error)
+        self.remember(digest, schema)
+        return schema
+
+    def parts(self, message: Message | None, errors: Errors) -> list[Tensor]:
+        """The tensors given for a message: a prefix, a header if it is new here, a block if there is one.
+
+        After an error, with no message: a prefix and the text of the error.
+        """
+        with errors:
+            if message is not None:
+                schema = message.schema
+                text = b"" if schema.digest in self.known else schema.text
+                header = [as_tensor(text, self.where)] if text else []
+                block = [transfer([message.block], self.where)[0]] if schema.nbytes else []
+                out = [prefix_of(schema, len(text), self.where), *header, *block]
+                self.remember(schema.digest, schema)  # when nothing can fail any more
+                return out
+        assert errors.first is not None
+        text = failure(errors.first)
         return [prefix_of(None, len(text), self.where), as_tensor(text, self.where)]
 
     def empty_prefix(self) -> Tensor:
@@ -105,23 +179,22 @@ class Channel:
             take(text)
         if failed:
             raise RuntimeError(f"rank {rank}: rank {src} could not send: {text_of(text)}")
-        try:
-            if size:
-                self.remember(schema_of(bytes(text.cpu().numpy()), digest))
-            elif digest not in self.known:
-                raise ValueError("a schema that was not announced; do all ranks make the same calls?")
-            schema = self.known[digest]
-            if schema.nbytes != nbytes:
-                raise ValueError("a block that is not as large as its header says")
-        except ValueError as error:
-            if 0 < nbytes <= _DRAINED:
-                take(torch.empty(nbytes, dtype=torch.uint8, device=self.where))
-            raise RuntimeError(f"rank {rank}: from rank {src}: {error}") from error
-        self.remember(schema)
+        schema = self.learn(bytes(text.cpu().numpy()), digest) if size else self.known.get(digest, _UNANNOUNCED)
+        if not size and schema is not _UNANNOUNCED:
+            self.remember(digest, schema)
         block = torch.empty(nbytes, dtype=torch.uint8, device=self.where)
         if nbytes:
-            take(block)
-        return schema, block
+            take(block)  # after a refusal too, or the next message would begin with this block
+        return accepted(schema, nbytes, src), block
+
+
+def accepted(schema: Schema | str, nbytes: int, src: int) -> Schema:
+    """A schema that is not refused and fits a block of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
+    if isinstance(schema, Schema) and schema.nbytes != nbytes:
+        schema = "a block that is not as large as its header says"
+    if isinstance(schema, str):
+        raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {schema}")
+    return schema
 
 
 def process_group(group: Group) -> Any:
@@ -144,11 +217,6 @@ def as_tensor(text: bytes, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
 
-def at_home(block: Tensor, device: DeviceLike | None) -> Tensor:
-    """A block where the result is to be."""
-    return block if device is None else transfer([block], resolve(device))[0]
-
-
 def ranks_of(group: Group) -> list[int]:
     """The global ranks of a group, in its order."""
     return dist.get_process_group_ranks(process_group(group))
@@ -166,33 +234,32 @@ def named(what: str) -> Generator[None]:
         raise kind(f"rank {dist.get_rank()}: {what}: {error}") from error
 
 
-def agreed(d: Any, group: Group, mark: int = 0, refused: Exception | None = None) -> tuple[Schema, list[int]]:
-    """This rank's schema and the digests of all, if no rank has anything against its dict; else an error on each.
+def agreed(make: Callable[[], M], errors: Errors, group: Group, mark: int = 0) -> tuple[M, list[tuple[int, int]]]:
+    """What ``make`` gives, and the digest and the bytes of the dict of each rank, if no rank has an error.
 
-    ``mark``: what must be the same on every rank too; ``refused``: something else that this one has against it.
+    Else every rank raises a ``RuntimeError`` that names the rank and the error. ``errors``: those of the arguments of
+    this rank, which raises them as they are. ``mark``: a number that must be the same on every rank.
     """
     device, ranks = where(group), ranks_of(group)
-    schema: Schema | None = None
-    text = b""
-    try:
-        if refused is not None:
-            raise refused
-        if not isinstance(d, DeviceDict):
-            raise TypeError(f"a DeviceDict is needed, got {type(d).__name__}")
-        schema = schema_to_send(cast("DeviceDict[Any]", d))
-    except Exception as error:  # whatever it is, the others wait to hear of it
-        text = failure(error)
-    prefix = prefix_of(schema, mark, device)
+    arguments = errors.first
+    made: Any = None
+    with errors:
+        if arguments is None:
+            made = make()
+    text = b"" if errors.first is None else failure(errors.first)
+    prefix = prefix_of(getattr(made, "schema", made), mark, device)
     prefixes = [torch.empty_like(prefix) for _ in ranks]
     dist.all_gather(prefixes, prefix, group=group)
     read = [read_prefix(one) for one in prefixes]
-    if schema is None or any(failed for failed, *_ in read):
+    if any(failed for failed, *_ in read):
         said = zip(ranks, texts_of_all(text, group), strict=True)
+        if arguments is not None:
+            errors.raise_first()
         reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
-        raise RuntimeError(f"rank {dist.get_rank()}: {reasons}")
+        raise RuntimeError(f"rank {dist.get_rank()}: {reasons}") from errors.first
     if len({marked for _, _, marked, _ in read}) > 1:
         raise RuntimeError(f"rank {dist.get_rank()}: ranks make this call in different ways, such as with another op")
-    return schema, [digest for _, digest, _, _ in read]
+    return made, [(digest, nbytes) for _, digest, _, nbytes in read]
 
 
 def texts_of_all(mine: bytes, group: Group) -> list[bytes]:

@@ -5,9 +5,10 @@ packed into one block of bytes. A few numbers go ahead of it and, when a schema 
 what lies where: JSON, bounded, and checked as a file is, never pickle. So a receiver needs to know nothing.
 
 Ranks are global ranks and ``group`` is a process group, as in `torch.distributed`: None for the default one, a
-sub-group, or ``mesh.get_group()``. What one rank has against its own dict is raised on every rank that takes part. A
-peer that is gone is torch's own error, with the rank and the call in front, and timeouts are those of the group. Kept
-objects, sparse tensors and encoders without a registered form cannot be sent; gradients do not flow.
+sub-group, or ``mesh.get_group()``. What one rank has against its own dict is raised on every rank that takes part.
+After an error every rank is in step: none waits for another, and the next call works. A peer that is gone is torch's
+own error, with the rank and the call in front, and timeouts are those of the group. Kept objects, sparse tensors and
+encoders without a registered form cannot be sent; gradients do not flow.
 
 >>> import tempfile
 >>> import torch.distributed as dist
@@ -33,16 +34,17 @@ from torch import Tensor
 
 from ._device_dict import DeviceDict
 from ._devices import DeviceLike, canonical
-from ._errors import InvalidFileError, dotted
-from ._message import Message, Schema, message_of, schema_for, schema_of
+from ._errors import dotted
+from ._message import Message, Schema, message_of, schema_for, schema_of, schema_to_send
 from ._transfer import transfer
-from ._wire import Channel, Group, Work, agreed, at_home, dist, named, ranks_of, texts_of_all, where
+from ._wire import Channel, Errors, Group, Target, Work, accepted, agreed, dist, named, ranks_of, texts_of_all, where
 
 __all__ = ["Work", "all_gather", "all_reduce", "broadcast", "gather", "irecv", "isend", "recv", "scatter", "send"]
 
 D = TypeVar("D", bound=DeviceDict[Any])
 Op = Literal["sum", "mean", "max", "min"]
 _OPS = ("sum", "mean", "max", "min")
+_ALL = "every rank"
 _TAG = 0x7464
 """Of the messages of `scatter` and `gather`, apart from those of `send`."""
 
@@ -61,35 +63,25 @@ def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> Non
 
 def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: Group = None) -> Work:
     """`send`, returning at once: the dict must not change before ``wait()``, which raises what `send` does."""
-    try:
-        made = message_of(_checked(d, "send"))
-    except Exception as error:  # whatever it is, the receiver waits to hear of it
-        made = error
-    return _started(made, dst, tag, group)
+    errors = Errors()
+    message: Message | None = None
+    with errors:
+        message = message_of(_checked(d, "send"))
+    return _started(message, errors, dst, tag, group)
 
 
-def _started(made: Message | Exception, dst: int, tag: int, group: Group) -> Work:
-    """A message on its way, or what is wrong with it, which ``wait()`` then raises here too."""
-    channel = Channel(group, "to", dst, tag)
-    refused = made if isinstance(made, Exception) else None
-    parts: list[Tensor] = []
-    if isinstance(made, Message):
-        try:
-            parts = channel.parts(made)
-        except Exception as error:
-            refused = error
-    if refused is not None:
-        parts = channel.failed(refused)
+def _started(message: Message | None, errors: Errors, dst: int, tag: int, group: Group) -> Work:
+    """A message on its way, or the text of an error, which ``wait()`` then raises here too."""
     with named(f"send to rank {dst}"):
+        parts = Channel(group, "to", dst, tag).parts(message, errors)
         works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
 
     def finish() -> None:
-        with named(f"send to rank {dst}"):
-            for work in works:
+        for work in works:
+            with errors, named(f"send to rank {dst}"):
                 work.wait()
         parts.clear()  # which had to live until now
-        if refused is not None:
-            raise refused
+        errors.raise_first()
 
     return Work(finish)
 
@@ -126,7 +118,11 @@ def irecv(
 ) -> Work:
     """`recv`, whose first message is awaited from now on; ``wait()`` takes the rest and returns the dict."""
     channel = Channel(group, "from", src, tag)
-    expected = None if like is None else schema_for(like)
+    errors = Errors()
+    target, expected = None, None
+    with errors:
+        target = Target(cls, device)
+        expected = None if like is None else schema_for(_checked(like, "like=", "the rank that receives"))
     prefix = channel.empty_prefix()
 
     def post() -> Any:
@@ -142,16 +138,19 @@ def irecv(
         for work in earlier:
             with suppress(Exception):  # it raises to whoever waits for it
                 work.wait()
+        received: Any = None
         try:
-            with named(f"receive from rank {src}"):
+            with errors, named(f"receive from rank {src}"):
                 (post() if first is None else first).wait()
-                schema, block = channel.receive(prefix, lambda part: dist.recv(part, src, group=group, tag=tag), src)
+                received = channel.receive(prefix, lambda part: dist.recv(part, src, group=group, tag=tag), src)
         finally:
             channel.pending.remove(out)
+        errors.raise_first()
+        schema, block = received
         different = "" if expected is None else schema.difference(expected)
         if different:
             raise ValueError(f"rank {dist.get_rank()}: rank {src} sent another schema than like= has: {different}")
-        return _arrived(schema, block, src, cls, device)
+        return cast(Target, target).build(schema, block, src)
 
     out = Work(finish)
     channel.pending.append(out)
@@ -176,27 +175,30 @@ def broadcast(
     Raises: ``TypeError`` for what cannot be sent, on ``src``, and ``RuntimeError`` that names ``src`` on the others.
     Cost: two collectives, three for a new schema; one copy of the tensors, none if they are packed.
     """
-    channel = Channel(group, "broadcast", src)
+    errors, channel = Errors(), Channel(group, "broadcast", src)
 
     def share(part: Tensor) -> None:
         dist.broadcast(part, src, group=group)
 
-    with named(f"broadcast from rank {src}"):
-        if dist.get_rank() != src:
-            prefix = channel.empty_prefix()
-            share(prefix)
-            schema, block = channel.receive(prefix, share, src)
-            return cast(D, _arrived(schema, block, src, cls, device))
-        refused: Exception | None = None
-        try:
-            parts = channel.parts(message_of(_checked(d, "broadcast")))
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            parts, refused = channel.failed(error), error
-        for part in parts:
-            share(part)
-    if refused is not None:
-        raise refused
-    return cast(D, d)
+    if dist.get_rank() == src:
+        message: Message | None = None
+        with errors:
+            message = message_of(_checked(d, "broadcast"))
+        with named(f"broadcast from rank {src}"):
+            for part in channel.parts(message, errors):
+                share(part)
+        errors.raise_first()
+        return cast(D, d)
+    target, received = cast(Any, None), cast(Any, None)
+    with errors:
+        target = Target(cls, device)
+    with errors, named(f"broadcast from rank {src}"):
+        prefix = channel.empty_prefix()
+        share(prefix)
+        received = channel.receive(prefix, share, src)
+    errors.raise_first()
+    schema, block = received
+    return target.build(schema, block, src)
 
 
 def scatter(
@@ -217,22 +219,18 @@ def scatter(
     """
     if dist.get_rank() != src:
         return recv(src, _TAG, None, group, cls=cls, device=device)
-    ranks = ranks_of(group)
+    ranks, errors = ranks_of(group), Errors()
     parts: list[Any] = []
-    refused: Exception | None = None
-    try:
+    messages: list[Message | None] = [None] * len(ranks)
+    with errors:
         parts = _dealt(_checked(d, "scatter"), len(ranks), uneven)
-        messages: list[Any] = [message_of(part) for part in parts]  # before anything is sent
-    except Exception as error:
-        refused, messages = error, [error] * len(ranks)
-    works = [_started(m, other, _TAG, group) for m, other in zip(messages, ranks, strict=True) if other != src]
-    for work in works:  # all of them, so that a peer that is gone costs the others nothing
-        try:
-            work.wait()
-        except Exception as error:
-            refused = refused or error
-    if refused is not None:
-        raise refused
+        messages = [message_of(part) for part in parts]  # before anything is sent
+    refused, works = errors.first, list[Work]()
+    for message, other in zip(messages, ranks, strict=True):
+        if other != src:
+            with errors:  # a peer that is gone costs the others nothing
+                works.append(_started(message, Errors(refused), other, _TAG, group))
+    errors.results(works)
     return parts[ranks.index(src)]
 
 
@@ -243,16 +241,28 @@ def gather(
 
     They may differ in fields and sizes. ``cls`` is the class of what arrives; None: that of ``d``.
 
-    Raises: what a rank has against its dict, on every rank. Cost: one small collective, and a `send` from each rank.
+    Raises: what a rank has against its dict or its arguments, on every rank. What rank ``dst`` has against a dict that
+    arrives, it raises alone, after it received all.
+    Cost: one small collective, and a `send` from each rank.
     """
+    errors, here = Errors(), dist.get_rank() == dst
+    kind: Any = _class_of(d, cls)
+    with errors:
+        if here:
+            Target(kind, device)
     with named(f"gather to rank {dst}"):
-        agreed(d, group)
-    if dist.get_rank() != dst:
-        isend(d, dst, _TAG, group).wait()
+        made, _ = agreed(lambda: _made(d, "gather", here), errors, group)
+    if isinstance(made, Message):
+        _started(made, errors, dst, _TAG, group).wait()
         return None
-    kind: Any = type(d) if cls is None else cls
-    works = {src: irecv(src, _TAG, None, group, cls=kind, device=device) for src in ranks_of(group) if src != dst}
-    return [d if src == dst else works[src].wait() for src in ranks_of(group)]
+    ranks, works = ranks_of(group), list[Work]()
+    for src in ranks:
+        if src != dst:
+            with errors:
+                works.append(irecv(src, _TAG, None, group, cls=kind, device=device))
+    gathered = errors.results(works)
+    gathered.insert(ranks.index(dst), d)
+    return gathered
 
 
 def all_gather(d: D, group: Group = None, *, cls: type[D] | None = None, device: DeviceLike | None = None) -> list[D]:
@@ -262,44 +272,47 @@ def all_gather(d: D, group: Group = None, *, cls: type[D] | None = None, device:
 
     Raises: as `gather`. Cost: two collectives, four when a schema is new; each rank sends as much as the largest dict.
     """
-    channel = Channel(group, "all")
-    kind: Any = type(d) if cls is None else cls
+    channel, errors = Channel(group, "all"), Errors()
+    target: Any = None
+    with errors:
+        target = Target(_class_of(d, cls), device)
     with named("all_gather"):
-        own, digests = agreed(d, group)
-        schemas: list[Any] = [channel.known.get(digest) for digest in digests]
+        message, announced = agreed(lambda: message_of(_checked(d, "all_gather", _ALL)), errors, group)
+        schemas: list[Any] = [channel.known.get(digest) for digest, _ in announced]
         if None in schemas:
-            texts = texts_of_all(own.text, group)
-            schemas = [schema_of(text, digest) for text, digest in zip(texts, digests, strict=True)]
-        for schema in schemas:
-            channel.remember(schema)
-        largest = max(schema.nbytes for schema in schemas)
+            texts = texts_of_all(message.schema.text, group)
+            schemas = [channel.learn(text, digest) for text, (digest, _) in zip(texts, announced, strict=True)]
+        for (digest, _), schema in zip(announced, schemas, strict=True):
+            channel.remember(digest, schema)
+        largest = max(nbytes for _, nbytes in announced)
         mine = torch.zeros(largest, dtype=torch.uint8, device=channel.where)
-        mine[: own.nbytes] = message_of(d).block
+        mine[: message.schema.nbytes] = message.block
         blocks = [torch.empty_like(mine) for _ in schemas]
         if largest:
             dist.all_gather(blocks, mine, group=group)
     rank = dist.get_rank()
     return [
-        d if src == rank else _arrived(schema, block[: schema.nbytes].clone(), src, kind, device)
-        for src, schema, block in zip(ranks_of(group), schemas, blocks, strict=True)
+        d if src == rank else target.build(accepted(schema, nbytes, src), block[:nbytes].clone(), src)
+        for src, schema, block, (_, nbytes) in zip(ranks_of(group), schemas, blocks, announced, strict=True)
     ]
 
 
 def all_reduce(d: D, op: Op = "sum", group: Group = None) -> D:
     """A new dict of the elementwise sum, mean, maximum or minimum over all ranks, whose dicts have one schema.
 
-    Raises: ``ValueError`` for another ``op``; on every rank, ``RuntimeError`` that names the rank and the field where
-    schemas differ, or the field whose dtype has no such reduction (the mean of integers, the sum of bools).
+    Raises: ``ValueError`` for another ``op``, and ``RuntimeError`` on the other ranks; on every rank, ``RuntimeError``
+    that names the rank and the field where schemas differ, or the field whose dtype has no such reduction (the mean of
+    integers, the sum of bools).
     Cost: one small collective, and one for each dtype.
     """
+    errors, mark = Errors(), 0
+    with errors:
+        if op not in _OPS:
+            raise ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
+        mark = _OPS.index(op)
     with named("all_reduce"):
-        wrong = None if op in _OPS else ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
-        try:
-            schema, digests = agreed(d, group, 0 if wrong else _OPS.index(op), wrong)
-        except RuntimeError:
-            if wrong is not None:
-                raise wrong from None
-            raise
+        schema, announced = agreed(lambda: schema_to_send(_checked(d, "all_reduce", _ALL)), errors, group, mark)
+        digests = [digest for digest, _ in announced]
         if len(set(digests)) > 1:
             _refuse_differing(schema, digests, group)
         names, tensors = list(map(dotted, schema.paths)), [tensor.detach() for tensor in d._tensors()]
@@ -321,17 +334,22 @@ def all_reduce(d: D, op: Op = "sum", group: Group = None) -> D:
     return d._with(out, d._device)
 
 
-def _checked(d: Any, verb: str) -> DeviceDict[Any]:
+def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[Any]:
     if not isinstance(d, DeviceDict):
-        raise TypeError(f"{verb} takes a DeviceDict on the rank that sends, got {type(d).__name__}")
+        raise TypeError(f"{verb} takes a DeviceDict on {on}, got {type(d).__name__}")
     return cast("DeviceDict[Any]", d)
 
 
-def _arrived(schema: Schema, block: Tensor, src: int, cls: Any, device: DeviceLike | None) -> Any:
-    try:
-        return schema.build(cls, at_home(block, device))
-    except InvalidFileError as error:  # an encoder that is not registered here, say
-        raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {error}") from error
+def _made(d: Any, verb: str, here: bool) -> Message | Schema:
+    """The message of a dict, or, where it stays, its schema."""
+    return schema_to_send(_checked(d, verb, _ALL)) if here else message_of(_checked(d, verb, _ALL))
+
+
+def _class_of(d: Any, cls: Any) -> Any:
+    """The class of what arrives: None is that of ``d``."""
+    if cls is None and isinstance(d, DeviceDict):
+        return type(cast("DeviceDict[Any]", d))
+    return DeviceDict if cls is None else cls
 
 
 def _dealt(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import simulated
 import torch
 from torch import nn
 
-from tensordict_lite import DeviceDict
+from tensordict_lite import DeviceDict, prefetch, to_device
 
 
 def sample(device: torch.device | str = "cpu") -> DeviceDict:
@@ -245,3 +248,30 @@ def test_keeping_one_result_keeps_only_that_one() -> None:
     small = moved["small"]
     del moved
     assert before - simulated.live_bytes() >= 4 << 20 and small.cpu().item() == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_every_way_raises_the_error_of_torch(tmp_path: Path) -> None:
+    with pytest.raises((RuntimeError, AssertionError)) as torchs:
+        torch.ones(1).to("cuda:0")
+    file = tmp_path / "d.safetensors"
+    one, two = DeviceDict({"x": 1.0}), DeviceDict({"x": [1.0], "n": {"y": [2]}})
+    two.save(file)
+    calls: list[Callable[[], Any]] = [
+        lambda: to_device({"a": torch.ones(1), "b": torch.ones(1)}, "cuda:0"),
+        lambda: DeviceDict.load(file, device="cuda:0"),
+        lambda: DeviceDict({"x": torch.ones(1), "y": torch.ones(1)}, device="cuda:0"),
+        lambda: DeviceDict({"x": [1.0]}, device="cuda"),
+    ]
+    for d in (one, two, two.pack()):
+        calls += [partial(d.to, "cuda:0"), partial(d.to, "cuda"), partial(d.to, "cuda:0", torch.float16)]
+        calls += [partial(d.to, "cuda:0", non_blocking=True), d.cuda, partial(d.cuda, 0)]
+    for call in calls:
+        with pytest.raises(torchs.type) as ours:
+            call()
+        assert str(ours.value) == str(torchs.value)
+    with pytest.raises((RuntimeError, AssertionError)) as stream:  # what torch says first there
+        torch.cuda.Stream("cuda:0")
+    with pytest.raises(stream.type) as ours:
+        list(prefetch([two], "cuda:0"))
+    assert str(ours.value) == str(stream.value)

@@ -376,6 +376,7 @@ class TestHowCudaIsCalled:
     ) -> None:
         """A replay reads again from where the copy read: that must be the tensors themselves."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         for source in (small(3), pack(small(3), CPU)):
             log.clear()
             transfer(source, self.CUDA, dtype, non_blocking=True, source=CPU)
