@@ -58,7 +58,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         _classes[name_of(cls)] = cls
         _pytree.register(cls, _context, _unflatten)
         # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.
-        ForkingPickler.register(cls, _taken_apart)
+        ForkingPickler.register(cls, cls._sent)
         if not (encoders is on_mismatch is objects is dtype is None):
             cls._class_options = (encoders, on_mismatch, objects, dtype)
         # Of every class that gives options, the more derived one's over the others': so several bases add up.
@@ -168,7 +168,12 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
-        return _taken_apart(self._whole())
+        return taken_apart(self._whole())
+
+    @staticmethod
+    def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
+        """`__reduce__` between processes that share memory."""
+        return taken_apart(d)
 
     def _whole(self) -> Self:
         """This dict, or one without fields that are parts of a larger storage, all of which pickle would write."""
@@ -225,7 +230,7 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
     return out
 
 
-def _taken_apart(d: TreeDict[Any]) -> tuple[Any, ...]:
+def taken_apart(d: TreeDict[Any]) -> tuple[Any, ...]:
     """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed."""
     device = None if d._device is None else str(d._device)
     block, specs, numbers = packed_apart(d)
