@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
@@ -26,17 +26,19 @@ from ._encoders import Hashing, Utf8, Vocabulary
 from ._errors import Path, dotted
 from ._items import only_tensors
 from ._strings import EncodeOnly, StringEncoder
-from ._tree import TreeDict, taken_apart
+from ._tree import TreeDict, packed_apart, taken_apart
 
 _ENCODERS = (Utf8, Vocabulary, Hashing)
 """Made of plain data, so each can be pickled."""
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _DEPTH = 32
 """Levels of nesting that pickle takes for sure, whatever the dict is in."""
-_look = attrgetter("layout", "requires_grad", "is_cpu", "is_cuda")
-_PLAIN = {(torch.strided, False, True, False), (torch.strided, False, False, True)}
+_look = attrgetter("layout", "requires_grad")
+_PLAIN = {(torch.strided, False)}
 _has_names: Callable[[Tensor], bool] | None = getattr(Tensor, "has_names", None)
 """In versions of torch whose dimensions have names, with which a tensor cannot be pickled."""
+_DEVICES = ("cpu", "cuda")
+"""Whose memory other processes can open."""
 _KEPT = 32
 _pickled: list[object] = []
 """The encoders last pickled in this process. Pickling a large one takes longer than its batch does."""
@@ -48,9 +50,10 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     Raises the error here unless it would be lost. Cost: a look at each field; what is not plainly safe is pickled by
     itself, once.
     """
-    if is_plain(d):
-        return taken_apart(d)
     try:
+        apart = packed_apart(d)
+        if is_plain(d, apart[2]):
+            return taken_apart(d, apart)
         data = _dumps(_Pickler, d)
     except Exception as error:
         return _in_place_of(d, _named(d, error), error)
@@ -59,18 +62,23 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     return pickle.loads, (data,)
 
 
-def is_plain(d: TreeDict[Any], depth: int = _DEPTH) -> bool:
-    """Whether ``d`` can be pickled for sure: plain tensors, ``str`` keys, known encoders, classes found by name."""
+def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:
+    """Whether ``d`` can be pickled for sure: plain tensors, ``str`` keys, known encoders, classes found by name.
+
+    ``packed``: the ids of tensors that are parts of a block, which is plain.
+    """
     if not depth or set(map(type, d)) - {str} or not _is_importable(type(d)):
+        return False
+    if d._device is None or d._device.type not in _DEVICES:
         return False
     if d._policy is not d._class_policy and not all(_is_known(encoder) for _, encoder in _encoders(d, (), deep=False)):
         return False
-    values = d.values()
-    if only_tensors(values):
-        return _are_plain(cast("Iterable[Tensor]", values))
-    for value in values:
+    left = [value for value in d.values() if id(value) not in packed] if packed else d.values()
+    if only_tensors(left):
+        return _are_plain(cast("Iterable[Tensor]", left))
+    for value in left:
         if isinstance(value, TreeDict):
-            if not is_plain(cast("TreeDict[Any]", value), depth - 1):
+            if not is_plain(cast("TreeDict[Any]", value), packed, depth - 1):
                 return False
         elif not _is_plain_value(value):
             return False
@@ -115,7 +123,7 @@ def _described(value: Any) -> tuple[str, str]:
 
 def _is_plain_value(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return type(value) is Tensor and _are_plain([value])
+        return type(value) is Tensor and value.device.type in _DEVICES and _are_plain([value])
     kind = cast(Any, type(value))
     return kind in _OBJECTS or (kind in (list, tuple) and _OBJECTS.issuperset(map(type, value)))
 

@@ -28,6 +28,7 @@ V = TypeVar("V", default=Tensor)
 raw: Any = dict
 
 
+Apart = tuple[Tensor | None, list[Any] | None, dict[int, int]]
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
 """Every class below, by its module and qualified name; of several the last that was defined."""
 
@@ -230,15 +231,18 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
     return out
 
 
-def taken_apart(d: TreeDict[Any]) -> tuple[Any, ...]:
-    """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed."""
+def taken_apart(d: TreeDict[Any], apart: Apart | None = None) -> tuple[Any, ...]:
+    """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed.
+
+    ``apart``: what `packed_apart` gives, if the caller has it.
+    """
     device = None if d._device is None else str(d._device)
-    block, specs, numbers = packed_apart(d)
+    block, specs, numbers = packed_apart(d) if apart is None else apart
     items = dict(d) if block is None else _items_without(d, numbers)
     return restore, (type(d), items, device, _pickled_policy(d), block, specs)
 
 
-def packed_apart(d: TreeDict[Any]) -> tuple[Tensor | None, list[Any] | None, dict[int, int]]:
+def packed_apart(d: TreeDict[Any]) -> Apart:
     """The block of a packed dict, what lies in it, and by the id of each of its tensors its number there."""
     distinct = distinct_of(d._tensors())
     found = packed_layout(distinct, d._device)
