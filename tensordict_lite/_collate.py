@@ -24,7 +24,7 @@ from ._join import columns, described, merged_policy, refuse, widened
 from ._layout import Group, Layout, Spec, lay_out, row_major
 from ._packing import packs
 from ._policy import Encoders, Objects, Policy
-from ._sendable import refuse_unsendable
+from ._sendable import is_plain, refuse_unsendable
 from ._transfer import transfer
 from ._tree import TreeDict
 from ._values import store
@@ -108,8 +108,8 @@ def collate(
     batch = batch._with(_made(collector, pack), home)
     if cls is not DeviceDict:
         batch._conform(batch, None, deep=True)
-    if get_worker_info() is not None:
-        refuse_unsendable(batch, ())
+    if get_worker_info() is not None and not is_plain(batch):
+        refuse_unsendable(batch)
     return cast(D, batch)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from . import _disk, _saved
+from . import _disk, _saved, _sendable
 from ._compare import agree, values_agree
 from ._devices import CPU, DeviceLike, resolve
 from ._display import field_count, html, size, tree
@@ -308,6 +308,8 @@ class DeviceDict(ShapedDict[V]):
             with suppress(_saved.NotKept):
                 return _saved.taken_apart(self)
         return self.__reduce__()
+
+    _sent = staticmethod(_sendable.sent)
 
     # --- looking ---
 

@@ -28,6 +28,7 @@ V = TypeVar("V", default=Tensor)
 raw: Any = dict
 
 
+Apart = tuple[Tensor | None, list[Any] | None, dict[int, int]]
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
 """Every class below, by its module and qualified name; of several the last that was defined."""
 
@@ -63,7 +64,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         _classes[name_of(cls)] = cls
         _pytree.register(cls, _context, _unflatten)
         # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.
-        ForkingPickler.register(cls, _taken_apart)
+        ForkingPickler.register(cls, cls._sent)
         if not (encoders is on_mismatch is objects is dtype is None):
             cls._class_options = (encoders, on_mismatch, objects, dtype)
         # Of every class that gives options, the more derived one's over the others': so several bases add up.
@@ -173,7 +174,12 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
-        return _taken_apart(self._whole())
+        return taken_apart(self._whole())
+
+    @staticmethod
+    def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
+        """`__reduce__` between processes that share memory."""
+        return taken_apart(d)
 
     def _whole(self) -> Self:
         """This dict, or one without fields that are parts of a larger storage, all of which pickle would write."""
@@ -252,16 +258,19 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
     return out
 
 
-def _taken_apart(d: TreeDict[Any]) -> tuple[Any, ...]:
-    """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed."""
+def taken_apart(d: TreeDict[Any], apart: Apart | None = None) -> tuple[Any, ...]:
+    """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed.
+
+    ``apart``: what `packed_apart` gives, if the caller has it.
+    """
     _refuse_too_deep(d)
     device = None if d._device is None else str(d._device)
-    block, specs, numbers = packed_apart(d)
+    block, specs, numbers = packed_apart(d) if apart is None else apart
     items = dict(d) if block is None else _items_without(d, numbers)
     return restore, (type(d), items, device, _pickled_policy(d), block, specs)
 
 
-def packed_apart(d: TreeDict[Any]) -> tuple[Tensor | None, list[Any] | None, dict[int, int]]:
+def packed_apart(d: TreeDict[Any]) -> Apart:
     """The block of a packed dict, what lies in it, and by the id of each of its tensors its number there."""
     distinct = distinct_of(d._tensors())
     found = packed_layout(distinct, d._device)

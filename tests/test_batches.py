@@ -628,25 +628,26 @@ class TestLoader:
         assert made([Samples()[0]])["name"].tolist() == [0], "in the main process it may"
         loader = DataLoader(Samples(), batch_size=4, num_workers=1, collate_fn=made, multiprocessing_context="fork")
         with pytest.raises(
-            TypeError, match="'name': the encoder <lambda> cannot be pickled, so the batch cannot leave"
+            TypeError,
+            match="'name': the encoder <lambda> cannot be pickled, so the dict cannot be sent to another process",
         ):
             list(loader)
         with pytest.raises(TypeError, match=r"^the default encoder <lambda> cannot be pickled"):
-            refuse_unsendable(DeviceDict({"x": 1}, encoders=lambda strings: torch.zeros(len(strings))), ())
+            refuse_unsendable(DeviceDict({"x": 1}, encoders=lambda strings: torch.zeros(len(strings))))
 
     def test_encoders_that_leave_a_worker(self) -> None:
         found = CountsPickles()
         nested = {"a": "x", "n": {"b": "y", "a": "z"}}
         for _ in range(2):
-            refuse_unsendable(collate([nested], encoders={"a": found, "b": found}), ())
+            refuse_unsendable(collate([nested], encoders={"a": found, "b": found}))
         assert found.pickled == 1, "in this process, once"
-        refuse_unsendable(collate([{"x": 1.0}], cls=OfItsClass), ())
+        refuse_unsendable(collate([{"x": 1.0}], cls=OfItsClass))
 
         class Local(CountsPickles):
             pass
 
         with pytest.raises(TypeError, match=r"^'\*': the encoder .* cannot be pickled"):
-            refuse_unsendable(collate([{"n": {"*": "x"}}], encoders={"*": Local()}), ())
+            refuse_unsendable(collate([{"n": {"*": "x"}}], encoders={"*": Local()}))
 
     def test_a_batch_is_one_file_descriptor(self) -> None:
         loader = DataLoader(Samples(), batch_size=1, num_workers=1, collate_fn=collate)

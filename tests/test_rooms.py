@@ -16,7 +16,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 # From the ground up: a room imports from rooms before it only.
 ORDER = [
     "_errors", "_missing", "_devices", "_layout", "_block", "_packing", "_singly", "_transfer", "_strings", "_encoders", "_tokenizer", "_policy", "_tables", "_values", "_items", "_compare", "_pytree",
-    "_display", "_replace", "_tree", "_plan", "_disk", "_saved", "_arguments", "_checked", "_movable", "_shaping", "_rows", "_device_dict", "_join", "_schema", "_typed", "_io", "_sendable", "_collate", "_plain", "_prefetch", "_message", "_wire", "distributed",
+    "_display", "_replace", "_tree", "_plan", "_disk", "_saved", "_sendable", "_arguments", "_checked", "_movable", "_shaping", "_rows", "_device_dict", "_join", "_schema", "_typed", "_io", "_collate", "_plain", "_prefetch", "_message", "_wire", "distributed",
     "__init__",
 ]  # fmt: skip
 

@@ -1,0 +1,326 @@
+"""Dicts that cannot be pickled: a DataLoader or a queue raises an error that names the field, and never waits for ever."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from tensordict_lite import DeviceDict, TypedDeviceDict, Utf8, _sendable, collate
+
+WAIT = 60  # seconds after which a loader or a queue that waits is a failure
+
+
+UNNAMED: Any = (lambda: lambda strings: torch.zeros(len(strings), 2))()
+
+
+class Keeps(DeviceDict, objects="keep"):
+    pass
+
+
+def computed() -> DeviceDict:
+    return DeviceDict({"a": torch.ones(2), "n": {"x": nn.Linear(2, 2)(torch.ones(2))}})
+
+
+def parameter() -> DeviceDict:
+    return DeviceDict({"x": nn.Parameter(torch.ones(2))})
+
+
+def local_class() -> DeviceDict:
+    class Local(DeviceDict):
+        pass
+
+    return Local({"x": torch.ones(2)})
+
+
+def local_typed() -> DeviceDict:
+    class Local(TypedDeviceDict):
+        x: Tensor
+
+    return Local({"x": torch.ones(2)})
+
+
+def local_nested() -> DeviceDict:
+    return DeviceDict({"n": DeviceDict({"m": 1.0})})._new(
+        {"n": local_class()}, torch.device("cpu"), DeviceDict._class_policy
+    )
+
+
+def local_key() -> DeviceDict:
+    class Key(str):
+        pass
+
+    return DeviceDict({"n": {Key("k"): torch.ones(2)}})
+
+
+def local_tensor() -> DeviceDict:
+    class Own(Tensor):
+        pass
+
+    return DeviceDict({"x": torch.ones(2).as_subclass(Own)})
+
+
+def deep() -> DeviceDict:
+    d = DeviceDict({"x": torch.ones(2)})
+    for _ in range(280):
+        d = DeviceDict._new({"a": d}, d.device, DeviceDict._class_policy)
+    return d
+
+
+def kept() -> DeviceDict:
+    return Keeps({"x": torch.ones(2), "f": lambda: 0})
+
+
+def kept_list() -> DeviceDict:
+    return Keeps({"x": torch.ones(2), "f": [1, {"a": lambda: 0}]})
+
+
+def encoder() -> DeviceDict:
+    return DeviceDict({"s": "abc"}, encoders={"s": UNNAMED})
+
+
+def any_encoder() -> DeviceDict:
+    return DeviceDict({"n": {"s": "abc"}}, encoders=UNNAMED)
+
+
+def mkldnn() -> DeviceDict:
+    return DeviceDict({"x": torch.ones(2, 2).to_mkldnn()})
+
+
+END = "cannot be pickled, so the dict cannot be sent to another process"
+BAD: dict[Callable[[], DeviceDict], str] = {
+    computed: rf"'n\.x': the tensor, which autograd computes, {END}; call \.detach\(\)",
+    local_class: rf"the class local_class\.<locals>\.Local {END}; define it at the top of a module",
+    local_typed: rf"the class local_typed\.<locals>\.Local {END}",
+    local_nested: rf"'n': the class local_class\.<locals>\.Local {END}",
+    local_key: rf"'n\.k': the key, of type local_key\.<locals>\.Key, {END}; use a plain str",
+    local_tensor: rf"'x': the strided local_tensor\.<locals>\.Own on cpu {END}; convert it to a plain tensor",
+    deep: r"this DeviceDict is nested too deep to be sent to another process; send d\.flatten\(\)",
+    kept: rf"'f': the kept function {END}; drop it",
+    kept_list: rf"'f': the kept list {END}",
+    encoder: rf"'s': the encoder <lambda> {END}; use a function or class of a module",
+    any_encoder: rf"the default encoder <lambda> {END}",
+    mkldnn: rf"'x': the _mkldnn Tensor on cpu {END}",
+}
+NAMES = [make.__name__ for make in BAD]
+
+
+def error_of(name: str) -> tuple[type[Exception], str]:
+    return (ValueError if name == "deep" else TypeError), BAD[globals()[name]]
+
+
+class Good(DeviceDict):
+    pass
+
+
+class Made(Dataset[Any]):
+    """What a function of this module makes: in the second of three samples, or in all."""
+
+    def __init__(self, name: str, within: str = "alone", everywhere: bool = False) -> None:
+        self.name, self.within, self.everywhere = name, within, everywhere
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> Any:
+        if i >= 3:
+            raise IndexError
+        d = globals()[self.name]() if i == 1 or self.everywhere else Good({"i": i})
+        return {"alone": d, "tuple": (i, d), "dict": {"a": [d]}, "sample": (d, i)}[self.within]
+
+
+@pytest.fixture(params=[False, True], ids=["unpinned", "pinned"])
+def pin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    # With the simulated accelerator a loader has its pinning thread.
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self, device=None: self.clone())
+    return bool(request.param)
+
+
+def loader_of(dataset: Any, pin: bool = False, **options: Any) -> DataLoader[Any]:
+    given: dict[str, Any] = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork", **options}
+    return DataLoader(dataset, pin_memory=pin, timeout=WAIT, **given)
+
+
+class TestLoader:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_sample_is_named_and_the_loader_goes_on(self, name: str, pin: bool) -> None:
+        error, message = error_of(name)
+        batches = iter(loader_of(Made(name), pin))
+        assert next(batches)["i"] == 0
+        with pytest.raises(error, match=f"(?s)in DataLoader worker process 0.*{message}"):
+            next(batches)
+        assert next(batches)["i"] == 2
+
+    @pytest.mark.parametrize("within", ["tuple", "dict"])
+    @pytest.mark.parametrize("name", ["computed", "local_class", "deep", "kept"])
+    def test_inside_of_other_containers(self, name: str, within: str, pin: bool) -> None:
+        error, message = error_of(name)
+        batches = iter(loader_of(Made(name, within), pin))
+        next(batches)
+        with pytest.raises(error, match=f"(?s)in DataLoader worker process 0.*{message}"):
+            next(batches)
+
+    @pytest.mark.parametrize("collate_fn", [collate, default_collate])
+    @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("local_nested", "mkldnn")])
+    def test_a_batch_is_named(self, name: str, collate_fn: Any, pin: bool) -> None:
+        loader = loader_of(Made(name, everywhere=True), pin, batch_size=2, collate_fn=collate_fn)
+        with pytest.raises(
+            (TypeError, ValueError, RecursionError), match=r"cannot be pickled|too deep|recursion|stack"
+        ) as caught:
+            list(loader)
+        if name not in ("deep", "local_tensor"):
+            assert re.search(
+                error_of(name)[1].replace("kept function", "kept list"), str(caught.value)
+            ) and "collate" in str(caught.value)
+
+    def test_parameters_are_named_where_they_are_stacked(self, pin: bool) -> None:
+        for collate_fn in (collate, default_collate):
+            loader = loader_of(Made("parameter", everywhere=True), pin, batch_size=2, collate_fn=collate_fn)
+            with pytest.raises(TypeError, match=r"'x': the tensor, which autograd computes, .* call \.detach\(\)"):
+                list(loader)
+        (first, *_) = list(loader_of(Made("parameter", everywhere=True), pin))
+        assert first["x"].requires_grad or pin
+
+    def test_beside_a_label_under_default_collate(self, pin: bool) -> None:
+        with pytest.raises(TypeError, match="'f': the kept list"):
+            list(loader_of(Made("kept", "sample", everywhere=True), pin, batch_size=2))
+
+    @pytest.mark.parametrize("name", ["computed", "local_key"])
+    def test_persistent_workers(self, name: str, pin: bool) -> None:
+        loader = loader_of(Made(name), pin, num_workers=2, persistent_workers=True)
+        for _ in range(2):
+            batches = iter(loader)
+            next(batches)
+            with pytest.raises(TypeError, match=error_of(name)[1]):
+                next(batches)
+            assert next(batches)["i"] == 2 and list(batches) == []
+
+    @pytest.mark.parametrize("within", ["alone", "tuple"])
+    def test_spawn(self, within: str, pin: bool) -> None:
+        loader = loader_of(Made("computed", within), pin, multiprocessing_context="spawn")
+        with pytest.raises(TypeError, match=error_of("computed")[1]):
+            list(loader)
+
+    @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, where it builds the tensor again
+    @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+    def test_what_is_odd_and_can_be_pickled_arrives(self, strategy: str) -> None:
+        before = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        try:
+            for d in loader_of(Made("odd", everywhere=True)):
+                d._check()
+                assert type(d) is Keeps and d["w"].requires_grad and d["s"].is_sparse and d["o"] == {"a": {1, 2}}
+                assert type(d["n", "m"]) is nn.Parameter and d["n", "m"].tolist() == [1, 1]
+        finally:
+            torch.multiprocessing.set_sharing_strategy(before)
+
+
+def odd() -> DeviceDict:
+    w = torch.ones(2, requires_grad=True)
+    return Keeps({"w": w, "s": torch.eye(2).to_sparse(), "o": Odd({1, 2}), "n": {"m": nn.Parameter(torch.ones(2))}})
+
+
+class Odd:
+    def __init__(self, a: set[int]) -> None:
+        self.a = a
+
+    def __eq__(self, other: object) -> bool:
+        return other == {"a": self.a}
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def put(queue: Any, name: str) -> None:
+    queue.put(globals()[name]())
+    queue.put("after")
+
+
+def echo(x: Any) -> Any:
+    return x
+
+
+def make(name: str) -> Any:
+    return globals()[name]()
+
+
+class TestElsewhere:
+    @pytest.mark.parametrize("name", ["computed", "local_class", "deep"])
+    def test_a_queue_raises_where_it_would_arrive(self, name: str) -> None:
+        context = torch.multiprocessing.get_context("fork")
+        queue = context.Queue()
+        process = context.Process(target=put, args=(queue, name), daemon=True)
+        process.start()
+        error, message = error_of(name)
+        with pytest.raises(error, match=f"(?s)in a process that sends to this one.*{message}"):
+            queue.get(timeout=WAIT)
+        assert queue.get(timeout=WAIT) == "after"
+        process.join(WAIT)
+
+    def test_a_pipe_raises_where_it_is_sent(self) -> None:
+        a, b = torch.multiprocessing.get_context("fork").Pipe()
+        with pytest.raises(TypeError, match=error_of("computed")[1]):
+            a.send(computed())
+        a.close(), b.close()
+
+    def test_pools_tell_their_caller(self) -> None:
+        context = torch.multiprocessing.get_context("fork")
+        with context.Pool(1) as pool:
+            with pytest.raises(TypeError, match=error_of("local_class")[1]):
+                pool.apply_async(echo, (local_class(),)).get(WAIT)
+            with pytest.raises(Exception, match=error_of("local_class")[1]):
+                pool.apply_async(make, ("local_class",)).get(WAIT)
+            assert pool.apply_async(echo, (1,)).get(WAIT) == 1
+        with ProcessPoolExecutor(1, mp_context=context) as executor:
+            with pytest.raises(TypeError, match=error_of("local_class")[1]):
+                executor.submit(echo, local_class()).result(WAIT)
+            with pytest.raises(TypeError, match=error_of("local_class")[1]):
+                executor.submit(make, "local_class").result(WAIT)
+            assert executor.submit(echo, 1).result(WAIT) == 1
+
+
+class TestCost:
+    def test_what_is_plainly_safe_is_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_sendable, "_dumps", None)
+        plain = {"x": torch.ones(2), "n": {"s": "abc", "y": 1}}
+        keeps = Keeps({**plain, "o": None, "p": ["a", 1.5], "t": (True, b"")})
+        for d in (DeviceDict(plain), DeviceDict(plain, encoders={"s": Utf8(8)}), keeps, keeps.pack()):
+            ForkingPickler.dumps(d)
+
+    def test_an_encoder_of_many_dicts_is_written_once(self) -> None:
+        dicts = [DeviceDict({"s": "a"}, encoders={"s": Big()}) for _ in range(4)]
+        shared = dicts[0]._policy
+        for d in dicts:
+            d._policy = shared
+        first = len(ForkingPickler.dumps(dicts[0]))
+        assert len(ForkingPickler.dumps(dicts)) < 2 * first
+
+    def test_a_trial_opens_no_file(self) -> None:
+        d = Keeps({"w": torch.ones(2, requires_grad=True), "x": torch.ones(2), "o": Odd({1})})
+        assert not _sendable.is_plain(d)
+        before = d["x"].is_shared(), d["w"].is_shared()
+        _sendable.refuse_unsendable(d)
+        assert (d["x"].is_shared(), d["w"].is_shared()) == before == (False, False)
+
+    def test_the_copy_for_files_raises_as_ever(self) -> None:
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            pickle.dump(local_class(), io.BytesIO())
+
+
+class Big:
+    def __init__(self) -> None:
+        self.words = "x" * 100_000
+
+    def encode(self, strings: Any) -> Tensor:
+        return torch.zeros(len(strings))
+
+    def decode(self, codes: Any) -> list[str]:
+        return [""] * len(codes)
