@@ -166,10 +166,10 @@ class TestMissingKeys:
         assert d == nested()
 
     def test_in_a_file(self, key: Any, message: str, tmp_path: Path) -> None:
-        if key in ((), ("e", "x")):
+        if key == ():
             pytest.skip("no key of a file")
         nested().save(tmp_path / "d")
-        expected = message.replace("this DeviceDict", str(tmp_path / "d")).replace(", 'e'", "")
+        expected = message.replace("this DeviceDict", str(tmp_path / "d"))
         assert refused(MissingKeyError, expected, lambda: load(tmp_path / "d", keys=[key])).args == (key,)
 
     def test_it_travels(self, key: Any, message: str) -> None:
