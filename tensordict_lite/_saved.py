@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._devices import resolve
 from ._errors import InvalidFileError, Path
-from ._packing import from_block
+from ._packing import from_block, loaded
 from ._plan import Reader, describe, refuse
 from ._strings import StringEncoder, encoder_to_json, runs_code
 from ._tree import TreeDict, class_named, name_of, packed_apart
@@ -59,7 +59,7 @@ def rebuild(plan: Any, classes: Any, leaves: Any, device: Any, block: Any, specs
     fields = {} if block is None else from_block(block, specs)
 
     def leaf(number: int) -> Any:
-        value = leaves[number]
+        value = loaded(leaves[number])
         if isinstance(value, Tensor):
             return value
         if type(value) is int and value in fields:
