@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from ._block import (
     PACKABLE,
@@ -156,6 +157,7 @@ def from_block(block: Any, specs: Any) -> dict[int, Tensor]:
 
     The arguments may come from a file that was tampered with: ``ValueError`` unless they fit each other.
     """
+    block = loaded(block)
     if not (type(block) is Tensor and packable(block) and block.dtype == torch.uint8 and block.dim() == 1):
         raise ValueError("a packed dict whose storage is damaged")
     if type(specs) is not list or not all(is_spec(spec) for spec in cast("list[Any]", specs)):
@@ -172,6 +174,21 @@ def from_block(block: Any, specs: Any) -> dict[int, Tensor]:
     out: dict[int, Tensor] = {}
     scatter(layout, regions(block, layout), out)
     return out
+
+
+def loaded(value: Any) -> Any:
+    """The tensor that ``value`` stands for, if it is a stand-in for one that a lazy loader has not read; else itself.
+
+    Such a stand-in takes part in torch's functions, by torch's protocol, with the tensor. A file that is loaded with
+    ``weights_only=True`` cannot make one.
+    """
+    if isinstance(value, Tensor) or not hasattr(cast(Any, type(value)), "__torch_function__"):
+        return value
+    return handle_torch_function(_itself, (value,), value)
+
+
+def _itself(tensor: Any) -> Any:
+    return tensor
 
 
 def is_spec(spec: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._devices import canonical, resolve
 from ._errors import InvalidFileError, TooDeep
-from ._packing import from_block
+from ._packing import from_block, loaded
 from ._plan import Reader, describe, refuse
 from ._strings import StringEncoder, encoder_to_json, runs_code
 from ._tree import TreeDict, class_named, name_of, packed_apart
@@ -99,6 +99,7 @@ def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
     seen: dict[int, object] = {}
 
     def value(leaf: Any) -> Any:
+        leaf = loaded(leaf)
         if isinstance(leaf, Tensor):
             return leaf
         if type(leaf) is int and leaf in fields:

@@ -18,7 +18,7 @@ from ._compare import agree, equal
 from ._devices import CPU, canonical, resolve
 from ._errors import Path, dotted, refuse_deeper
 from ._items import only_tensors
-from ._packing import are_parts, distinct_of, from_block, once, pack, packed_layout, packs
+from ._packing import are_parts, distinct_of, from_block, loaded, once, pack, packed_layout, packs
 from ._policy import OPTIONS, Encoders, Objects, OnMismatch, Policy, refuse_keyword
 
 V = TypeVar("V", default=Tensor)
@@ -344,7 +344,10 @@ def _restored(cls: Any, items: Any, policy: Any) -> TreeDict[Any]:
     if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
         raise TypeError(f"expected a DeviceDict class, got {cls!r}")
     own = cast("type[TreeDict[Any]]", cls)
-    return own._new(items, None, own._class_policy if policy is None else Policy.from_state(policy))
+    made = own._class_policy if policy is None else Policy.from_state(policy)
+    if made.objects != "keep" and not only_tensors(items.values()):
+        items = {key: loaded(value) for key, value in items.items()}
+    return own._new(items, None, made)
 
 
 def _refuse_unless_dict(items: Any) -> None:

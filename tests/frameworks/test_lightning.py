@@ -15,6 +15,7 @@ from tensordict_lite import DeviceDict, TypedDeviceDict, collate
 pytest.importorskip("lightning")
 import lightning
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.load import _lazy_load, _materialize_tensors
 from lightning_utilities.core.apply_func import apply_to_collection
 
 
@@ -77,3 +78,31 @@ def test_moving() -> None:
     assert type(applied) is DeviceDict and applied["n", "y"] == 2
     floats: Any = apply_to_collection(d, Tensor, lambda t: float(t.sum()))
     assert type(floats) is DeviceDict and floats["x"] == 2
+
+
+class Keeps(DeviceDict, objects="keep"):
+    pass
+
+
+@pytest.mark.parametrize("cls", [DeviceDict, Typed, Keeps])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_lazily_loaded_checkpoints(cls: type[Any], packed: bool, protocol: int, tmp_path: Path) -> None:
+    # A checkpoint of FSDP is read so: tensors are stand-ins, read when they are needed.
+    d = cls({"x": torch.arange(6.0).view(2, 3), "y": torch.arange(4)})
+    if cls is not Typed:
+        d["n"] = {"w": nn.Parameter(torch.ones(2)), "b": torch.ones(2, dtype=torch.bfloat16)}
+        d["e"] = {}
+    if cls is Keeps:
+        d["o"] = ["kept", None]
+    d = d.pack() if packed else d
+    torch.save({"model": {"w": torch.ones(1)}, "data": [d]}, tmp_path / "c.ckpt", pickle_protocol=protocol)
+    checkpoint = _lazy_load(tmp_path / "c.ckpt")
+    assert type(checkpoint["model"]["w"]).__name__ == "_NotYetLoadedTensor"
+    if (cls, protocol) != (Keeps, 4):  # there a stand-in may be a kept object
+        checkpoint["data"][0]._check()
+    again = _materialize_tensors(checkpoint)["data"][0]
+    again._check()
+    assert type(again) is cls and again == d and checkpoint["data"][0].device == torch.device("cpu")
+    if cls is not Typed and protocol == 2:
+        assert type(checkpoint["data"][0]["n", "w"]) is nn.Parameter and checkpoint["data"][0].is_packed == packed
