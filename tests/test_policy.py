@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary
+from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
 from tensordict_lite._policy import Policy
 
 A, B, C = Vocabulary(["a"]), Vocabulary(["b", "a"]), Vocabulary(["c", "b", "a"])
@@ -57,6 +57,15 @@ class TestMadeOfAnother:
         assert made.encoders == {"s": B, "t": B} and made._policy.default_encoder == Utf8()
         mixed = Own(DeviceDict({"s": "b", "t": "b"}, encoders=B) | DeviceDict({"t": "c"}, encoders={"t": C}))
         assert mixed.encoders == {"s": B, "t": C}, "that of a key wins over the one for all"
+
+    def test_codes_that_were_stored_as_they_are_come_along_with_the_encoder_for_every_key(self) -> None:
+        codes = DeviceDict({"s": torch.tensor(0)}, encoders=B)
+        assert codes.encoders == {} and codes.decode("s") == "b"
+        nested = Own({"n": codes})
+        updated = DeviceDict()
+        updated.update(codes)
+        for made in (Own(codes), nested["n"], updated, Typed({"n": codes})["n"], DeviceDict() | codes):
+            assert made.encoders["s"] == B and made.decode("s") == "b"
 
     def test_a_class_without_options_takes_all(self) -> None:
         d = DeviceDict({"t": "b"}, encoders=B, dtype=torch.float16, objects="keep", on_mismatch="move")
@@ -174,3 +183,20 @@ class TestPolicyItself:
         for bad in ({"dtype": torch.int64}, {"dtype": "float32"}, {"encoders": {1: A}}, {"encoders": 3}):
             with pytest.raises(TypeError):
                 policy.override(**bad)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("join", [stack, collate])
+class TestJoined:
+    def test_encoders_of_all_are_brought_and_the_first_wins(self, join: Any) -> None:
+        codes = torch.tensor(0)
+        first = DeviceDict({"s": codes, "t": codes}, encoders={"s": B, "u": A})
+        second = DeviceDict({"s": codes, "t": codes}, encoders={"t": C})
+        assert join([first, second]).encoders == {"s": B, "t": C, "u": A}
+        both = join([first, DeviceDict({"s": codes, "t": codes}, encoders={"u": B})])
+        assert both.encoders == {"s": B, "u": A}, "an encoder of a key that is not there is no conflict"
+        with pytest.raises(ValueError, match=r"^'s': (dict|sample) 1 encodes it with Vocabulary"):
+            join([first, DeviceDict({"s": codes, "t": codes}, encoders={"s": A})])
+
+    def test_utf8_of_two_lengths(self, join: Any) -> None:
+        one, two = (DeviceDict({"s": "ab"}, encoders=Utf8(length)) for length in (2, 3))
+        assert join([one, two]).encoders == {"s": Utf8(2)} and join([one, two]).decode("s") == ["ab", "ab"]
