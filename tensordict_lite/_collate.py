@@ -86,9 +86,11 @@ def collate(
         samples = list(samples)
     if not samples:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
-    fits: Any = isinstance(cast(object, cls), type) and issubclass(cast(Any, cls), DeviceDict)
-    if not fits or not isinstance(cast(object, pad), (Mapping, type(None))):
-        raise TypeError(f"collate takes a DeviceDict class as cls= and a mapping as pad=, got {cls!r} and {pad!r}")
+    if not isinstance(cast(object, cls), type) or not issubclass(cast(Any, cls), DeviceDict):
+        shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
+        raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
+    if not isinstance(cast(object, pad), (Mapping, type(None))):
+        raise TypeError(f'collate takes a mapping from keys to fill values as pad=, as {{"ids": 0}}, got {pad!r}')
     if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
         raise TypeError(

@@ -27,6 +27,10 @@ def resolve(device: DeviceLike) -> torch.device:
     # Most calls, in a tenth of the time that it takes to parse and compare.
     if device is CPU or (type(device) is str and device == "cpu"):
         return CPU
+    if not isinstance(cast(object, device), (str, int, torch.device)):
+        raise TypeError(
+            f"a device is a str, a torch.device or an int, got {device!r:.60} of type {type(device).__name__}"
+        )
     parsed = device if isinstance(device, torch.device) else torch.device(device)
     if parsed == CPU:
         return CPU

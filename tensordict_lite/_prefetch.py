@@ -56,6 +56,8 @@ class prefetch(Generic[B]):
     def __init__(self, loader: Iterable[B], device: DeviceLike, *, depth: int = 2) -> None:
         if not isinstance(cast(object, depth), int) or depth < 1:
             raise ValueError(f"prefetch takes a depth of at least 1, an int, got {depth!r}")
+        if not isinstance(cast(object, loader), Iterable) and not hasattr(loader, "__getitem__"):
+            raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
         self.loader = loader
         self.device = resolve(device)
         self.depth = depth
