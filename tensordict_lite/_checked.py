@@ -249,28 +249,32 @@ class CheckedDict(TreeDict[V]):
             first = next(iter(data.values()), None)
             device = canonical(first.device) if type(first) is Tensor else None
         if all_home(data, device):  # what training loops store, all in all
-            self._commit(data, device, encoders or {})
+            self._commit(data, device, encoders)
         else:
             staged, device, used = self._stage(data, consent=consent, at=at)
             self._commit(staged, device, {**used, **encoders} if encoders else used)
 
     def _commit(
-        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder]
+        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder] | None
     ) -> None:
         # Staging runs the code of others (encoders, `items` of a mapping, `__array__`), which may have written here.
-        if device is not self._device is not None and device not in (None, self._device):
+        home = self._device
+        if home is not device and home is not None and device is not None and home != device:
             keys = ", ".join(map(repr, staged))
             raise DeviceMismatchError(
                 f"this {type(self).__name__} was written to while {keys} was being stored on {device}, and is on "
-                f"{self._device} now; give device= when you make it",
-                expected=self._device,
+                f"{home} now; give device= when you make it",
+                expected=home,
                 actual=device,
             )
-        policy = self._policy.with_encoders(encoders) if encoders else self._policy  # can raise, so before the changes
-        raw.update(self, staged)
+        if encoders:  # comparing them can raise, so before the first change
+            policy = self._policy.with_encoders(encoders)
+            raw.update(self, staged)
+            self._policy = policy
+        else:
+            raw.update(self, staged)
         if device is not None:
             self._device = device
-        self._policy = policy
 
     def _stage(
         self, data: Mapping[str, Any], *, consent: bool = False, at: Path = ()
@@ -361,7 +365,7 @@ class CheckedDict(TreeDict[V]):
         """
         asked: Any = cls._declared(key) or (CheckedDict if issubclass(kind, CheckedDict) else cls)
         of_its_class = issubclass(kind, asked)
-        made: type[CheckedDict[Any]] = kind if of_its_class else asked
+        made = cast("type[CheckedDict[Any]]", kind if of_its_class else asked)
         policy = cls._policy_of(made, policy)
         if given is not None:
             own = of_its_class and made._has_policy()

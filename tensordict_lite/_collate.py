@@ -127,7 +127,7 @@ def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type
     if not trees:
         return asked, asked._class_policy
     own = merged_policy(trees, (), "sample")
-    kind = type(cast(object, trees[0]))
+    kind = cast("type[CheckedDict[Any]]", type(cast(object, trees[0])))
     return (kind, own) if issubclass(kind, asked) else (asked, asked._policy_of_copy(own, trees[0]))
 
 
