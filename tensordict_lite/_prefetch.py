@@ -32,7 +32,8 @@ class prefetch(Generic[B]):
     exception of the loader is raised at the batch where it happened, after those before it. After a ``break`` nothing
     stays behind: no thread is used, and the loader's iterator and the batches ahead go with this one's.
 
-    Raises: ``TypeError`` for a loader that is not iterable; ``ValueError`` for a ``depth`` that is no int of at least 1; torch's own error for a device that is not
+    Raises: ``TypeError`` for a loader that is not iterable;
+    ``ValueError`` for a ``depth`` that is no int of at least 1; torch's own error for a device that is not
     there.
     Cost: one copy a batch, fastest from pinned memory (``DataLoader(..., pin_memory=True)``) and of packed batches (see
     `collate`); memory on the device for ``depth`` batches beside the current one. The host waits for the copy of a
