@@ -66,8 +66,8 @@ def collate(
         pack: False: a storage a field.
 
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree;
-    ``TypeError`` for samples that are no mappings, and values that cannot be stored; ``DeviceMismatchError`` for
-    tensors on several devices. The samples are left as they are.
+    ``TypeError`` for samples that are no list of mappings, and values that cannot be stored;
+    ``DeviceMismatchError`` for tensors on several devices. The samples are left as they are.
     Cost: one allocation, and one copy of every tensor; no synchronisation.
 
     >>> from tensordict_lite import collate

@@ -21,6 +21,7 @@ def canonical(device: torch.device) -> torch.device:
 def resolve(device: DeviceLike) -> torch.device:
     """The device that tensors made on ``device`` report: ``"cuda"`` is the current CUDA device, with its index.
 
+    Raises ``TypeError`` for what is no device.
     Raises torch's ``RuntimeError`` for a device type that is unknown, and torch's own error for one without an index
     that this machine or build does not have.
     """

@@ -38,7 +38,8 @@ class prefetch(Generic[B]):
     that was handed over, not the batches ahead of it: a run that resumes from it skips none. Before the first batch and
     after the end it is the loader's own. ``load_state_dict`` goes to the loader; call it before you iterate.
 
-    Raises: ``ValueError`` for a ``depth`` that is no int of at least 1; torch's own error for a device that is not
+    Raises: ``TypeError`` for a loader that is not iterable;
+    ``ValueError`` for a ``depth`` that is no int of at least 1; torch's own error for a device that is not
     there.
     Cost: one copy a batch, fastest from pinned memory (``DataLoader(..., pin_memory=True)``) and of packed batches (see
     `collate`); memory on the device for ``depth`` batches beside the current one. The host waits for the copy of a
