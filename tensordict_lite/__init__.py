@@ -1,17 +1,17 @@
 """One typed container, `DeviceDict`: a real dict whose tensors all live on one device."""
 
-from ._collate import collate
-from ._device_dict import DeviceDict
-from ._encoders import Hashing, Utf8, Vocabulary
+from ._batch.collate import collate
+from ._batch.containers import to_device, to_numpy
+from ._batch.join import cat, stack
+from ._batch.prefetch import prefetch
+from ._dict.device_dict import DeviceDict
+from ._dict.io import load, save
+from ._dict.typed import TypedDeviceDict
+from ._encoders.builtin import Hashing, Utf8, Vocabulary
+from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
+from ._encoders.tokenizer import Tokenizer
 from ._errors import DeviceMismatchError, InvalidFileError
-from ._io import load, save
-from ._join import cat, stack
-from ._missing import MissingKeyError
-from ._plain import to_device, to_numpy
-from ._prefetch import prefetch
-from ._strings import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
-from ._tokenizer import Tokenizer
-from ._typed import TypedDeviceDict
+from ._tree.missing import MissingKeyError
 
 __all__ = [
     # the container

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
 
 Path = tuple[str, ...]
 DEPTH = 64
@@ -32,7 +36,16 @@ def refuse_deeper(path: Path) -> None:
     raise TooDeep(f"{dotted(tuple(keys))} is nested more than {DEPTH} levels deep, or holds itself; flatten it first")
 
 
-def located(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:
+def described(value: Any) -> str:
+    """What a value is: ``float32[2, 3]``, a device that is not the CPU, or the name of its type."""
+    if isinstance(value, Tensor):
+        where = "" if value.is_cpu else f" on {value.device}"
+        shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
+        return f"{dtype_name(value.dtype)}[{shape}]{where}"
+    return "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+
+
+def with_path(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:
     """``error``, of a part that does not know where it is, as the one to raise: with ``path`` in front."""
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(f"{dotted(path)}: {error}{hint}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Utf8, Vocabulary, cat, collate, stack
-from tensordict_lite._sendable import refuse_unsendable
+from tensordict_lite._tree.sendable import refuse_unsendable
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):

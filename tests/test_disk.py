@@ -501,9 +501,9 @@ class TestWriting:
             "import resource, sys, torch\nfrom tensordict_lite import save\n"
             "if sys.argv[2] == 'full': resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "class Slow(dict):\n    pass\n"
-            "from tensordict_lite import _disk\nreal = _disk._bytes_of\n"
+            "from tensordict_lite._files import safetensors\nreal = safetensors._bytes_of\n"
             "def slow(tensor):\n    if sys.argv[2] == 'kill': print('half', flush=True); import time; time.sleep(60)\n    return real(tensor)\n"
-            "_disk._bytes_of = slow\n"
+            "safetensors._bytes_of = slow\n"
             "save({'a': torch.ones(1 << 20), 'b': torch.ones(1 << 20)}, sys.argv[1])\n"
         )
         full = subprocess.run(
@@ -920,7 +920,7 @@ class TestTorchSave:
             (made, classes, leaves, "nowhere", block, specs), (made, classes, leaves, device, None, specs), (made, classes, leaves, device, block[1:].clone(), specs),
             (made, classes, leaves, device, block, specs[1:]), (made, classes, leaves, device, block, None), (made, classes, [*leaves[:-1], "x"], device, block, specs),
             (made, classes, [*leaves[:-1], 99], device, block, specs), (made, classes, [*leaves[:-1], ({"q": 1},)], device, block, specs), (made, classes, leaves, "cuda:999", block, specs),
-            (made, ["tensordict_lite._checked.CheckedDict", *classes[1:]], leaves, device, block, specs), ({**made, "policies": [{"encoders": {"x": 0}, "default": None, "on_mismatch": "error", "objects": "error", "dtype": None}], "encoders": [torch.ones], "root": {**made["root"], "policy": 0}}, classes, leaves, device, block, specs), ({**made, "version": 9}, classes, leaves, device, block, specs), (made, None, leaves, device, block, specs),
+            (made, ["tensordict_lite._tree.tree.TreeDict", *classes[1:]], leaves, device, block, specs), ({**made, "policies": [{"encoders": {"x": 0}, "default": None, "on_mismatch": "error", "objects": "error", "dtype": None}], "encoders": [torch.ones], "root": {**made["root"], "policy": 0}}, classes, leaves, device, block, specs), ({**made, "version": 9}, classes, leaves, device, block, specs), (made, None, leaves, device, block, specs),
         ]  # fmt: skip
         for arguments in wrong:
             with pytest.raises(ValueError):  # noqa: PT011

@@ -18,9 +18,11 @@ from ranks import meet, on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tensordict_lite import DeviceDict, InvalidFileError, TypedDeviceDict, Vocabulary, _wire, register_encoder
+from tensordict_lite import DeviceDict, InvalidFileError, TypedDeviceDict, Vocabulary, register_encoder
 from tensordict_lite import distributed as d_
-from tensordict_lite._message import message_of, prefix_of, read_prefix, schema_of
+from tensordict_lite.distributed import channel as channel_module
+from tensordict_lite.distributed.message import message_of, prefix_of, read_prefix
+from tensordict_lite.distributed.message import read_header as schema_of
 
 
 class Obs(TypedDeviceDict):
@@ -295,7 +297,7 @@ def groups(rank: int, world: int) -> None:
     assert d_.all_reduce(DeviceDict({"x": float(rank)}), "max", mesh.get_group("a"))["x"] == 2 + rank % 2
     undefined = init_device_mesh("cpu", (4,))  # whose backend has no name
     assert d_.all_reduce(DeviceDict({"x": 1.0}), group=undefined.get_group())["x"] == 4
-    _wire._KEPT = 2
+    channel_module._KEPT = 2
     assert len(d_.all_gather(DeviceDict({"x": torch.ones(rank + 5)}))) == 4  # more schemas than a channel remembers
     dist.barrier()
     dist.destroy_process_group()  # a new group knows nothing of the schemas of the old one

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from ranks import on_ranks
 from test_distributed import Typed, only_here, sample
 
-from tensordict_lite import DeviceDict, _wire
+from tensordict_lite import DeviceDict
 from tensordict_lite import distributed as d_
 from tensordict_lite._errors import InvalidFileError
-from tensordict_lite._message import schema_of
+from tensordict_lite.distributed import channel as channel_module
+from tensordict_lite.distributed.message import read_header as schema_of
 
 Told = dict[int, str]
 
@@ -164,7 +165,7 @@ def refused_on_arrival(rank: int, world: int) -> None:
                 raise InvalidFileError("not a valid file: it is too new")
             return schema_of(header, digest)
 
-        _wire.schema_of = refuses
+        channel_module.schema_of = refuses
     new = DeviceDict({"too-new": torch.arange(size)})
     said = "it is too new"
     for _ in range(3):  # the sender sends the header once

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensordict_lite._layout import ALIGNMENT, Group, aligned, dense_stride, divide, lay_out, recast
+from tensordict_lite._memory.layout import ALIGNMENT, Group, aligned, dense_stride, divide, lay_out, recast
 
 F, D, L, B = torch.float32, torch.float64, torch.int64, torch.bool
 

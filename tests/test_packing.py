@@ -24,8 +24,8 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from tensordict_lite import DeviceDict, Vocabulary
-from tensordict_lite._block import PACKABLE
-from tensordict_lite._layout import ALIGNMENT
+from tensordict_lite._memory.buffer import PACKABLE
+from tensordict_lite._memory.layout import ALIGNMENT
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b"])}):
@@ -513,7 +513,7 @@ class TestPickled:
             torch.multiprocessing.set_sharing_strategy(before)
 
     def test_a_damaged_one_is_refused(self) -> None:
-        from tensordict_lite._tree import restore  # noqa: PLC0415  (what a pickle of ours calls)
+        from tensordict_lite._tree.tree import restore  # noqa: PLC0415  (what a pickle of ours calls)
 
         function, (cls, items, device, policy, block, specs) = sample().pack().__reduce__()
         assert function is restore and restore(cls, items, device, policy, block, specs) == sample()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
-from tensordict_lite._policy import Policy
+from tensordict_lite._tree.policy import Policy
 
 A, B, C = Vocabulary(["a"]), Vocabulary(["b", "a"]), Vocabulary(["c", "b", "a"])
 SIM = torch.device("sim", 0)

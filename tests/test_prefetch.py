@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from tensordict_lite import DeviceDict, _prefetch, collate, prefetch
+from tensordict_lite import DeviceDict, collate, prefetch
+from tensordict_lite._batch import prefetch as prefetch_module
 
 
 def samples(n: int = 8) -> list[dict[str, Any]]:
@@ -136,7 +137,7 @@ class TestStreams:
         return module
 
     def ahead(self, batches: Any, module: Module, depth: int = 2) -> Iterator[Any]:
-        return _prefetch._ahead(iter(batches), torch.device("sim:0"), depth, module)
+        return prefetch_module._ahead(iter(batches), torch.device("sim:0"), depth, module)
 
     def test_the_next_ones_are_under_way_before_one_is_handed_over(self, module: Module) -> None:
         batches = self.ahead([DeviceDict({"x": float(i)}) for i in range(4)], module)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, Utf8, _sendable, collate
+from tensordict_lite import DeviceDict, TypedDeviceDict, Utf8, collate
+from tensordict_lite._tree import sendable as sendable_module
 
 WAIT = 60  # seconds after which a loader or a queue that waits is a failure
 
@@ -310,7 +311,7 @@ class TestElsewhere:
 
 class TestCost:
     def test_what_is_plainly_safe_is_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_sendable, "_dumps", None)
+        monkeypatch.setattr(sendable_module, "_dumps", None)
         plain = {"x": torch.ones(2), "n": {"s": "abc", "y": 1}}
         keeps = Keeps({**plain, "o": None, "p": ["a", 1.5], "t": (True, b"")})
         for d in (DeviceDict(plain), DeviceDict(plain, encoders={"s": Utf8(8)}), keeps, keeps.pack()):
@@ -326,9 +327,9 @@ class TestCost:
 
     def test_a_trial_opens_no_file(self) -> None:
         d = Keeps({"w": torch.ones(2, requires_grad=True), "x": torch.ones(2), "o": Odd({1})})
-        assert not _sendable.is_plain(d)
+        assert not sendable_module.is_plain(d)
         before = d["x"].is_shared(), d["w"].is_shared()
-        _sendable.refuse_unsendable(d)
+        sendable_module.refuse_unsendable(d)
         assert (d["x"].is_shared(), d["w"].is_shared()) == before == (False, False)
 
     def test_the_copy_for_files_raises_as_ever(self) -> None:

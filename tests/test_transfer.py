@@ -17,9 +17,12 @@ from torch import Tensor
 
 import tensordict_lite
 from tensordict_lite import DeviceDict, to_device, to_numpy
-from tensordict_lite._devices import CPU
-from tensordict_lite._packing import pack
-from tensordict_lite._transfer import BLOCK, SMALL, Plan, plan, transfer
+from tensordict_lite._memory.device import CPU
+from tensordict_lite._memory.packed import pack
+from tensordict_lite._memory.transfer import BUFFER as BLOCK
+from tensordict_lite._memory.transfer import SMALL, transfer
+from tensordict_lite._memory.transfer import CopyPlan as Plan
+from tensordict_lite._memory.transfer import plan_copies as plan
 
 SIM, META, MPS = torch.device("sim:0"), torch.device("meta"), torch.device("mps")
 OTHER = torch.device("sim:1")

@@ -12,7 +12,8 @@ import torch
 from test_prefetch import Module
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tensordict_lite import _prefetch, collate, prefetch
+from tensordict_lite import collate, prefetch
+from tensordict_lite._batch import prefetch as prefetch_module
 
 pytest.importorskip("torchdata")
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -43,7 +44,7 @@ class Stream(IterableDataset[Any]):
 @pytest.fixture(params=["cpu", "sim:0"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     # Streams of the simulated device, so that batches are fetched ahead.
-    monkeypatch.setattr(_prefetch, "_STREAMS", ("sim",))
+    monkeypatch.setattr(prefetch_module, "_STREAMS", ("sim",))
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     return str(request.param)

@@ -1,0 +1,1 @@
+"""Many dicts into one, one loader into batches on a device, and plain containers."""

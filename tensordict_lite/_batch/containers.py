@@ -1,0 +1,183 @@
+"""`to_device` and `to_numpy`: the same moves for plain containers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
+
+from .._dict.device_dict import DeviceDict
+from .._memory.cast import host_array
+from .._memory.device import CPU, DeviceLike, resolve
+from .._memory.packed import distinct_of, packed_layout
+from .._memory.transfer import transfer
+from .._tree.tree import TreeDict
+
+T = TypeVar("T")
+_Rebuild = Callable[[Iterator[Any]], Any]
+
+
+def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
+    """``obj`` with every tensor in it on ``device``.
+
+    Goes into dicts, lists, tuples, named tuples, dataclasses, ``OrderedDict``, ``defaultdict``, `DeviceDict`, other
+    mappings, and every container registered with PyTorch's pytree. The containers of the result are new and of the
+    same types; ``obj`` is not changed. All else (strings, None, sets, modules, other objects) is handed on as it is.
+
+    Args:
+        non_blocking: as in `DeviceDict.to`: by default the result can be used, and the source is free, on return.
+
+    Raises: torch's own error for a device that is not there, or is out of memory.
+    Cost: as `DeviceDict.to`, all tensors together; a packed `DeviceDict` moves as one tensor.
+
+    >>> import torch
+    >>> from tensordict_lite import to_device
+    >>> batch = to_device({"x": torch.zeros(2), "names": ["a", "b"], "pair": (torch.ones(1), None)}, "meta")
+    >>> batch["x"].device, batch["names"], type(batch["pair"])
+    (device(type='meta'), ['a', 'b'], <class 'tuple'>)
+    """
+    target = resolve(device)
+    found: list[Any] = []
+    rebuild = _open(obj, found)
+    moved: dict[int, Tensor] = {}
+
+    def move(tensors: list[Tensor]) -> None:
+        left = [tensor for tensor in tensors if id(tensor) not in moved]
+        results = transfer(left, target, non_blocking=non_blocking)
+        moved.update(zip(map(id, left), results, strict=True))
+
+    together: list[Tensor] = []
+    for item in found:
+        tensors = [] if isinstance(item, PackedSequence) else _tensors(item)
+        if len(tensors) > 1 and packed_layout(distinct_of(tensors), tensors[0].device) is not None:
+            move(tensors)
+        else:
+            together += tensors
+    move(together)
+
+    def place(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return moved[id(item)]
+        if isinstance(item, TreeDict):
+            d = cast("TreeDict[Any]", item)
+            return d._replace_tensors([moved[id(tensor)] for tensor in d._tensors()], target)
+        return item.to(target, non_blocking=non_blocking)
+
+    return cast(T, rebuild(iter([place(item) for item in found])))
+
+
+def tensors_inside(obj: Any) -> list[Tensor]:
+    """The tensors that `to_device` would move."""
+    found: list[Any] = []
+    _open(obj, found)
+    return [tensor for item in found for tensor in _tensors(item)]
+
+
+def _tensors(item: Any) -> list[Tensor]:
+    if isinstance(item, Tensor):
+        return [item]
+    if isinstance(item, PackedSequence):
+        return [part for part in (item.data, item.sorted_indices, item.unsorted_indices) if part is not None]
+    return item._tensors() if isinstance(item, TreeDict) else []
+
+
+def to_numpy(obj: Any) -> Any:
+    """``obj`` with every tensor in it as a NumPy array: detached, on the CPU, sharing memory with tensors there.
+
+    Containers as in `to_device`; a `DeviceDict` becomes a plain dict, which can hold arrays. A ``PackedSequence``,
+    which cannot, comes back on the CPU.
+
+    Raises: ``TypeError`` for a dtype or layout NumPy does not have (bfloat16, sparse).
+    Cost: nothing for tensors on the CPU; the rest as `to_device`.
+
+    >>> import torch
+    >>> from tensordict_lite import to_numpy
+    >>> to_numpy([torch.ones(2), {"y": torch.tensor(3)}, "z"])
+    [array([1., 1.], dtype=float32), {'y': array(3)}, 'z']
+    """
+    found: list[Any] = []
+    rebuild = _open(to_device(obj, CPU), found)
+
+    def convert(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return host_array(item)
+        return item.numpy() if isinstance(item, DeviceDict) else item
+
+    return rebuild(iter([convert(item) for item in found]))
+
+
+def _is_whole(obj: Any) -> bool:
+    # A PackedSequence keeps its batch sizes on the CPU wherever its data is, and a Size becomes a tuple: pytree knows
+    # neither.
+    return isinstance(obj, (TreeDict, PackedSequence, torch.Size))
+
+
+def _open(obj: Any, found: list[Any]) -> _Rebuild:
+    """Append to ``found`` what in ``obj`` moves, and return what builds ``obj`` again from that many replacements."""
+    if isinstance(obj, (Tensor, TreeDict, PackedSequence)):
+        found.append(obj)
+        return next
+    if obj is None or type(obj) in (str, int, float, bool):
+        return lambda _: obj
+    leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_whole)
+    if len(leaves) != 1 or leaves[0] is not obj:
+        return _parts(leaves, found, lambda parts: pytree.tree_unflatten(parts, spec))
+    # A container that pytree does not know is only built again if there is something in it to move.
+    before = len(found)
+    rebuild = _open_other(obj, found)
+    return rebuild if len(found) > before else lambda _: obj
+
+
+def _open_other(obj: Any, found: list[Any]) -> _Rebuild:
+    if isinstance(obj, (type, Module)):
+        return lambda _: obj
+    if isinstance(obj, Mapping):
+        mapping = cast("Mapping[Any, Any]", obj)
+        return _parts(list(mapping.values()), found, lambda parts: _mapping(mapping, parts))
+    if dataclasses.is_dataclass(obj):
+        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
+        return _parts([getattr(obj, name) for name in names], found, lambda parts: _dataclass(obj, names, parts))
+    if isinstance(obj, list):  # a subclass, which pytree does not open
+        return _parts(cast("list[Any]", obj), found, lambda parts: _list(cast("list[Any]", obj), parts))
+    if isinstance(obj, tuple):
+        cls: Any = type(cast(object, obj))
+        return _parts(list(cast("tuple[Any, ...]", obj)), found, getattr(cls, "_make", cls))
+    return lambda _: obj
+
+
+def _parts(children: list[Any], found: list[Any], build: Callable[[list[Any]], Any]) -> _Rebuild:
+    parts = [_open(child, found) for child in children]
+    return lambda results: build([part(results) for part in parts])
+
+
+def _dataclass(obj: Any, names: list[str], values: list[Any]) -> Any:
+    clone = copy.copy(obj)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(clone, name, value)  # frozen ones too; __init__ and __post_init__ ran for the original
+    return clone
+
+
+def _mapping(obj: Mapping[Any, Any], values: list[Any]) -> Any:
+    items = dict(zip(obj, values, strict=True))
+    if not isinstance(obj, (dict, UserDict)):
+        return type(obj)(items)  # pyright: ignore[reportCallIssue]  (a copy could share its storage with the original)
+    clone: Any = copy.copy(cast(Any, obj))
+    for key, value in items.items():
+        clone[key] = value
+    if dataclasses.is_dataclass(clone):  # the form of transformers' outputs: every item is an attribute too
+        return _dataclass(clone, [name for name in items if hasattr(clone, name)], [*items.values()])
+    return clone
+
+
+def _list(obj: list[Any], values: list[Any]) -> Any:
+    clone = copy.copy(obj)
+    clone[:] = values
+    return clone

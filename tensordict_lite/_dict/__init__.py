@@ -1,0 +1,1 @@
+"""`DeviceDict` and `TypedDeviceDict`: what users hold in their hands."""

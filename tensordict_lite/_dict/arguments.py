@@ -1,0 +1,87 @@
+"""The arguments of ``to``, in the forms of ``Tensor.to``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._memory.cast import CASTABLE
+from .._memory.device import DeviceLike
+from .._tree.tree import TreeDict
+
+_FORMS = "to(device), to(dtype), to(device, dtype), to(tensor) or to(other_dict), with non_blocking= and copy="
+
+
+Target = tuple["torch.device | None", "torch.dtype | None", bool, bool]
+"""What ``to`` is asked for: the device as given, not resolved, the dtype, ``non_blocking`` and ``copy``."""
+
+
+def to_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Target:
+    """Sort the arguments of ``to``. Raises ``TypeError`` for those that fit no form."""
+    if len(args) == 1 and not kwargs:  # nearly every call, at a fifth of the cost of sorting
+        only = args[0]
+        if type(only) is str:
+            return torch.device(only), None, False, False
+        if type(only) is torch.device:
+            return only, None, False, False
+        if type(only) is torch.dtype and only in CASTABLE:
+            return None, only, False, False
+    return to(*args, **kwargs)
+
+
+def to(  # so named for the messages of Python's own about its arguments
+    *args: Any,
+    device: DeviceLike | None = None,
+    dtype: torch.dtype | None = None,
+    other: Any = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+) -> Target:
+    rest = list(args)
+    if rest:
+        first = rest.pop(0)
+        if isinstance(first, (Tensor, TreeDict)):
+            other = _once(other, cast(Any, first), "other")
+        elif isinstance(first, torch.dtype):
+            dtype = _once(dtype, first, "dtype")
+        else:
+            device = _once(device, first, "device")
+            if rest and not isinstance(rest[0], bool):
+                dtype = _once(dtype, rest.pop(0), "dtype")
+        if rest:
+            non_blocking = rest.pop(0)
+        if rest:
+            copy = rest.pop(0)
+        if rest:
+            raise TypeError(f"to() got {len(args)} positional arguments; expected {_FORMS}")
+    for name, flag in (("non_blocking", non_blocking), ("copy", copy)):
+        if not isinstance(cast(object, flag), bool):
+            raise TypeError(f"to() got {flag!r} for {name}, which is True or False; expected {_FORMS}")
+    if other is not None:
+        if not isinstance(other, (Tensor, TreeDict)):
+            raise TypeError(f"to() got other={type(other).__name__}; expected {_FORMS}")
+        device = _once(device, other.device if isinstance(other, Tensor) else other._device, "device")
+        if isinstance(other, Tensor) and other.dtype in CASTABLE:
+            dtype = _once(dtype, other.dtype, "dtype")  # an integer tensor says where to, not in which precision
+    if dtype is not None:
+        if not isinstance(cast(object, dtype), torch.dtype):
+            raise TypeError(f"to() got {dtype!r} for the dtype; expected {_FORMS}")
+        if dtype not in CASTABLE:
+            raise TypeError(
+                f"to() casts floating-point and complex tensors, to a dtype of that kind; got {dtype}. "
+                f"To cast every tensor use .map(lambda t: t.to({dtype}))"
+            )
+    if device is not None and not isinstance(device, torch.device):
+        if not isinstance(cast(object, device), (str, int)) or isinstance(device, bool):
+            raise TypeError(f"to() got {device!r} of type {type(device).__name__}; expected {_FORMS}")
+        device = torch.device(device)
+    return device, dtype, non_blocking, copy
+
+
+def _once(before: Any, given: Any, name: str) -> Any:
+    if before is not None and given is not None:
+        raise TypeError(f"to() got the {name} twice, {before!r} and {given!r}; expected {_FORMS}")
+    return before if given is None else given

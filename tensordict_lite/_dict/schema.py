@@ -1,0 +1,272 @@
+"""Schemas: what the annotations of a class say its items are, and whether items are that."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, ClassVar, ForwardRef, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+
+import numpy as np
+from torch import Tensor
+from typing_extensions import Format, get_annotations, get_type_hints
+
+from .._errors import described
+from .._tree.missing import closest
+from .._tree.policy import OPTIONS
+from .._tree.tree import TreeDict
+
+_STORED_AS_TENSORS = (bool, int, float, complex, str, bytes, np.ndarray, np.generic)
+_CLASS_VAR = re.compile(r"""['"]?(\w+\.)*ClassVar\b""")
+
+
+class Field(NamedTuple):
+    """What one annotation says."""
+
+    kinds: tuple[Any, ...]
+    """The alternatives: classes, or jaxtyping's annotations, which are classes too; ``object`` for anything."""
+    optional: bool
+    shown: str
+    """The alternatives, as they stand in messages."""
+
+    def takes(self, value: Any) -> bool:
+        """Whether a value is of one of the kinds, its shape and dtype not looked at."""
+        if any(_is_kind(value, kind) for kind in self.kinds):
+            return True
+        if isinstance(value, (Tensor, TreeDict)):
+            return False
+        # Only a class that keeps objects comes here. Of a batch it has a list of them; and frameworks may put one of
+        # theirs where a tensor was.
+        if isinstance(value, list) and all(map(self.takes, cast("list[Any]", value))):
+            return True
+        return value is not None and all(issubclass(kind, Tensor) or _is_shaped(kind) for kind in self.kinds)
+
+
+class Schema:
+    """The fields of a class."""
+
+    def __init__(self, cls: type, fields: Mapping[str, Field]) -> None:
+        self.name = cls.__name__
+        self.fields = fields
+        self.required = frozenset(name for name, field in fields.items() if not field.optional)
+        self.nested = {name: kind for name, field in fields.items() for kind in field.kinds if _is_tree(kind)}
+        # A nested class may be this one, whose schema is not there yet, so its fields are not asked.
+        self.shaped = bool(self.nested) or any(_is_shaped(kind) for field in fields.values() for kind in field.kinds)
+
+    def check_given(self, items: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` for names that are no fields, and for None where there must be something."""
+        unknown = sorted(name for name in items if isinstance(cast(object, name), str) and name not in self.fields)
+        if unknown:
+            close = closest(unknown[0], self.fields) or closest(unknown[0], OPTIONS, 0.8)  # as a keyword may be meant
+            option = "the option " if close in OPTIONS else ""
+            guess = f", did you mean {option}{close!r}?" if close else "."
+            raise TypeError(
+                f"{self.name} has no field {unknown[0]!r}{guess} Its fields are {', '.join(self.fields) or 'none'}"
+            )
+        for name, value in items.items():
+            if value is None and not any(kind in (object, NoneType) for kind in self.fields[name].kinds):
+                raise TypeError(f"{self.name}.{name}: expected {self.fields[name].shown}, got None")
+
+    def check_names(self, items: Mapping[str, Any]) -> None:
+        """As `check_given`; and for required fields that are not there."""
+        self.check_given(items)
+        missing = [name for name in self.fields if name in self.required and name not in items]
+        if missing:
+            few = f"field {missing[0]!r}" if len(missing) == 1 else f"fields {', '.join(map(repr, missing))}"
+            raise TypeError(
+                f"{self.name} lacks the required {few}; what may be absent is declared as "
+                f"`{missing[0]}: {self.fields[missing[0]].shown} | None = None`"
+            )
+
+    def check_kinds(self, items: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` for a value of another class than its field has. Shapes and dtypes are not looked at."""
+        for name, value in items.items():
+            field = self.fields[name]
+            if not field.takes(value):
+                raise TypeError(f"{self.name}.{name}: expected {field.shown}, got {_called(value)}")
+
+
+def names_of(cls: type) -> dict[str, bool]:
+    """The fields that ``cls`` itself declares, and whether each may be absent. Evaluates no annotation.
+
+    Raises ``TypeError`` for defaults that are not None.
+    """
+    names: dict[str, bool] = {}
+    for name, annotation in get_annotations(cls, format=Format.FORWARDREF).items():
+        text = getattr(annotation, "__forward_arg__", annotation)  # a string, if it is not evaluated
+        if _CLASS_VAR.match(text) if isinstance(text, str) else ClassVar in (text, get_origin(text)):
+            continue
+        names[name] = name in cls.__dict__
+        if cls.__dict__.get(name) is not None:
+            raise TypeError(
+                f"{cls.__name__}.{name} has the default {cls.__dict__[name]!r}; the only one is None, "
+                "for a field that may be absent"
+            )
+    return names
+
+
+def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str, Any]) -> dict[str, Field]:
+    """The fields that ``cls`` itself declares. ``optional`` tells of each whether it may be absent.
+
+    ``names`` are those that annotations may use beside the names of their module. Raises ``NameError`` while one uses
+    others, ``TypeError`` for one that is no field's.
+    """
+    annotations = get_annotations(cls)
+    # Not of the class itself, whose hints would be those of DeviceDict too, in a module that it is not written in.
+    own = SimpleNamespace(__annotations__={name: annotations[name] for name in optional})
+    module = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+    inside = {name: value for name, value in vars(cls).items() if name not in optional}
+    try:
+        hints = get_type_hints(own, {**module, **names, cls.__name__: cls}, inside, include_extras=True)
+    except NameError as error:
+        raise NameError(
+            f"{cls.__name__}: an annotation names {error.name!r}, which {cls.__module__} does not have; "
+            "define or import it there, at the top level and at run time too"
+        ) from error
+    return {name: _field(f"{cls.__name__}.{name}", hints[name], absent) for name, absent in optional.items()}
+
+
+def _field(where: str, hint: Any, absent: bool) -> Field:
+    kinds = tuple(dict.fromkeys(_kinds(where, hint)))
+    if (NoneType in kinds) != absent and object not in kinds:
+        raise TypeError(
+            f"{where}: a field that may be absent is declared as `{where.split('.')[-1]}: ... | None = None`"
+        )
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    if sum(map(_is_tree, kinds)) > 1:
+        raise TypeError(f"{where}: of a nested dict the class must be known, and there are several here")
+    return Field(kinds, absent, " | ".join(kind.__name__ for kind in kinds))
+
+
+def _kinds(where: str, hint: Any) -> Iterator[Any]:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        for alternative in get_args(hint):
+            yield from _kinds(where, alternative)
+    elif origin is Annotated:
+        yield from _kinds(where, get_args(hint)[0])
+    elif isinstance(hint, TypeVar):
+        yield from _kinds(where, object if isinstance(hint.__bound__, (NoneType, ForwardRef)) else hint.__bound__)
+    elif origin in (list, tuple) and {str, bool, int, float, complex}.issuperset({*get_args(hint)} - {...}):
+        raise TypeError(f"{where}: lists of strings and numbers are stored as tensors; annotate it as Tensor")
+    elif hasattr(hint, "__value__"):  # `type Image = ...`
+        yield from _kinds(where, hint.__value__)
+    elif hasattr(hint, "__supertype__"):  # a NewType
+        yield from _kinds(where, hint.__supertype__)
+    elif hint is Any:
+        yield object
+    else:
+        yield _kind(where, hint if origin is None else origin)
+
+
+def _kind(where: str, kind: Any) -> Any:
+    if not isinstance(kind, type):
+        raise TypeError(
+            f"{where}: {kind!r} is not what a field can be annotated with: Tensor, a jaxtyping annotation of one, "
+            "a DeviceDict class, or the class of an object to keep"
+        )
+    if _is_shaped(kind) and not issubclass(cast(Any, kind).array_type, Tensor):
+        raise TypeError(
+            f"{where}: arrays are stored as tensors; annotate it as {kind.__name__.split('[')[0]}[Tensor, ...]"
+        )
+    if issubclass(kind, _STORED_AS_TENSORS):
+        raise TypeError(f"{where}: values of {kind.__name__} are stored as tensors; annotate it as Tensor")
+    try:
+        isinstance(None, kind)
+    except TypeError as error:
+        raise TypeError(f"{where}: {kind.__name__} cannot be checked at run time: {error}") from error
+    if issubclass(kind, Mapping) and not _is_tree(kind):
+        raise TypeError(f"{where}: mappings are stored as DeviceDicts; annotate it as a DeviceDict or TypedDeviceDict")
+    return cast("type[Any]", kind)
+
+
+def _is_tree(kind: Any) -> bool:
+    return issubclass(kind, TreeDict)
+
+
+def _jaxtyping() -> Any:
+    """jaxtyping, if the user imported it, as whoever has annotations of it did."""
+    return sys.modules.get("jaxtyping")
+
+
+def _is_shaped(kind: Any) -> bool:
+    jaxtyping = _jaxtyping()
+    return jaxtyping is not None and issubclass(kind, jaxtyping.AbstractArray)
+
+
+def _is_kind(value: Any, kind: Any) -> bool:
+    return isinstance(value, Tensor if _is_shaped(kind) else kind)
+
+
+def _called(value: Any) -> str:
+    return type(cast(object, value)).__name__ if isinstance(value, TreeDict) else described(value)
+
+
+Shaped = tuple[str, Tensor, tuple[Any, ...]]
+"""A tensor: where it stands, as ``Batch.obs.state``, and the annotations that it must fit one of."""
+
+
+def shape_error(fields: Iterable[Shaped]) -> str:
+    """Why the tensors do not all have dtypes and shapes of their annotations, with dimensions of one name equal.
+
+    Empty if they have. By jaxtyping itself, in one context for all of them.
+    """
+    jaxtyping = _jaxtyping()
+    if jaxtyping is None or jaxtyping.config.jaxtyping_disable:
+        return ""
+    passed: list[Shaped] = []
+    later: list[Shaped] = []
+    with _context(jaxtyping):
+        for field in fields:
+            try:
+                reason = _reason(field)
+            except jaxtyping.AnnotationError as error:
+                if not isinstance(error.__cause__, NameError):
+                    raise TypeError(f"{field[0]}: {error}") from error
+                later.append(field)  # one like "n+1", before the field that says what n is
+                continue
+            if reason:
+                return _told(jaxtyping, field, reason, passed)
+            passed.append(field)
+        for field in later:
+            reason = ""
+            with suppress(jaxtyping.AnnotationError):  # the field that says what n is may be absent
+                reason = _reason(field)
+            if reason:
+                return _told(jaxtyping, field, reason, passed)
+    return ""
+
+
+def _told(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped]) -> str:
+    """The message, with the field that the reason speaks of if it speaks of one."""
+    where, value, kinds = field
+    expected = " | ".join(kind.__name__ for kind in kinds)
+    alone = _disagree(jaxtyping, [field])
+    partner = None if alone else next((one for one in passed if _disagree(jaxtyping, [one, field])), None)
+    other = "" if partner is None else f", from {partner[0]}, which is {described(partner[1])}"
+    return f"{where}: expected {expected}, got {described(value)}: {reason}{other}"
+
+
+def _context(jaxtyping: Any) -> AbstractContextManager[Any]:
+    """In which dimensions of one name are one dimension, whatever the caller's code calls so."""
+    return cast("AbstractContextManager[Any]", jaxtyping.jaxtyped("context"))
+
+
+def _reason(field: Shaped) -> str:
+    """Why a tensor does not fit its annotations; empty if it does."""
+    _, value, kinds = field
+    first = ""
+    for kind in kinds:
+        reason = str(kind.__instancecheck_str__(value)) if _is_shaped(kind) else ""
+        if not reason:
+            return ""
+        first = first or reason
+    return first
+
+
+def _disagree(jaxtyping: Any, fields: Iterable[Shaped]) -> bool:
+    with _context(jaxtyping), suppress(jaxtyping.AnnotationError):
+        return any(map(_reason, fields))
+    return False

@@ -1,0 +1,292 @@
+"""The four string encoders: small immutable values, compared by value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._errors import dtype_name
+from .protocol import integer_codes, register_encoder, tensor_codes
+
+
+def _strings_only(tokens: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(tokens, str):
+        raise TypeError(
+            f"tokens are an iterable of strings, got the one string {tokens!r}; for its characters use list()"
+        )
+    kept = tuple(tokens)
+    for token in cast("tuple[object, ...]", kept):
+        if not isinstance(token, str):
+            hint = "; fill missing values first" if token is None or token != token else ""
+            raise TypeError(f"tokens are str, got {type(token).__name__}: {token!r}{hint}")
+    return kept
+
+
+def _is_count(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+@register_encoder
+@dataclass(frozen=True, slots=True, repr=False)
+class Utf8:
+    """Strings as their UTF-8 bytes: uint8 ``[..., L]``, zero padded; decodes exactly.
+
+    The default encoder of every key.
+
+    Args:
+        max_length: bytes per string, the width ``L``. None: the width of the longest string encoded together.
+
+    Raises:
+        ValueError: for a string that holds a NUL or a lone surrogate, or that is over ``max_length`` bytes; nothing
+            is ever cut.
+
+    Cost: two copies of the bytes, no Python loop over characters; decoding copies the field to the CPU.
+
+    >>> from tensordict_lite import DeviceDict, Utf8
+    >>> d = DeviceDict({"name": ["Ada", "Grace"]})
+    >>> d["name"].shape, d.decode("name")
+    (torch.Size([2, 5]), ['Ada', 'Grace'])
+    >>> Utf8(max_length=4).encode(["Grace"])
+    Traceback (most recent call last):
+    ...
+    ValueError: 'Grace' is 5 bytes in UTF-8, over max_length=4; raise max_length, strings are never cut
+    """
+
+    name: ClassVar[str] = "utf8"
+    code_ndim: ClassVar[int] = 1
+
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.max_length
+        if limit is not None and not _is_count(limit, 0, 2**63):
+            raise ValueError(f"max_length is a number of bytes, 0 or more, or None; got {limit!r}")
+
+    def __repr__(self) -> str:
+        return "Utf8()" if self.max_length is None else f"Utf8({self.max_length})"
+
+    def encode(self, strings: Sequence[str], /) -> Tensor:
+        """uint8 ``[n, L]`` of ``n`` strings."""
+        strings = list(strings)
+        try:
+            encoded = [string.encode() for string in strings]
+        except UnicodeEncodeError:
+            encoded = [self._bytes(string) for string in strings]  # says which it is
+        longest = max(map(len, encoded), default=0)
+        width = longest if self.max_length is None else self.max_length
+        # All at once: asked string by string this takes four times as long.
+        if longest > width or b"\0" in b"".join(encoded):
+            for string in strings:
+                self._bytes(string)  # raises for the first that is wrong
+        if width == 0:  # NumPy has no zero-width byte strings
+            return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")
+        # An `S` array pads with zeros in C; it is writable, so torch shares it without a copy.
+        packed = cast(Any, np.array(encoded, dtype=f"S{width}"))
+        return torch.as_tensor(packed.view(np.uint8).reshape(len(encoded), width), device="cpu")
+
+    def decode(self, codes: Tensor, /) -> list[str]:
+        """The ``n`` strings of uint8 ``[n, L]``."""
+        if tensor_codes(self, codes).dtype != torch.uint8:
+            raise TypeError(f"{self!r} decodes uint8 codes, got {dtype_name(codes.dtype)}")
+        count, width = codes.shape
+        if width == 0:
+            return [""] * count
+        array = cast(Any, codes.contiguous().numpy())
+        rows: list[bytes] = array.view(f"S{width}").reshape(count).tolist()
+        return [row.decode() for row in rows]
+
+    def _bytes(self, string: str) -> bytes:
+        try:
+            encoded = string.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{string!r} is not valid Unicode text (a lone surrogate)") from error
+        if b"\0" in encoded:
+            raise ValueError(f"{string!r} holds a NUL character, which UTF-8 codes use as padding")
+        if self.max_length is not None and len(encoded) > self.max_length:
+            raise ValueError(
+                f"{string!r} is {len(encoded)} bytes in UTF-8, over max_length={self.max_length}; "
+                "raise max_length, strings are never cut"
+            )
+        return encoded
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.max_length,)
+
+    def to_json(self) -> dict[str, Any]:
+        """The state, as JSON values."""
+        return {"max_length": self.max_length}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Utf8:
+        """The encoder of `to_json`'s state."""
+        return cls(**state)
+
+
+@register_encoder
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Vocabulary:
+    """Strings as their place in a list of tokens: int64 ``[...]``; decodes exactly.
+
+    Args:
+        tokens: the distinct tokens, in the order of their codes.
+        unknown: the token, one of ``tokens``, that any string outside the list becomes. None: such a string raises.
+
+    Raises:
+        ValueError: for repeated tokens; on encoding, for an unknown string, which is named; on decoding, for a code
+            outside ``0 .. len(tokens) - 1``.
+
+    Cost: one dictionary look-up a string; decoding copies the field to the CPU.
+
+    >>> from tensordict_lite import DeviceDict, Vocabulary
+    >>> d = DeviceDict({"species": ["dog", "cat"]}, encoders={"species": Vocabulary(["cat", "dog"])})
+    >>> d["species"], d.decode("species")
+    (tensor([1, 0]), ['dog', 'cat'])
+    >>> d["species"] = "cow"
+    Traceback (most recent call last):
+    ...
+    ValueError: 'species': 'cow' is not among the 2 tokens of Vocabulary(['cat', 'dog']); add it, or give unknown=
+    """
+
+    name: ClassVar[str] = "vocabulary"
+    code_ndim: ClassVar[int] = 0
+
+    tokens: tuple[str, ...]
+    unknown: str | None = None
+    _codes: dict[str, int] = field(init=False, compare=False)
+
+    # Written out, so that any iterable of tokens is taken and kept as a tuple.
+    def __init__(self, tokens: Iterable[str], unknown: str | None = None) -> None:
+        tokens = _strings_only(tokens)
+        codes = {token: code for code, token in enumerate(tokens)}
+        if len(codes) != len(tokens):
+            repeated = next(token for code, token in enumerate(tokens) if codes[token] != code)
+            raise ValueError(
+                f"tokens must be distinct, {repeated!r} is repeated; Vocabulary.fit takes repeated strings"
+            )
+        if unknown is not None and unknown not in codes:
+            raise ValueError(f"unknown={unknown!r} must be one of the tokens")
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "unknown", unknown)
+        object.__setattr__(self, "_codes", codes)
+
+    @classmethod
+    def fit(cls, strings: Iterable[str], unknown: str | None = None) -> Vocabulary:
+        """The vocabulary of the distinct ``strings``, sorted, so that it does not depend on the order of the data.
+
+        With ``unknown=`` that token comes first, if the data does not hold it.
+
+        >>> from tensordict_lite import Vocabulary
+        >>> Vocabulary.fit(["dog", "cat", "dog"], unknown="<unk>")
+        Vocabulary(['<unk>', 'cat', 'dog'], unknown='<unk>')
+        """
+        tokens = sorted(set(_strings_only(strings)))
+        return cls(tokens if unknown is None or unknown in tokens else [unknown, *tokens], unknown)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._codes
+
+    def encode(self, strings: Sequence[str], /) -> Tensor:
+        """int64 ``[n]`` of ``n`` strings."""
+        codes = self._codes
+        if self.unknown is not None:
+            other = codes[self.unknown]
+            return torch.tensor([codes.get(string, other) for string in strings], dtype=torch.int64, device="cpu")
+        try:
+            return torch.tensor([codes[string] for string in strings], dtype=torch.int64, device="cpu")
+        except KeyError as error:
+            raise ValueError(
+                f"{error.args[0]!r} is not among the {len(self)} tokens of {self!r}; add it, or give unknown="
+            ) from None
+
+    def decode(self, codes: Tensor, /) -> list[str]:
+        """The ``n`` tokens of integer codes ``[n]``."""
+        tokens = self.tokens
+        wanted = integer_codes(self, codes)
+        for code in wanted:
+            if not 0 <= code < len(tokens):
+                raise ValueError(f"code {code} is outside {self!r}, whose codes are 0 to {len(tokens) - 1}")
+        return [tokens[code] for code in wanted]
+
+    def to_json(self) -> dict[str, Any]:
+        """The state, as JSON values."""
+        return {"tokens": list(self.tokens), "unknown": self.unknown}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Vocabulary:
+        """The encoder of `to_json`'s state."""
+        return cls(**state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.tokens, self.unknown)  # the look-up table is made again, not sent
+
+    def __repr__(self) -> str:
+        shown = repr(list(self.tokens)) if len(self) <= 6 else f"<{len(self)} tokens>"
+        return f"Vocabulary({shown})" if self.unknown is None else f"Vocabulary({shown}, unknown={self.unknown!r})"
+
+
+@register_encoder
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """Strings as a hash in ``0 .. buckets - 1``: int64 ``[...]``; one way.
+
+    The same code in every process and on every platform: BLAKE2b (RFC 7693) of the UTF-8 bytes, 8-byte digest, the
+    seed as the salt, little-endian, modulo ``buckets``.
+
+    Args:
+        buckets: how many codes there are, 1 or more.
+        seed: another seed is another, independent hash function; ``0 <= seed < 2**64``.
+
+    Cost: about one microsecond a string. Decoding raises ``TypeError``.
+
+    >>> from tensordict_lite import Hashing
+    >>> Hashing(1000).encode(["cat", "dog", "cat"])
+    tensor([939, 465, 939])
+    """
+
+    name: ClassVar[str] = "hashing"
+    code_ndim: ClassVar[int] = 0
+
+    buckets: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        buckets, seed = self.buckets, self.seed
+        if not _is_count(buckets, 1, 2**63):
+            raise ValueError(f"buckets is a whole number from 1 to 2**63, got {buckets!r}")
+        if not _is_count(seed, 0, 2**64 - 1):
+            raise ValueError(f"seed is a whole number from 0 to 2**64 - 1, got {seed!r}")
+
+    def encode(self, strings: Sequence[str], /) -> Tensor:
+        """int64 ``[n]`` of ``n`` strings."""
+        salt = self.seed.to_bytes(8, "little")
+        digests = (
+            hashlib.blake2b(string.encode("utf-8", "surrogatepass"), digest_size=8, salt=salt).digest()
+            for string in strings
+        )
+        codes = [int.from_bytes(digest, "little") % self.buckets for digest in digests]
+        return torch.tensor(codes, dtype=torch.int64, device="cpu")
+
+    def decode(self, codes: Tensor, /) -> list[str]:
+        """Raises ``TypeError``: a hash cannot be undone."""
+        raise TypeError(f"{self!r} is one way and cannot be decoded; use Vocabulary to get strings back")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.buckets, self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        """The state, as JSON values."""
+        return {"buckets": self.buckets, "seed": self.seed}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Hashing:
+        """The encoder of `to_json`'s state."""
+        return cls(**state)

@@ -1,0 +1,269 @@
+"""String encoders: what one is, how each has a name in JSON, and nested lists of strings in and out of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._errors import dtype_name
+
+Codes = Tensor | Mapping[str, Tensor]
+
+
+@runtime_checkable
+class StringEncoder(Protocol):
+    """What turns strings into tensors and back; any object with these two methods is one.
+
+    `encode` gets a flat sequence of ``n`` strings and returns a CPU tensor whose first dimension is ``n``, or a
+    mapping of such tensors. `decode` gets codes of that form and returns ``n`` strings. An encoder that also has an
+    integer attribute ``code_ndim``, the number of dimensions that one string takes in the codes, can be decoded
+    from fields of any leading shape; without it the first dimension is taken to count the strings.
+
+    >>> from tensordict_lite import StringEncoder, Utf8
+    >>> isinstance(Utf8(), StringEncoder)
+    True
+    """
+
+    def encode(self, strings: Sequence[str], /) -> Codes:
+        """Codes of ``n`` strings, on the CPU, with first dimension ``n``."""
+        ...
+
+    def decode(self, codes: Any, /) -> list[str]:
+        """The strings of codes whose first dimension counts them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOnly:
+    """A bare callable given as an encoder: it encodes, and nothing can be decoded."""
+
+    function: Callable[[Sequence[str]], Codes]
+
+    def encode(self, strings: Sequence[str], /) -> Codes:
+        return self.function(strings)
+
+    def decode(self, codes: Any, /) -> list[str]:
+        raise TypeError(f"{self!r} only encodes; give an object with encode and decode to get strings back")
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+
+def as_encoder(given: object) -> StringEncoder:
+    """``given`` itself if it encodes and decodes, wrapped if it is a bare callable."""
+    if isinstance(given, type):
+        raise TypeError(f"an encoder is an instance, got the class {given.__name__}; call it: {given.__name__}(...)")
+    if isinstance(given, StringEncoder):
+        return given
+    if callable(given):
+        return EncodeOnly(cast(Any, given))
+    raise TypeError(
+        f"an encoder has encode and decode, or is a callable; got {type(given).__name__}: {given!r}. "
+        "Use Utf8(), Vocabulary(tokens), Hashing(buckets) or Tokenizer(hf_tokenizer)"
+    )
+
+
+# --- the JSON form: a registered name and plain data, never an import path ---
+
+_registry: dict[str, type[Any]] = {}
+_E = TypeVar("_E", bound=type[Any])
+
+
+def register_encoder(cls: _E) -> _E:
+    """Class decorator that gives an encoder class a JSON form, under its attribute ``name``.
+
+    The class needs ``name`` (a string, unique), ``to_json(self) -> dict`` of JSON values and a classmethod
+    ``from_json(cls, state)``. Raises ``TypeError`` for what lacks one of them, ``ValueError`` if another class has the
+    name.
+
+    >>> from tensordict_lite import encoder_from_json, encoder_to_json, register_encoder
+    >>> @register_encoder
+    ... class Length:
+    ...     name = "length"
+    ...     code_ndim = 0
+    ...     def encode(self, strings): return torch.tensor([len(s) for s in strings])
+    ...     def decode(self, codes): return ["?" * n for n in codes.tolist()]
+    ...     def to_json(self): return {}
+    ...     @classmethod
+    ...     def from_json(cls, state): return cls()
+    >>> encoder_to_json(Length())
+    {'name': 'length'}
+    """
+    name: Any = getattr(cls, "name", None)
+    if not isinstance(cast(object, cls), type) or not isinstance(name, str):
+        raise TypeError(f"register_encoder takes a class with a str attribute `name`, got {cls!r:.60}")
+    known = _registry.get(name, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):  # else a notebook cell run again
+        raise ValueError(f"the encoder name {name!r} is taken by {known.__qualname__}; choose another")
+    for method in ("to_json", "from_json"):
+        if not hasattr(cls, method):
+            raise TypeError(f"the encoder class {cls.__name__} has no {method}, which its JSON form needs")
+    _registry[name] = cls
+    return cls
+
+
+def runs_code(encoder: object) -> bool:
+    """Whether making an encoder from its JSON form, or this JSON form, runs more than this package: ``runs_code``."""
+    name: Any = cast(Any, encoder).get("name") if isinstance(encoder, Mapping) else getattr(encoder, "name", None)
+    return isinstance(name, str) and getattr(_registry.get(name), "runs_code", False) is True
+
+
+def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
+    """The JSON form of an encoder: its registered name and its state, plain JSON values throughout.
+
+    Raises ``TypeError`` for one whose class is not registered (a bare callable, say). Cost: the size of the encoder.
+
+    >>> from tensordict_lite import Vocabulary, encoder_to_json
+    >>> encoder_to_json(Vocabulary(["cat", "dog"]))
+    {'tokens': ['cat', 'dog'], 'unknown': None, 'name': 'vocabulary'}
+    """
+    if _registry.get(str(getattr(encoder, "name", ""))) is not type(encoder):
+        raise TypeError(f"{encoder!r} has no JSON form; register its class with register_encoder")
+    return {**cast(Any, encoder).to_json(), "name": cast(Any, encoder).name}
+
+
+def encoder_from_json(data: Mapping[str, Any]) -> StringEncoder:
+    """The encoder of a JSON form. What names no registered encoder, or does not fit it, is a ``ValueError``.
+
+    Nothing that ``data`` names is imported.
+
+    >>> from tensordict_lite import encoder_from_json
+    >>> encoder_from_json({"name": "hashing", "buckets": 16, "seed": 0})
+    Hashing(buckets=16, seed=0)
+    """
+    if not isinstance(cast(object, data), Mapping):
+        raise ValueError(f"the JSON form of an encoder is an object, got {type(data).__name__}")
+    state = dict(data)
+    name = state.pop("name", None)
+    cls = _registry.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise ValueError(f"no encoder is registered as {name!r}; known are {', '.join(sorted(_registry))}")
+    try:
+        return cls.from_json(state)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"the JSON form of the encoder {name!r} is malformed: {error}") from error
+
+
+# --- nested lists of strings ---
+
+
+def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
+    """The strings of a ``str``, a string array or a rectangular nested list, in order, and its shape.
+
+    Raises ``TypeError`` for an item that is no string and ``ValueError`` for a ragged list; both name the index.
+    """
+    if isinstance(value, str):
+        return [value], ()
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, str):  # a 0-d array
+        return [value], ()
+    shape: list[int] = []
+    level = value
+    while isinstance(level, (list, tuple)):
+        shape.append(len(cast("list[Any]", level)))
+        level = cast(Any, level[0] if level else None)
+    flat: list[str] = []
+    _collect(value, tuple(shape), (), flat)
+    return flat, tuple(shape)
+
+
+def _collect(value: Any, shape: tuple[int, ...], index: tuple[int, ...], out: list[str]) -> None:
+    at = "".join(f"[{i}]" for i in index)
+    if not shape:
+        if not isinstance(value, str):
+            hint = "; fill missing values first" if value is None or value != value else ""
+            raise TypeError(f"item {at} is {type(value).__name__}, expected str as for the others{hint}")
+        out.append(value)
+        return
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"item {at} is {type(value).__name__}, expected a list of {shape[0]}")
+    items = cast("list[Any]", value)
+    if len(items) != shape[0]:
+        raise ValueError(f"item {at} has length {len(items)}, expected {shape[0]}: nested lists must be rectangular")
+    if len(shape) == 1 and {str}.issuperset(map(type, items)):
+        out.extend(items)
+        return
+    for i, item in enumerate(items):
+        _collect(item, shape[1:], (*index, i), out)
+
+
+def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, ...]) -> Codes:
+    """Encode ``strings`` and give the codes their leading ``shape``; a wrong result of the encoder raises TypeError."""
+    codes = encoder.encode(strings)
+    if isinstance(codes, Mapping):
+        return {key: _leading(encoder, value, strings, shape) for key, value in codes.items()}
+    return _leading(encoder, codes, strings, shape)
+
+
+def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(codes, Tensor):
+        raise TypeError(
+            f"{short(encoder)}.encode gave {type(codes).__name__}, expected a Tensor or a mapping of tensors "
+            "(wrap a Hugging Face tokenizer in Tokenizer)"
+        )
+    if codes.ndim == 0 or codes.shape[0] != len(strings):
+        raise TypeError(
+            f"{short(encoder)}.encode gave shape {list(codes.shape)} for {len(strings)} strings; "
+            f"the first dimension must be {len(strings)}"
+        )
+    return codes.reshape((*shape, *codes.shape[1:]))
+
+
+def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
+    """The strings of ``codes``: a ``str``, or lists nested as the leading dimensions are."""
+    ndim: int | None = getattr(encoder, "code_ndim", None)
+    if isinstance(codes, Mapping):
+        first = next(iter(codes.values()), None)
+        if first is None or not all(isinstance(cast(object, value), Tensor) for value in codes.values()):
+            raise TypeError(f"{short(encoder)} decodes tensors, got a nested dict that is not codes")
+    else:
+        first = codes
+    # Without code_ndim only the first dimension is known to count strings.
+    lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)
+    if lead < 0:
+        raise ValueError(f"{encoder!r} decodes codes of {ndim} dimensions or more, got shape {list(first.shape)}")
+    shape = tuple(first.shape[:lead])
+
+    def rows(tensor: Tensor) -> Tensor:
+        host = tensor.detach().cpu()
+        return host.reshape((math.prod(shape), *host.shape[lead:]))
+
+    flat = {key: rows(value) for key, value in codes.items()} if isinstance(codes, Mapping) else rows(codes)
+    return _nest(encoder.decode(flat), shape)
+
+
+def _nest(strings: list[str], shape: tuple[int, ...]) -> Any:
+    if not shape:
+        return strings[0]
+    if len(shape) == 1:
+        return list(strings)
+    step = math.prod(shape[1:])
+    return [_nest(strings[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
+def short(encoder: object) -> str:
+    """The repr of an encoder, cut: anybody's may be in a message."""
+    text = repr(encoder)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def tensor_codes(encoder: object, codes: object) -> Tensor:
+    """``codes`` if it is a tensor; ``TypeError`` otherwise."""
+    if not isinstance(codes, Tensor):
+        raise TypeError(f"{encoder!r} decodes a tensor of codes, got {type(codes).__name__}")
+    return codes
+
+
+def integer_codes(encoder: object, codes: Tensor) -> list[int]:
+    """1-d integer codes as Python ints; ``TypeError`` for codes of another kind."""
+    tensor_codes(encoder, codes)
+    if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
+        raise TypeError(f"{encoder!r} decodes integer codes, got {dtype_name(codes.dtype)}")
+    return cast(Any, codes).tolist()

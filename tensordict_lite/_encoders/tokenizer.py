@@ -1,0 +1,151 @@
+"""The encoder that wraps a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .protocol import register_encoder
+
+# What a tokenizer's files say of its last call and of where it came from, and is not part of what it is.
+_PASSING = {"tokenizer.json": ("padding", "truncation"), "tokenizer_config.json": ("is_local", "local_files_only")}
+
+
+@register_encoder
+class Tokenizer:
+    """Strings as a nested dict of what a Hugging Face tokenizer gives: ``input_ids``, ``attention_mask``, ...
+
+    Each is int64 ``[..., L]``, padded to the longest string encoded together unless ``call`` says otherwise.
+
+    Args:
+        tokenizer: any tokenizer of ``transformers``, which the caller imported; this package does not need it.
+        call: keyword arguments of every call (``truncation``, ``max_length``, ...); ``padding`` is True unless given.
+
+    Raises: ``TypeError`` for what is no tokenizer; on encoding, ``ValueError`` for an empty list, and what the
+    tokenizer raises. Cost: the tokenizer's; comparing two that are not one object, and the JSON form, write files.
+
+    Equal to another with an equal tokenizer and call. The JSON form holds the files that ``save_pretrained`` writes.
+    Decoding is ``batch_decode(input_ids, skip_special_tokens=True)`` and as exact as the tokenizer is.
+
+    Example (``bert`` is a ``transformers`` tokenizer)::
+
+        d = DeviceDict({"text": ["a cat", "dogs"]}, encoders={"text": Tokenizer(bert, truncation=True)})
+        d["text", "input_ids"]     # int64 [2, L]
+        d.decode("text")           # ['a cat', 'dogs']
+
+    >>> from tensordict_lite import DeviceDict, Tokenizer
+    >>> class Characters:  # anything that is called and decodes as a tokenizer does
+    ...     def __call__(self, strings, return_tensors, padding):
+    ...         return {"input_ids": torch.tensor([[ord(c) for c in s] for s in strings])}
+    ...     def batch_decode(self, ids, skip_special_tokens):
+    ...         return ["".join(map(chr, row)) for row in ids.tolist()]
+    >>> d = DeviceDict({"text": ["cat", "dog"]}, encoders={"text": Tokenizer(Characters())})
+    >>> d["text", "input_ids"].shape, d.decode("text")
+    (torch.Size([2, 3]), ['cat', 'dog'])
+    """
+
+    name: ClassVar[str] = "tokenizer"
+    runs_code: ClassVar[bool] = True
+    code_ndim: ClassVar[int] = 1
+
+    __slots__ = ("call", "tokenizer")
+    tokenizer: Any
+    call: Mapping[str, Any]
+
+    def __init__(self, tokenizer: Any, **call: Any) -> None:
+        if not callable(tokenizer) or not hasattr(tokenizer, "batch_decode"):
+            raise TypeError(f"expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
+        if "return_tensors" in call:
+            raise TypeError("return_tensors is always 'pt' here; leave it out")
+        object.__setattr__(self, "tokenizer", tokenizer)
+        object.__setattr__(self, "call", MappingProxyType({"padding": True, **call}))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Tokenizer is immutable; make another instead of setting {name!r}")
+
+    def encode(self, strings: Sequence[str], /) -> Mapping[str, Tensor]:
+        """The tokenizer's tensors for ``n`` strings, each ``[n, L]``."""
+        if not strings:
+            raise ValueError("no strings to tokenize, so the width of their codes is not known")
+        return {**self.tokenizer(list(strings), return_tensors="pt", **self.call)}
+
+    def decode(self, codes: Mapping[str, Tensor], /) -> list[str]:
+        """The ``n`` strings of ``codes["input_ids"]``."""
+        if not isinstance(codes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller's mistake)
+            raise TypeError(f"{self!r} decodes a mapping with input_ids, got {type(codes).__name__}")
+        return self.tokenizer.batch_decode(codes["input_ids"], skip_special_tokens=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """The state, as JSON values: the call, and the tokenizer's own files, text as it is and others in base64."""
+        if not hasattr(self.tokenizer, "save_pretrained"):
+            raise TypeError(f"{type(self.tokenizer).__name__} has no save_pretrained, so it has no JSON form")
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+            files = {path.relative_to(folder).as_posix(): _read(path) for path in paths}
+        return {"files": files, "call": dict(self.call)}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Tokenizer:
+        """The encoder of `to_json`'s state. ``ImportError`` without ``transformers``, whose code alone is run."""
+        try:
+            transformers: Any = importlib.import_module("transformers")  # optional, and slow to import
+        except ImportError as error:
+            raise ImportError("this data holds a Tokenizer; pip install transformers") from error
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in state["files"].items():
+                path = PurePosixPath(name)
+                if path.is_absolute() or not path.parts or ".." in path.parts or "\\" in name:
+                    raise ValueError(f"a tokenizer's file lies inside its folder, got {name!r}")
+                text = content["text"].encode() if "text" in content else base64.b64decode(content["base64"])
+                (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
+                (Path(folder) / path).write_bytes(text)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        return cls(tokenizer, **state["call"])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tokenizer):
+            return NotImplemented
+        if self.call != other.call or type(self.tokenizer) is not type(other.tokenizer):
+            return False
+        if self.tokenizer is other.tokenizer:
+            return True
+        if hasattr(self.tokenizer, "save_pretrained"):
+            return self.to_json() == other.to_json()
+        return bool(self.tokenizer == other.tokenizer)
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(sorted(self.call))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.tokenizer, dict(self.call))
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({type(self.tokenizer).__name__})"
+
+
+def _rebuild(tokenizer: Any, call: dict[str, Any]) -> Tokenizer:
+    return Tokenizer(tokenizer, **call)
+
+
+def _read(path: Path) -> dict[str, str]:
+    content = path.read_bytes()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(content).decode("ascii")}
+    passing = _PASSING.get(path.name)
+    if passing:
+        kept = {key: value for key, value in json.loads(text).items() if key not in passing}
+        text = json.dumps(kept, ensure_ascii=False)
+    return {"text": text}

@@ -1,0 +1,1 @@
+"""A dict as plain data, and as a file."""

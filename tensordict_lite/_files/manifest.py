@@ -1,0 +1,363 @@
+"""A dict as plain data beside its tensors, and back: what files hold.
+
+A plan is what JSON can say: the tree, with a number where a tensor stands, and the policies and encoders of its dicts.
+It names no class and no function but the registered names of encoders. Whoever reads one, from a file that may be
+damaged or forged, checks every part of it before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from .._encoders.builtin import Utf8
+from .._encoders.protocol import StringEncoder, encoder_from_json, runs_code
+from .._errors import DEPTH, InvalidFileError, Path, dotted, dtype_name, refuse_deeper
+from .._memory.buffer import DTYPES
+from .._tree.missing import missing_key
+from .._tree.policy import Encoders, Policy
+from .._tree.tree import TreeDict
+
+VERSION = 1
+OF_ITS_CLASS = -1
+"""In place of a policy's number: the policy of the class."""
+_HERE = object()
+"""In a tree of keys: a path ends here."""
+_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
+
+
+Manifest = dict[str, Any]
+Leaves = list[tuple[Path, Any]]
+
+
+def describe(
+    d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: bool
+) -> tuple[Manifest, Leaves, list[TreeDict[Any]]]:
+    """The plan of a dict, what its numbers stand for, and its dicts, in the order in which they come.
+
+    Args:
+        encoder: what the plan has for an encoder; a ``TypeError`` of it is given the path.
+        own: the policy of a class is left to the class.
+
+    Raises ``TooDeep``.
+    """
+    leaves: Leaves = []
+    nodes: list[TreeDict[Any]] = []
+    policies, encoders = _Table(), _Table()
+
+    def number(one: StringEncoder, path: Path) -> int:
+        try:
+            return encoders.number(one, lambda: encoder(one))
+        except TypeError as error:
+            raise TypeError(f"{dotted(path)}: {error}") from error
+
+    def policy(one: Policy, at: Path) -> dict[str, Any]:
+        default = one.default_encoder
+        return {
+            "encoders": {_plain(key): number(given, (*at, key)) for key, given in one.encoders.items()},
+            "default": None if default == Utf8() else number(default, (*at, "*")),
+            "on_mismatch": one.on_mismatch,
+            "objects": one.objects,
+            "dtype": None if one.dtype is None else dtype_name(one.dtype),
+        }
+
+    def node(one: TreeDict[Any], at: Path) -> dict[str, Any]:
+        refuse_deeper(at)  # one that was made from within can be deeper
+        nodes.append(one)
+        items: list[Any] = []
+        for key, value in one.items():
+            if isinstance(value, TreeDict):
+                items.append([_plain(key), node(cast("TreeDict[Any]", value), (*at, key))])
+            else:
+                items.append([_plain(key), len(leaves)])
+                leaves.append(((*at, key), value))
+        of_its_class = own and one._policy is one._class_policy
+        given = OF_ITS_CLASS if of_its_class else policies.number(one._policy, lambda: policy(one._policy, at))
+        return {"policy": given, "items": items}
+
+    root = node(d, ())
+    manifest = {"version": VERSION, "root": root, "policies": policies.entries, "encoders": encoders.entries}
+    return manifest, leaves, nodes
+
+
+def _plain(key: str) -> str:
+    """A key of a class of its own, such as an enum's or NumPy's, as the string that it is."""
+    return key if type(key) is str else str.__str__(key)
+
+
+class _Table:
+    """Entries that are made once for all that are equal, and known by their numbers."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self._seen: list[Any] = []
+
+    def number(self, one: Any, entry: Callable[[], Any]) -> int:
+        for i, other in enumerate(self._seen):
+            if one is other or one == other:
+                return i
+        self.entries.append(entry())
+        self._seen.append(one)
+        return len(self._seen) - 1
+
+
+class Reader:
+    """A plan that was read from somewhere, and is not trusted.
+
+    Args:
+        plan: the plan.
+        count: how many things its numbers stand for; each must be there once.
+        given: encoders that the caller has for some keys, or for all. What the plan has for them is not looked at.
+
+    Raises ``InvalidFileError`` for what is no plan, here and in its methods.
+    """
+
+    numbers: list[int]
+    """Of the tensors, in the order of the tree."""
+    count: int
+    """Of the dicts."""
+
+    def __init__(self, manifest: Any, count: int, given: Encoders | None = None) -> None:
+        version = cast("dict[Any, Any]", manifest).get("version") if isinstance(manifest, dict) else None
+        if type(version) is not int:
+            invalid("it has no version")
+        if version != VERSION:
+            invalid(f"its version is {version}, and this package reads version {VERSION}; update the package")
+        self._manifest = _fields(manifest, "a plan", version=int, root=dict, policies=list, encoders=list)
+        self._given = Policy() if given is None else Policy().override(given)
+        self._all_given = given is not None and not isinstance(given, Mapping)
+        self._known: dict[int, Policy] = {}
+        self._merged: dict[tuple[int, Any], Policy] = {}
+        self._encoders: dict[int, StringEncoder] = {}
+        self._root = self._manifest["root"]
+        self.numbers, self.count = [], 0
+        _refuse_sharing(cast(Any, manifest), set())
+        self._walk(self._root, 0)
+        if sorted(self.numbers) != list(range(count)):
+            invalid(f"its tree does not have each of the {count} tensors once")
+
+    def keep(self, paths: Sequence[Path], owner: str) -> None:
+        """Leave out all but what is at these paths; ``KeyError`` for one that is not in the ``owner``."""
+        asked: dict[Any, Any] = {}
+        for path in paths:
+            inside = asked
+            for key in path:
+                inside = inside.setdefault(key, {})
+            inside[_HERE] = {}
+        found: set[Path] = set()
+        kept = _kept(self._root, asked, False, (), found)
+        for path in paths:
+            if path not in found:
+                raise missing_key(_names_in(self._root), path if len(path) != 1 else next(iter(path)), owner)
+        self._root, self.numbers, self.count = kept, [], 0
+        self._walk(kept, 0)
+
+    def build(
+        self,
+        choose: Callable[[Any, str], Any],
+        leaf: Callable[[int], Any],
+        device: torch.device | None,
+        own: bool,
+    ) -> TreeDict[Any]:
+        """The dict, with what ``leaf`` has for the numbers, each dict of it on ``device``; unchecked.
+
+        Args:
+            choose: the class of a dict, by the class of the one that holds it, None for the root, and its key. It is
+                asked in the order in which the dicts come.
+            own: the policy is that of the plan; else its encoders, with the options of the class if that has any.
+
+        Raises ``InvalidFileError`` for an object in a dict whose policy keeps none.
+        """
+        return self._build(self._root, choose(None, ""), choose, leaf, device, own)
+
+    def _walk(self, node: Any, depth: int) -> None:
+        if depth >= DEPTH:
+            invalid(f"it is nested {DEPTH} levels deep or more")
+        self.count += 1
+        for _, value in _items(node):
+            if type(value) is int:
+                self.numbers.append(value)
+            else:
+                self._walk(value, depth + 1)
+
+    def _build(
+        self,
+        node: Any,
+        cls: Any,
+        choose: Callable[[Any, str], Any],
+        leaf: Callable[[int], Any],
+        device: torch.device | None,
+        own: bool,
+    ) -> TreeDict[Any]:
+        listed: list[tuple[str, Any]] = node["items"]
+        policy = self._policy(node["policy"], cls, own, (key for key, _ in listed))
+        items: dict[str, Any] = {}
+        for key, value in listed:
+            if type(value) is int:
+                items[key] = found = leaf(value)
+                if policy.objects != "keep" and not isinstance(found, Tensor):
+                    invalid(f"{key!r} is an object, in a dict that keeps none")
+            else:
+                items[key] = self._build(value, choose(cls, key), choose, leaf, device, own)
+        return cls._new(items, device, policy)
+
+    def _policy(self, number: int, cls: Any, own: bool, keys: Iterable[str]) -> Policy:
+        if own and number == OF_ITS_CLASS:
+            return cls._class_policy
+        entry = _at(self._manifest["policies"], number, "policy")
+        if number not in self._known:
+            self._known[number] = self._read_policy(entry)
+        policy = self._known[number]
+        if own or not cls._has_policy():
+            return policy
+        if (number, cls) not in self._merged:  # once, however many dicts of a file share the policy
+            self._merged[number, cls] = cls._class_policy.with_encoders(policy.encoders)
+        return self._merged[number, cls].with_default_of(policy, keys)
+
+    def _read_policy(self, entry: Any) -> Policy:
+        entry = _fields(entry, "a policy", encoders=dict, default=object, on_mismatch=str, objects=str, dtype=object)
+        given = self._given.encoders
+        if entry["dtype"] is not None and (type(entry["dtype"]) is not str or entry["dtype"] not in _DTYPES):
+            invalid(f"{_cut(entry['dtype'])} is no dtype of host values")
+        encoders = dict(given)
+        if self._all_given:
+            default = self._given.default_encoder
+        else:
+            encoders |= {key: self._encoder(n, key) for key, n in entry["encoders"].items() if key not in given}
+            default = None if entry["default"] is None else self._encoder(entry["default"], "*")
+        try:
+            dtype = None if entry["dtype"] is None else _DTYPES[entry["dtype"]]
+            policy = Policy().override(encoders or None, entry["on_mismatch"], entry["objects"], dtype)
+            return policy if default is None else policy.override(default)
+        except (TypeError, ValueError) as error:
+            raise InvalidFileError(f"not a valid file: {error}") from error
+
+    def _encoder(self, number: Any, key: str) -> StringEncoder:
+        entry = _at(self._manifest["encoders"], number, "encoder")
+        if number not in self._encoders:
+            made = _made(cast("dict[str, Any]", entry), key) if isinstance(entry, dict) else entry
+            if isinstance(made, (str, bytes, type)) or not hasattr(made, "encode"):
+                invalid(f"what it has for {key!r} is no encoder")
+            self._encoders[number] = cast(StringEncoder, made)
+        return self._encoders[number]
+
+
+_TENSOR = torch.empty(0, device="meta")
+"""In place of any tensor."""
+
+
+def _names_in(node: Any) -> dict[str, Any]:
+    """The keys of a node as a nested dict."""
+    return {key: _TENSOR if type(value) is int else _names_in(value) for key, value in node["items"]}
+
+
+def _made(entry: dict[Any, Any], key: str) -> StringEncoder:
+    if runs_code(entry):
+        invalid(
+            f"{key!r} was encoded with a {entry['name']}, which is not made from a file, since that would run what the "
+            f"file says; give it: load(..., encoders={{{key!r}: ...}})"
+        )
+    try:
+        return encoder_from_json(entry)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidFileError(f"not a valid file: the encoder of {key!r}: {str(error)[:1000]}") from error
+
+
+def choose_from(cls: Any) -> Callable[[Any, str], Any]:
+    """For `Reader.build`: the class of each dict if that of the root is ``cls``.
+
+    It is what the class of the one that holds it declares for it, or that class itself.
+    """
+
+    def choose(parent: Any, key: str) -> Any:
+        return cls if parent is None else parent._nested_class(key) or parent
+
+    return choose
+
+
+def paths_of(manifest: Manifest) -> list[Path]:
+    """The paths of the tensors of a plan that is sound, in the order of the tree."""
+
+    def walk(node: Any, at: Path) -> Iterator[Path]:
+        for key, value in node["items"]:
+            if type(value) is int:
+                yield (*at, key)
+            else:
+                yield from walk(value, (*at, key))
+
+    return list(walk(manifest["root"], ()))
+
+
+def _kept(node: Any, asked: Mapping[Any, Any], everything: bool, at: Path, found: set[Path]) -> Any:
+    """A dict of a plan with the items that are asked for, or ``everything``; the paths that are asked for go to ``found``.
+
+    ``asked`` is a tree of keys, with `_HERE` where a path ends.
+    """
+    items: list[Any] = []
+    for key, value in node["items"]:
+        inside = asked.get(key)
+        if inside is None:
+            if everything:
+                items.append([key, value])
+            continue
+        path = (*at, key)
+        if _HERE in inside:
+            found.add(path)
+        nested = type(value) is dict
+        items.append([key, _kept(value, inside, everything or _HERE in inside, path, found) if nested else value])
+    return {**node, "items": items}
+
+
+def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:
+    """Refuse a list or dict that is in two places, as pickle can have it: walks would take the time of a tree's."""
+    if type(value) not in (list, dict):
+        return
+    if id(value) in seen:
+        invalid("a part of it is in two places")
+    if depth > 4 * DEPTH:  # each dict takes three levels, and policies a few
+        invalid(f"it is nested {DEPTH} levels deep or more")
+    seen.add(id(value))
+    inside = cast("list[Any]", value) if type(value) is list else list(cast("dict[Any, Any]", value).values())
+    for one in inside:
+        _refuse_sharing(one, seen, depth + 1)
+
+
+def _cut(value: object) -> str:
+    return repr(value)[:60] if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+
+
+def invalid(reason: str) -> NoReturn:
+    raise InvalidFileError(f"not a valid file: {reason}")
+
+
+def _at(entries: list[Any], number: Any, what: str) -> Any:
+    if type(number) is not int or not 0 <= number < len(entries):
+        invalid(f"it has no {what} {_cut(number)}")
+    return entries[number]
+
+
+def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
+    if type(value) is not dict or set(cast("dict[Any, Any]", value)) != set(kinds):
+        invalid(f"{what} has the fields {', '.join(kinds)}, and this has not")
+    fields = cast("dict[str, Any]", value)
+    for name, kind in kinds.items():
+        if kind is not object and type(fields[name]) is not kind:
+            invalid(f"{name!r} of {what} is no {kind.__name__}")
+    return fields
+
+
+def _items(node: Any) -> list[tuple[str, Any]]:
+    items = cast("list[Any]", _fields(node, "a dict", policy=int, items=list)["items"])
+    for item in items:
+        pair = cast("list[Any]", item if type(item) is list else [])
+        if len(pair) != 2 or type(pair[0]) is not str:
+            invalid("an item of a dict is a key and a value, and one is not")
+        key, value = pair
+        if type(value) not in (int, dict):
+            invalid(f"{key!r} is neither a tensor nor a dict")
+    if len({key for key, _ in items}) != len(items):
+        invalid("a dict has a key twice")
+    return cast("list[tuple[str, Any]]", items)

@@ -1,0 +1,62 @@
+"""Registration with PyTorch's pytree: what every class of ours must have to cross DDP, vmap, export and tree_map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
+
+from .policy import Policy
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Context:
+    """The part of a dict that is not its values. Two are equal if their keys are.
+
+    The device and the policy do not count, so that one tree_map may take dicts of the same fields on two devices;
+    they are what a dict without tensors, and the encoders, come back from.
+    """
+
+    keys: tuple[str, ...]
+    device: torch.device | None = field(default=None, compare=False)
+    policy: Policy | None = field(default=None, compare=False)
+
+
+def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Callable[..., Any]) -> None:
+    """Register exactly ``cls``: pytree looks types up by identity, a registered base does not serve a subclass.
+
+    ``flatten`` gives the context of an instance and ``unflatten(cls, items, context)`` builds one from pairs. It must
+    not validate: torch puts leaves of every kind into the tree (None, ints, specs, vmap's batched tensors).
+    """
+
+    def flat(d: Any) -> tuple[list[Any], Context]:
+        return list(d.values()), flatten(d)
+
+    def flat_with_keys(d: Any) -> tuple[list[tuple[Any, Any]], Context]:
+        return [(pytree.MappingKey(key), value) for key, value in d.items()], flatten(d)
+
+    def unflat(leaves: Iterable[Any], context: Context) -> Any:
+        return unflatten(cls, zip(context.keys, leaves, strict=True), context)
+
+    pytree.register_pytree_node(
+        cls,
+        flat,
+        unflat,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        to_dumpable_context=_dump,
+        from_dumpable_context=_load,
+        flatten_with_keys_fn=flat_with_keys,  # pyright: ignore[reportArgumentType]  (its stub wants one key type)
+    )
+
+
+def _dump(context: Context) -> Any:
+    # An exported program keeps the structure it computes on; encoders belong to the data, not to the program.
+    return {"keys": list(context.keys), "device": None if context.device is None else str(context.device)}
+
+
+def _load(data: Any) -> Context:
+    device = data["device"]
+    return Context(tuple(data["keys"]), None if device is None else torch.device(device))

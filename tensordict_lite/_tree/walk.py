@@ -1,0 +1,142 @@
+"""Walks over plain mappings of tensors, and the checks of what comes in as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._errors import DeviceMismatchError, Path, dotted, refuse_deeper
+from .._memory.device import CPU
+from .columns import table_columns
+from .missing import no_key
+
+Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+def only_tensors(values: Iterable[Any]) -> bool:
+    """Whether every value is a plain tensor: no nested dict, object or tensor subclass."""
+    for value in values:  # noqa: SIM110  (a generator under all() costs twice this loop)
+        if type(value) is not Tensor:
+            return False
+    return True
+
+
+def as_dict(data: Items) -> Mapping[str, Any]:
+    """``data`` as a mapping that can be walked twice. What is neither a mapping nor pairs raises as in ``dict``."""
+    if type(data) is dict:
+        return cast("dict[str, Any]", data)
+    if isinstance(data, Mapping):  # through items(), which a subclass of dict may have of its own
+        return dict(cast("Mapping[str, Any]", data).items())
+    columns = table_columns(data)
+    if columns is not None:
+        return columns
+    if hasattr(data, "keys"):  # dict's own protocol: a table whose iteration gives names alone
+        return dict(cast("Mapping[str, Any]", data))
+    expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(cast(object, data)).__name__}"
+    if isinstance(data, torch.nn.Module):
+        raise TypeError(f"{expected}; give it the state_dict()")
+    if isinstance(data, (Tensor, np.ndarray)):  # which may be walked as pairs of its numbers
+        raise TypeError(f'{expected}; give the value a key: {{"x": value}}')
+    if not isinstance(cast(object, data), Iterable):
+        raise TypeError(expected)
+    pairs = list(data)  # apart from the next line: an error of a caller's generator is the caller's
+    try:
+        return dict(pairs)
+    except (TypeError, ValueError) as error:  # of the kind that dict raises
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{expected}: {error}") from error
+
+
+def snapshot(data: Mapping[str, Any], trusted: type, at: Path = ()) -> dict[str, Any]:
+    """``data`` with every mapping in it but ``trusted`` ones read once, into a dict: it may make its values anew."""
+    refuse_deeper(at)
+    out = dict(data.items())
+    for key, value in out.items():
+        if isinstance(value, Mapping) and not isinstance(value, trusted):
+            out[key] = snapshot(cast("Mapping[str, Any]", value), trusted, (*at, key))
+    return out
+
+
+def refuse_key(key: Any, at: Path, rows: str = "") -> NoReturn:
+    where = f" in {dotted(at)}" if at else ""
+    if isinstance(key, (int, float)) and not isinstance(key, bool):
+        way_out = f"; use {str(key)!r}"
+    elif isinstance(key, bytes):
+        way_out = "; use key.decode()"
+    else:
+        way_out = "; assign d[path] = value for a path" if type(key) is tuple else ""
+    raise TypeError(f"{no_key(key)}{where}{way_out}{rows}")
+
+
+def refuse_optimizer(data: Mapping[Any, Any], at: Path) -> None:
+    """Raise ``TypeError`` if ``data``, which cannot be stored, holds the state of an optimizer, or a part of it."""
+    groups = data.get("param_groups")
+    if isinstance(groups, list):
+        found = any(isinstance(group, Mapping) and "params" in group for group in cast("list[Any]", groups))
+    else:  # what is under "state", by itself
+        found = any(
+            isinstance(value, Mapping) and ("step" in value or "momentum_buffer" in value)
+            for key, value in data.items()
+            if not isinstance(key, str)
+        )
+    for key, value in data.items():
+        if isinstance(value, Mapping) and not found:
+            refuse_optimizer(cast("Mapping[Any, Any]", value), (*at, key))
+    if found:
+        raise TypeError(
+            f"{dotted(at) if at else 'this mapping'} is the state of an optimizer, which has ints as keys and lists of "
+            "dicts; keep it in a plain dict: torch.save(state, path) saves it, to_device(state, device) moves it"
+        )
+
+
+def all_on(data: Mapping[str, Any], device: torch.device | None) -> bool:
+    """Whether every key is a ``str`` and every value a tensor on ``device``."""
+    # One Python loop: measured against C loops over map(type, ...) and attrgetter, 0.65x at 8 fields, 0.87x at 100.
+    on_cpu = device is CPU
+    for key, value in data.items():
+        plain = type(value) is Tensor
+        if (not plain and not isinstance(value, Tensor)) or type(key) is not str:
+            return False
+        if not (value.is_cpu if on_cpu and plain else value.device == device):
+            return False
+    return True
+
+
+def require_on(tensor: Tensor, device: torch.device, moved: Mapping[int, Tensor], path: Path) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    if id(tensor) in moved:
+        return moved[id(tensor)]
+    raise DeviceMismatchError.at(path, device, tensor.device)
+
+
+def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
+    """Every tensor, depth first. ``TooDeep`` for what is nested deeper than a `DeviceDict` may be."""
+    refuse_deeper(at)
+    found: list[Tensor] = []
+    for key, value in data.items():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            found += tensors_in(cast("Mapping[str, Any]", value), (*at, key))
+    return found
+
+
+def components(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold a tensor's elements: itself, or the indices and values of a sparse one."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one, of its indices and values."""
+    return sum(part.numel() * part.element_size() for part in components(tensor))

@@ -1,0 +1,268 @@
+"""What crosses a process group, and what its ends remember: prefixes, texts, blocks, and the schemas already sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from .._dict.device_dict import DeviceDict
+from .._errors import InvalidFileError
+from .._memory.device import DeviceLike, resolve
+from .._memory.transfer import transfer
+from .message import PREFIX, Header, Message, failure, prefix_of, read_header, read_prefix, text_of
+
+ProcessGroup = Any
+M = TypeVar("M", Header, Message, Header | Message)
+dist: Any = torch.distributed  # half of its functions have no types
+_KEPT = 64
+"""Schemas that a channel remembers. Both ends forget the same ones, as both see the same messages in the same order."""
+_UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
+_channels: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dict[int, Header | str], list[Any]]]] = (
+    WeakKeyDictionary()
+)
+"""By process group, so that one that is made after another was destroyed knows nothing; then by what the channel is:
+the schemas that it knows, and the receives that are under way."""
+
+
+class Work:
+    """A transfer under way, as `torch.distributed`'s: ``wait()`` returns when it is done, with what was received."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def wait(self) -> Any:
+        """Wait for the end: None of `isend`, the dict of `irecv`. Raises what the transfer does; again, the same."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            try:
+                self._result = finish()
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Errors:
+    """The first error of this rank in one call. The rank raises it when it has done its part, so that no rank waits.
+
+    Whatever can fail on one rank alone runs in ``with errors:``. A rank that has an error before its first message
+    sends the text of the error in place of a dict. A rank that receives takes every message that is sent to it.
+    """
+
+    def __init__(self, first: Exception | None = None) -> None:
+        self.first = first
+
+    def __enter__(self) -> Errors:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if self.first is None:
+            self.first = error
+        return True
+
+    def raise_first(self) -> None:
+        """Raise the error, if there is one. Called when no other rank waits for this one any more."""
+        first, self.first = self.first, None
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # or this frame and the error would keep each other, and the tensors of the call, alive
+
+    def results(self, works: list[Work]) -> list[Any]:
+        """What each transfer gives. All are awaited before an error is raised."""
+        out: list[Any] = []
+        for work in works:
+            with self:
+                out.append(work.wait())
+        self.raise_first()
+        return out
+
+
+class Target:
+    """The class and the device of a dict that is received. Raises ``TypeError`` or torch's error if they are wrong."""
+
+    def __init__(self, cls: Any, device: DeviceLike | None) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, DeviceDict)):
+            raise TypeError(f"cls= takes DeviceDict or a subclass of it, got {cls!r}")
+        self.cls: Any = cls
+        self.device = None if device is None else resolve(device)
+
+    def build(self, schema: Header, buffer: Tensor, src: int) -> Any:
+        """The dict that rank ``src`` sent."""
+        buffer = buffer if self.device is None else transfer([buffer], self.device)[0]
+        try:
+            return schema.build(self.cls, buffer)
+        except InvalidFileError as error:  # an encoder that is not registered here, say
+            raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {error}") from error
+
+
+class Channel:
+    """One way through a group: to or from one rank, or among all of them."""
+
+    def __init__(self, group: ProcessGroup, *of: Any) -> None:
+        state = _channels.setdefault(process_group(group), {}).setdefault(of, ({}, []))
+        self.known: dict[int, Header | str]
+        self.pending: list[Any]
+        self.known, self.pending = state
+        self.comm_device = comm_device(group)
+
+    def remember(self, digest: int, schema: Header | str) -> None:
+        """Make a schema, or the reason why it is refused, the last one used."""
+        self.known.pop(digest, None)
+        self.known[digest] = schema
+        if len(self.known) > _KEPT:
+            del self.known[next(iter(self.known))]
+
+    def learn(self, text: bytes, digest: int) -> Header | str:
+        """The schema of a header, or the reason why it is refused.
+
+        Both are remembered: the other ranks cannot know of the refusal, and do not send the header again.
+        """
+        try:
+            schema = read_header(text, digest)
+        except ValueError as error:
+            schema = str(error)
+        self.remember(digest, schema)
+        return schema
+
+    def tensors_of(self, message: Message | None, errors: Errors) -> list[Tensor]:
+        """The tensors given for a message: a prefix, a header if it is new here, a block if there is one.
+
+        After an error, with no message: a prefix and the text of the error.
+        """
+        with errors:
+            if message is not None:
+                schema = message.schema
+                text = b"" if schema.digest in self.known else schema.text
+                header = [as_tensor(text, self.comm_device)] if text else []
+                buffer = [transfer([message.buffer], self.comm_device)[0]] if schema.nbytes else []
+                out = [prefix_of(schema, len(text), self.comm_device), *header, *buffer]
+                self.remember(schema.digest, schema)  # when nothing can fail any more
+                return out
+        assert errors.first is not None
+        text = failure(errors.first)
+        return [prefix_of(None, len(text), self.comm_device), as_tensor(text, self.comm_device)]
+
+    def empty_prefix(self) -> Tensor:
+        return torch.zeros(PREFIX, dtype=torch.int64, device=self.comm_device)
+
+    def receive(self, prefix: Tensor, take: Callable[[Tensor], Any], src: int) -> tuple[Header, Tensor]:
+        """The schema and the block of the message that a prefix announces, the rest of which ``take`` fills in."""
+        rank = dist.get_rank()
+        try:
+            failed, digest, size, nbytes = read_prefix(prefix)
+        except ValueError as error:
+            raise RuntimeError(f"rank {rank}: from rank {src}: {error}") from error
+        text = torch.empty(size, dtype=torch.uint8, device=self.comm_device)
+        if size:
+            take(text)
+        if failed:
+            raise RuntimeError(f"rank {rank}: rank {src} could not send: {text_of(text)}")
+        schema = self.learn(bytes(text.cpu().numpy()), digest) if size else self.known.get(digest, _UNANNOUNCED)
+        if not size and schema is not _UNANNOUNCED:
+            self.remember(digest, schema)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.comm_device)
+        if nbytes:
+            take(buffer)  # after a refusal too, or the next message would begin with this block
+        return accepted(schema, nbytes, src), buffer
+
+
+def accepted(schema: Header | str, nbytes: int, src: int) -> Header:
+    """A schema that is not refused and fits a block of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
+    if isinstance(schema, Header) and schema.nbytes != nbytes:
+        schema = "a block that is not as large as its header says"
+    if isinstance(schema, str):
+        raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {schema}")
+    return schema
+
+
+def process_group(group: ProcessGroup) -> Any:
+    pg = dist.group.WORLD if group is None else group
+    if pg is None:
+        raise RuntimeError("there is no process group; call torch.distributed.init_process_group first")
+    if not isinstance(pg, dist.ProcessGroup):  # what new_group gives to those outside
+        raise ValueError(f"rank {dist.get_rank()} is not in this group")
+    return pg
+
+
+def comm_device(group: ProcessGroup) -> torch.device:
+    """The device of what crosses a group: the CPU if its backend takes it there, else the current accelerator."""
+    if "cpu:" in str(dist.get_backend_config(process_group(group))):
+        return resolve("cpu")
+    return resolve(torch.accelerator.current_accelerator() or "cuda")
+
+
+def as_tensor(text: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+
+
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """The global ranks of a group, in its order."""
+    return dist.get_process_group_ranks(process_group(group))
+
+
+@contextmanager
+def error_context(what: str) -> Generator[None]:
+    """An error of torch's own, as when a peer is gone, with the rank that it is raised on and what it was doing."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error).startswith("rank "):
+            raise
+        kind: Any = type(error)
+        raise kind(f"rank {dist.get_rank()}: {what}: {error}") from error
+
+
+def agreed(
+    make: Callable[[], M], errors: Errors, group: ProcessGroup, mark: int = 0
+) -> tuple[M, list[tuple[int, int]]]:
+    """What ``make`` gives, and the digest and the bytes of the dict of each rank, if no rank has an error.
+
+    Else every rank raises a ``RuntimeError`` that names the rank and the error. ``errors``: those of the arguments of
+    this rank, which raises them as they are. ``mark``: a number that must be the same on every rank.
+    """
+    device, ranks = comm_device(group), ranks_of(group)
+    arguments = errors.first
+    made: Any = None
+    with errors:
+        if arguments is None:
+            made = make()
+    text = b"" if errors.first is None else failure(errors.first)
+    prefix = prefix_of(getattr(made, "schema", made), mark, device)
+    prefixes = [torch.empty_like(prefix) for _ in ranks]
+    dist.all_gather(prefixes, prefix, group=group)
+    read = [read_prefix(one) for one in prefixes]
+    if any(failed for failed, *_ in read):
+        said = zip(ranks, texts_of_all(text, group), strict=True)
+        if arguments is not None:
+            errors.raise_first()
+        reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
+        raise RuntimeError(f"rank {dist.get_rank()}: {reasons}") from errors.first
+    if len({marked for _, _, marked, _ in read}) > 1:
+        raise RuntimeError(f"rank {dist.get_rank()}: ranks make this call in different ways, such as with another op")
+    return made, [(digest, nbytes) for _, digest, _, nbytes in read]
+
+
+def texts_of_all(mine: bytes, group: ProcessGroup) -> list[bytes]:
+    """A text of each rank, on every rank."""
+    device = comm_device(group)
+    size = torch.tensor([len(mine)], device=device)
+    sizes = [torch.empty_like(size) for _ in ranks_of(group)]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(one) for one in sizes]
+    padded = as_tensor(mine.ljust(max(*lengths, 1), b"\0"), device)
+    texts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(texts, padded, group=group)
+    return [bytes(text.cpu().numpy())[:length] for text, length in zip(texts, lengths, strict=True)]

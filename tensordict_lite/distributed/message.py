@@ -1,0 +1,244 @@
+"""A dict as a message: its schema as a header, and its tensors as one block of bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._encoders.protocol import StringEncoder, encoder_to_json, runs_code
+from .._errors import InvalidFileError, Path, dotted, dtype_name
+from .._files.manifest import Manifest, Reader, choose_from, describe, invalid, paths_of
+from .._memory.buffer import DTYPES, arrange, buffer_of, clear_gaps, copy_into, new_buffer, regions
+from .._memory.device import canonical
+from .._memory.layout import Group, Layout, lay_out
+from .._memory.packed import buffer_layout, from_buffer, is_spec
+from .._tree.tree import TreeDict
+from .._tree.walk import only_tensors
+
+PREFIX = 5
+"""int64 numbers that go ahead of every message: whether it is a failure, the digest of the schema, the sizes of the
+text and of the block that follow, and a number that tells this protocol from others."""
+_MAGIC = 0x7464_6C31
+_LARGEST = 16 << 20
+"""Bytes of a header; as for the plan of a file."""
+
+
+@dataclass
+class Header:
+    """What a dict is without its values: its tree and encoders, and the dtype, shape and place of each tensor."""
+
+    text: bytes
+    digest: int
+    manifest: Manifest
+    groups: list[Group]
+    layout: Layout
+    count: int
+    """Of the tensors."""
+    _built: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        """Of each tensor, in the order of the tree."""
+        return paths_of(self.manifest)
+
+    def build(self, cls: Any, buffer: Tensor) -> Any:
+        """The dict of class ``cls`` whose tensors are ``buffer``. Cost: the tensors; the tree is read once a class.
+
+        A typed class checks names and kinds: what was sent may be a row, or a cast, of what had its shapes.
+        """
+        fields = from_buffer(buffer, [(*spec, members) for spec, members in self.groups]) if self.layout.runs else {}
+        tensors = [fields[i] for i in range(self.count)]
+        if cls not in self._built:
+            reader = Reader(self.manifest, self.count)
+            made = reader.build(choose_from(cls), tensors.__getitem__, None, own=False)
+            self._built[cls] = made._replace_tensors([tensor.to("meta") for tensor in tensors], torch.device("meta"))
+        out = self._built[cls]._replace_tensors(tensors, canonical(buffer.device))
+        out._validate(out, None, deep=True, shapes=False)
+        return out
+
+    def difference(self, other: Header) -> str:
+        """The first field in which this one differs from another; empty if none does, whatever their order."""
+        mine, theirs = self._fields(), other._fields()
+        for path in [*theirs, *mine]:
+            if mine.get(path) != theirs.get(path):
+                expected = theirs.get(path, "nothing there")
+                return f"{dotted(path)} is {mine.get(path, 'not there')}, expected {expected}"
+        return ""
+
+    def strict_difference(self, other: Header) -> str:
+        """The same, and then the order of the fields, encoders, options and empty dicts."""
+        fields = self.difference(other)
+        if fields or self.digest == other.digest:
+            return fields
+        for mine, theirs in zip(self.paths, other.paths, strict=True):
+            if mine != theirs:
+                return f"{dotted(mine)} stands where {dotted(theirs)} is expected, and the order of the keys counts"
+        return "its encoders, options or empty dicts are others"
+
+    def _fields(self) -> dict[Path, str]:
+        found: dict[int, str] = {}
+        for (dtype, shape, _), members in self.groups:
+            for i in members:
+                found[i] = f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"
+        return {path: found[i] for i, path in enumerate(self.paths)}
+
+
+@dataclass(frozen=True)
+class Message:
+    """A dict, ready to be sent."""
+
+    schema: Header
+    buffer: Tensor
+
+
+_known: dict[Any, tuple[Any, Header]] = {}
+
+
+def message_of(d: TreeDict[Any]) -> Message:
+    """The message of a dict. Raises ``TypeError`` or ``ValueError`` that name what cannot be sent.
+
+    Cost: one copy of the tensors, none if they are packed; a schema is described once.
+    """
+    tensors, groups, unpackable = _arranged(d)
+    schema = _sendable(tensors, _schema(d, tensors, groups, unpackable))
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if not schema.nbytes:
+        return Message(schema, torch.empty(0, dtype=torch.uint8, device=device))
+    if buffer_layout(tensors, groups) is not None:
+        return Message(schema, buffer_of(tensors, schema.layout))
+    buffer = clear_gaps(new_buffer(schema.nbytes, device), schema.layout)
+    copy_into(tensors, schema.layout, regions(buffer, schema.layout))
+    return Message(schema, buffer)
+
+
+def header_to_send(d: TreeDict[Any]) -> Header:
+    """The schema of a dict that could be sent. Raises as `message_of`; copies nothing."""
+    tensors, groups, unpackable = _arranged(d)
+    return _sendable(tensors, _schema(d, tensors, groups, unpackable))
+
+
+def header_for(d: TreeDict[Any]) -> Header:
+    """The schema of a dict, which may be one on meta. Raises ``TypeError`` or ``ValueError`` as `message_of`."""
+    return _schema(d, *_arranged(d))
+
+
+def _arranged(d: TreeDict[Any]) -> tuple[list[Tensor], list[Group], list[int]]:
+    tensors = [tensor.detach() for tensor in d._tensors()]
+    return (tensors, *arrange(tensors))
+
+
+def _sendable(tensors: list[Tensor], schema: Header) -> Header:
+    if any(tensor.is_meta for tensor in tensors):
+        raise TypeError("a dict on meta has no values to send")
+    return schema
+
+
+def _schema(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
+    key = (_shape_of(d), tuple((spec, tuple(members)) for spec, members in groups))
+    known = None if unpackable else _known.get(key)
+    if known is not None:
+        return known[1]
+    schema = _described(d, tensors, groups, unpackable)
+    if len(_known) > 256:
+        _known.clear()
+    _known[key] = (
+        d.copy()._replace_tensors([tensor.to("meta") for tensor in tensors], None),
+        schema,
+    )  # keeps ids in key alive
+    return schema
+
+
+def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
+    """The keys and policies of a tree, to tell it from others."""
+    if only_tensors(d.values()):
+        return (*d, id(d._policy))
+    nested = ((key, _shape_of(cast("TreeDict[Any]", v)) if isinstance(v, TreeDict) else None) for key, v in d.items())
+    return (*nested, id(d._policy))
+
+
+def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
+    manifest, leaves, _ = describe(d, _encoder_entry, own=False)
+    kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
+    if kept:
+        raise TypeError(f"{', '.join(kept)}: kept objects cannot be sent, only tensors; drop them first")
+    if unpackable:
+        path, tensor = leaves[unpackable[0]]
+        raise TypeError(
+            f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} is more than "
+            "its bytes; convert it first"
+        )
+    layout = lay_out(groups)
+    specs = [[dtype_name(spec[0]), *map(list, spec[1:]), members] for spec, members in layout.groups]
+    text = json.dumps({"plan": manifest, "specs": specs}, separators=(",", ":")).encode()
+    if len(text) > _LARGEST:
+        raise ValueError(f"the structure and encoders of this dict take {len(text)} bytes, a message holds {_LARGEST}")
+    return Header(text, _digest(text), manifest, layout.groups, layout, len(leaves))
+
+
+def _encoder_entry(encoder: StringEncoder) -> dict[str, Any]:
+    if runs_code(encoder):
+        raise TypeError(f"{encoder!r} is not sent, as it would run code where it arrives; encode with it there")
+    return encoder_to_json(encoder)
+
+
+def _digest(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def read_header(text: bytes, digest: int) -> Header:
+    """The schema of a header. Raises ``InvalidFileError``, a ``ValueError``, for what is none."""
+    if _digest(text) != digest:
+        invalid("a header that is not the one announced")
+    try:
+        header: Any = json.loads(text)
+        manifest, listed = header["plan"], header["specs"]
+        groups: list[Group] = []
+        for dtype, shape, stride, members in listed:
+            spec = (DTYPES[dtype], tuple(shape), tuple(stride), members)
+            if not is_spec(spec):
+                invalid("a header whose layout is damaged")
+            groups.append((spec[:3], list(members)))
+        layout = lay_out(groups)
+        count = len(layout.members)
+        if sorted(layout.members) != list(range(count)) or layout.nbytes > 1 << 46:
+            invalid("a header whose layout is damaged")
+        reader = Reader(manifest, count)
+        if reader.numbers != list(range(count)):
+            invalid("a header whose tensors are not in the order of its tree")
+    except (KeyError, TypeError, IndexError, RecursionError, OverflowError, ValueError) as error:
+        if isinstance(error, InvalidFileError):
+            raise
+        raise InvalidFileError(f"not a valid file: a damaged header: {error}") from error
+    return Header(text, digest, manifest, layout.groups, layout, count)
+
+
+def prefix_of(schema: Header | None, text: int, device: torch.device) -> Tensor:
+    """The numbers ahead of a message with so many bytes of text; without a schema, of a failure, whose text follows."""
+    known = (0, 0) if schema is None else (schema.digest, schema.nbytes)
+    return torch.tensor([schema is None, known[0], text, known[1], _MAGIC], device=device)
+
+
+def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int]:
+    """Whether it is a failure, the digest, and the sizes of the text and of the block."""
+    failed, digest, text, buffer, magic = cast("list[int]", cast(Any, prefix).tolist())
+    if magic != _MAGIC or failed not in (0, 1) or not 0 <= text <= _LARGEST or buffer < 0:
+        raise ValueError("what came is not from tensordict_lite; do all ranks make the same calls?")
+    return bool(failed), digest, text, buffer
+
+
+def failure(error: Exception) -> bytes:
+    return f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
+
+
+def text_of(text: Tensor) -> str:
+    return bytes(text.cpu().numpy()).decode(errors="replace")

@@ -1,0 +1,388 @@
+"""The verbs: what each rank calls."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from .._dict.device_dict import DeviceDict
+from .._errors import dotted
+from .._memory.device import DeviceLike, canonical
+from .._memory.transfer import transfer
+from .channel import (
+    Channel,
+    Errors,
+    ProcessGroup,
+    Target,
+    Work,
+    accepted,
+    agreed,
+    comm_device,
+    dist,
+    error_context,
+    ranks_of,
+    texts_of_all,
+)
+from .message import Header, Message, header_for, header_to_send, message_of, read_header
+
+D = TypeVar("D", bound=DeviceDict[Any])
+Op = Literal["sum", "mean", "max", "min"]
+_OPS = ("sum", "mean", "max", "min")
+_ALL = "every rank"
+_TAG = 0x7464
+"""Of the messages of `scatter` and `gather`, apart from those of `send`."""
+
+
+# --- one to one ---
+
+
+def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None) -> None:
+    """Send a dict to rank ``dst``, which calls `recv`: two messages, three when the schema is new to it.
+
+    Raises: ``TypeError`` that names what cannot be sent, and the receiver a ``RuntimeError`` with that text.
+    Cost: one copy of the tensors, none if they are packed.
+    """
+    isend(d, dst, tag, group).wait()
+
+
+def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None) -> Work:
+    """`send`, returning at once: the dict must not change before ``wait()``, which raises what `send` does."""
+    errors = Errors()
+    message: Message | None = None
+    with errors:
+        message = message_of(_checked(d, "send"))
+    return _started(message, errors, dst, tag, group)
+
+
+def _started(message: Message | None, errors: Errors, dst: int, tag: int, group: ProcessGroup) -> Work:
+    """A message on its way, or the text of an error, which ``wait()`` then raises here too."""
+    with error_context(f"send to rank {dst}"):
+        parts = Channel(group, "to", dst, tag).tensors_of(message, errors)
+        works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
+
+    def finish() -> None:
+        for work in works:
+            with errors, error_context(f"send to rank {dst}"):
+                work.wait()
+        parts.clear()  # which had to live until now
+        errors.raise_first()
+
+    return Work(finish)
+
+
+def recv(
+    src: int,
+    tag: int = 0,
+    like: DeviceDict[Any] | None = None,
+    group: ProcessGroup = None,
+    *,
+    cls: type[D] = DeviceDict,
+    device: DeviceLike | None = None,
+) -> D:
+    """The dict that rank ``src`` sends.
+
+    Args:
+        like: a dict with the schema that is expected; another one is a ``ValueError`` that names the field.
+        cls: the class of the result; a typed one checks the names and kinds of its fields.
+        device: where the result goes; None: the device that the group communicates on.
+
+    Raises: ``RuntimeError`` that names the rank, for an error of the sender and for a header that is none.
+    """
+    return cast(D, irecv(src, tag, like, group, cls=cls, device=device).wait())
+
+
+def irecv(
+    src: int,
+    tag: int = 0,
+    like: DeviceDict[Any] | None = None,
+    group: ProcessGroup = None,
+    *,
+    cls: type[D] = DeviceDict,
+    device: DeviceLike | None = None,
+) -> Work:
+    """`recv`, whose first message is awaited from now on; ``wait()`` takes the rest and returns the dict."""
+    channel = Channel(group, "from", src, tag)
+    errors = Errors()
+    target, expected = None, None
+    with errors:
+        target = Target(cls, device)
+        expected = None if like is None else header_for(_checked(like, "like=", "the rank that receives"))
+    prefix = channel.empty_prefix()
+
+    def post() -> Any:
+        with error_context(f"receive from rank {src}"):
+            return dist.irecv(prefix, src, group=group, tag=tag)
+
+    # Messages come in their order, each in several parts. So one that is behind another awaits nothing before that has
+    # all of its own.
+    earlier = list(channel.pending)
+    first = None if earlier else post()
+
+    def finish() -> DeviceDict[Any]:
+        for work in earlier:
+            with suppress(Exception):  # it raises to whoever waits for it
+                work.wait()
+        received: Any = None
+        try:
+            with errors, error_context(f"receive from rank {src}"):
+                (post() if first is None else first).wait()
+                received = channel.receive(prefix, lambda part: dist.recv(part, src, group=group, tag=tag), src)
+        finally:
+            channel.pending.remove(out)
+        errors.raise_first()
+        schema, buffer = received
+        different = "" if expected is None else schema.difference(expected)
+        if different:
+            raise ValueError(f"rank {dist.get_rank()}: rank {src} sent another schema than like= has: {different}")
+        return cast(Target, target).build(schema, buffer, src)
+
+    out = Work(finish)
+    channel.pending.append(out)
+    return out
+
+
+# --- one to all, all to one, all to all ---
+
+
+def broadcast(
+    d: DeviceDict[Any] | None,
+    src: int = 0,
+    group: ProcessGroup = None,
+    *,
+    cls: type[D] = DeviceDict,
+    device: DeviceLike | None = None,
+) -> D:
+    """The dict of rank ``src`` on every rank; what others give is not looked at, None will do.
+
+    On ``src`` the dict itself is returned. ``cls`` and ``device`` are as for `recv`.
+
+    Raises: ``TypeError`` for what cannot be sent, on ``src``, and ``RuntimeError`` that names ``src`` on the others.
+    Cost: two collectives, three for a new schema; one copy of the tensors, none if they are packed.
+    """
+    errors, channel = Errors(), Channel(group, "broadcast", src)
+
+    def share(part: Tensor) -> None:
+        dist.broadcast(part, src, group=group)
+
+    if dist.get_rank() == src:
+        message: Message | None = None
+        with errors:
+            message = message_of(_checked(d, "broadcast"))
+        with error_context(f"broadcast from rank {src}"):
+            for part in channel.tensors_of(message, errors):
+                share(part)
+        errors.raise_first()
+        return cast(D, d)
+    target, received = cast(Any, None), cast(Any, None)
+    with errors:
+        target = Target(cls, device)
+    with errors, error_context(f"broadcast from rank {src}"):
+        prefix = channel.empty_prefix()
+        share(prefix)
+        received = channel.receive(prefix, share, src)
+    errors.raise_first()
+    schema, buffer = received
+    return target.build(schema, buffer, src)
+
+
+def scatter(
+    d: DeviceDict[Any] | None,
+    src: int = 0,
+    group: ProcessGroup = None,
+    *,
+    uneven: bool = False,
+    cls: type[D] = DeviceDict,
+    device: DeviceLike | None = None,
+) -> D:
+    """Equal parts of the rows of rank ``src``'s dict, one for each rank of the group, in its order.
+
+    Args:
+        uneven: rows that cannot be dealt evenly are a ``ValueError``, or, if True, the first ranks get one more.
+
+    On ``src`` the result is a view of its rows. Otherwise as `broadcast`; each other rank gets messages of its own.
+    """
+    if dist.get_rank() != src:
+        return recv(src, _TAG, None, group, cls=cls, device=device)
+    ranks, errors = ranks_of(group), Errors()
+    parts: list[Any] = []
+    messages: list[Message | None] = [None] * len(ranks)
+    with errors:
+        parts = _dealt(_checked(d, "scatter"), len(ranks), uneven)
+        messages = [message_of(part) for part in parts]  # before anything is sent
+    refused, works = errors.first, list[Work]()
+    for message, other in zip(messages, ranks, strict=True):
+        if other != src:
+            with errors:  # a peer that is gone costs the others nothing
+                works.append(_started(message, Errors(refused), other, _TAG, group))
+    errors.results(works)
+    return parts[ranks.index(src)]
+
+
+def gather(
+    d: D, dst: int = 0, group: ProcessGroup = None, *, cls: type[D] | None = None, device: DeviceLike | None = None
+) -> list[D] | None:
+    """The dicts of all ranks on rank ``dst``, in the order of the group's ranks, and None on the others.
+
+    They may differ in fields and sizes. ``cls`` is the class of what arrives; None: that of ``d``.
+
+    Raises: what a rank has against its dict or its arguments, on every rank. What rank ``dst`` has against a dict that
+    arrives, it raises alone, after it received all.
+    Cost: one small collective, and a `send` from each rank.
+    """
+    errors, here = Errors(), dist.get_rank() == dst
+    kind: Any = _class_of(d, cls)
+    with errors:
+        if here:
+            Target(kind, device)
+    with error_context(f"gather to rank {dst}"):
+        made, _ = agreed(lambda: _made(d, "gather", here), errors, group)
+    if isinstance(made, Message):
+        _started(made, errors, dst, _TAG, group).wait()
+        return None
+    ranks, works = ranks_of(group), list[Work]()
+    for src in ranks:
+        if src != dst:
+            with errors:
+                works.append(irecv(src, _TAG, None, group, cls=kind, device=device))
+    gathered = errors.results(works)
+    gathered.insert(ranks.index(dst), d)
+    return gathered
+
+
+def all_gather(
+    d: D, group: ProcessGroup = None, *, cls: type[D] | None = None, device: DeviceLike | None = None
+) -> list[D]:
+    """The dicts of all ranks on every rank, in the order of the group's ranks; one's own is the dict itself.
+
+    They may differ in fields and sizes. ``cls`` is the class of what arrives; None: that of ``d``.
+
+    Raises: as `gather`. Cost: two collectives, four when a schema is new; each rank sends as much as the largest dict.
+    """
+    channel, errors = Channel(group, "all"), Errors()
+    target: Any = None
+    with errors:
+        target = Target(_class_of(d, cls), device)
+    with error_context("all_gather"):
+        message, announced = agreed(lambda: message_of(_checked(d, "all_gather", _ALL)), errors, group)
+        schemas: list[Any] = [channel.known.get(digest) for digest, _ in announced]
+        if None in schemas:
+            texts = texts_of_all(message.schema.text, group)
+            schemas = [channel.learn(text, digest) for text, (digest, _) in zip(texts, announced, strict=True)]
+        for (digest, _), schema in zip(announced, schemas, strict=True):
+            channel.remember(digest, schema)
+        largest = max(nbytes for _, nbytes in announced)
+        mine = torch.zeros(largest, dtype=torch.uint8, device=channel.comm_device)
+        mine[: message.schema.nbytes] = message.buffer
+        buffers = [torch.empty_like(mine) for _ in schemas]
+        if largest:
+            dist.all_gather(buffers, mine, group=group)
+    rank = dist.get_rank()
+    return [
+        d if src == rank else target.build(accepted(schema, nbytes, src), buffer[:nbytes].clone(), src)
+        for src, schema, buffer, (_, nbytes) in zip(ranks_of(group), schemas, buffers, announced, strict=True)
+    ]
+
+
+def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
+    """A new dict of the elementwise sum, mean, maximum or minimum over all ranks, whose dicts have one schema.
+
+    Raises: ``ValueError`` for another ``op``, and ``RuntimeError`` on the other ranks; on every rank, ``RuntimeError``
+    that names the rank and the field where schemas differ, or the field whose dtype has no such reduction (the mean of
+    integers, the sum of bools).
+    Cost: one small collective, and one for each dtype.
+    """
+    errors, mark = Errors(), 0
+    with errors:
+        if op not in _OPS:
+            raise ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
+        mark = _OPS.index(op)
+    with error_context("all_reduce"):
+        schema, announced = agreed(lambda: header_to_send(_checked(d, "all_reduce", _ALL)), errors, group, mark)
+        digests = [digest for digest, _ in announced]
+        if len(set(digests)) > 1:
+            _refuse_differing(schema, digests, group)
+        names, tensors = list(map(dotted, schema.paths)), [tensor.detach() for tensor in d._tensors()]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(i)
+        for dtype, members in by_dtype.items():
+            reason = _irreducible(dtype, op)
+            if reason:
+                raise RuntimeError(f"rank {dist.get_rank()}: {names[members[0]]} is {dtype}: {reason}")
+        out: list[Any] = [None] * len(tensors)
+        for dtype, members in by_dtype.items():
+            flat = torch.cat([tensors[i].reshape(-1) for i in members])
+            with error_context(f"{op} of {dtype}, which {names[members[0]]} is"):
+                flat = _reduced(flat, op, group)
+            parts = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
+            for i, part in zip(members, parts, strict=True):
+                out[i] = part.reshape(tensors[i].shape).data  # with a version counter of its own
+    return d._replace_tensors(out, d._device)
+
+
+def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[Any]:
+    if not isinstance(d, DeviceDict):
+        raise TypeError(f"{verb} takes a DeviceDict on {on}, got {type(d).__name__}")
+    return cast("DeviceDict[Any]", d)
+
+
+def _made(d: Any, verb: str, here: bool) -> Message | Header:
+    """The message of a dict, or, where it stays, its schema."""
+    return header_to_send(_checked(d, verb, _ALL)) if here else message_of(_checked(d, verb, _ALL))
+
+
+def _class_of(d: Any, cls: Any) -> Any:
+    """The class of what arrives: None is that of ``d``."""
+    if cls is None and isinstance(d, DeviceDict):
+        return type(cast("DeviceDict[Any]", d))
+    return DeviceDict if cls is None else cls
+
+
+def _dealt(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:
+    """The rows of ``d`` in so many parts, the first ones maybe one row larger."""
+    each, more = divmod(len(d.rows), count)
+    if more and not uneven:
+        raise ValueError(f"{len(d.rows)} rows cannot be dealt evenly to {count} ranks; give uneven=True, or other rows")
+    starts = [i * each + min(i, more) for i in range(count + 1)]
+    return [d.rows[start:end] for start, end in pairwise(starts)]
+
+
+def _refuse_differing(mine: Header, digests: list[int], group: ProcessGroup) -> None:
+    texts = texts_of_all(mine.text, group)
+    first, *others = [read_header(text, digest) for text, digest in zip(texts, digests, strict=True)]
+    lead, *ranks = ranks_of(group)
+    for rank, schema in zip(ranks, others, strict=True):
+        different = schema.strict_difference(first)
+        if different:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: all_reduce needs one schema, and rank {rank} differs from rank {lead}: "
+                f"{different}"
+            )
+
+
+def _irreducible(dtype: torch.dtype, op: Op) -> str:
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return "integers have no mean; convert it to float first"
+    if op == "sum" and dtype == torch.bool:
+        return "bools have no sum; convert it to int first"
+    if op in ("max", "min") and dtype.is_complex:
+        return "complex numbers have no order"
+    return ""
+
+
+def _reduced(flat: Tensor, op: Op, group: ProcessGroup) -> Tensor:
+    """``flat``, which is overwritten, over all ranks."""
+    kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    home = canonical(flat.device)
+    flat = transfer([flat], comm_device(group))[0]
+    # Some backends know neither bools nor complex numbers.
+    view = (
+        flat.view(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat) if flat.is_complex() else flat
+    )
+    if flat.numel():
+        dist.all_reduce(view, kind, group=group)
+    return transfer([flat.div_(len(ranks_of(group))) if op == "mean" else flat], home)[0]

@@ -1,0 +1,109 @@
+"""How the package is built: imports run downward, every module imports alone, and importing it brings little."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "tensordict_lite"
+
+# From the bottom up: a module imports only from modules before it.
+ORDER = [
+    "_errors",
+    *(f"_memory.{name}" for name in ("device", "layout", "buffer", "packed", "cast", "transfer")),
+    *(f"_encoders.{name}" for name in ("protocol", "builtin", "tokenizer")),
+    *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "sendable")),
+    *(f"_files.{name}" for name in ("atomic_write", "manifest", "safetensors", "torch_save")),
+    *(f"_dict.{name}" for name in ("arguments", "display", "rows", "device_dict", "schema", "typed", "io")),
+    *(f"_batch.{name}" for name in ("join", "collate", "containers", "prefetch")),
+    *(f"distributed.{name}" for name in ("message", "channel", "verbs", "__init__")),
+    "__init__",
+]  # fmt: skip
+
+
+def path_of(module: str) -> Path:
+    return PACKAGE / (module.replace(".", "/") + ".py")
+
+
+def imports(module: str) -> set[str]:
+    """The modules of the package that a module imports from."""
+    found: set[str] = set()
+    parents = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path_of(module).read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = [*parents[: len(parents) + 1 - node.level], *(node.module.split(".") if node.module else [])]
+        name = ".".join(base)
+        if path_of(name or "__init__").is_file():
+            found.add(name)
+        else:  # from a sub-package: each name is a module
+            found |= {".".join([*base, alias.name]) for alias in node.names}
+    return found
+
+
+def test_every_module_has_its_place() -> None:
+    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    private = {name for name in files if name.startswith("_") and name.endswith(".__init__")}
+    assert files - private == set(ORDER)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_run_downward(module: str) -> None:
+    assert imports(module) <= set(ORDER[: ORDER.index(module)])
+
+
+def test_below_the_class_nothing_knows_it() -> None:
+    for module in ORDER[: ORDER.index("_dict.device_dict")]:
+        assert "_dict.device_dict" not in imports(module)
+
+
+def test_three_classes_and_no_more() -> None:
+    from tensordict_lite import DeviceDict, TypedDeviceDict  # noqa: PLC0415  (the other tests import no part of it)
+
+    chain = [cls.__name__ for cls in TypedDeviceDict.__mro__ if cls.__module__.startswith("tensordict_lite")]
+    assert chain == ["TypedDeviceDict", "DeviceDict", "TreeDict"] and issubclass(TypedDeviceDict, DeviceDict)
+
+
+def test_every_module_imports_alone_and_without_a_warning() -> None:
+    # Each under an empty stand-in for the package, whose __init__ would import all the others first. torch is imported
+    # once, in the parent of the forks: once for each would be most of the suite's time.
+    program = f"""
+import importlib, os, sys, types, torch
+for module in {[name for name in ORDER if not name.endswith("__init__")]!r}:
+    child = os.fork()
+    if not child:
+        try:
+            package = sys.modules["tensordict_lite"] = types.ModuleType("tensordict_lite")
+            package.__path__ = [{str(PACKAGE)!r}]
+            importlib.import_module(f"tensordict_lite.{{module}}")
+            os._exit(0)
+        except BaseException as error:
+            print(module, repr(error), flush=True)
+            os._exit(1)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_importing_brings_only_what_torch_brings_already() -> None:
+    program = (
+        "import torch, numpy, typing_extensions, sys; before = set(sys.modules); import tensordict_lite;"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}), torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *brought, cuda = done.stdout.split()
+    assert set(brought) - set(sys.stdlib_module_names) == {"tensordict_lite"} and cuda == "False"
+
+
+def test_three_dependencies_and_no_more() -> None:
+    required = importlib.metadata.requires("tensordict_lite") or []
+    assert sorted(r for r in required if "extra" not in r) == ["numpy", "torch>=2.7", "typing-extensions>=4.13"]
