@@ -248,6 +248,7 @@ def test_nothing_leaks() -> None:
     """Neither on the device nor in Python: many moves leave behind what a few leave."""
     d = DeviceDict({**enumerate_keys([*small(10), *large(1)]), "n": {"z": 1}})
     packed = d.pack()
+    gc.collect()  # what other tests left behind in cycles
     live = simulated.live_bytes()
 
     def left_behind() -> tuple[int, int]:

@@ -24,7 +24,7 @@ from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.sendable import is_plain, refuse_unsendable
-from .._tree.tree import TreeDict
+from .._tree.tree import TreeDict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
 from .join import columns, merged_policy, raise_mismatch, widened
 
@@ -98,9 +98,8 @@ def collate(
         )
     first = samples[0]
     tensors = tensors_in(first)
-    device = first._device if isinstance(first, TreeDict) else None
-    if device is None:
-        device = canonical(tensors[0].device if tensors else torch.empty(0).device)
+    given = first._device if isinstance(first, TreeDict) else None
+    device = given or canonical(tensors[0].device if tensors else torch.empty(0).device)
     kind, policy = _kind_of(samples, cls)
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
@@ -115,9 +114,8 @@ def collate(
 
 
 def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:
-    if not any(issubclass(kind, DeviceDict) for kind in set(map(type, samples))):
-        return []
-    return [sample for sample in samples if isinstance(sample, DeviceDict)]
+    kinds: set[type] = {kind for kind in set(map(type, samples)) if issubclass(kind, DeviceDict)}
+    return [sample for sample in samples if type(sample) in kinds] if kinds else []
 
 
 def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type[DeviceDict[Any]], Policy]:
@@ -175,7 +173,7 @@ class _Collector:
                 trees = _trees(column)
                 own = merged_policy(trees, path, "sample") if trees else None
                 kind = type(cast(object, trees[0])) if trees else dict
-                nested = cls._kind_nested(key, kind, own, trees[0] if trees else (), policy)
+                nested = kind_nested(cls, key, kind, own, trees[0] if trees else (), policy)
                 items[key] = self.collect(column, *nested, path)
             else:
                 value, encoder = self.host_values(column, cls._nested_class(key) or cls, policy, path)

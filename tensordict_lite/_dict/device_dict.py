@@ -27,8 +27,8 @@ from .._tree import sendable
 from .._tree.compare import agree, values_agree
 from .._tree.convert import convert
 from .._tree.missing import NoAttribute, missing_key, rows_hint
-from .._tree.policy import Encoders, Objects, OnMismatch, Policy, refuse_option
-from .._tree.tree import TreeDict, V, builtin_dict, tensor_paths
+from .._tree.policy import Encoders, Objects, OnMismatch, refuse_option
+from .._tree.tree import TreeDict, V, builtin_dict, kind_nested, tensor_paths
 from .._tree.walk import (
     Items,
     all_on,
@@ -981,7 +981,7 @@ class DeviceDict(TreeDict[V]):
                     stored = stored if stored.device == target else transfer([stored], target)[0]
                 elif encoder is not None:  # an encoder that gives several tensors
                     refuse_deeper(path)
-                    codes = (self._nested_class(key) or type(self))._new((), target, policy)
+                    codes = cast("DeviceDict[Any]", (self._nested_class(key) or type(self))._new((), target, policy))
                     codes._insert(stored, consent=True, at=path)
                     stored = codes
                 if encoder is not None:
@@ -995,9 +995,9 @@ class DeviceDict(TreeDict[V]):
         """``value`` as a nested dict. A `DeviceDict` keeps its encoders, and a policy that its class has."""
         kind = type(cast(object, value))
         given = value._policy if isinstance(value, DeviceDict) else None
-        cls, policy = self._kind_nested(path[-1], kind, given, value, self._policy)
+        cls, policy = kind_nested(type(self), path[-1], kind, given, value, self._policy)
         of_its_class = cls is kind
-        nested: DeviceDict[Any] = cls._new((), target, policy)
+        nested = cast("DeviceDict[Any]", cls._new((), target, policy))
         staged, encoders = nested._convert(value, target, moved, path)
         if of_its_class:  # not looked at again: a row of a typed batch is one, without a batch dimension
             DeviceDict._commit(nested, staged, target, encoders)
@@ -1030,28 +1030,6 @@ class DeviceDict(TreeDict[V]):
         if device is not None:
             self._device = device
 
-    @classmethod
-    def _policy_of_copy(cls, policy: Policy, keys: Iterable[str]) -> Policy:
-        """The policy of an instance made of a dict with ``policy`` and ``keys``: the class's options come first."""
-        return cls._class_policy.with_encoders(policy.carried(keys)) if cls._has_policy() else policy
-
-    @classmethod
-    def _kind_nested(
-        cls, key: str, kind: type[Any], given: Policy | None, keys: Iterable[str], policy: Policy
-    ) -> tuple[type[DeviceDict[Any]], Policy]:
-        """The class and policy of the dict at ``key`` of one with ``policy``, if made of an instance of ``kind``.
-
-        ``given``: the policy of that instance, and None of a plain mapping; ``keys``: its keys.
-        """
-        asked: Any = cls._nested_class(key) or (DeviceDict if issubclass(kind, DeviceDict) else cls)
-        of_its_class = issubclass(kind, asked)
-        made = cast("type[DeviceDict[Any]]", kind if of_its_class else asked)
-        policy = cls._policy_of(made, policy)
-        if given is not None:
-            own = of_its_class and made._has_policy()
-            policy = given if own else policy.with_encoders(given.carried(keys))
-        return made, policy
-
     # --- what a class with declared fields has otherwise ---
 
     def _validate(
@@ -1067,11 +1045,6 @@ class DeviceDict(TreeDict[V]):
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """``data`` without the items that say that there is none."""
         return data
-
-    @classmethod
-    def _nested_class(cls, key: str) -> type[DeviceDict[Any]] | None:
-        """The class of the nested dict at ``key``; None if it may be any."""
-        return None
 
     # --- paths ---
 

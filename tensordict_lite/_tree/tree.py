@@ -80,9 +80,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return cls._class_policy is not TreeDict._class_policy
 
     @classmethod
-    def _policy_of(cls, nested: type[TreeDict[Any]], policy: Policy) -> Policy:
-        """The policy of a ``nested`` class in a dict of this class with ``policy``."""
-        return nested._class_policy if nested is not cls and nested._has_policy() else policy
+    def _policy_of_copy(cls, policy: Policy, keys: Iterable[str]) -> Policy:
+        """The policy of an instance made of a dict with ``policy`` and ``keys``: the class's options come first."""
+        return cls._class_policy.with_encoders(policy.carried(keys)) if cls._has_policy() else policy
+
+    @classmethod
+    def _nested_class(cls, key: str) -> type[Any] | None:
+        """The class of the nested dict at ``key``; None if it may be any. See `TypedDeviceDict`."""
+        return None
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
@@ -207,6 +212,25 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         _verify(self, self._device, ())
 
 
+def kind_nested(
+    outer: type[TreeDict[Any]], key: str, kind: type[Any], given: Policy | None, keys: Iterable[str], policy: Policy
+) -> tuple[type[Any], Policy]:
+    """The class and policy of the dict at ``key`` of an ``outer`` with ``policy``, if made of an instance of ``kind``.
+
+    ``given``: the policy of that instance, and None of a plain mapping; ``keys``: its keys.
+    """
+    of: Any = kind
+    asked: Any = outer._nested_class(key) or (TreeDict if issubclass(kind, TreeDict) else outer)
+    of_its_class = issubclass(kind, asked)
+    made: Any = of if of_its_class else asked  # no cast: torch.compile loses the class in one
+    if made is not outer and made._has_policy():
+        policy = made._class_policy
+    if given is not None:
+        own = of_its_class and made._has_policy()
+        policy = given if own else policy.with_encoders(given.carried(keys))
+    return made, policy
+
+
 def tensor_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor of the tree and its path, depth first."""
     for key, value in d.items():
@@ -218,7 +242,7 @@ def tensor_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor
 
 def _refuse_too_deep(d: TreeDict[Any]) -> None:
     """Raise ``TooDeep`` for a tree that can be so because nobody checked it: made from within, or by a pickle."""
-    level: list[tuple[Path, TreeDict[Any]]] = [((), d)]
+    level: list[tuple[Path, TreeDict[Any]]] = [] if only_tensors(d.values()) else [((), d)]
     while level:
         refuse_deeper(level[0][0])
         level = [
