@@ -666,6 +666,22 @@ class TestLoader:
         pinned = collate([Samples()[i] for i in range(3)]).pin_memory()
         assert len(calls) == 1 and pinned.is_packed and pinned["n", "i"].tolist() == [0, 1, 2]
 
+    def test_pinning_field_by_field_keeps_all_but_the_packing(self) -> None:
+        # As a DataLoader of torch 2.9 and earlier does with every mapping.
+        batch = collate([Samples()[i] for i in range(3)])
+
+        def pinned(data: Any) -> Any:
+            if isinstance(data, Tensor):
+                return data.clone()
+            clone = copy.copy(data)
+            clone.update({key: pinned(value) for key, value in data.items()})
+            return clone
+
+        out = pinned(batch)
+        out._check()
+        assert batch.is_packed and not out.is_packed and out == batch and type(out["n"]) is DeviceDict
+        assert out.decode("name") == batch.decode("name") and out.pack().is_packed
+
     def test_it_is_picklable(self) -> None:
         assert pickle.loads(pickle.dumps(partial(collate, pad={"x": 0})))([{"x": [1]}, {"x": [1, 2]}])["x"].shape == (
             2,

@@ -50,7 +50,7 @@ def collate(
 
     A ``collate_fn`` for DataLoader as it stands, or through ``functools.partial``. In a worker the storage is shared
     memory, so that the batch reaches the trainer without another copy, as one segment and one file descriptor; the
-    loader's ``pin_memory=True`` pins it in one call.
+    loader's ``pin_memory=True`` pins it in one call (up to torch 2.9: field by field, and it arrives unpacked).
 
     Args:
         samples: mappings with the same keys. Values may be whatever a `DeviceDict` takes: tensors, numbers, NumPy
