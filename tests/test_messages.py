@@ -193,7 +193,7 @@ class TestMissingKeys:
             assert type(again) is MissingKeyError and again.args == (key,) and str(again) == message
 
     def test_no_message_where_none_is_asked_for(self, key: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tensordict_lite._checked.missing_key", None)
+        monkeypatch.setattr("tensordict_lite._dict.device_dict.missing_key", None)
         d = nested()
         assert d.get(key) is None and d.get(key, 1) == 1 and key not in d and d.pop(key, 2) == 2
         if key and key != ("image", "x", "y"):

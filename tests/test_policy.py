@@ -175,7 +175,7 @@ class TestPolicyItself:
         assert policy.override({"t": C}) == Policy({"s": A, "t": C}, B, "move", "keep", torch.float64)
         assert policy.override({"s": C}).encoders == {"s": C}
         assert policy.override(C) == Policy({"s": A}, C, "move", "keep", torch.float64)
-        changed = policy.override(None, "error", "error", torch.float16)
+        changed = policy.override(on_mismatch="error", objects="error", dtype=torch.float16)
         assert changed == Policy({"s": A}, B, "error", "error", torch.float16)
         for bad in ({"on_mismatch": "mvoe"}, {"objects": "drop"}):
             with pytest.raises(ValueError, match="is 'error' or '"):

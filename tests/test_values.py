@@ -281,7 +281,6 @@ def test_keys_are_str(key: Any) -> None:
         ([("a",)], "got list: dictionary update sequence element #0 has length 1; 2 is required"),
         ([("a", 1, 2)], "got list: dictionary update sequence element #0 has length 3; 2 is required"),
         ([("a", 1), ("b",)], "got list: dictionary update sequence element #1 has length 1; 2 is required"),
-        (np.zeros((2, 3)), "got ndarray: dictionary update sequence element #0 has length 3; 2 is required"),
     ],
 )
 def test_what_is_no_mapping_raises_what_dict_raises(data: Any, message: str) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate  # its documented place to register a type
 
 from .._dict.device_dict import DeviceDict
+from .._dict.insert import insert
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
 from .._memory.buffer import clear_gaps, flat_over, new_buffer, packable, regions, views_of
 from .._memory.device import CPU, canonical
@@ -107,7 +108,7 @@ def collate(
     batch = collector.collect(samples, kind, policy, ())
     batch = batch._replace_tensors(_made(collector, pack), device)
     if cls is not DeviceDict:
-        batch._validate(batch, None, deep=True)
+        batch._validate()
     if get_worker_info() is not None and not is_plain(batch):
         refuse_unsendable(batch)
     return cast(D, batch)
@@ -265,7 +266,7 @@ class _Collector:
         if isinstance(value, Mapping):
             refuse_deeper(path)
             codes = cls._new((), self.device, policy)
-            codes._insert(cast("Mapping[str, Any]", value), consent=True, at=path)
+            insert(codes, cast("Mapping[str, Any]", value), consent=True, at=path)
             return codes, encoder
         if isinstance(value, Tensor):
             return self.add(path, [value.to(self.device)], None, is_stacked=True), encoder

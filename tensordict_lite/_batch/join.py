@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._dict.device_dict import DeviceDict
-from .._encoders.builtin import Utf8
+from .._encoders.protocol import decode_alike, padding
 from .._errors import DeviceMismatchError, Path, described, dotted
 from .._tree.policy import Policy
 from .._tree.tree import TreeDict
@@ -106,7 +106,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
 
 def _leading(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) -> int:
     """``dim`` of strings, whose last dimension is their bytes and not one of theirs."""
-    if not isinstance(encoder, Utf8) or codes.dtype != torch.uint8 or not codes.dim():
+    if padding(encoder, codes) is None:
         return dim
     dims = codes.dim() - 1 + (verb == "stack")
     if not -dims <= dim < dims:
@@ -139,7 +139,7 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
             continue
         for key, encoder in d._policy.encoders.items():
             known = policy.encoders.get(key)
-            if known is not None and known != encoder and key in d and not isinstance(known, Utf8):
+            if known is not None and key in d and not decode_alike(known, encoder):
                 raise ValueError(
                     f"{dotted((*at, key))}: {noun} {i} encodes it with {encoder!r}, {noun} 0 with {known!r}; "
                     "decode and encode one of them anew"
@@ -149,16 +149,15 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
 
 
 def widened(column: Sequence[Tensor], encoder: object) -> list[Tensor] | None:
-    """UTF-8 codes with as many zeros after them as make all as wide as the widest; None if they are something else."""
-    if not isinstance(encoder, Utf8) or not all(
-        isinstance(cast(object, codes), Tensor) and codes.dtype == torch.uint8 and codes.dim() for codes in column
-    ):
+    """The codes of an encoder, padded to the width of the widest; None if they cannot be padded, or need not be."""
+    number = padding(encoder, *column)
+    if number is None:
         return None
     widths = [codes.shape[-1] for codes in column]
     if len(set(widths)) == 1:
         return None
     most = max(widths)
-    return [F.pad(codes, (0, most - width)) for codes, width in zip(column, widths, strict=True)]
+    return [F.pad(codes, (0, most - width), value=number) for codes, width in zip(column, widths, strict=True)]
 
 
 def raise_mismatch(column: Sequence[Any], path: Path, noun: str, error: Exception | None, hint: str = "") -> NoReturn:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import Never, Self
+from typing_extensions import Self, Unpack
 
 from .._encoders.protocol import StringEncoder, decode_nested
-from .._errors import DeviceMismatchError, Path, dotted, refuse_deeper, with_path
+from .._errors import Path, dotted, refuse_deeper, with_path
 from .._files import safetensors, torch_save
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array
@@ -25,24 +25,19 @@ from .._memory.packed import is_packed, map_buffer, once, pack, packed_layout, p
 from .._memory.transfer import clone, transfer
 from .._tree import sendable
 from .._tree.compare import agree, values_agree
-from .._tree.convert import convert
 from .._tree.missing import NoAttribute, missing_key, rows_hint
-from .._tree.policy import Encoders, Objects, OnMismatch, refuse_option
-from .._tree.tree import TreeDict, V, builtin_dict, kind_nested, tensor_paths
+from .._tree.policy import OPTIONS, Encoders, Options, refuse_option
+from .._tree.tree import TreeDict, V, builtin_dict, tensor_paths
 from .._tree.walk import (
     Items,
-    all_on,
     as_dict,
     components,
     nbytes,
     refuse_key,
-    refuse_optimizer,
-    require_on,
-    snapshot,
-    tensors_in,
 )
 from .arguments import to_arguments
 from .display import field_count, html, size, tree
+from .insert import insert
 from .rows import Rows
 
 _MISSING: Any = object()
@@ -119,29 +114,15 @@ class DeviceDict(TreeDict[V]):
         /,
         *,
         device: DeviceLike | None = None,
-        encoders: Encoders | None = None,
-        on_mismatch: OnMismatch | None = None,
-        objects: Objects | None = None,
-        dtype: torch.dtype | None = None,
-        **unknown: Never,
+        **options: Unpack[Options],
     ) -> None:
-        if unknown:
-            refuse_option(type(self).__name__, next(iter(unknown)))
-        self._begin(data, device, encoders, on_mismatch, objects, dtype)
+        self._begin(data, device, options)
         if data is not None:
             # `as_dict` tells it too; without the call a dict of 8 fields is made in 0.97 of the time.
             items = cast("dict[str, Any]", data) if type(data) is dict else as_dict(data)
-            self._insert(items, consent=device is not None)
+            insert(self, items, consent=device is not None)
 
-    def _begin(
-        self,
-        data: Items | None,
-        device: DeviceLike | None,
-        encoders: Encoders | None,
-        on_mismatch: OnMismatch | None,
-        objects: Objects | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def _begin(self, data: Items | None, device: DeviceLike | None, options: Mapping[str, Any]) -> None:
         """Set the state of a new dict that is to take ``data``."""
         if self or (hasattr(self, "_device") and self._device is not None):
             raise TypeError(f"this {type(self).__name__} is made already; use update to add to it")
@@ -150,8 +131,11 @@ class DeviceDict(TreeDict[V]):
         if type(data) is not dict and isinstance(data, TreeDict):  # a copy, which may change class
             policy = self._policy_of_copy(data._policy, data)
             target = data._device if device is None else target
-        if not (encoders is on_mismatch is objects is dtype is None):
-            policy = policy.override(encoders, on_mismatch, objects, dtype)
+        if options:
+            for name in options:
+                if name not in OPTIONS:
+                    refuse_option(type(self).__name__, name)
+            policy = policy.override(**options)
         self._policy = policy
         self._device = target
 
@@ -201,6 +185,8 @@ class DeviceDict(TreeDict[V]):
             and (value.is_cpu if self._device is CPU else value.device == self._device)
         ):
             builtin_dict.__setitem__(self, key, value)
+        elif type(key) is str:
+            insert(self, {key: value})
         else:
             self._set(key, value)
 
@@ -277,7 +263,7 @@ class DeviceDict(TreeDict[V]):
         if type(data) is not dict and isinstance(data, TreeDict):
             encoders = data._policy.carried(data)
             brought = {key: encoders[key] for key in encoders if key in data and key not in fields}
-        self._insert(items, encoders=brought)
+        insert(self, items, encoders=brought)
 
     def __ior__(self, other: Items, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.update(other)
@@ -368,8 +354,8 @@ class DeviceDict(TreeDict[V]):
         results = [function(tensor) for tensor in self._tensors()]
         first = next((canonical(result.device) for result in results if isinstance(result, Tensor)), self._device)
         out = self._new(self, first, self._policy)
-        out._insert(self._replace_tensors(results, None))
-        out._validate(out, self, deep=True)
+        insert(out, self._replace_tensors(results, None))
+        out._validate(self)
         return out
 
     def flatten(self, sep: str = ".") -> DeviceDict[V]:
@@ -399,7 +385,7 @@ class DeviceDict(TreeDict[V]):
         known = mapping._policy.encoders
         policy = replace(mapping._policy, encoders={key: known[key] for key in known if sep not in key})
         out = cls._new((), mapping._device, policy)
-        out._insert(_unflatten(mapping, sep))
+        insert(out, _unflatten(mapping, sep))
         for key, encoder in known.items():
             if sep in key and (path := tuple(key.split(sep))) in out:
                 node, last = out._walk(path)
@@ -846,7 +832,7 @@ class DeviceDict(TreeDict[V]):
         {'n': {'z': tensor(3)}}
         """
         out = safetensors.read(cls, path, CPU if device is None else resolve(device), keys, encoders)
-        out._validate(out, None, deep=True)
+        out._validate()
         return out
 
     @classmethod
@@ -908,144 +894,6 @@ class DeviceDict(TreeDict[V]):
     def _repr_html_(self) -> str:
         return html(self, _title(self), _note)
 
-    # --- inserting: prepare, then commit ---
-
-    def _insert(
-        self,
-        data: Mapping[str, Any],
-        *,
-        consent: bool = False,
-        at: Path = (),
-        encoders: Mapping[str, StringEncoder] | None = None,
-    ) -> None:
-        """Store all of ``data``, and ``encoders`` of its keys, or raise.
-
-        ``consent``: tensors elsewhere are moved; ``at``: where in a tree this dict is.
-        """
-        device = self._device
-        if device is None:
-            if self and self._tensors():  # see `_infer_device`
-                raise DeviceMismatchError(
-                    f"this {type(self).__name__} has tensors on several devices; .to(device) it first"
-                )
-            first = next(iter(data.values()), None)
-            device = canonical(first.device) if type(first) is Tensor else None
-        if all_on(data, device):  # what training loops store, all in all
-            self._commit(data, device, encoders)
-        else:
-            staged, device, used = self._stage(data, consent=consent, at=at)
-            self._commit(staged, device, {**used, **encoders} if encoders else used)
-
-    def _stage(
-        self, data: Mapping[str, Any], *, consent: bool = False, at: Path = ()
-    ) -> tuple[Mapping[str, Any], torch.device | None, Mapping[str, StringEncoder]]:
-        """What `_commit` takes: every key checked, every value converted, nothing of this dict changed."""
-        device = self._device
-        data = snapshot(data, TreeDict, at)
-        tensors = tensors_in(data, at)
-        if device is None and tensors:
-            device = canonical(tensors[0].device)
-        # Host values alone in a dict without a device go where torch would make them.
-        target = canonical(torch.empty(0).device) if device is None else device
-        moved: dict[int, Tensor] = {}
-        if consent or self._policy.on_mismatch == "move":
-            misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
-            moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True))
-        try:
-            staged, encoders = self._convert(data, target, moved, at)
-        except TypeError:
-            refuse_optimizer(data, at)
-            raise
-        if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
-            device = target
-        return staged, device, encoders
-
-    def _convert(
-        self, data: Mapping[str, Any], target: torch.device, moved: Mapping[int, Tensor], at: Path
-    ) -> tuple[dict[str, Any], dict[str, StringEncoder]]:
-        """The stored form of every value, and the encoders that strings were encoded with."""
-        policy = self._policy
-        staged: dict[str, Any] = {}
-        encoders: dict[str, StringEncoder] = {}
-        for key, value in data.items():
-            if not isinstance(cast(object, key), str):
-                refuse_key(key, at)
-            path = (*at, key)
-            if isinstance(value, Tensor):
-                staged[key] = require_on(value, target, moved, path)
-            elif isinstance(value, Mapping):
-                staged[key] = self._nest(cast("Mapping[str, Any]", value), target, moved, path)
-            else:
-                stored, encoder = convert(value, target, policy, path)
-                if isinstance(stored, Tensor):
-                    stored = stored if stored.device == target else transfer([stored], target)[0]
-                elif encoder is not None:  # an encoder that gives several tensors
-                    refuse_deeper(path)
-                    codes = cast("DeviceDict[Any]", (self._nested_class(key) or type(self))._new((), target, policy))
-                    codes._insert(stored, consent=True, at=path)
-                    stored = codes
-                if encoder is not None:
-                    encoders[key] = encoder
-                staged[key] = stored
-        return staged, encoders
-
-    def _nest(
-        self, value: Mapping[str, Any], target: torch.device, moved: Mapping[int, Tensor], path: Path
-    ) -> DeviceDict[Any]:
-        """``value`` as a nested dict. A `DeviceDict` keeps its encoders, and a policy that its class has."""
-        kind = type(cast(object, value))
-        given = value._policy if isinstance(value, DeviceDict) else None
-        cls, policy = kind_nested(type(self), path[-1], kind, given, value, self._policy)
-        of_its_class = cls is kind
-        nested = cast("DeviceDict[Any]", cls._new((), target, policy))
-        staged, encoders = nested._convert(value, target, moved, path)
-        if of_its_class:  # not looked at again: a row of a typed batch is one, without a batch dimension
-            DeviceDict._commit(nested, staged, target, encoders)
-        else:
-            try:
-                nested._commit(staged, target, encoders)
-            except (TypeError, ValueError) as error:
-                raise with_path(error, path) from error
-        return nested
-
-    def _commit(
-        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder] | None
-    ) -> None:
-        # Staging runs the code of others (encoders, `items` of a mapping, `__array__`), which may have written here.
-        target = self._device
-        if target is not device and target is not None and device is not None and target != device:
-            keys = ", ".join(map(repr, staged))
-            raise DeviceMismatchError(
-                f"this {type(self).__name__} was written to while {keys} was being stored on {device}, and is on "
-                f"{target} now; give device= when you make it",
-                expected=target,
-                actual=device,
-            )
-        if encoders:  # comparing them can raise, so before the first change
-            policy = self._policy.with_encoders(encoders)
-            builtin_dict.update(self, staged)
-            self._policy = policy
-        else:
-            builtin_dict.update(self, staged)
-        if device is not None:
-            self._device = device
-
-    # --- what a class with declared fields has otherwise ---
-
-    def _validate(
-        self, items: Mapping[str, Any], before: Mapping[str, Any] | None, deep: bool = False, shapes: bool = True
-    ) -> None:
-        """Raise unless these items may be all there are, instead of those ``before``; ``deep``: in nested dicts too."""
-        for key, value in items.items() if deep else ():
-            if isinstance(value, DeviceDict):
-                nested = cast("DeviceDict[Any]", value)
-                nested._validate(nested, before.get(key) if isinstance(before, Mapping) else None, deep, shapes)
-
-    @classmethod
-    def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``data`` without the items that say that there is none."""
-        return data
-
     # --- paths ---
 
     def _walk(self, key: object) -> tuple[DeviceDict[Any], Any]:
@@ -1069,7 +917,7 @@ class DeviceDict(TreeDict[V]):
         if type(key) is tuple:
             self._set_path(key, value)
         elif isinstance(key, str):
-            self._insert({key: value})
+            insert(self, {key: value})
         else:
             refuse_key(key, (), rows_hint(key))
 
@@ -1089,7 +937,7 @@ class DeviceDict(TreeDict[V]):
                 )
             for part in reversed(path[1:]):
                 value = {part: value}
-        self._insert({path[0]: value}, at=at)  # pyright: ignore[reportGeneralTypeIssues]  (it is not empty)
+        insert(self, {path[0]: value}, at=at)  # pyright: ignore[reportGeneralTypeIssues]  (it is not empty)
 
 
 # All that torch.load(weights_only=True) may call: it takes data only, and checks it.

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._encoders.builtin import Utf8
-from .._encoders.protocol import StringEncoder
+from .._encoders.protocol import StringEncoder, padding
 from .._errors import Path, dotted, dtype_name
 from .._tree.tree import TreeDict, tensor_paths
 
@@ -244,12 +243,13 @@ def _write(path: Path, target: Tensor, index: Any, value: Tensor) -> None:
 
 def _fitted(rows: Tensor, value: Tensor, encoder: object, path: Path) -> Tensor:
     """A copy of ``value`` in the shape of ``rows``."""
-    if isinstance(encoder, Utf8) and rows.dtype == value.dtype == torch.uint8 and rows.dim() and value.dim():
+    number = padding(encoder, rows, value)
+    if number is not None:
         if value.shape[-1] > rows.shape[-1]:
             raise ValueError(
                 f"{dotted(path)}: a string of {value.shape[-1]} bytes does not fit this field of {rows.shape[-1]}"
             )
-        value = F.pad(value, (0, rows.shape[-1] - value.shape[-1]))
+        value = F.pad(value, (0, rows.shape[-1] - value.shape[-1]), value=number)
     if not torch.can_cast(value.dtype, rows.dtype):
         raise ValueError(f"{dotted(path)}: {value.dtype} cannot be written into {rows.dtype}; convert it first")
     try:

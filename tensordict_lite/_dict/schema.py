@@ -55,7 +55,7 @@ class Schema:
         # A nested class may be this one, whose schema is not there yet, so its fields are not asked.
         self.shaped = bool(self.nested) or any(_is_shaped(kind) for field in fields.values() for kind in field.kinds)
 
-    def check_given(self, items: Mapping[str, Any]) -> None:
+    def check_names(self, items: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for names that are no fields, and for None where there must be something."""
         unknown = sorted(name for name in items if isinstance(cast(object, name), str) and name not in self.fields)
         if unknown:
@@ -69,9 +69,8 @@ class Schema:
             if value is None and not any(kind in (object, NoneType) for kind in self.fields[name].kinds):
                 raise TypeError(f"{self.name}.{name}: expected {self.fields[name].shown}, got None")
 
-    def check_names(self, items: Mapping[str, Any]) -> None:
-        """As `check_given`; and for required fields that are not there."""
-        self.check_given(items)
+    def check_required(self, items: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` for required fields that are not there."""
         missing = [name for name in self.fields if name in self.required and name not in items]
         if missing:
             few = f"field {missing[0]!r}" if len(missing) == 1 else f"fields {', '.join(map(repr, missing))}"

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import sys
 from abc import ABCMeta
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, dataclass_transform
+from typing_extensions import Self, Unpack, dataclass_transform
 
 from .._encoders.protocol import StringEncoder
 from .._errors import Path, with_path
 from .._memory.device import DeviceLike
 from .._tree.missing import NoAttribute
-from .._tree.policy import OPTIONS, Encoders, Objects, OnMismatch
+from .._tree.policy import OPTIONS, Encoders, Objects, OnMismatch, Options
 from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict  # pyright: ignore[reportUnusedImport]  (used where it does not look)
 from .device_dict import DeviceDict
+from .insert import insert
 from .schema import Field, Schema, Shaped, names_of, read_annotations, shape_error
 
 Given = TypeVar("Given")
@@ -123,14 +124,13 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     else:
 
-        def __init__(
-            self, data=None, /, *, device=None, encoders=None, on_mismatch=None, objects=None, dtype=None, **fields
-        ) -> None:
-            self._begin(data, device, encoders, on_mismatch, objects, dtype)
-            items = {**({} if data is None else as_dict(data)), **fields}
+        def __init__(self, data=None, /, *, device=None, **given) -> None:
+            options = {name: given.pop(name) for name in OPTIONS if name in given}
+            self._begin(data, device, options)
+            items = {**({} if data is None else as_dict(data)), **given}
             if type(data) is type(self):  # which is held to no more than it fits
                 builtin_dict.update(self, data)
-            self._insert(items, consent=device is not None)
+            insert(self, items, consent=device is not None)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -161,10 +161,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         /,
         *,
         device: DeviceLike | None = None,
-        encoders: Encoders | None = None,
-        on_mismatch: OnMismatch | None = None,
-        objects: Objects | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[Options],
     ) -> Self:
         """A batch of the items of a mapping, or of pairs, that no type checker knows the fields of.
 
@@ -175,53 +172,52 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         >>> Point.from_dict({"x": [1.0, 2.0]}, dtype=torch.float64).x
         tensor([1., 2.], dtype=torch.float64)
         """
-        given = {"encoders": encoders, "on_mismatch": on_mismatch, "objects": objects, "dtype": dtype}
-        return cls(data, device=device, **given)  # pyright: ignore[reportCallIssue]
+        return cls(data, device=device, **options)  # pyright: ignore[reportCallIssue]
 
-    # --- what comes in is checked, whatever way it takes ---
+    # --- validation, of everything that is inserted ---
 
-    def _validate(
-        self, items: Mapping[str, Any], before: Mapping[str, Any] | None, deep: bool = False, shapes: bool = True
-    ) -> None:
-        if torch.compiler.is_compiling():
-            return
-        super()._validate(items, before, deep, shapes)
-        before = before if isinstance(before, TypedDeviceDict) else {}
-        schema = self._schema()
-        schema.check_names(items)
-        schema.check_kinds({key: value for key, value in items.items() if before.get(key) is not value})
-        reason = shape_error(_shaped(type(self), items, schema.name)) if shapes and schema.shaped else ""
-        # What did not fit before is what is made of a checked dict: a row, or one of another dtype.
-        if reason and not (before and shape_error(_shaped(type(self), before, schema.name))):
-            raise ValueError(reason)
+    _has_fields = True
 
-    def _commit(
-        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder] | None
-    ) -> None:
-        self._validate({**self, **staged}, self)
-        super()._commit(staged, device, encoders)
-
-    def _convert(
-        self, data: Mapping[str, Any], target: torch.device, moved: Mapping[int, Tensor], at: Path
-    ) -> tuple[dict[str, Any], dict[str, StringEncoder]]:
-        data = self._drop_none(data)
+    def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
+        given = self._drop_none(data)
         if not torch.compiler.is_compiling():
             try:
-                self._schema().check_given(data)
+                self._schema().check_names(given)
             except TypeError as error:
                 raise (with_path(error, at) if at else error) from None
-        return super()._convert(data, target, moved, at)
+        return given
 
-    def _insert(self, data: Mapping[str, Any], **options: Any) -> None:
-        given = self._drop_none(data)
-        gone = [key for key in data if key in self and key not in given]
-        if not gone:
-            super()._insert(given, **options)
+    def _commit(
+        self,
+        staged: Mapping[str, Any],
+        device: torch.device | None,
+        encoders: Mapping[str, StringEncoder] | None,
+        removed: Sequence[str] = (),
+    ) -> None:
+        if not torch.compiler.is_compiling():
+            items = {**self, **staged}
+            for key in removed:
+                del items[key]
+            self._check_fields(items, self)
+        super()._commit(staged, device, encoders, removed)
+
+    def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
+        if torch.compiler.is_compiling():
             return
-        with _undone_if_refused(self):
-            for key in gone:
-                builtin_dict.pop(self, key)
-            super()._insert(given, **options)
+        super()._validate(before, shapes=shapes)
+        self._schema().check_names(self)
+        self._check_fields(self, before, shapes)
+
+    def _check_fields(self, items: Mapping[str, Any], before: Mapping[str, Any] | None, shapes: bool = True) -> None:
+        """Raise unless ``items`` has every required field, and each value is of its kind and shape."""
+        before = before if isinstance(before, TypedDeviceDict) else {}
+        schema = self._schema()
+        schema.check_required(items)
+        schema.check_kinds({key: value for key, value in items.items() if before.get(key) is not value})
+        reason = shape_error(_shaped(type(self), items, schema.name)) if shapes and schema.shaped else ""
+        # A row or a cast of a validated dict did not fit before either. It may be changed.
+        if reason and not (before and shape_error(_shaped(type(self), before, schema.name))):
+            raise ValueError(reason)
 
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -230,7 +226,10 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         return {key: value for key, value in data.items() if value is not None or not cls._optional.get(key, False)}
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
-        self._set(key, value)
+        if type(key) is str:
+            insert(self, {key: value})
+        else:
+            self._set(key, value)
 
     def _set_path(self, path: Path, value: Any, at: Path = ()) -> None:
         node: DeviceDict[Any] = self  # the one that will be changed
@@ -243,7 +242,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         with _undone_if_refused(node):
             super()._set_path(path, value, at)
             if node is not self:  # which knows nothing of the dimensions here
-                self._validate(self, before)
+                self._validate(before)
 
     def __delitem__(self, key: str | Path, /) -> None:
         self._refuse_without(key)

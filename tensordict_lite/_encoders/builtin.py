@@ -60,6 +60,9 @@ class Utf8:
 
     name: ClassVar[str] = "utf8"
     code_ndim: ClassVar[int] = 1
+    padding: ClassVar[int] = 0
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
+    is_data: ClassVar[bool] = True
 
     max_length: int | None = None
 
@@ -155,6 +158,7 @@ class Vocabulary:
 
     name: ClassVar[str] = "vocabulary"
     code_ndim: ClassVar[int] = 0
+    is_data: ClassVar[bool] = True
 
     tokens: tuple[str, ...]
     unknown: str | None = None
@@ -254,6 +258,7 @@ class Hashing:
 
     name: ClassVar[str] = "hashing"
     code_ndim: ClassVar[int] = 0
+    is_data: ClassVar[bool] = True
 
     buckets: int
     seed: int = 0

@@ -21,9 +21,15 @@ class StringEncoder(Protocol):
     """What turns strings into tensors and back; any object with these two methods is one.
 
     `encode` gets a flat sequence of ``n`` strings and returns a CPU tensor whose first dimension is ``n``, or a
-    mapping of such tensors. `decode` gets codes of that form and returns ``n`` strings. An encoder that also has an
-    integer attribute ``code_ndim``, the number of dimensions that one string takes in the codes, can be decoded
-    from fields of any leading shape; without it the first dimension is taken to count the strings.
+    mapping of such tensors. `decode` gets codes of that form and returns ``n`` strings.
+
+    A class of encoders may have these attributes too:
+
+    - ``code_ndim``: an int, the number of dimensions that one string takes in the codes. Fields of any leading shape
+      can then be decoded. Without it the first dimension counts the strings.
+    - ``padding``: a number. Codes may be filled up with it at the end of their last dimension, and decode as before.
+      Encoders of one such class decode each other's codes. Goes with ``code_dtype``, the dtype of the codes.
+    - ``is_data``: True promises that an instance consists of plain data, so that it can always be pickled.
 
     >>> from tensordict_lite import StringEncoder, Utf8
     >>> isinstance(Utf8(), StringEncoder)
@@ -53,6 +59,21 @@ class EncodeOnly:
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", repr(self.function))
+
+
+def padding(encoder: object, *codes: object) -> int | None:
+    """The number that fills up ``codes`` of an encoder; None if one of them cannot be filled up."""
+    number: int | None = getattr(encoder, "padding", None)
+    if number is None:
+        return None
+    dtype: torch.dtype = cast(Any, encoder).code_dtype
+    fits = all(isinstance(one, Tensor) and one.dtype is dtype and one.dim() for one in codes)
+    return number if fits else None
+
+
+def decode_alike(a: StringEncoder, b: StringEncoder) -> bool:
+    """Whether two encoders decode each other's codes."""
+    return a == b or (type(a) is type(b) and getattr(a, "padding", None) is not None)
 
 
 def as_encoder(given: object) -> StringEncoder:

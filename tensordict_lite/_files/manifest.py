@@ -15,10 +15,9 @@ from torch import Tensor
 
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encoder_from_json, runs_code
-from .._errors import DEPTH, InvalidFileError, Path, dotted, dtype_name, refuse_deeper
-from .._memory.buffer import DTYPES
+from .._errors import DEPTH, InvalidFileError, Path, dotted, refuse_deeper
 from .._tree.missing import missing_key
-from .._tree.policy import Encoders, Policy
+from .._tree.policy import SETTINGS, Encoders, Policy, settings_from_json
 from .._tree.tree import TreeDict
 
 VERSION = 1
@@ -26,7 +25,6 @@ OF_ITS_CLASS = -1
 """In place of a policy's number: the policy of the class."""
 _HERE = object()
 """In a tree of keys: a path ends here."""
-_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 Manifest = dict[str, Any]
@@ -59,9 +57,7 @@ def describe(
         return {
             "encoders": {_plain(key): number(given, (*at, key)) for key, given in one.encoders.items()},
             "default": None if default == Utf8() else number(default, (*at, "*")),
-            "on_mismatch": one.on_mismatch,
-            "objects": one.objects,
-            "dtype": None if one.dtype is None else dtype_name(one.dtype),
+            **one.settings_to_json(),
         }
 
     def node(one: TreeDict[Any], at: Path) -> dict[str, Any]:
@@ -218,10 +214,8 @@ class Reader:
         return self._merged[number, cls].with_default_of(policy, keys)
 
     def _read_policy(self, entry: Any) -> Policy:
-        entry = _fields(entry, "a policy", encoders=dict, default=object, on_mismatch=str, objects=str, dtype=object)
+        entry = _fields(entry, "a policy", encoders=dict, default=object, **dict.fromkeys(SETTINGS, object))
         given = self._given.encoders
-        if entry["dtype"] is not None and (type(entry["dtype"]) is not str or entry["dtype"] not in _DTYPES):
-            invalid(f"{_cut(entry['dtype'])} is no dtype of host values")
         encoders = dict(given)
         if self._all_given:
             default = self._given.default_encoder
@@ -229,8 +223,7 @@ class Reader:
             encoders |= {key: self._encoder(n, key) for key, n in entry["encoders"].items() if key not in given}
             default = None if entry["default"] is None else self._encoder(entry["default"], "*")
         try:
-            dtype = None if entry["dtype"] is None else _DTYPES[entry["dtype"]]
-            policy = Policy().override(encoders or None, entry["on_mismatch"], entry["objects"], dtype)
+            policy = Policy().override(encoders or None, **settings_from_json(entry))
             return policy if default is None else policy.override(default)
         except (TypeError, ValueError) as error:
             raise InvalidFileError(f"not a valid file: {error}") from error

@@ -82,7 +82,7 @@ def rebuild(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, 
     out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, own=True)
     if len(devices) > 1:
         _infer_device(out)
-    out._validate(out, None, deep=True, shapes=False)
+    out._validate(shapes=False)
     return out
 
 

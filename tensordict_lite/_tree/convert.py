@@ -77,8 +77,8 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
         return _object(value, policy, path, f"array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise TypeError(f"{dotted(path)} is a masked array, and a tensor would show what is masked; use .filled(value)")
-    strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-    if not (array.flags.writeable and array.dtype.isnative and strides_fit and _is_aligned(array)):
+    # Most arrays are C-contiguous, writable and aligned, which the flag `carray` tells in one look.
+    if not (array.flags.carray and array.dtype.isnative and kind != "c") and not _is_shareable(array):
         # Sharing such memory is an error in torch, or, read-only, a warning and a trap, or, unaligned, a crash.
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     dtype = policy.dtype if kind == "f" else None
@@ -88,11 +88,11 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
         return _object(value, policy, path, f"array of dtype {array.dtype}")
 
 
-def _is_aligned(array: np.ndarray[Any, Any]) -> bool:
-    """Whether memory begins on a multiple of the element size: torch wants 16 for complex128, where NumPy wants 8."""
-    if array.dtype.kind != "c":  # the flag, where it says the same, takes a twentieth of the time
-        return array.flags.aligned
-    return array.ctypes.data % array.itemsize == 0
+def _is_shareable(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a tensor can use the memory of an array. For complex128 torch wants alignment to 16, and NumPy to 8."""
+    aligned = array.flags.aligned if array.dtype.kind != "c" else array.ctypes.data % array.itemsize == 0
+    strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    return aligned and array.flags.writeable and array.dtype.isnative and strides_fit
 
 
 def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Tensor:

@@ -3,22 +3,77 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, cast
 
 import torch
 
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, as_encoder
+from .._errors import dtype_name
+from .._memory.buffer import DTYPES
 from .missing import closest
 
 Encoders = Mapping[str, Any] | StringEncoder | Any
 """What ``encoders=`` takes: key to encoder or callable, or one encoder or callable for every key."""
 OnMismatch = Literal["error", "move"]
 Objects = Literal["error", "keep"]
-OPTIONS = ("device", "encoders", "on_mismatch", "objects", "dtype")
-"""The keywords of the constructor; all but the first are options of a class too."""
+
+
+class Options(TypedDict, total=False):
+    """The options of an instance or of a class. None is the same as leaving one out."""
+
+    encoders: Encoders | None
+    on_mismatch: OnMismatch | None
+    objects: Objects | None
+    dtype: torch.dtype | None
+
+
+OPTIONS = ("device", *Options.__annotations__)
+"""The keywords of the constructor. All but the first are options of a class too."""
+
+
+class _Setting(NamedTuple):
+    """How an option with one value is validated, and how files hold it. A value that is wrong raises."""
+
+    check: Callable[[Any], Any]
+    to_json: Callable[[Any], Any]
+    from_json: Callable[[Any], Any]
+
+
+def _choice(name: str, *allowed: str) -> _Setting:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(f"{name} is {' or '.join(map(repr, allowed))}, got {value!r}")
+        return value
+
+    return _Setting(check, str, check)
+
+
+def _floating(value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise TypeError(f"dtype is a floating-point torch.dtype, for host values with such content; got {value!r}")
+    return value
+
+
+def _dtype_from_json(name: Any) -> torch.dtype | None:
+    if name is not None and (type(name) is not str or name not in _DTYPES):
+        raise ValueError(f"{repr(name)[:60]} is no dtype of host values")
+    return None if name is None else _DTYPES[name]
+
+
+def _dtype_to_json(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_name(dtype)
+
+
+_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
+SETTINGS = {
+    "on_mismatch": _choice("on_mismatch", "error", "move"),
+    "objects": _choice("objects", "error", "keep"),
+    "dtype": _Setting(_floating, _dtype_to_json, _dtype_from_json),
+}
+"""The options but ``encoders``. A new one is a line here, in `Options` and in `Policy`."""
 
 
 def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:
@@ -43,42 +98,23 @@ class Policy:
     objects: Objects = "error"
     dtype: torch.dtype | None = None
 
-    def override(
-        self,
-        encoders: Encoders | None = None,
-        on_mismatch: OnMismatch | None = None,
-        objects: Objects | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Policy:
-        """This policy with the options that are not None checked and put in place; encoders are merged by key."""
-        changes: dict[str, Any] = {}
-        if encoders is not None:
-            if isinstance(encoders, Mapping):
-                given = cast("Mapping[object, object]", encoders)
-                for key in given:
-                    if not isinstance(key, str):
-                        raise TypeError(
-                            f"encoders= maps keys, which are str, to encoders; got the key {key!r}. "
-                            "A key's encoder serves that key in nested dicts too"
-                        )
-                changes["encoders"] = {**self.encoders, **{k: as_encoder(e) for k, e in given.items()}}
-            else:
-                changes["default_encoder"] = as_encoder(encoders)
-        for option, value, allowed in (
-            ("on_mismatch", on_mismatch, ("error", "move")),
-            ("objects", objects, ("error", "keep")),
-        ):
-            if value is not None:
-                if value not in allowed:
-                    raise ValueError(f"{option} is {' or '.join(map(repr, allowed))}, got {value!r}")
-                changes[option] = value
-        if dtype is not None:
-            if not isinstance(cast(object, dtype), torch.dtype) or not dtype.is_floating_point:
-                raise TypeError(
-                    f"dtype is a floating-point torch.dtype, for host values with such content; got {dtype!r}"
-                )
-            changes["dtype"] = dtype
-        return replace(self, **changes)
+    def override(self, encoders: Encoders | None = None, **settings: Any) -> Policy:
+        """This policy with the options that are not None validated and set; encoders are merged by key."""
+        changes: dict[str, Any] = {
+            name: SETTINGS[name].check(value) for name, value in settings.items() if value is not None
+        }
+        if isinstance(encoders, Mapping):
+            given = cast("Mapping[object, object]", encoders)
+            for key in given:
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"encoders= maps keys, which are str, to encoders; got the key {key!r}. "
+                        "A key's encoder serves that key in nested dicts too"
+                    )
+            changes["encoders"] = {**self.encoders, **{k: as_encoder(e) for k, e in given.items()}}
+        elif encoders is not None:
+            changes["default_encoder"] = as_encoder(encoders)
+        return replace(self, **changes) if changes else self
 
     def with_encoders(self, encoders: Mapping[str, StringEncoder]) -> Policy:
         """This policy with the encoders of some keys set; itself if they are already so."""
@@ -106,18 +142,25 @@ class Policy:
         """The encoder of ``key``."""
         return self.encoders.get(key, self.default_encoder)
 
+    def settings(self) -> dict[str, Any]:
+        """The options but the encoders, by name."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
     def to_state(self) -> dict[str, Any]:
         """Plain data and encoders, for pickle, which then writes an encoder once however many dicts share it."""
-        return {
-            "encoders": dict(self.encoders),
-            "default_encoder": self.default_encoder,
-            "on_mismatch": self.on_mismatch,
-            "objects": self.objects,
-            "dtype": self.dtype,
-        }
+        return {"encoders": dict(self.encoders), "default_encoder": self.default_encoder, **self.settings()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Policy:
-        """The policy of `to_state`, every option checked again."""
+        """The policy of `to_state`, every option validated again."""
         policy = cls(default_encoder=as_encoder(state["default_encoder"]))
-        return policy.override(state["encoders"], state["on_mismatch"], state["objects"], state["dtype"])
+        return policy.override(state["encoders"], **{name: state[name] for name in SETTINGS})
+
+    def settings_to_json(self) -> dict[str, Any]:
+        """`settings` as JSON values."""
+        return {name: SETTINGS[name].to_json(value) for name, value in self.settings().items()}
+
+
+def settings_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`Policy.settings` from JSON values. ``ValueError`` for a value that is wrong."""
+    return {name: setting.from_json(data[name]) for name, setting in SETTINGS.items()}

@@ -22,14 +22,11 @@ from torch import Tensor
 from torch._utils import ExceptionWrapper  # what a DataLoader raises where it arrives
 from torch.utils.data import get_worker_info
 
-from .._encoders.builtin import Hashing, Utf8, Vocabulary
 from .._encoders.protocol import EncodeOnly, StringEncoder
-from .._errors import Path, dotted
+from .._errors import Path, TooDeep, dotted
 from .tree import TreeDict, packed_state, reduce_args
 from .walk import only_tensors
 
-_ENCODERS = (Utf8, Vocabulary, Hashing)
-"""Made of plain data, so each can be pickled."""
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _DEPTH = 32
 """Levels of nesting that pickle takes for sure, whatever the dict is in."""
@@ -144,7 +141,7 @@ def _encoders(d: TreeDict[Any], at: Path, *, deep: bool = True) -> Iterator[tupl
 
 def _is_known(encoder: StringEncoder) -> bool:
     what = _function(encoder)
-    return type(encoder) in _ENCODERS or any(what is other for other in _pickled)
+    return getattr(type(encoder), "is_data", False) is True or any(what is other for other in _pickled)
 
 
 def _remember(encoder: StringEncoder) -> None:
@@ -194,6 +191,8 @@ def _named(d: TreeDict[Any], error: Exception) -> Exception:
         return named
     except RecursionError as deeper:
         error = deeper
+    if isinstance(error, TooDeep):  # says it itself
+        return error
     name = type(d).__qualname__
     if isinstance(error, RecursionError):
         return ValueError(f"this {name} is nested too deep to be sent to another process; send d.flatten()")

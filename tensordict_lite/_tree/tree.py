@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, Generic, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, TypeVar
+from typing_extensions import Self, TypeVar, Unpack
 
-from .._errors import Path, dotted, refuse_deeper
+from .._encoders.protocol import StringEncoder
+from .._errors import DeviceMismatchError, Path, dotted, refuse_deeper
 from .._memory.buffer import buffer_of
 from .._memory.device import CPU, canonical, resolve
 from .._memory.packed import are_parts, distinct_of, from_buffer, loaded, once, pack, packed_layout, packs
 from .._tree import pytree
 from .compare import agree, equal
-from .policy import Encoders, Objects, OnMismatch, Policy, refuse_option
+from .policy import OPTIONS, Options, Policy, refuse_option
 from .walk import only_tensors
 
 V = TypeVar("V", default=Tensor)
@@ -43,18 +44,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     __slots__ = ("__weakref__", "_device", "_policy")
     _device: torch.device | None  # resolved; None before the first tensor or nested dict, and see `_infer_device`
     _policy: Policy
-    _class_options: ClassVar[tuple[Any, ...]]  # what one class gave; the next is what it and its bases make
+    _class_options: ClassVar[Mapping[str, Any]]  # what one class gave; the next is what it and its bases make
     _class_policy: ClassVar[Policy] = Policy()
 
     def __init_subclass__(
         cls,
-        *,
-        encoders: Encoders | None = None,
-        on_mismatch: OnMismatch | None = None,
-        objects: Objects | None = None,
-        dtype: torch.dtype | None = None,
-        **kwargs: Any,
+        **options: Unpack[Options],
     ) -> None:
+        kwargs = {name: value for name, value in options.items() if name not in OPTIONS[1:]}
         try:
             super().__init_subclass__(**kwargs)
         except TypeError:
@@ -65,14 +62,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         pytree.register(cls, _context, _unflatten)
         # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.
         ForkingPickler.register(cls, cls._sent)
-        if not (encoders is on_mismatch is objects is dtype is None):
-            cls._class_options = (encoders, on_mismatch, objects, dtype)
+        if len(options) > len(kwargs):
+            cls._class_options = {name: value for name, value in options.items() if name not in kwargs}
         # Of every class that gives options, the more derived one's over the others': so several bases add up.
         given = [base.__dict__["_class_options"] for base in cls.__mro__ if "_class_options" in base.__dict__]
         if given:
             policy = Policy()
             for options in reversed(given):
-                policy = policy.override(*options)
+                policy = policy.override(**options)
             cls._class_policy = policy
 
     @classmethod
@@ -88,6 +85,50 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def _nested_class(cls, key: str) -> type[Any] | None:
         """The class of the nested dict at ``key``; None if it may be any. See `TypedDeviceDict`."""
         return None
+
+    _has_fields: ClassVar[bool] = False  # see `TypedDeviceDict`, which overrides the next four
+
+    @classmethod
+    def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``data`` without the fields whose value is None and may be absent."""
+        return data
+
+    def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
+        """``data`` without what means "absent". Raise ``TypeError`` for what is no field; ``at``: the path of self."""
+        return data
+
+    def _commit(
+        self,
+        staged: Mapping[str, Any],
+        device: torch.device | None,
+        encoders: Mapping[str, StringEncoder] | None,
+        removed: Sequence[str] = (),
+    ) -> None:
+        """Store items that were converted, take their device and encoders, and remove some keys."""
+        # Preparing runs the code of others (encoders, `items` of a mapping, `__array__`), which may have written here.
+        before = self._device
+        if before is not device and before is not None and device is not None and before != device:
+            keys = ", ".join(map(repr, staged))
+            raise DeviceMismatchError(
+                f"this {type(self).__name__} was written to while {keys} was being stored on {device}, and is on "
+                f"{before} now; give device= when you make it",
+                expected=before,
+                actual=device,
+            )
+        if encoders:  # Comparing encoders can raise, so it comes before the first change.
+            self._policy = self._policy.with_encoders(encoders)
+        for key in removed:
+            builtin_dict.pop(self, key)
+        builtin_dict.update(self, staged)
+        if device is not None:
+            self._device = device
+
+    def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
+        """Raise unless the items of this dict, and of dicts in it, fit their class; ``before``: what they replace."""
+        for key, value in self.items():
+            if isinstance(value, TreeDict):
+                nested = before.get(key) if isinstance(before, Mapping) else None
+                cast("TreeDict[Any]", value)._validate(nested, shapes=shapes)
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._errors import DeviceMismatchError, Path, dotted, refuse_deeper
+from .._errors import Path, dotted, refuse_deeper
 from .._memory.device import CPU
 from .columns import table_columns
 from .missing import no_key
@@ -49,16 +49,6 @@ def as_dict(data: Items) -> Mapping[str, Any]:
     except (TypeError, ValueError) as error:  # of the kind that dict raises
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{expected}: {error}") from error
-
-
-def snapshot(data: Mapping[str, Any], trusted: type, at: Path = ()) -> dict[str, Any]:
-    """``data`` with every mapping in it but ``trusted`` ones read once, into a dict: it may make its values anew."""
-    refuse_deeper(at)
-    out = dict(data.items())
-    for key, value in out.items():
-        if isinstance(value, Mapping) and not isinstance(value, trusted):
-            out[key] = snapshot(cast("Mapping[str, Any]", value), trusted, (*at, key))
-    return out
 
 
 def refuse_key(key: Any, at: Path, rows: str = "") -> NoReturn:
@@ -104,14 +94,6 @@ def all_on(data: Mapping[str, Any], device: torch.device | None) -> bool:
         if not (value.is_cpu if on_cpu and plain else value.device == device):
             return False
     return True
-
-
-def require_on(tensor: Tensor, device: torch.device, moved: Mapping[int, Tensor], path: Path) -> Tensor:
-    if tensor.device == device:
-        return tensor
-    if id(tensor) in moved:
-        return moved[id(tensor)]
-    raise DeviceMismatchError.at(path, device, tensor.device)
 
 
 def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:

@@ -63,7 +63,7 @@ class Header:
             made = reader.build(choose_from(cls), tensors.__getitem__, None, own=False)
             self._built[cls] = made._replace_tensors([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._replace_tensors(tensors, canonical(buffer.device))
-        out._validate(out, None, deep=True, shapes=False)
+        out._validate(shapes=False)
         return out
 
     def difference(self, other: Header) -> str:
