@@ -110,7 +110,19 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_page_of_the_guide_has_examples() -> None:
-    guide = "index storing moving batches typed strings files ranks frameworks recipes limits".split()
+    guide = [
+        "index",
+        "storing",
+        "moving",
+        "batches",
+        "typed",
+        "strings",
+        "files",
+        "ranks",
+        "frameworks",
+        "recipes",
+        "limits",
+    ]
     assert set(guide) <= {page.stem for page in PAGES if _blocks(page)}
 
 
