@@ -17,7 +17,7 @@ from ._devices import CPU, DeviceLike, canonical, resolve
 from ._errors import DeviceMismatchError, Path, dotted, located, refuse_deeper
 from ._items import Items, all_home, as_dict, placed, refuse_key, refuse_optimizer, snapshot, tensors_in
 from ._missing import missing_key, rows_hint
-from ._policy import OPTIONS, Encoders, Objects, OnMismatch, Policy, refuse_keyword
+from ._policy import Encoders, Objects, OnMismatch, Policy, refuse_option
 from ._strings import StringEncoder
 from ._transfer import transfer
 from ._tree import TreeDict, V, raw
@@ -44,8 +44,7 @@ class CheckedDict(TreeDict[V]):
         **unknown: Never,
     ) -> None:
         if unknown:
-            instead = f'; a field goes into a mapping: {type(self).__name__}({{"{next(iter(unknown))}": ...}})'
-            refuse_keyword(f"{type(self).__name__}()", unknown, OPTIONS, instead)
+            refuse_option(type(self).__name__, next(iter(unknown)))
         self._begin(data, device, encoders, on_mismatch, objects, dtype)
         if data is not None:
             # `as_dict` tells it too; without the call a dict of 8 fields is made in 0.97 of the time.
@@ -62,7 +61,7 @@ class CheckedDict(TreeDict[V]):
         dtype: torch.dtype | None,
     ) -> None:
         """Set the state of a new dict that is to take ``data``."""
-        if self or getattr(self, "_device", None) is not None:
+        if self or (hasattr(self, "_device") and self._device is not None):
             raise TypeError(f"this {type(self).__name__} is made already; use update to add to it")
         policy = self._class_policy
         home = None if device is None else resolve(device)
@@ -81,8 +80,10 @@ class CheckedDict(TreeDict[V]):
         def __getitem__(self, key: str | Path, /) -> V: ...
 
     def __missing__(self, key: object) -> V:
-        node, last = self._walk(key)
-        return raw.__getitem__(node, last)
+        node = self._holder(cast(Path, key)) if type(key) is tuple else None
+        if node is None:
+            raise missing_key(self, cast(object, key))
+        return raw.__getitem__(node, cast(Path, key)[-1])
 
     def __contains__(self, key: object) -> bool:
         return raw.__contains__(self, key) or (type(key) is tuple and self._holder(cast(Path, key)) is not None)
@@ -126,10 +127,11 @@ class CheckedDict(TreeDict[V]):
         if type(key) is tuple:
             node, last = self._walk(key)
             del node[last]
-        elif isinstance(key, str) and raw.__contains__(self, key):
-            raw.__delitem__(self, key)
         else:
-            raise missing_key(self, key)
+            try:
+                raw.__delitem__(self, cast(str, key))
+            except KeyError:
+                raise missing_key(self, key) from None
 
     def pop(self, key: str | Path, default: Any = _MISSING, /) -> Any:
         """Remove ``key``, which may be a path, and return its value; without it ``default``, or ``KeyError``.
@@ -247,28 +249,32 @@ class CheckedDict(TreeDict[V]):
             first = next(iter(data.values()), None)
             device = canonical(first.device) if type(first) is Tensor else None
         if all_home(data, device):  # what training loops store, all in all
-            self._commit(data, device, encoders or {})
+            self._commit(data, device, encoders)
         else:
             staged, device, used = self._stage(data, consent=consent, at=at)
             self._commit(staged, device, {**used, **encoders} if encoders else used)
 
     def _commit(
-        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder]
+        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder] | None
     ) -> None:
         # Staging runs the code of others (encoders, `items` of a mapping, `__array__`), which may have written here.
-        if device is not self._device is not None and device not in (None, self._device):
+        home = self._device
+        if home is not device and home is not None and device is not None and home != device:
             keys = ", ".join(map(repr, staged))
             raise DeviceMismatchError(
                 f"this {type(self).__name__} was written to while {keys} was being stored on {device}, and is on "
-                f"{self._device} now; give device= when you make it",
-                expected=self._device,
+                f"{home} now; give device= when you make it",
+                expected=home,
                 actual=device,
             )
-        policy = self._policy.with_encoders(encoders) if encoders else self._policy  # can raise, so before the changes
-        raw.update(self, staged)
+        if encoders:  # comparing them can raise, so before the first change
+            policy = self._policy.with_encoders(encoders)
+            raw.update(self, staged)
+            self._policy = policy
+        else:
+            raw.update(self, staged)
         if device is not None:
             self._device = device
-        self._policy = policy
 
     def _stage(
         self, data: Mapping[str, Any], *, consent: bool = False, at: Path = ()
@@ -359,7 +365,7 @@ class CheckedDict(TreeDict[V]):
         """
         asked: Any = cls._declared(key) or (CheckedDict if issubclass(kind, CheckedDict) else cls)
         of_its_class = issubclass(kind, asked)
-        made: type[CheckedDict[Any]] = kind if of_its_class else asked
+        made = cast("type[CheckedDict[Any]]", kind if of_its_class else asked)
         policy = cls._policy_of(made, policy)
         if given is not None:
             own = of_its_class and made._has_policy()
@@ -389,15 +395,13 @@ class CheckedDict(TreeDict[V]):
 
     def _holder(self, path: Path) -> CheckedDict[Any] | None:
         """The dict that holds what a path leads to; None if there is none."""
-        if not path:
-            return None
         node: CheckedDict[Any] = self
         for part in path[:-1]:
             inner = raw.get(node, part)
             if not isinstance(inner, CheckedDict):
                 return None
             node = cast("CheckedDict[Any]", inner)
-        return node if raw.__contains__(node, path[-1]) else None
+        return node if path and raw.__contains__(node, path[-1]) else None
 
     def _walk(self, key: object) -> tuple[CheckedDict[Any], Any]:
         """The dict that holds what a path leads to, and its last key; ``MissingKeyError`` if there is none."""

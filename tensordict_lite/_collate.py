@@ -66,8 +66,8 @@ def collate(
         pack: False: a storage a field.
 
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree;
-    ``TypeError`` for samples that are no mappings, and values that cannot be stored; ``DeviceMismatchError`` for
-    tensors on several devices. The samples are left as they are.
+    ``TypeError`` for samples that are no list of mappings, and values that cannot be stored;
+    ``DeviceMismatchError`` for tensors on several devices. The samples are left as they are.
     Cost: one allocation, and one copy of every tensor; no synchronisation.
 
     >>> from tensordict_lite import collate
@@ -86,9 +86,11 @@ def collate(
         samples = list(samples)
     if not samples:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
-    fits: Any = isinstance(cast(object, cls), type) and issubclass(cast(Any, cls), DeviceDict)
-    if not fits or not isinstance(cast(object, pad), (Mapping, type(None))):
-        raise TypeError(f"collate takes a DeviceDict class as cls= and a mapping as pad=, got {cls!r} and {pad!r}")
+    if not isinstance(cast(object, cls), type) or not issubclass(cast(Any, cls), DeviceDict):
+        shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
+        raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
+    if not isinstance(cast(object, pad), (Mapping, type(None))):
+        raise TypeError(f'collate takes a mapping from keys to fill values as pad=, as {{"ids": 0}}, got {pad!r}')
     if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
         raise TypeError(
@@ -125,7 +127,7 @@ def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type
     if not trees:
         return asked, asked._class_policy
     own = merged_policy(trees, (), "sample")
-    kind = type(cast(object, trees[0]))
+    kind = cast("type[CheckedDict[Any]]", type(cast(object, trees[0])))
     return (kind, own) if issubclass(kind, asked) else (asked, asked._policy_of_copy(own, trees[0]))
 
 

@@ -185,6 +185,8 @@ class DeviceDict(ShapedDict[V]):
         >>> DeviceDict({"name": [["a", "bc"], ["", "d"]]}).decode("name")
         [['a', 'bc'], ['', 'd']]
         """
+        if not isinstance(cast(object, key), (str, tuple)):
+            raise TypeError(f"decode takes one key or path, got {type(key).__name__}")
         node, last = self._walk(key) if isinstance(key, tuple) else (self, key)
         codes: Any = raw.__getitem__(node, last)
         path = key if isinstance(key, tuple) else (key,)

@@ -21,12 +21,17 @@ def canonical(device: torch.device) -> torch.device:
 def resolve(device: DeviceLike) -> torch.device:
     """The device that tensors made on ``device`` report: ``"cuda"`` is the current CUDA device, with its index.
 
+    Raises ``TypeError`` for what is no device.
     Raises torch's ``RuntimeError`` for a device type that is unknown, and torch's own error for one without an index
     that this machine or build does not have.
     """
     # Most calls, in a tenth of the time that it takes to parse and compare.
     if device is CPU or (type(device) is str and device == "cpu"):
         return CPU
+    if not isinstance(cast(object, device), (str, int, torch.device)):
+        raise TypeError(
+            f"a device is a str, a torch.device or an int, got {device!r:.60} of type {type(device).__name__}"
+        )
     parsed = device if isinstance(device, torch.device) else torch.device(device)
     if parsed == CPU:
         return CPU

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ def save(data: Mapping[str, Any], path: FilePath) -> None:
     ...     load(f"{folder}/d.safetensors")["x"]
     tensor([1, 2])
     """
+    if isinstance(data, (str, os.PathLike)):
+        raise TypeError(f"save takes the data first: save(data, path), got {data!r:.60} as the data")
     (data if isinstance(data, DeviceDict) else DeviceDict(data)).save(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,10 @@ def as_dict(data: Items) -> Mapping[str, Any]:
     if hasattr(data, "keys"):  # dict's own protocol: a table whose iteration gives names alone
         return dict(cast("Mapping[str, Any]", data))
     expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(cast(object, data)).__name__}"
+    if isinstance(data, torch.nn.Module):
+        raise TypeError(f"{expected}; give it the state_dict()")
+    if isinstance(data, (Tensor, np.ndarray)):  # which may be walked as pairs of its numbers
+        raise TypeError(f'{expected}; give the value a key: {{"x": value}}')
     if not isinstance(cast(object, data), Iterable):
         raise TypeError(expected)
     pairs = list(data)  # apart from the next line: an error of a caller's generator is the caller's

@@ -49,12 +49,15 @@ def cat(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
 
 
 def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int) -> DeviceDict[Any]:
-    if isinstance(cast(object, dicts), Mapping):
+    if isinstance(cast(object, dicts), (Mapping, str)) or not isinstance(cast(object, dicts), Iterable):
         raise TypeError(f"{verb} takes several dicts, in a list or another iterable, got {described(dicts)}")
     trees: list[Any] = list(cast("Iterable[Any]", dicts))
     if not trees:
         raise ValueError(f"{verb} needs at least one dict")
     if not all(issubclass(kind, DeviceDict) for kind in set(map(type, trees))):
+        for i, d in enumerate(trees):
+            if not isinstance(d, Mapping):
+                raise TypeError(f"{verb} takes mappings, dict {i} is {described(d)}; torch.{verb} joins tensors")
         trees = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in trees]
     home = next((d._device for d in trees if d._device is not None), None)
     for i, d in enumerate(trees):
@@ -80,6 +83,10 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, home: torch.devic
             except IndexError as error:  # a dimension that is not there
                 raise IndexError(f"{dotted(path)}: {error}") from error
             except (RuntimeError, TypeError) as error:
+                if verb == "cat" and not column[0].dim():
+                    raise ValueError(
+                        f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
+                    ) from error
                 wide = widened(column, encoder)
                 if wide is None:
                     refuse(column, path, "dict", error)

@@ -84,14 +84,14 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
     node: Any = tree
     for depth, part in enumerate(path):
         at = path[:depth]
-        if not isinstance(node, Mapping):
+        if not isinstance(node, dict):  # as every mapping in a DeviceDict is
             return MissingKeyError(key, text=_blocked(path, depth, cast(object, node), owner))
         if not isinstance(part, str):
             return MissingKeyError(key, text=f"{no_key(part)}{f' in {dotted(at)}' if at else ''}{rows_hint(part)}")
-        inside = cast("Mapping[str, Any]", node)
+        inside = cast("dict[str, Any]", node)
         if part not in inside:
             split = tuple(part.split("."))
-            nested = ((name, part) for name, value in inside.items() if isinstance(value, Mapping) and part in value)
+            nested = ((name, part) for name, value in inside.items() if isinstance(value, dict) and part in value)
             paths = (split,) if len(split) > 1 and _holds(inside, split) else tuple(nested)
             return MissingKeyError(key, owner=owner, path=path, depth=depth, known=tuple(inside), paths=paths)
         node = inside[part]
@@ -105,7 +105,7 @@ def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 def no_key(given: Any) -> str:
     """That something is no key; its type, and its value if that is short."""
-    kind: type[Any] = type(given)
+    kind = cast("type[Any]", type(given))
     shown = f"{given!r} of type " if kind in (bool, int, float, slice, bytes, tuple, NoneType) else ""
     return f"keys are str, got {shown}{kind.__name__}"
 
@@ -150,8 +150,4 @@ class NoAttribute:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(
-            f"{owner.__name__!r} object has no attribute {self._name!r}; use {self._instead}",
-            name=self._name,
-            obj=instance,
-        )
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}; use {self._instead}")

@@ -21,12 +21,16 @@ OPTIONS = ("device", "encoders", "on_mismatch", "objects", "dtype")
 """The keywords of the constructor; all but the first are options of a class too."""
 
 
-def refuse_keyword(call: str, names: Iterable[str], options: Iterable[str], instead: str) -> NoReturn:
-    """Raise ``TypeError`` for the first of ``names``, a keyword that is none of the ``options`` of ``call``."""
-    name = next(iter(names))
+def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:
+    """Raise ``TypeError`` for a keyword that is no option: of the constructor, or where a class is ``declared``."""
+    options = OPTIONS[1:] if declared else OPTIONS
     close = closest(name, options)
     guess = f", did you mean {close!r}?" if close else ";"
-    raise TypeError(f"{call} has no option {name!r}{guess} its options are {', '.join(options)}{instead}")
+    field = "" if declared else f'; a field goes into a mapping: {cls}({{"{name}": ...}})'
+    raise TypeError(
+        f"{f'class {cls}' if declared else f'{cls}()'} has no option {name!r}{guess} "
+        f"its options are {', '.join(options)}{field}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class prefetch(Generic[B]):
     that was handed over, not the batches ahead of it: a run that resumes from it skips none. Before the first batch and
     after the end it is the loader's own. ``load_state_dict`` goes to the loader; call it before you iterate.
 
-    Raises: ``ValueError`` for a ``depth`` that is no int of at least 1; torch's own error for a device that is not
+    Raises: ``TypeError`` for a loader that is not iterable;
+    ``ValueError`` for a ``depth`` that is no int of at least 1; torch's own error for a device that is not
     there.
     Cost: one copy a batch, fastest from pinned memory (``DataLoader(..., pin_memory=True)``) and of packed batches (see
     `collate`); memory on the device for ``depth`` batches beside the current one. The host waits for the copy of a
@@ -56,6 +57,8 @@ class prefetch(Generic[B]):
     def __init__(self, loader: Iterable[B], device: DeviceLike, *, depth: int = 2) -> None:
         if not isinstance(cast(object, depth), int) or depth < 1:
             raise ValueError(f"prefetch takes a depth of at least 1, an int, got {depth!r}")
+        if not isinstance(cast(object, loader), Iterable) and not hasattr(loader, "__getitem__"):
+            raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
         self.loader = loader
         self.device = resolve(device)
         self.depth = depth

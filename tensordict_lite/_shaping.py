@@ -75,6 +75,8 @@ class ShapedDict(MovableDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}}).map(torch.sum).to_dict()
         {'x': tensor(3.), 'n': {'y': tensor(3.)}}
         """
+        if not callable(cast(object, function)):
+            raise TypeError(f"map takes a function of a tensor, got {type(function).__name__}")
         results = [function(tensor) for tensor in self._tensors()]
         first = next((canonical(result.device) for result in results if isinstance(result, Tensor)), self._device)
         out = self._new(self, first, self._policy)

@@ -79,7 +79,8 @@ def register_encoder(cls: _E) -> _E:
     """Class decorator that gives an encoder class a JSON form, under its attribute ``name``.
 
     The class needs ``name`` (a string, unique), ``to_json(self) -> dict`` of JSON values and a classmethod
-    ``from_json(cls, state)``. Raises ``ValueError`` if another class has the name.
+    ``from_json(cls, state)``. Raises ``TypeError`` for what lacks one of them, ``ValueError`` if another class has the
+    name.
 
     >>> from tensordict_lite import encoder_from_json, encoder_to_json, register_encoder
     >>> @register_encoder
@@ -94,10 +95,15 @@ def register_encoder(cls: _E) -> _E:
     >>> encoder_to_json(Length())
     {'name': 'length'}
     """
-    name: str = cls.name
+    name: Any = getattr(cls, "name", None)
+    if not isinstance(cast(object, cls), type) or not isinstance(name, str):
+        raise TypeError(f"register_encoder takes a class with a str attribute `name`, got {cls!r:.60}")
     known = _registry.get(name, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):  # else a notebook cell run again
         raise ValueError(f"the encoder name {name!r} is taken by {known.__qualname__}; choose another")
+    for method in ("to_json", "from_json"):
+        if not hasattr(cls, method):
+            raise TypeError(f"the encoder class {cls.__name__} has no {method}, which its JSON form needs")
     _registry[name] = cls
     return cls
 

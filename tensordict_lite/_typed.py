@@ -197,7 +197,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
             raise ValueError(reason)
 
     def _commit(
-        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder]
+        self, staged: Mapping[str, Any], device: torch.device | None, encoders: Mapping[str, StringEncoder] | None
     ) -> None:
         self._conform({**self, **staged}, self)
         super()._commit(staged, device, encoders)

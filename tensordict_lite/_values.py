@@ -155,7 +155,7 @@ def _item_types(value: Iterable[Any]) -> set[type]:
         inside: dict[int, Any] = {}  # each list once, as it may be in many places
         for one in level:
             found = set(map(type, one))
-            nested = {kind for kind in found if issubclass(kind, (list, tuple))}
+            nested: set[type] = {kind for kind in found if issubclass(kind, (list, tuple))}
             kinds |= found - nested
             if nested:
                 inside.update((id(item), item) for item in one if type(item) in nested)
@@ -237,9 +237,9 @@ def _inside(value: object) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return inside.items()
     if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return enumerate(inside)
+        return enumerate(cast("Iterable[Any]", inside))
     if isinstance(value, np.ndarray) and inside.dtype.hasobject:
-        return enumerate(inside.flat)
+        return enumerate(cast("Iterable[Any]", inside.flat))
     if dataclasses.is_dataclass(inside) and not isinstance(value, type):
         return ((f.name, getattr(inside, f.name, None)) for f in dataclasses.fields(inside))
     return ()

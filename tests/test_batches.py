@@ -463,8 +463,11 @@ class TestCollate:
 
     def test_arguments_that_do_not_fit(self) -> None:
         samples = [{"x": [1]}, {"x": [1, 2]}]
-        for arguments in ({"pad": 5}, {"cls": dict}):
-            with pytest.raises(TypeError, match="collate takes a DeviceDict class as cls= and a mapping as pad="):
+        for arguments, expected in (
+            ({"pad": 5}, "a mapping from keys to fill values as pad="),
+            ({"cls": dict}, "a DeviceDict class as cls="),
+        ):
+            with pytest.raises(TypeError, match=f"^collate takes {expected}"):
                 collate(samples, **arguments)
         for fill in (1.5, 1 << 70, float("nan")):
             with pytest.raises(ValueError, match=r"'x': pad={'x': .*} does not fit torch.int64"):

@@ -31,12 +31,22 @@ def empty_then_set(d: DeviceDict) -> DeviceDict:
     return out
 
 
+def caught(d: DeviceDict) -> Any:
+    for key in ("nope", ("n", "nope")):
+        try:
+            return d[key]
+        except KeyError:
+            continue
+    return d["x"]
+
+
 OPERATIONS: dict[str, Callable[[DeviceDict], Any]] = {
     "read": lambda d: d["x"] + 1,
     "path read": lambda d: d["n", "x"] + 1,
     "get": lambda d: d.get("x") + d.get("nope", 1),
     "membership": lambda d: d["x"] + (1 if "x" in d and ("n", "x") in d and ("n", "q") not in d else 2),
     "splat": lambda d: (lambda x, **rest: x + len(rest))(**d),
+    "a miss": lambda d: caught(d) + (1 if hasattr(d, "shape") or hasattr(d, "nope") else 2),
     "keys": lambda d: d["x"] + len([k for k in d]),  # noqa: C416
     "values": lambda d: sum(v.sum() for v in d["n"].values()),
     "items": lambda d: sum(v.sum() for k, v in d.items() if k != "n"),

@@ -375,6 +375,7 @@ class TestStrings:
             @register_encoder
             class Cell:
                 name = "cell"
+                to_json = from_json = dict[str, Any]
 
     def test_several_bases_with_policies_add_up(self) -> None:
         class Moves(DeviceDict, on_mismatch="move"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -20,24 +21,35 @@ from tensordict_lite._message import schema_of
 Told = dict[int, str]
 
 
-def together(rank: int, world: int) -> None:
-    """A successful call of every verb: a rank that is a message behind gets another dict, or waits."""
+def succeeds(verb: str, rank: int, world: int) -> None:
+    """A successful call: a rank that is a message behind gets another dict, or waits."""
     good = DeviceDict({"x": torch.full((2,), float(rank))})
-    assert d_.broadcast(good, world - 1)["x"][0] == world - 1
-    assert d_.scatter(DeviceDict({"x": torch.arange(world)}) if rank == 0 else None)["x"].tolist() == [rank]
-    gathered = d_.gather(good)
-    assert gathered is None or [one["x"][0] for one in gathered] == list(range(world))
-    assert [one["x"][0] for one in d_.all_gather(good)] == list(range(world))
-    assert d_.all_reduce(good)["x"][0] == sum(range(world))
-    if rank == 0:
-        d_.send(good, 1)
-        d_.isend(good, 1).wait()
-    elif rank == 1:
-        assert d_.recv(0)["x"][0] == 0 and d_.irecv(0).wait()["x"][0] == 0
+    if verb == "broadcast":
+        assert d_.broadcast(good, world - 1)["x"][0] == world - 1
+    elif verb == "scatter":
+        assert d_.scatter(DeviceDict({"x": torch.arange(world)}) if rank == 0 else None)["x"].tolist() == [rank]
+    elif verb == "gather":
+        gathered = d_.gather(good)
+        assert gathered is None or [one["x"][0] for one in gathered] == list(range(world))
+    elif verb == "all_gather":
+        assert [one["x"][0] for one in d_.all_gather(good)] == list(range(world))
+    elif verb == "all_reduce":
+        assert d_.all_reduce(good)["x"][0] == sum(range(world))
+    elif rank < 2:  # both ways, at once and not
+        work = d_.isend(good, 1 - rank)
+        assert d_.irecv(1 - rank).wait()["x"][0] == 1 - rank and work.wait() is None
+        if rank == 0:
+            d_.send(good, 1)
+        else:
+            assert d_.recv(0)["x"][0] == 0
 
 
-def check(rank: int, world: int, call: Callable[[], Any], told: Told) -> None:
-    """``call`` raises on the ranks in ``told``, with that text, and on no other; then every verb works, and soon."""
+VERBS = ("broadcast", "scatter", "gather", "all_gather", "all_reduce", "send")
+_others = cycle(VERBS)
+
+
+def check(rank: int, world: int, verb: str, call: Callable[[], Any], told: Told) -> None:
+    """``call`` raises on the ranks in ``told``, with that text, and on no other; then it works, and another verb."""
     start = time.monotonic()
     if rank in told:
         with pytest.raises(Exception) as caught:  # noqa: PT011 the text tells
@@ -45,8 +57,9 @@ def check(rank: int, world: int, call: Callable[[], Any], told: Told) -> None:
         assert told[rank] in str(caught.value), f"{told[rank]!r} in {caught.value!r}"
     else:
         call()
-    together(rank, world)
-    assert time.monotonic() - start < 20
+    succeeds(verb, rank, world)
+    succeeds(next(_others), rank, world)
+    assert time.monotonic() - start < 30, f"{verb} waited for the timeout of the group"
 
 
 def everywhere(world: int, said: str) -> Told:
@@ -64,11 +77,11 @@ def cannot_be_sent(rank: int, world: int) -> None:
         for wrong in (0, 1):  # the rank that receives the results, and another one
             mine = bad if rank == wrong else good
             all_raise = everywhere(world, said)
-            check(rank, world, lambda: d_.broadcast(mine, wrong), all_raise)  # noqa: B023
+            check(rank, world, "broadcast", lambda: d_.broadcast(mine, wrong), all_raise)  # noqa: B023
             scattered = "" if isinstance(bad, DeviceDict) else said
-            check(rank, world, lambda: d_.scatter(mine, wrong), everywhere(world, scattered))  # noqa: B023
+            check(rank, world, "scatter", lambda: d_.scatter(mine, wrong), everywhere(world, scattered))  # noqa: B023
             for call in (d_.gather, d_.all_gather, d_.all_reduce):
-                check(rank, world, lambda: call(mine), all_raise)  # noqa: B023
+                check(rank, world, call.__name__, lambda: call(mine), all_raise)  # noqa: B023
 
         def one_to_one(bad: Any = bad) -> None:
             if rank == 0:
@@ -76,7 +89,13 @@ def cannot_be_sent(rank: int, world: int) -> None:
             elif rank == 1:
                 d_.irecv(0).wait()
 
-        check(rank, world, one_to_one, {0: said, 1: f"rank 0 could not send: TypeError: {said if bad != 7 else ''}"})
+        check(
+            rank,
+            world,
+            "send",
+            one_to_one,
+            {0: said, 1: f"rank 0 could not send: TypeError: {said if bad != 7 else ''}"},
+        )
 
 
 def wrong_arguments(rank: int, world: int) -> None:
@@ -92,11 +111,11 @@ def wrong_arguments(rank: int, world: int) -> None:
             own = DeviceDict({"x0": torch.arange(world)})
             early = said != "Typed has no field 'x0'"  # known before the first message
             other = 1 - wrong
-            check(rank, world, lambda: d_.broadcast(own, other, **mine), {wrong: said})  # noqa: B023
-            check(rank, world, lambda: d_.scatter(own, other, **mine), {wrong: said})  # noqa: B023
+            check(rank, world, "broadcast", lambda: d_.broadcast(own, other, **mine), {wrong: said})  # noqa: B023
+            check(rank, world, "scatter", lambda: d_.scatter(own, other, **mine), {wrong: said})  # noqa: B023
             told = everywhere(world, said) if early else {wrong: said}
-            check(rank, world, lambda: d_.gather(own, wrong, **mine), told)  # noqa: B023
-            check(rank, world, lambda: d_.all_gather(own, **mine), told)  # noqa: B023
+            check(rank, world, "gather", lambda: d_.gather(own, wrong, **mine), told)  # noqa: B023
+            check(rank, world, "all_gather", lambda: d_.all_gather(own, **mine), told)  # noqa: B023
 
         def one_to_one(given: Any = given) -> None:
             if rank == 0:
@@ -104,7 +123,7 @@ def wrong_arguments(rank: int, world: int) -> None:
             elif rank == 1:
                 d_.recv(0, **given)
 
-        check(rank, world, one_to_one, {1: said})
+        check(rank, world, "send", one_to_one, {1: said})
     for like, said in ((DeviceDict({"y": 1}), "another schema than like= has"), (5, "like= takes a DeviceDict on")):
 
         def unlike(like: Any = like) -> None:
@@ -116,12 +135,12 @@ def wrong_arguments(rank: int, world: int) -> None:
                     work.wait()
                 work.wait()  # the same error again
 
-        check(rank, world, unlike, {1: said})
+        check(rank, world, "send", unlike, {1: said})
     for op in ("product", ["sum"], torch.ones(2)):
         told = everywhere(world, "op is 'sum', 'mean', 'max' or 'min', got")
         if not isinstance(op, torch.Tensor):
-            check(rank, world, lambda: d_.all_reduce(rows, op if rank == 1 else "sum"), told)  # noqa: B023
-    check(rank, world, lambda: d_.scatter(rows.rows[1:] if rank == 0 else None), everywhere(world, "evenly"))
+            check(rank, world, "all_reduce", lambda: d_.all_reduce(rows, op if rank == 1 else "sum"), told)  # noqa: B023
+    check(rank, world, "scatter", lambda: d_.scatter(rows.rows[1:] if rank == 0 else None), everywhere(world, "evenly"))
 
 
 def refused_on_arrival(rank: int, world: int) -> None:
@@ -133,10 +152,10 @@ def refused_on_arrival(rank: int, world: int) -> None:
     text = "no encoder is registered as"
     others = {other: text for other in range(world) if other != 1}
     for _ in range(2):
-        check(rank, world, lambda: d_.broadcast(strange, 1), others)
-        check(rank, world, lambda: d_.scatter(strange, 1), others)
-        check(rank, world, lambda: d_.gather(strange), {0: text})
-        check(rank, world, lambda: d_.all_gather(strange), others)
+        check(rank, world, "broadcast", lambda: d_.broadcast(strange, 1), others)
+        check(rank, world, "scatter", lambda: d_.scatter(strange, 1), others)
+        check(rank, world, "gather", lambda: d_.gather(strange), {0: text})
+        check(rank, world, "all_gather", lambda: d_.all_gather(strange), others)
     dist.barrier()
     if rank == 0:  # it reads headers as an older version would
 
@@ -149,10 +168,10 @@ def refused_on_arrival(rank: int, world: int) -> None:
     new = DeviceDict({"too-new": torch.arange(size)})
     said = "it is too new"
     for _ in range(3):  # the sender sends the header once
-        check(rank, world, lambda: d_.broadcast(new, 1), {0: said})
-        check(rank, world, lambda: d_.scatter(new, 1), {0: said})
-        check(rank, world, lambda: d_.gather(new), {0: said})
-        check(rank, world, lambda: d_.all_gather(new), {0: said})
+        check(rank, world, "broadcast", lambda: d_.broadcast(new, 1), {0: said})
+        check(rank, world, "scatter", lambda: d_.scatter(new, 1), {0: said})
+        check(rank, world, "gather", lambda: d_.gather(new), {0: said})
+        check(rank, world, "all_gather", lambda: d_.all_gather(new), {0: said})
 
         def one_to_one() -> None:
             if rank == 1:
@@ -160,7 +179,7 @@ def refused_on_arrival(rank: int, world: int) -> None:
             elif rank == 0:
                 d_.recv(1)
 
-        check(rank, world, one_to_one, {0: said})
+        check(rank, world, "send", one_to_one, {0: said})
 
 
 def every_family(rank: int, world: int) -> None:

@@ -10,12 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tensordict_lite import DeviceDict, MissingKeyError, TypedDeviceDict, collate, load, save, to_device
+from tensordict_lite import (
+    DeviceDict,
+    MissingKeyError,
+    TypedDeviceDict,
+    Utf8,
+    cat,
+    collate,
+    load,
+    prefetch,
+    register_encoder,
+    save,
+    stack,
+    to_device,
+)
 
 OPTIONS = "device, encoders, on_mismatch, objects, dtype"
 
@@ -242,11 +256,11 @@ class TestIndices:
     def test_slices(self) -> None:
         d = nested()
         message = "keys are str, got slice(1, 3, None) of type slice; rows are d.rows[1:3]"
-        refused(KeyError, message, lambda: d.__delitem__(slice(1, 3)))  # pyright: ignore
-        if sys.version_info >= (3, 12):  # before, a slice has no hash, and dict asks for that first
-            refused(KeyError, message, lambda: d[1:3])  # pyright: ignore
-        else:
-            refused(TypeError, "unhashable type: 'slice'", lambda: d[1:3])  # pyright: ignore
+        for use in (d.__getitem__, d.__delitem__):
+            if sys.version_info >= (3, 12):  # before, a slice has no hash, and dict asks for that first
+                refused(KeyError, message, lambda use=use: use(slice(1, 3)))  # pyright: ignore
+            else:
+                refused(TypeError, "unhashable type: 'slice'", lambda use=use: use(slice(1, 3)))  # pyright: ignore
 
 
 class TestAttributes:
@@ -293,3 +307,66 @@ class TestObjects:
     def test_a_module_has_a_state(self) -> None:
         with pytest.raises(TypeError, match=r"Store its state_dict\(\)$"):
             DeviceDict({"m": torch.nn.Linear(1, 1)})
+
+
+def _encoder(**members: Any) -> type[Any]:
+    return type("Mine", (), members)
+
+
+D = DeviceDict({"x": [1.0, 2.0]})
+PAIRS = "expected a mapping or an iterable of (key, value) pairs, got "
+WRONG: dict[str, tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...]]] = {
+    "a tensor": (TypeError, PAIRS + 'Tensor; give the value a key: {"x": value}', DeviceDict, (torch.ones(3, 2),)),
+    "an array": (TypeError, PAIRS + 'ndarray; give the value a key: {"x": value}', DeviceDict, (np.ones((3, 2)),)),
+    "a module": (TypeError, PAIRS + "Linear; give it the state_dict()", DeviceDict, (torch.nn.Linear(1, 1),)),
+    "typed": (TypeError, PAIRS + 'Tensor; give the value a key: {"x": value}', Batch, (torch.ones(2),)),
+    "stack of none": (
+        TypeError, "stack takes several dicts, in a list or another iterable, got a NoneType", stack, (None,),
+    ),
+    "cat of an int": (TypeError, "cat takes several dicts, in a list or another iterable, got a int", cat, (3,)),
+    "stack of tensors": (
+        TypeError, "stack takes mappings, dict 1 is float32[1]; torch.stack joins tensors", stack, ([D, torch.ones(1)],),
+    ),
+    "cat of numbers": (
+        ValueError, "'a' is one number a dict, without a dimension to cat along; use stack", cat, ([{"a": 1}, {"a": 2}],),
+    ),
+    "collate of none": (
+        TypeError, "collate takes a list of samples, got a NoneType; for one sample write [sample]", collate, (None,),
+    ),
+    "prefetch of none": (
+        TypeError, "prefetch takes a loader or another iterable of batches, got NoneType", prefetch, (None, "cpu"),
+    ),
+    "prefetch turned around": (
+        TypeError, "a device is a str, a torch.device or an int, got [1] of type list", prefetch, ("cpu", [1]),
+    ),
+    "no device": (TypeError, "a device is a str, a torch.device or an int, got None of type NoneType", to_device, (D, None)),
+    "save turned around": (
+        TypeError, "save takes the data first: save(data, path), got 'x' as the data", save, ("x", {"x": 1}),
+    ),
+    "map of a name": (TypeError, "map takes a function of a tensor, got str", D.map, ("relu",)),
+    "decode of a list": (TypeError, "decode takes one key or path, got list", D.decode, (["x"],)),
+    "an instance": (
+        TypeError, "register_encoder takes a class with a str attribute `name`, got Utf8()", register_encoder, (Utf8(),),
+    ),
+    "an encoder without JSON": (
+        TypeError, "the encoder class Mine has no to_json, which its JSON form needs", register_encoder, (_encoder(name="m"),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "call", "given"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments(
+    error: type[Exception], message: str, call: Callable[..., Any], given: tuple[Any, ...]
+) -> None:
+    refused(error, message, lambda: call(*given))
+
+
+def test_wrong_options_of_collate() -> None:
+    call: Any = collate
+    refused(TypeError, "collate takes a DeviceDict class as cls=, got dict", lambda: call([{"x": 1}], cls=dict))
+    refused(TypeError, "collate takes a DeviceDict class as cls=, got a mapping", lambda: call([{"x": 1}], cls=D))
+    refused(
+        TypeError,
+        'collate takes a mapping from keys to fill values as pad=, as {"ids": 0}, got 0',
+        lambda: call([{"x": 1}], pad=0),
+    )

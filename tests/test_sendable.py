@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -138,6 +139,26 @@ class Made(Dataset[Any]):
         return {"alone": d, "tuple": (i, d), "dict": {"a": [d]}, "sample": (d, i)}[self.within]
 
 
+class Loader(DataLoader[Any]):
+    """Its iterators are shut down when the test ends, and not when the last traceback that holds one is collected."""
+
+    opened: ClassVar[list[Any]] = []
+
+    def __iter__(self) -> Any:
+        iterator: Any = super().__iter__()
+        self.opened.append(iterator)
+        return iterator
+
+
+@pytest.fixture(autouse=True)
+def _shut_down() -> Iterator[None]:
+    yield
+    for iterator in Loader.opened:
+        iterator._shutdown_workers()
+    Loader.opened.clear()
+    gc.collect()  # or the workers of the next test would collect them
+
+
 @pytest.fixture(params=[False, True], ids=["unpinned", "pinned"])
 def pin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     # With the simulated accelerator a loader has its pinning thread.
@@ -147,7 +168,7 @@ def pin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
 
 def loader_of(dataset: Any, pin: bool = False, **options: Any) -> DataLoader[Any]:
     given: dict[str, Any] = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork", **options}
-    return DataLoader(dataset, pin_memory=pin, timeout=WAIT, **given)
+    return Loader(dataset, pin_memory=pin, timeout=WAIT, **given)
 
 
 class TestLoader:

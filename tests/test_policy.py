@@ -1,0 +1,202 @@
+"""The options of a dict that is made of another one: the class's, the other's, and those that are given, in this order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
+from tensordict_lite._policy import Policy
+
+A, B, C = Vocabulary(["a"]), Vocabulary(["b", "a"]), Vocabulary(["c", "b", "a"])
+SIM = torch.device("sim", 0)
+
+
+class Bare(DeviceDict[Any]):
+    pass
+
+
+class Own(DeviceDict[Any], encoders={"s": A}, on_mismatch="move", objects="keep", dtype=torch.float64):
+    pass
+
+
+class Typed(TypedDeviceDict, encoders={"s": A}, dtype=torch.float64):
+    x: Tensor | None = None
+    s: Tensor | None = None
+    t: Tensor | None = None
+    n: DeviceDict[Any] | None = None
+
+
+def options(d: DeviceDict[Any]) -> tuple[Any, ...]:
+    return d._policy.on_mismatch, d._policy.objects, d._policy.dtype
+
+
+PLAIN, OWN = ("error", "error", None), ("move", "keep", torch.float64)
+
+
+class TestMadeOfAnother:
+    def test_a_class_with_options_keeps_them_and_takes_the_encoders(self) -> None:
+        d = DeviceDict({"t": "b"}, encoders={"t": B}, dtype=torch.float16)
+        made = Own(d)
+        assert options(made) == OWN and made.encoders == {"s": A, "t": B}
+        assert made.decode("t") == "b" and made.update({"x": 1.0, "o": {1}}) is None
+        assert made["x"].dtype == torch.float64 and made["o"] == {1}
+        typed = Typed(d)
+        assert options(typed) == ("error", "error", torch.float64) and typed.encoders == {"s": A, "t": B}
+        assert Own(Own({"x": 1}, on_mismatch="error"))._policy == Own._class_policy, "its class says otherwise"
+
+    def test_the_encoders_of_the_data_win_over_the_class(self) -> None:
+        made = Own(DeviceDict({"s": "b"}, encoders={"s": B}))
+        assert made.encoders == {"s": B} and made.decode("s") == "b"
+
+    def test_one_encoder_for_every_key_comes_along_with_the_keys(self) -> None:
+        made = Own(DeviceDict({"s": "b", "t": "b"}, encoders=B))
+        assert made.encoders == {"s": B, "t": B} and made._policy.default_encoder == Utf8()
+        mixed = Own(DeviceDict({"s": "b", "t": "b"}, encoders=B) | DeviceDict({"t": "c"}, encoders={"t": C}))
+        assert mixed.encoders == {"s": B, "t": C}, "that of a key wins over the one for all"
+
+    def test_codes_that_were_stored_as_they_are_come_along_with_the_encoder_for_every_key(self) -> None:
+        codes = DeviceDict({"s": torch.tensor(0)}, encoders=B)
+        assert codes.encoders == {} and codes.decode("s") == "b"
+        nested = Own({"n": codes})
+        updated = DeviceDict()
+        updated.update(codes)
+        for made in (Own(codes), nested["n"], updated, Typed({"n": codes})["n"], DeviceDict() | codes):
+            assert made.encoders["s"] == B and made.decode("s") == "b"
+
+    def test_a_class_without_options_takes_all(self) -> None:
+        d = DeviceDict({"t": "b"}, encoders=B, dtype=torch.float16, objects="keep", on_mismatch="move")
+        for cls in (DeviceDict, Bare):
+            assert cls(d)._policy is d._policy
+        assert options(DeviceDict(Own({"x": 1}))) == OWN and DeviceDict(Own()).encoders == {"s": A}
+
+    def test_what_is_given_wins_over_both(self) -> None:
+        d = DeviceDict({"t": "b"}, encoders={"t": B}, dtype=torch.float16)
+        made = Own(d, encoders={"t": C}, on_mismatch="error", objects="error", dtype=torch.bfloat16)
+        assert options(made) == ("error", "error", torch.bfloat16) and made.encoders == {"s": A, "t": C}
+        for name, value in (("on_mismatch", "move"), ("objects", "keep"), ("dtype", torch.float64), ("encoders", C)):
+            policy = DeviceDict(d, **{name: value})._policy
+            changed = policy.default_encoder if name == "encoders" else getattr(policy, name)
+            assert changed == value and policy != d._policy
+            assert policy.encoders == {"t": B}
+        assert d._policy == Policy({"t": B}, dtype=torch.float16), "a policy is never changed"
+
+    def test_the_device(self) -> None:
+        d = DeviceDict(device=SIM)
+        assert DeviceDict(d).device == Own(d).device == SIM and DeviceDict(d, device="cpu").device == torch.device(
+            "cpu"
+        )
+        assert DeviceDict(dict(d)).device is None
+
+
+class TestNested:
+    def test_a_mapping_has_the_options_of_what_it_is_in(self) -> None:
+        d = Own({"n": {"m": {"s": "a"}}}, encoders={"t": B}, dtype=torch.float16)
+        assert type(d["n", "m"]) is Own and d["n"]._policy is d._policy
+        assert d["n", "m"].encoders == {"s": A, "t": B} and d["n", "m"]._policy.dtype == torch.float16
+
+    def test_a_dict_without_options_has_those_of_what_it_is_in_and_its_encoders(self) -> None:
+        inner = DeviceDict({"t": "b"}, encoders=B, dtype=torch.float16)
+        for cls in (DeviceDict, Bare):
+            nested = Own({"n": cls(inner)})["n"]
+            assert type(nested) is cls and options(nested) == OWN
+            assert nested.encoders == {"s": A, "t": B} and nested._policy.default_encoder == Utf8()
+
+    def test_a_class_with_options_keeps_its_own(self) -> None:
+        inner = Own({"t": "b"}, encoders={"t": B}, objects="error")
+        for outer in (
+            DeviceDict({"n": inner}),
+            Bare({"n": inner}),
+            Typed({"n": inner}),
+            DeviceDict().copy() | {"n": inner},
+        ):
+            assert type(outer["n"]) is Own and outer["n"]._policy is inner._policy
+        twice = Own({"n": inner}, encoders={"u": C})["n"]
+        assert twice._policy is inner._policy, "of one class, of several instances"
+
+    def test_a_declared_class(self) -> None:
+        class Inner(TypedDeviceDict, encoders={"s": B}, objects="keep"):
+            s: Tensor
+            t: Tensor | None = None
+
+        class Plain(TypedDeviceDict):
+            t: Tensor
+
+        class Outer(TypedDeviceDict, encoders={"t": C}, dtype=torch.float64):
+            n: Inner
+            p: Plain | None = None
+
+        d = Outer.from_dict({"n": {"s": "b"}, "p": {"t": "c"}})
+        assert d["n"]._policy is not d._policy and d["n"].encoders == {"s": B}, "its class has options"
+        assert options(d["n"]) == ("error", "keep", None)
+        assert options(d["p"]) == ("error", "error", torch.float64) and d["p"].encoders == {"t": C}
+        given = DeviceDict({"s": "a", "t": "a"}, encoders={"s": A, "t": A}, dtype=torch.float16)
+        n = Outer.from_dict({"n": given})["n"]
+        assert type(n) is Inner and options(n) == ("error", "keep", None) and n.encoders == {"s": A, "t": A}
+
+
+class TestUpdate:
+    def test_brings_the_encoders_of_its_keys_alone(self) -> None:
+        d = DeviceDict({"s": "a"}, encoders={"s": A})
+        other = DeviceDict({"s": "b"}, encoders={"s": B, "t": C}, dtype=torch.float64)
+        d.update(other)
+        assert d.encoders == {"s": B} and d.decode("s") == "b" and d._policy.dtype is None
+        d.update(DeviceDict({"t": "c", "u": "c"}, encoders=C), u=torch.zeros(1))
+        assert d.encoders == {"s": B, "t": C} and d._policy.default_encoder == Utf8()
+        d.update(dict(other))
+        assert d.encoders == {"s": B, "t": C}
+
+    def test_a_string_is_encoded_with_the_encoder_of_its_key(self) -> None:
+        d = DeviceDict(encoders=Hashing(4))
+        d["s"] = "a"
+        assert d.encoders == {"s": Hashing(4)} and d["s"].dtype == torch.int64
+        d.update({"t": "a", "n": {"u": "a"}})
+        assert d.encoders == {"s": Hashing(4), "t": Hashing(4)} and d["n"].encoders["u"] == Hashing(4)
+
+
+class TestPolicyItself:
+    def test_with_encoders(self) -> None:
+        policy = Policy({"s": A}, dtype=torch.float64)
+        assert policy.with_encoders({}) is policy is policy.with_encoders({"s": Vocabulary(["a"])})
+        more = policy.with_encoders({"s": B, "t": C})
+        assert more == Policy({"s": B, "t": C}, dtype=torch.float64) and policy.encoders == {"s": A}
+        assert policy.with_encoders({"t": A}).encoders == {"s": A, "t": A}
+
+    def test_carried(self) -> None:
+        assert Policy({"s": A}).carried(["s", "t"]) == {"s": A}
+        assert Policy({"s": A}, B).carried(["s", "t"]) == {"s": A, "t": B}
+
+    def test_override(self) -> None:
+        policy = Policy({"s": A}, B, "move", "keep", torch.float64)
+        assert policy.override() == policy
+        assert policy.override({"t": C}) == Policy({"s": A, "t": C}, B, "move", "keep", torch.float64)
+        assert policy.override({"s": C}).encoders == {"s": C}
+        assert policy.override(C) == Policy({"s": A}, C, "move", "keep", torch.float64)
+        changed = policy.override(None, "error", "error", torch.float16)
+        assert changed == Policy({"s": A}, B, "error", "error", torch.float16)
+        for bad in ({"on_mismatch": "mvoe"}, {"objects": "drop"}):
+            with pytest.raises(ValueError, match="is 'error' or '"):
+                policy.override(**bad)  # pyright: ignore[reportArgumentType]
+        for bad in ({"dtype": torch.int64}, {"dtype": "float32"}, {"encoders": {1: A}}, {"encoders": 3}):
+            with pytest.raises(TypeError):
+                policy.override(**bad)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("join", [stack, collate])
+class TestJoined:
+    def test_encoders_of_all_are_brought_and_the_first_wins(self, join: Any) -> None:
+        codes = torch.tensor(0)
+        first = DeviceDict({"s": codes, "t": codes}, encoders={"s": B, "u": A})
+        second = DeviceDict({"s": codes, "t": codes}, encoders={"t": C})
+        assert join([first, second]).encoders == {"s": B, "t": C, "u": A}
+        both = join([first, DeviceDict({"s": codes, "t": codes}, encoders={"u": B})])
+        assert both.encoders == {"s": B, "u": A}, "an encoder of a key that is not there is no conflict"
+        with pytest.raises(ValueError, match=r"^'s': (dict|sample) 1 encodes it with Vocabulary"):
+            join([first, DeviceDict({"s": codes, "t": codes}, encoders={"s": A})])
+
+    def test_utf8_of_two_lengths(self, join: Any) -> None:
+        one, two = (DeviceDict({"s": "ab"}, encoders=Utf8(length)) for length in (2, 3))
+        assert join([one, two]).encoders == {"s": Utf8(2)} and join([one, two]).decode("s") == ["ab", "ab"]
