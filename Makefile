@@ -8,7 +8,7 @@ BENCH := .venv-bench/bin/python benchmarks
 # Of this machine. The committed ones, which the pages show, are made with RESULTS=benchmarks/results.
 RESULTS ?= benchmarks/out
 
-.PHONY: demo demo-ddp test test-pythons test-frameworks check bench bench-more bench-guard bench-gpu docs clean
+.PHONY: demo demo-ddp test test-pythons test-frameworks check bench bench-more bench-guard bench-gpu docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -75,8 +75,18 @@ docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The pages are in site: open site/index.html."
 
+# ruff and pyright before each commit, from .venv: nothing is fetched then.
+hooks: .venv/tests .venv/dist
+	$(BIN)/pre-commit install
+
+# The sdist and the wheel, in dist, built and checked. The wheel is installed alone in a fresh environment and tested there.
+# That environment finds torch, NumPy and pytest in .venv, as to install torch again takes minutes; of this package it has
+# the wheel alone, which the script checks.
+dist: .venv/tests .venv/dist
+	.ci/dist
+
 clean:
-	rm -rf .venv .venv-bench .venv-3.* examples/out benchmarks/out site
+	rm -rf dist .venv .venv-bench .venv-3.* examples/out benchmarks/out site
 
 # One stamp a requirements file; each installs the package itself too, in place.
 .venv/%: %/requirements.txt examples/requirements.txt tests/requirements.txt pyproject.toml | $(BIN)/python
@@ -85,6 +95,10 @@ clean:
 	touch $@
 
 .venv/frameworks: tests/frameworks/requirements.txt .venv/tests
+	$(INSTALL) -r $<
+	touch $@
+
+.venv/dist: .ci/requirements.txt .venv/tests
 	$(INSTALL) -r $<
 	touch $@
 
