@@ -1,9 +1,9 @@
-"""Count the instructions of the core operations. `guard.py` runs this script under Valgrind; it prints nothing.
+"""Execute the core operations for Callgrind to count. `guard.py` runs this script under Valgrind; it prints nothing.
 
     valgrind --tool=callgrind ... python benchmarks/count_instructions.py SOCKETS
 
 SOCKETS is the value of Valgrind's option `--vgdb-prefix`. Callgrind writes one file for each block of calls: the blocks
-of the first operation, then those of the second, and so on. Before the operations come the blocks of an empty loop.
+of the first statement of OPERATIONS, then those of the second, and so on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CALLS = 20  # in a block
 WARM_UP = 100  # calls before the first block: CPython 3.11 specializes a function's bytecode while it runs
 
 EMPTY = "empty loop"
-# The name of an operation, its statement, and an expression that is true if the statement does its work.
+# By name: the statement of the operation, and an expression that is true if the statement does its work.
 OPERATIONS = {
     EMPTY: ("pass", "True"),
     "construct from tensors": ("DeviceDict(tensors)", "dict(DeviceDict(tensors)) == tensors"),
@@ -46,7 +46,7 @@ OPERATIONS = {
 
 
 def scope() -> dict[str, Any]:
-    """What the statements name. Fields are small, so that the container's share of the count is large."""
+    """Return the variables of the statements. Fields are small, so the container's share of the count is large."""
     tensors, others = ({f"k{i}": torch.rand(4, 2) for i in range(8)} for _ in range(2))
     host = {
         "number": 0.5,
@@ -76,7 +76,7 @@ def scope() -> dict[str, Any]:
 
 
 def loop(statement: str, known: dict[str, Any]) -> Callable[[int], None]:
-    """A function of the number of calls. A function's variables are faster than globals, so it takes the statement's."""
+    """Return a function that calls the statement a number of times. Its variables are local, as those are faster."""
     names = ", ".join(f"{name}={name}" for name in known)
     made = dict(known)
     exec(f"def calls(number, {names}):\n  for _ in range(number):\n    {statement}", made)
@@ -84,10 +84,10 @@ def loop(statement: str, known: dict[str, Any]) -> Callable[[int], None]:
 
 
 def start_callgrind(sockets: str) -> None:
-    """Switch Callgrind on. It is off while torch is imported, which takes three times as long with it."""
+    """Switch Callgrind on. It is off while torch is imported, as the import takes three times as long with it."""
     command = ["vgdb", f"--vgdb-prefix={sockets}", f"--pid={os.getpid()}", "instrumentation", "on"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    # A process that sleeps answers vgdb only with the right to trace it, which containers withhold. A busy one answers.
+    # Poll, as a busy process answers vgdb by itself. A sleeping one must be traced, which containers often forbid.
     while process.poll() is None:
         pass
     if process.returncode:
