@@ -1,59 +1,128 @@
-"""Whether the core operations still cost what they cost when the committed results were measured.
+"""Compare the instructions that the core operations execute with the committed counts.
 
-    python benchmarks/guard.py [--margin 1.3] [--quick] [--rounds N] [--against PATH]
+    python benchmarks/guard.py [--update]
 
-Measures them again and compares the ratios to a plain dict, which are about the same on every machine, with the
-committed ones. Fails if one is larger by more than the margin; those are measured a second time first, as machines are
-noisy.
+The guard fails if an operation executes more instructions than the limit. A busy machine changes times, but hardly
+changes counts. Counts depend on the processor's architecture, the C library, Valgrind, Python, torch and NumPy. The
+committed file names them. In another setting the guard compares nothing, says so and passes. It needs Linux and
+Valgrind.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import platform
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from bench_core import DICT, core_lines
-from common import aligned, parser
+from common import aligned
+from count_instructions import BLOCKS, CALLS, EMPTY, OPERATIONS
 
-COMMITTED = Path(__file__).parent / "results" / "core-cpu.json"
-Ratios = dict[tuple[str, int | None], float]
+HERE = Path(__file__).parent
+COMMITTED = HERE / "results" / "instructions.json"
+# An operation may execute this share more than committed, and this many instructions. A read executes so few that a
+# share of them is less than one bytecode instruction.
+MARGIN = 0.03
+SLACK = 20
+TIME_LIMIT = 900  # seconds for all operations; a free machine takes one minute
+Counts = dict[str, int]
 
 
-def ratios(lines: list[dict[str, Any]]) -> Ratios:
-    """Of every operation and size, ours to a plain dict."""
-    return {(one["operation"], one["fields"]): one["ratios"][DICT]["median"] for one in lines if DICT in one["ratios"]}
+def setting() -> dict[str, str]:
+    """Return what the counts depend on besides the code."""
+    valgrind = subprocess.run(["valgrind", "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {
+        "machine": platform.machine(),
+        "libc": " ".join(platform.libc_ver()),
+        "valgrind": valgrind.strip().removeprefix("valgrind-"),
+        "python": f"{platform.python_version()}, {platform.python_compiler()}",
+        "torch": version("torch"),
+        "numpy": version("numpy"),
+    }
 
 
-def slower(now: Ratios, before: Ratios, margin: float) -> set[tuple[str, int | None]]:
-    return {case for case in now.keys() & before.keys() if now[case] > before[case] * margin}
+def count() -> Counts:
+    """Count the instructions of one call of each operation, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, sockets = Path(folder, "counts"), Path(folder, "vgdb")
+        command = ["setarch", "--addr-no-randomize", "valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no"]
+        command += ["--collect-atstart=no", f"--callgrind-out-file={out}", f"--vgdb-prefix={sockets}"]
+        command += [sys.executable, str(HERE / "count_instructions.py"), str(sockets)]
+        # A small, fixed environment: its size moves the stack, and other variables may change what torch does.
+        env = {"PATH": os.environ["PATH"], "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command,
+            check=False,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIME_LIMIT,
+        )
+        if done.returncode:
+            sys.exit(f"{done.stdout}\nThe operations could not be counted: exit status {done.returncode}.")
+        files = [Path(f"{out}.{i + 1}").read_text() for i in range(len(OPERATIONS) * BLOCKS)]
+    totals = [int(re.findall(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)[-1]) for text in files]
+    least = {name: min(totals[i * BLOCKS : (i + 1) * BLOCKS]) for i, name in enumerate(OPERATIONS)}
+    empty = least.pop(EMPTY)
+    return {name: round((total - empty) / CALLS) for name, total in least.items()}
+
+
+def compare(expected: Counts, got: Counts) -> None:
+    """Print all counts. Exit with an error if a count is above its limit, or is not in both."""
+    rows, problems = [["operation", "expected", "got", "change"]], []
+    for name in OPERATIONS:
+        if name not in expected or name not in got:
+            continue
+        before, now = expected[name], got[name]
+        rows.append([name, f"{before:,}", f"{now:,}", f"{now / before - 1:+.1%}"])
+        if now > before * (1 + MARGIN) + SLACK:
+            problems.append(f"{name}: expected {before:,} instructions, got {now:,} ({now / before - 1:+.1%}).")
+    print("Instructions of one call:\n\n" + aligned(rows) + "\n", flush=True)
+    if problems:
+        problems.append(f"The limit is {MARGIN:.0%} and {SLACK} instructions above the committed count.")
+        problems.append(
+            "Make the operation cheaper. If you mean the cost, run `make guard-update` and commit the file."
+        )
+    if expected.keys() != got.keys():
+        names = ", ".join(sorted(expected.keys() ^ got.keys()))
+        problems.append(f"These operations are new or gone: {names}. Run `make guard-update` and commit the file.")
+    if problems:
+        sys.exit("\n".join(problems))
+    print(f"No count is more than {MARGIN:.0%} and {SLACK} instructions above the committed one.")
 
 
 def main() -> None:
-    options = parser("Whether the core operations cost what they cost before.")
-    options.add_argument(
-        "--margin", type=float, default=1.3, help="how many times a committed ratio is still right (1.3)"
+    options = argparse.ArgumentParser(
+        description="Compare the instructions of the core operations with committed ones."
     )
-    options.add_argument("--against", type=Path, default=COMMITTED, metavar="PATH", help="the committed results")
-    args = options.parse_args()
-    before = ratios(json.loads(args.against.read_text())["results"])
-    now = ratios(core_lines(args.rounds))
-    suspects = slower(now, before, args.margin)
-    if suspects:
-        again = ratios(core_lines(args.rounds))
-        now |= {case: min(now[case], again[case]) for case in suspects}
-        suspects = slower(now, before, args.margin)
-    print("How many times as long as a plain dict's, as committed and now:\n")
-    rows = [["operation", "fields", "committed", "now", "now / committed", ""]]
-    for case in before.keys() & now.keys():
-        change = now[case] / before[case]
-        verdict = "SLOWER" if case in suspects else ""
-        rows.append([case[0], str(case[1] or ""), f"{before[case]:.3f}", f"{now[case]:.3f}", f"{change:.2f}", verdict])
-    print(aligned([rows[0], *sorted(rows[1:])]))
-    if suspects:
-        sys.exit(f"{len(suspects)} ratios are more than {args.margin} times what they were")
-    print(f"\nall are within {args.margin} times what was committed")
+    options.add_argument("--update", action="store_true", help="write the committed file anew")
+    update = options.parse_args().update
+    missing = [tool for tool in ("valgrind", "vgdb", "setarch") if shutil.which(tool) is None]
+    if missing:
+        problem = f"Not found: {', '.join(missing)}. Install Valgrind, for example with `apt-get install valgrind`."
+        if update:
+            sys.exit(problem)
+        print(f"Nothing is compared. {problem}")
+        return
+    here = setting()
+    if update:
+        COMMITTED.write_text(json.dumps({"setting": here, "instructions": count()}, indent=1) + "\n")
+        print(f"The counts are in {COMMITTED}. Commit the file.")
+        return
+    committed = json.loads(COMMITTED.read_text())
+    other = [f"{what} is {here[what]}, not {name}" for what, name in committed["setting"].items() if here[what] != name]
+    if other:
+        print(f"Nothing is compared, as the counts were committed in another setting: {'; '.join(other)}.")
+        return
+    compare(committed["instructions"], count())
 
 
 if __name__ == "__main__":
