@@ -21,7 +21,7 @@ from .._files import safetensors, torch_save
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, canonical, resolve
-from .._memory.packed import is_packed, map_buffer, once, pack, packed_layout, packs
+from .._memory.packed import can_pack, is_packed, map_buffer, pack, packed_layout
 from .._memory.transfer import clone, transfer
 from .._tree import sendable
 from .._tree.compare import agree, values_agree
@@ -646,10 +646,10 @@ class DeviceDict(TreeDict[V]):
         True
         """
         device = self._device
-        if device is None or not packs(device):
+        if device is None or not can_pack(device):
             return self
         tensors, flat = self._tensors_and_kind()
-        packed = once(tensors, lambda distinct: pack(distinct, device))
+        packed = pack(tensors, device)
         return self if all(map(is_, tensors, packed)) else self._replace_tensors(packed, device, flat)
 
     # --- like a tensor ---

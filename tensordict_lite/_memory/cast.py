@@ -47,7 +47,7 @@ def copy_each(
         non_blocking = False  # torch may read the source after the call, changed or freed: pytorch#139550, #189690
     if dtype is None:
         if device is None:
-            return clones(tensors) if copy else list(tensors)
+            return clone_each(tensors) if copy else list(tensors)
         if not copy and not non_blocking:
             return [t.to(device) for t in tensors]
         return [t.to(device, non_blocking=non_blocking, copy=copy) for t in tensors]
@@ -68,7 +68,7 @@ def copy_each(
     ]
 
 
-def clones(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
+def clone_each(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
     """A copy of each, as ``Tensor.clone``; ``plain``: the caller knows that no subclass is among them, nor a tracer."""
     # If one of a list requires grad all results would.
     if plain and tensors and _clone_list is not None and not any(map(_requires_grad, tensors)):
