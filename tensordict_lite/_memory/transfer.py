@@ -86,7 +86,7 @@ def plan_copies(
         return one_by_one
     groups = cast_groups(groups, casts) if casts else groups
     parts = split(groups, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT)
-    coalesced = tuple([part for part in parts if len(part.runs) > 1 or len(part.runs[0].members) > 1])
+    coalesced = tuple([part for part in parts if sum([len(run.members) for run in part.runs]) > 1])
     rest = set(everything).difference(*[run.members for part in coalesced for run in part.runs])
     return CopyPlan(None, None, coalesced, tuple(sorted(rest)), repeats)
 
