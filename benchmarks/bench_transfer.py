@@ -321,7 +321,11 @@ def load_seconds(connection: Connection, one: Contender, size: str) -> float:
 
 def sweep(device: torch.device, rounds: int, synchronize: Callable[[], None]) -> str:
     """The plain loop's time over that of ours unpacked, by the size of 40 equal fields and by what is gathered."""
-    as_is, everything, nothing = (_transfer.SMALL, _transfer.BLOCK), (1 << 40, 1 << 40), (-1, _transfer.BLOCK)
+    as_is, everything, nothing = (
+        (_transfer.COALESCED_TENSOR, _transfer.COALESCED_BUFFER),
+        (1 << 40, 1 << 40),
+        (-1, _transfer.COALESCED_BUFFER),
+    )
     ways = {"as it is": as_is, "all gathered": everything, "none gathered": nothing}
     rows = [["loop / ours unpacked", "KiB a field", *ways]]
     for name, to in (("H2D", device), ("D2H", CPU)):
@@ -331,12 +335,12 @@ def sweep(device: torch.device, rounds: int, synchronize: Callable[[], None]) ->
             loop = Timer(f"{LOOP.code}; synchronize()", timer=perf_counter, globals={**known, "x": source})
             timers = {LOOP.name: loop}
             for way, (small, block) in ways.items():
-                constants = f"transfer.SMALL, transfer.BLOCK = {small}, {block}; synchronize()"
+                constants = f"transfer.COALESCED_TENSOR, transfer.COALESCED_BUFFER = {small}, {block}; synchronize()"
                 names = {**known, "x": DeviceDict(source)}
                 timers[way] = Timer("x.to(to); synchronize()", constants, timer=perf_counter, globals=names)
             seconds = interleaved({kib: timers}, rounds)[kib]
             rows.append([name, str(kib), *(shown(ratio(seconds[LOOP.name], seconds[way])) for way in ways)])
-    _transfer.SMALL, _transfer.BLOCK = as_is
+    _transfer.COALESCED_TENSOR, _transfer.COALESCED_BUFFER = as_is
     return aligned(rows)
 
 

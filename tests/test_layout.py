@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensordict_lite._memory.layout import ALIGNMENT, Group, aligned, dense_stride, divide, lay_out, recast
+from tensordict_lite._memory.layout import ALIGNMENT, Group, aligned, cast_groups, dense_stride, lay_out, split
 
 F, D, L, B = torch.float32, torch.float64, torch.int64, torch.bool
 
@@ -65,29 +65,27 @@ def test_specs_that_become_equal_are_one_run() -> None:
     assert [(run.dtype, run.members) for run in lay_out(gaps).runs] == [(F, [0, 2, 3]), (L, [1])]
     assert lay_out(gaps).runs[0].stride == (3, 1)
     mixed = [((F, (2,), (1,)), [0]), ((L, (2,), (1,)), [1]), ((D, (2,), (1,)), [2])]
-    cast = lay_out(recast(mixed, {D: F}))
+    cast = lay_out(cast_groups(mixed, {D: F}))
     assert [(run.dtype, run.members) for run in cast.runs] == [(F, [0, 2]), (L, [1])]
     assert mixed[0][1] == [0], "the groups are not changed"
 
 
 @given(group_lists(), st.integers(1, 300), st.integers(300, 600))
-def test_divide_keeps_to_the_limits(groups: list[Group], largest: int, limit: int) -> None:
-    parts = divide(groups, largest, limit)
+def test_split_keeps_to_the_limits(groups: list[Group], largest: int, limit: int) -> None:
+    parts = split(groups, largest, limit)
     sizes = {i: math.prod(shape) * dtype.itemsize for (dtype, shape, _), members in groups for i in members}
-    taken = [i for part in parts for _, members in part for i in members]
+    taken = [i for part in parts for i in part.members]
     assert sorted(taken) == sorted(i for i, size in sizes.items() if 0 < size <= largest), (
         "each once, none that is large"
     )
     for part in parts:
-        assert lay_out(part).nbytes <= aligned(limit)
+        assert part.nbytes <= aligned(limit)
 
 
-def test_divide_fills_a_part_before_the_next() -> None:
+def test_split_fills_a_part_before_the_next() -> None:
     group: Group = ((torch.uint8, (64,), (1,)), list(range(10)))
-    assert [[members for _, members in part] for part in divide([group], 64, 256)] == [
-        [[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9]],
-    ]  # fmt: skip
-    assert divide([], 64, 256) == [[]] and divide([group], 63, 256) == [[]]
+    assert [part.members for part in split([group], 64, 256)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert split([], 64, 256) == split([group], 63, 256) == []
 
 
 @given(st.data())

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from tensordict_lite import DeviceDict, Vocabulary
 from tensordict_lite._memory.buffer import PACKABLE
 from tensordict_lite._memory.layout import ALIGNMENT
+from tensordict_lite._memory.packed import find_unpackable, packable
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b"])}):
@@ -640,3 +641,20 @@ class TestUnderTransforms:
         with FakeTensorMode() as mode:
             fake = DeviceDict({"x": mode.from_tensor(packed["x"]), "y": mode.from_tensor(packed["y"])})
             assert fake.pack().clone().to(torch.float64)["x"].dtype == torch.float64
+
+
+def test_the_two_forms_of_packable_agree() -> None:
+    complex_ = torch.ones(2, dtype=torch.complex64)
+    tensors = [
+        torch.ones(2),
+        torch.ones(2, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        complex_,
+        complex_.conj(),
+        complex_.conj().imag,
+        torch.ones(2, dtype=torch.bfloat16),
+    ]
+    assert find_unpackable(tensors) == [i for i, t in enumerate(tensors) if not packable(t)] == [1, 2, 3, 4, 5, 7, 8]

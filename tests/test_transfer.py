@@ -19,13 +19,19 @@ import tensordict_lite
 from tensordict_lite import DeviceDict, to_device, to_numpy
 from tensordict_lite._memory.device import CPU
 from tensordict_lite._memory.packed import pack
-from tensordict_lite._memory.transfer import BUFFER as BLOCK
-from tensordict_lite._memory.transfer import SMALL, transfer
+from tensordict_lite._memory.transfer import COALESCED_BUFFER as BLOCK
+from tensordict_lite._memory.transfer import COALESCED_TENSOR as SMALL
 from tensordict_lite._memory.transfer import CopyPlan as Plan
-from tensordict_lite._memory.transfer import plan_copies as plan
+from tensordict_lite._memory.transfer import plan_copies, transfer
 
 SIM, META, MPS = torch.device("sim:0"), torch.device("meta"), torch.device("mps")
 OTHER = torch.device("sim:1")
+
+
+def plan(tensors: list[Tensor], source: torch.device, target: torch.device, *args: Any, **kwargs: Any) -> Plan:
+    how = plan_copies(tensors, source, target, *args, **kwargs)
+    assert how is not None, "no operation is intercepted here"
+    return how
 
 
 def small(n: int, device: Any = "cpu") -> list[Tensor]:
@@ -37,7 +43,7 @@ def large(n: int, device: Any = "cpu") -> list[Tensor]:
 
 
 def members(how: Plan) -> list[list[int]]:
-    return [layout.members for layout in how.together]
+    return [layout.members for layout in how.coalesced]
 
 
 class TestPlan:
@@ -45,20 +51,20 @@ class TestPlan:
         tensors = [*small(3), *large(2), *small(2)]
         for source, target in ((CPU, SIM), (SIM, CPU)):
             how = plan(tensors, source, target)
-            assert members(how) == [[0, 1, 2, 5, 6]] and how.singly == (3, 4) and how.packed is None
+            assert members(how) == [[0, 1, 2, 5, 6]] and how.one_by_one == (3, 4) and how.packed is None
 
     def test_the_largest_small_one(self) -> None:
         edge = [torch.zeros(SMALL, dtype=torch.uint8), torch.zeros(SMALL + 1, dtype=torch.uint8)]
         how = plan([*small(1), *edge], CPU, SIM)
-        assert members(how) == [[0, 1]] and how.singly == (2,)
+        assert members(how) == [[0, 1]] and how.one_by_one == (2,)
 
     def test_packed_tensors_are_one_block(self) -> None:
         packed = pack([*small(3), *large(2)], CPU)
         for target in (SIM, OTHER):
             how = plan(packed, CPU, target)
-            assert how.packed is not None and sorted(how.packed.members) == [0, 1, 2, 3, 4] and how.singly == ()
+            assert how.packed is not None and sorted(how.packed.members) == [0, 1, 2, 3, 4] and how.one_by_one == ()
         weight = torch.ones(2, requires_grad=True)
-        assert plan([*packed, weight], CPU, SIM).singly == (5,)
+        assert plan([*packed, weight], CPU, SIM).one_by_one == (5,)
         assert plan(packed[:-1], CPU, SIM).packed is None, "the block has more in it"
         assert plan([*packed, torch.ones(1)], CPU, SIM).packed is None
 
@@ -67,7 +73,7 @@ class TestPlan:
         full = BLOCK // SMALL - 1  # with room for the byte by which a block of these differs from one that is packed
         tensors = [each.clone() for _ in range(2 * full + 1)]
         how = plan(tensors, CPU, SIM)
-        assert [len(part) for part in members(how)] == [full] * 2 and how.singly == (2 * full,)
+        assert [len(part) for part in members(how)] == [full] * 2 and how.one_by_one == (2 * full,)
         before = simulated.live_bytes()
         moved = transfer(tensors[:full], SIM)
         assert (
@@ -76,19 +82,19 @@ class TestPlan:
 
     def test_two_hundred_small_ones_are_one_copy(self) -> None:
         how = plan([torch.zeros(16, 32) for _ in range(200)], CPU, SIM)
-        assert [len(part) for part in members(how)] == [200] and how.singly == ()
+        assert [len(part) for part in members(how)] == [200] and how.one_by_one == ()
 
     def test_one_alone_goes_singly(self) -> None:
-        assert plan(small(1), CPU, SIM) == Plan(singly=(0,)) and plan([], CPU, SIM) == Plan()
-        assert plan([*small(1), *large(1)], CPU, SIM) == Plan(singly=(0, 1))
+        assert plan(small(1), CPU, SIM) == Plan(one_by_one=(0,)) and plan([], CPU, SIM) == Plan()
+        assert plan([*small(1), *large(1)], CPU, SIM) == Plan(one_by_one=(0, 1))
 
     def test_what_is_more_than_its_bytes_goes_singly(self) -> None:
         special = [torch.ones(2, requires_grad=True), torch.eye(2).to_sparse(), torch.tensor([1j]).conj()]
         how = plan([*special, *small(2)], CPU, SIM)
-        assert members(how) == [[3, 4]] and how.singly == (0, 1, 2)
+        assert members(how) == [[3, 4]] and how.one_by_one == (0, 1, 2)
 
     def test_between_devices_and_where_bytes_are_not_trusted_nothing_is_gathered(self) -> None:
-        singly = Plan(singly=(0, 1, 2))
+        singly = Plan(one_by_one=(0, 1, 2))
         assert plan(small(3, SIM), SIM, OTHER) == singly
         assert plan(small(3), CPU, MPS) == plan(small(3), CPU, META) == singly
         assert plan(pack(small(3), CPU), CPU, MPS) == singly
@@ -97,11 +103,11 @@ class TestPlan:
     def test_a_cast_is_planned_with_the_dtype_that_comes_out(self) -> None:
         tensors = [torch.zeros(SMALL // 8, dtype=torch.float64), *small(2), torch.zeros(3, dtype=torch.int64)]
         how = plan(tensors, CPU, SIM, torch.float32)
-        assert members(how) == [[0, 1, 2, 3]] and {run.dtype for run in how.together[0].runs} == {
+        assert members(how) == [[0, 1, 2, 3]] and {run.dtype for run in how.coalesced[0].runs} == {
             torch.float32,
             torch.int64,
         }
-        assert plan([torch.zeros(SMALL // 4), *small(1)], CPU, SIM, torch.float64).singly == (0, 1), (
+        assert plan([torch.zeros(SMALL // 4), *small(1)], CPU, SIM, torch.float64).one_by_one == (0, 1), (
             "too large when cast"
         )
 

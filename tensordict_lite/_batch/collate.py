@@ -17,10 +17,10 @@ from torch.utils.data._utils import collate as torch_collate  # its documented p
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import insert
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
-from .._memory.buffer import clear_gaps, flat_over, new_buffer, packable, regions, views_of
+from .._memory.buffer import clear_gaps, flat_over, new_buffer, regions, views_of
 from .._memory.device import CPU, canonical
 from .._memory.layout import Group, Layout, Spec, lay_out, row_major
-from .._memory.packed import packs
+from .._memory.packed import can_pack, find_unpackable, packable
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
@@ -132,7 +132,7 @@ def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type
 def _made(collector: _Collector, pack: bool) -> list[Tensor]:
     """The tensors of the batch."""
     fields, device = collector.fields, collector.device
-    if not (pack and packs(device)):
+    if not (pack and can_pack(device)):
         return list(map(_stacked, fields))
     # To compare all samples takes as long as to copy them, and torch does it again. So it is left to torch, and only
     # what it refuses is looked at, to be named, or stacked by itself.
@@ -355,7 +355,7 @@ def _filled(fields: Sequence[_Field], device: torch.device, sure: bool) -> list[
     for members in alike.values():
         rest = members
         if not (sure and packable(fields[members[0]][1][0])):
-            rest = [i for i in members if all(map(packable, fields[i][1]))]
+            rest = [i for i in members if not find_unpackable(fields[i][1])]
             for i in set(members) - set(rest):
                 out[i] = _stacked(fields[i])
         if rest:

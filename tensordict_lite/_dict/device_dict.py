@@ -21,7 +21,7 @@ from .._files import safetensors, torch_save
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, canonical, resolve
-from .._memory.packed import is_packed, map_buffer, once, pack, packed_layout, packs
+from .._memory.packed import can_pack, is_packed, map_buffer, pack, packed_layout
 from .._memory.transfer import clone, transfer
 from .._tree import sendable
 from .._tree.compare import agree, values_agree
@@ -435,9 +435,9 @@ class DeviceDict(TreeDict[V]):
 
     @property
     def device(self) -> torch.device | None:
-        """The device of every tensor, index included; None while nothing was stored or asked for.
+        """The device of every tensor, with its index. None before the first tensor is stored or a device is given.
 
-        None too after a ``tree_map`` that left tensors on several devices, until `to` gathers them.
+        Also None after a ``tree_map`` that leaves tensors on several devices, until `to` moves them to one.
 
         >>> DeviceDict({"x": 1.0}).device, DeviceDict().device
         (device(type='cpu'), None)
@@ -466,28 +466,30 @@ class DeviceDict(TreeDict[V]):
     @overload
     def to(self, other: Tensor | TreeDict[Any], non_blocking: bool = ..., copy: bool = ...) -> Self: ...
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """This dict on a device, or in a dtype, or both: ``to(device)``, ``to(dtype)``, ``to(device, dtype)``,
-        ``to(tensor)`` (its device and dtype), ``to(other_dict)`` (its device).
+        """Move this dict to a device, cast it to a dtype, or both.
+
+        The forms are ``to(device)``, ``to(dtype)``, ``to(device, dtype)``, ``to(tensor)`` (its device and dtype) and
+        ``to(other_dict)`` (its device).
 
         Args:
             non_blocking: False: when this returns, the source may be changed or freed, and the result can be used. On
-                the host it is complete; on CUDA it is for whatever follows on the current stream, and another stream
-                waits for this one, as for every result. True: torch's own contract for asynchronous copies. Always
-                blocking to MPS.
-            copy: True: new tensors even where nothing changes.
+                the host the result is complete. On CUDA it is ready for later work on the current stream; another
+                stream must wait for that one. True: torch's contract for asynchronous copies. A copy to MPS always
+                blocks.
+            copy: True: copy every tensor, also if nothing changes.
 
         Returns: a new dict with the same keys and policy, or ``self`` if nothing changes. Kept objects are not moved.
-        A dtype, as in ``nn.Module.to``, casts floating-point and complex tensors only and must itself be one: ids and
-        masks stay what they are.
+        As in ``nn.Module.to``, a dtype must be floating-point or complex and casts only such tensors. So ids and masks
+        keep their dtypes.
 
-        Raises: ``TypeError`` for arguments that fit no form; torch's own error for a device that is not there, or that
-        is out of memory. This dict is then as it was.
+        Raises: ``TypeError`` for arguments that fit no form. Torch's own error if the device is absent or out of
+        memory; this dict is then unchanged.
 
-        Cost: nothing for the device it is on, whatever the number of fields. A packed dict (see `pack`) is copied as
-        one tensor. Else, between the host and a device, tensors of up to 64 KiB are gathered in a private block of up
-        to 1 MiB, pinned for CUDA, and copied together, larger ones one by one; results on the host own their memory. To
-        CUDA the call waits only for what was not gathered. A cast is a copy of each tensor that changes; in a packed
-        dict it is one of all, into a new storage, made where they arrive.
+        Cost: nothing on the current device, for any number of fields. A packed dict (see `pack`) is copied as one
+        tensor. Other dicts: between the host and a device, tensors of up to 64 KiB are coalesced in a buffer of up to
+        1 MiB, pinned for CUDA, and copied at once. Larger tensors are copied one by one. Results on the host own their
+        memory. A call to CUDA waits only for the tensors that are copied one by one. A cast copies each tensor that
+        changes. In a packed dict it is one copy into a new storage, usually on the target device.
 
         >>> d = DeviceDict({"x": [0.5], "id": [7]})
         >>> d.to("cpu") is d
@@ -511,8 +513,9 @@ class DeviceDict(TreeDict[V]):
         return self._replace_tensors(moved, device, flat)
 
     def cpu(self) -> Self:
-        """``to("cpu")``: complete on return, under a busy stream too, in pageable memory. Raises and costs what that
-        does.
+        """``to("cpu")``. The result is complete on return and lies in pageable memory.
+
+        Raises the errors of `to`, and has its cost.
 
         >>> DeviceDict({"x": 1.0}).cpu().device
         device(type='cpu')
@@ -520,7 +523,9 @@ class DeviceDict(TreeDict[V]):
         return self.to(CPU)
 
     def cuda(self, index: int | None = None, *, non_blocking: bool = False) -> Self:
-        """``to("cuda")``: the current CUDA device, or the one with ``index``. Raises and costs what that does.
+        """``to("cuda")``: the current CUDA device, or the one with ``index``.
+
+        Raises the errors of `to`, and has its cost.
 
         >>> d = DeviceDict({"x": 1.0})
         >>> moved = d.cuda() if torch.cuda.is_available() else d
@@ -530,14 +535,14 @@ class DeviceDict(TreeDict[V]):
         )
 
     def numpy(self, copy: bool = False) -> dict[str, Any]:
-        """A plain nested dict of NumPy arrays; kept objects as they are.
+        """A plain nested dict of NumPy arrays and of the kept objects.
 
-        Tensors are detached. Those on the CPU share their memory with the arrays, unless ``copy``; others are moved
-        first, as `cpu` does.
+        Tensors are detached. Arrays share memory with tensors on the CPU, unless ``copy``. Tensors on another device
+        are first moved, as `cpu` does.
 
         Raises: ``TypeError`` that names the key for a dtype or layout NumPy does not have (bfloat16, sparse);
         ``NotImplementedError`` from torch on ``meta``, where there are no values.
-        Cost: nothing a tensor on the CPU; elsewhere a copy each, and a synchronisation.
+        Cost: no copy on the CPU; elsewhere the copies of `cpu`, and a synchronization.
 
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": 3}}).numpy()
         {'x': array([1., 2.], dtype=float32), 'n': {'y': array(3)}}
@@ -546,12 +551,12 @@ class DeviceDict(TreeDict[V]):
         return _numpy(d, copy, ())
 
     def pin_memory(self, device: DeviceLike | None = None) -> Self:
-        """This dict with its tensors copied to pinned (page-locked) memory; what is pinned already is kept.
+        """Copy the tensors to pinned (page-locked) memory. Tensors that are pinned already are kept.
 
-        ``device`` is taken, and ignored, because DataLoader passes it.
+        ``device`` is ignored; DataLoader passes it.
 
         Raises: torch's ``RuntimeError`` without an accelerator, or if the tensors are not on the CPU.
-        Cost: an allocation and a copy a tensor, or one for all that are packed.
+        Cost: an allocation and a copy for each tensor, or one for all packed tensors.
 
         >>> d = DeviceDict({"x": 1.0})
         >>> pinned = d.pin_memory() if torch.cuda.is_available() else d
@@ -561,7 +566,7 @@ class DeviceDict(TreeDict[V]):
         return self._replace_tensors([t.pin_memory() for t in tensors] if pinned is None else pinned, self._device)
 
     def is_pinned(self) -> bool:
-        """Whether there are tensors and all are in pinned memory. Asks the driver, once a tensor.
+        """Whether every tensor is in pinned memory. False without tensors. Cost: a driver call for each tensor.
 
         >>> DeviceDict({"x": 1.0}).is_pinned()
         False
@@ -572,8 +577,8 @@ class DeviceDict(TreeDict[V]):
     def share_memory_(self) -> Self:
         """Move the tensors' storages to shared memory, in place; no effect on CUDA. Returns ``self``.
 
-        Raises: ``RuntimeError`` that names the field for a tensor without a storage, such as a sparse one, before any
-            is moved; torch's own error where there is no shared memory left. Cost: a copy and a segment a storage.
+        Raises: ``RuntimeError`` that names the field, before any tensor is moved, if a tensor has no storage, such as
+            a sparse one. Torch's own error if no shared memory is left. Cost: a copy and a segment for each storage.
 
         >>> DeviceDict({"x": [1.0]}).share_memory_()["x"].is_shared()
         True
@@ -591,16 +596,16 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict().record_stream(None)
         """
         for tensor in self._tensors():
-            for part in components(tensor):  # a sparse one has no memory of its own
+            for part in components(tensor):  # a sparse tensor has no memory of its own
                 part.record_stream(stream)
 
     @property
     def is_packed(self) -> bool:
-        """Whether the tensors lie in one storage, in the order and at the places where `pack` puts them.
+        """Whether the tensors lie in one storage, at the offsets where `pack` puts them.
 
-        Read from where they lie. A field that was replaced, added, removed, moved to another place in the order,
-        resized or given other storage makes it False; writing into one in place does not. Tensors that are never packed
-        do not count; False if there are no others. Cost: O(fields), no synchronisation.
+        The addresses of the tensors are inspected each time. A field that is replaced, added, removed, reordered,
+        resized or given another storage makes it False. An in-place write to a field does not. Tensors that cannot be
+        packed are ignored; False if there are no others. Cost: O(fields), no synchronization.
 
         >>> d = DeviceDict({"x": [1.0, 2.0], "y": [3]}).pack()
         >>> d.is_packed, d.select("x").is_packed
@@ -609,39 +614,39 @@ class DeviceDict(TreeDict[V]):
         return is_packed(self._tensors(), self._device)
 
     def pack(self) -> Self:
-        """This dict with its tensors in one storage; ``self`` if they are already.
+        """Copy the tensors into one storage. Returns ``self`` if the dict is packed already.
 
-        What then costs one tensor: `to`, `cpu`, `clone`, `pin_memory`, `share_memory_`, ``pickle``, ``torch.save``, and
-        sending it to another process, with one shared-memory segment and one file descriptor. All keep it packed.
+        These operations then handle one tensor and keep the dict packed: `to`, `cpu`, `clone`, `pin_memory`,
+        `share_memory_`, ``pickle`` and ``torch.save``. A dict that is sent to another process needs one shared-memory
+        segment and one file descriptor.
 
-        Packed fields are ordinary tensors that share nothing but the storage. Each has its own version counter, so
-        that writing into one in place does not disturb what autograd saved of another. They are dense, with the strides
-        they had if those were (channels_last stays so), and begin at multiples of 64 bytes. Keeping one of them keeps
-        the whole storage.
+        Packed fields are ordinary tensors in a common storage. Each has its own version counter, so autograd accepts
+        an in-place write to one field after it saved another. Fields are dense and start at multiples of 64 bytes.
+        Dense strides are kept, so channels_last stays channels_last. A field that is kept keeps the whole storage.
 
-        Tensors that require grad, subclasses, sparse, nested and quantised tensors, and views with the conjugate or
-        negative bit set stay as they are, beside the storage. On ``meta``, ``mps`` and XLA devices all do, and also
-        where something must see each operation on a tensor: while ``torch.compile``, a functorch transform,
-        forward-mode autograd or a ``TorchDispatchMode`` looks on.
+        These tensors cannot be packed and stay as they are: tensors that require grad, subclasses, sparse, nested and
+        quantized tensors, and views with the conjugate or negative bit set. Nothing is packed on ``meta``, ``mps`` and
+        XLA devices, nor under ``torch.compile``, a functorch transform, forward-mode autograd, ``torch.jit.trace`` or a
+        ``TorchDispatchMode``.
 
         Raises: torch's own error if the device is out of memory. Cost: one allocation, a copy of every tensor, no
-        synchronisation.
+        synchronization.
 
         >>> d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3]}}).pack()
         >>> d["x"].untyped_storage().data_ptr() == d["n", "y"].untyped_storage().data_ptr()
         True
         """
         device = self._device
-        if device is None or not packs(device):
+        if device is None or not can_pack(device):
             return self
         tensors, flat = self._tensors_and_kind()
-        packed = once(tensors, lambda distinct: pack(distinct, device))
+        packed = pack(tensors, device)
         return self if all(map(is_, tensors, packed)) else self._replace_tensors(packed, device, flat)
 
     # --- like a tensor ---
 
     def half(self) -> Self:
-        """``to(torch.float16)``, with what that raises and costs.
+        """``to(torch.float16)``. Raises the errors of `to`, and has its cost.
 
         >>> DeviceDict({"x": 1.0}).half()["x"].dtype
         torch.float16
@@ -649,7 +654,7 @@ class DeviceDict(TreeDict[V]):
         return self.to(torch.float16)
 
     def float(self) -> Self:
-        """``to(torch.float32)``, with what that raises and costs.
+        """``to(torch.float32)``. Raises the errors of `to`, and has its cost.
 
         >>> DeviceDict({"x": 1.0}).half().float()["x"].dtype
         torch.float32
@@ -657,7 +662,7 @@ class DeviceDict(TreeDict[V]):
         return self.to(torch.float32)
 
     def double(self) -> Self:
-        """``to(torch.float64)``, with what that raises and costs.
+        """``to(torch.float64)``. Raises the errors of `to`, and has its cost.
 
         >>> DeviceDict({"x": 1.0}).double()["x"].dtype
         torch.float64
@@ -665,7 +670,7 @@ class DeviceDict(TreeDict[V]):
         return self.to(torch.float64)
 
     def bfloat16(self) -> Self:
-        """``to(torch.bfloat16)``, with what that raises and costs.
+        """``to(torch.bfloat16)``. Raises the errors of `to`, and has its cost.
 
         >>> DeviceDict({"x": 1.0}).bfloat16()["x"].dtype
         torch.bfloat16
@@ -673,7 +678,7 @@ class DeviceDict(TreeDict[V]):
         return self.to(torch.bfloat16)
 
     def detach(self) -> Self:
-        """The same tensors cut from the autograd graph, sharing memory; none is copied.
+        """Detach every tensor from the autograd graph. The results share the memory; nothing is copied.
 
         >>> DeviceDict({"x": torch.ones(2, requires_grad=True)}).detach()["x"].requires_grad
         False
@@ -681,9 +686,9 @@ class DeviceDict(TreeDict[V]):
         return self._map_tensors(Tensor.detach, self._device)
 
     def clone(self) -> Self:
-        """Every tensor copied, as ``Tensor.clone``: autograd records it.
+        """Copy every tensor, as ``Tensor.clone`` does. Autograd records the copies.
 
-        Cost: a copy a tensor, or one for all that are packed.
+        Cost: a copy of each tensor, or one of all packed tensors.
 
         >>> d = DeviceDict({"x": [1.0]})
         >>> d.clone()["x"].add_(1) is not None, d["x"]
@@ -693,7 +698,7 @@ class DeviceDict(TreeDict[V]):
         return self._replace_tensors(clone(tensors, self._device, plain=flat), self._device, flat)
 
     def contiguous(self) -> Self:
-        """Every tensor contiguous; those that are already are kept. Cost: a copy of each other one.
+        """Make every tensor contiguous. Cost: a copy of each tensor that is not contiguous.
 
         >>> DeviceDict({"x": torch.zeros(2, 3).t()}).contiguous()["x"].is_contiguous()
         True
@@ -703,8 +708,8 @@ class DeviceDict(TreeDict[V]):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of the floating-point and complex tensors, in place. Returns ``self``.
 
-        Raises: ``RuntimeError`` that names the field, before any is changed: where False is asked of a tensor that is
-            not a leaf, or True of an inference tensor outside ``torch.inference_mode``. No copy.
+        Raises: ``RuntimeError`` that names the field, before any tensor is changed: for False and a tensor that is not
+            a leaf, or True and an inference tensor outside ``torch.inference_mode``. Cost: no copy.
 
         >>> d = DeviceDict({"x": [1.0], "id": [1]}).requires_grad_()
         >>> d["x"].requires_grad, d["id"].requires_grad

@@ -285,9 +285,9 @@ def paths_of(manifest: Manifest) -> list[Path]:
 
 
 def _kept(node: Any, asked: Mapping[Any, Any], everything: bool, at: Path, found: set[Path]) -> Any:
-    """A dict of a plan with the items that are asked for, or ``everything``; the paths that are asked for go to ``found``.
+    """A dict of a plan with the items that are asked for, or ``everything``.
 
-    ``asked`` is a tree of keys, with `_HERE` where a path ends.
+    The paths that are asked for go to ``found``. ``asked`` is a tree of keys, with `_HERE` where a path ends.
     """
     items: list[Any] = []
     for key, value in node["items"]:

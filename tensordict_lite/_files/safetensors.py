@@ -29,7 +29,7 @@ from .._errors import InvalidFileError, Path, dotted, dtype_name
 from .._memory.buffer import DTYPES, PACKABLE
 from .._memory.device import CPU
 from .._memory.layout import ALIGNMENT, row_major
-from .._memory.packed import DIMENSIONS
+from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict
@@ -233,7 +233,7 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any
     for name in file.offset_keys():  # the tensors lie side by side, which the library has checked
         part = file.get_slice(name)
         shape, dtype = tuple(part.get_shape()), dtypes.get(part.get_dtype())
-        if len(shape) > DIMENSIONS:
+        if len(shape) > MAX_DIMENSIONS:
             invalid(f"{name[:60]!r} has {len(shape)} dimensions")
         if dtype is None:  # one that only the library knows the size of
             return _read_each(file, names)

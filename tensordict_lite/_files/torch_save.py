@@ -16,7 +16,7 @@ from torch import Tensor
 from .._encoders.protocol import StringEncoder, encoder_to_json, runs_code
 from .._errors import InvalidFileError, TooDeep
 from .._memory.device import canonical, resolve
-from .._memory.packed import from_buffer, loaded
+from .._memory.packed import from_buffer, materialize
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict, class_named, name_of, packed_state
 from .manifest import Reader, describe, invalid
@@ -99,7 +99,7 @@ def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
     seen: dict[int, object] = {}
 
     def value(leaf: Any) -> Any:
-        leaf = loaded(leaf)
+        leaf = materialize(leaf)
         if isinstance(leaf, Tensor):
             return leaf
         if type(leaf) is int and leaf in fields:

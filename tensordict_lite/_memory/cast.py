@@ -1,4 +1,4 @@
-"""What is done tensor by tensor: casts, copies to another device, clones, NumPy arrays."""
+"""Cast, copy and clone tensors one by one, and view them as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ CASTABLE = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 )
-"""The dtypes that a cast goes from and to."""
+"""The dtypes that a dict casts from and to: floating-point and complex ones."""
 CASTS: Mapping[torch.dtype | None, Mapping[torch.dtype, torch.dtype]] = {
     None: {},
     **{dtype: dict.fromkeys(CASTABLE - {dtype}, dtype) for dtype in CASTABLE},
 }
-"""By the dtype that is asked for, what becomes what: one look-up, where ``t.to(dtype)`` takes ten times as long to find
-that there is nothing to do."""
+"""For each target dtype, a map from every dtype that changes to the new one. A lookup takes a tenth of the time of a
+``t.to(dtype)`` that has nothing to do."""
 _CAST = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
     torch.float32: Tensor.float,
     torch.float64: Tensor.double,
 }
-"""``t.double()`` takes 1.4 us where ``t.to(torch.float64)``, whose arguments could be much else, takes 2.3."""
+"""Faster methods: ``t.double()`` takes 1.4 us and ``t.to(torch.float64)`` 2.3."""
 _clone_list: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)
-"""Of newer versions of torch. It takes three quarters of the time of a call for each."""
+"""In newer versions of torch. It is faster than a loop of clones: 0.75 times the time."""
 _requires_grad = attrgetter("requires_grad")
 
 
 def copy_each(
     tensors: Sequence[Tensor], device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool, copy: bool
 ) -> list[Tensor]:
-    """Each on ``device`` (None: where it is), floating-point and complex ones as ``dtype``.
+    """Copy each tensor to ``device``, and cast the floating-point and complex ones to ``dtype``.
 
-    One that is as wanted is returned itself, unless ``copy``.
+    None leaves the device or the dtype. A tensor that needs no change is returned itself, unless ``copy``.
     """
     if non_blocking and device is not None and device.type == "mps":
         non_blocking = False  # torch may read the source after the call, changed or freed: pytorch#139550, #189690
     if dtype is None:
         if device is None:
-            return clones(tensors) if copy else list(tensors)
+            return clone_each(tensors) if copy else list(tensors)
         if not copy and not non_blocking:
             return [t.to(device) for t in tensors]
         return [t.to(device, non_blocking=non_blocking, copy=copy) for t in tensors]
@@ -68,22 +68,28 @@ def copy_each(
     ]
 
 
-def clones(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
-    """A copy of each, as ``Tensor.clone``; ``plain``: the caller knows that no subclass is among them, nor a tracer."""
-    # If one of a list requires grad all results would.
+def clone_each(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
+    """A copy of each tensor, as ``Tensor.clone`` makes it.
+
+    ``plain``: the caller knows that no tensor is of a subclass, and that nothing intercepts operations.
+    """
+    # The results of one call all require grad if one tensor does.
     if plain and tensors and _clone_list is not None and not any(map(_requires_grad, tensors)):
         try:
             return list(_clone_list(tensors))
-        except NotImplementedError:  # for nested ones
+        except NotImplementedError:  # for nested tensors
             pass
     return [t.clone() for t in tensors]
 
 
 def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The NumPy array of a CPU tensor, detached, sharing its memory. ``TypeError`` for what NumPy does not have."""
+    """The NumPy array over the memory of a CPU tensor, detached.
+
+    Raises ``TypeError`` for a dtype or layout that NumPy does not have.
+    """
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError):  # one that requires grad, say; asking first would take longer than this
+    except (TypeError, RuntimeError):  # it may require grad; to check first takes longer
         pass
     try:
         return tensor.numpy(force=True)  # detach, and resolve conjugate and negative bits, in one C call

@@ -1,4 +1,4 @@
-"""Which device: parsing, resolving, and the devices that are kept as one object."""
+"""Parse and resolve devices."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 DeviceLike = torch.device | str | int
 
 CPU = torch.device("cpu")
-"""The one object that every dict on the CPU keeps as its device, so that ``is`` tells."""
+"""Every dict on the CPU keeps this object as its device, so that code can compare with ``is``."""
 META = torch.device("meta")
 
 
 def canonical(device: torch.device) -> torch.device:
-    """``device``, which a tensor reported, as it is kept: the CPU as `CPU`."""
+    """Replace a CPU device that a tensor reports by `CPU`. Other devices are returned themselves."""
     return CPU if device == CPU else device
 
 
 def resolve(device: DeviceLike) -> torch.device:
-    """The device that tensors made on ``device`` report: ``"cuda"`` is the current CUDA device, with its index.
+    """The device that a tensor on ``device`` reports. ``"cuda"`` becomes the current CUDA device, with its index.
 
-    Raises ``TypeError`` for what is no device.
-    Raises torch's ``RuntimeError`` for a device type that is unknown, and torch's own error for one without an index
-    that this machine or build does not have.
+    Raises ``TypeError`` if ``device`` is no str, int or ``torch.device``. Raises torch's ``RuntimeError`` for an
+    unknown type. Raises torch's own error for a device without an index that this machine or build does not have.
     """
-    # Most calls, in a tenth of the time that it takes to parse and compare.
+    # Most calls end here, in a tenth of the time of parsing and comparing.
     if device is CPU or (type(device) is str and device == "cpu"):
         return CPU
     if not isinstance(cast(object, device), (str, int, torch.device)):
@@ -37,9 +36,9 @@ def resolve(device: DeviceLike) -> torch.device:
         return CPU
     if parsed == META:
         return META
-    if parsed.type in ("cpu", "meta"):  # an index of theirs is accepted and ignored, as torch does
+    if parsed.type in ("cpu", "meta"):  # torch accepts and ignores their index
         return resolve(parsed.type)
     if cast("int | None", parsed.index) is not None:
         return parsed
-    # Asked of torch itself, so that every backend, and a change of the current device, is answered right.
+    # Ask torch, which knows every backend and the current device.
     return torch.empty(0, device=parsed).device

@@ -1,4 +1,4 @@
-"""Where tensors lie in one block of memory. Pure arithmetic on dtypes, shapes and strides: no tensor, no device."""
+"""The layout of a buffer: where each tensor lies in it. Computed from dtypes, shapes and strides alone."""
 
 from __future__ import annotations
 
@@ -10,58 +10,55 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT = 64
-"""Every field starts on a multiple of so many bytes: a cache line, and no less than a tensor of its own gets from torch
-on the CPU, so that no kernel, and no code compiled for aligned tensors, meets a field it would not take."""
+"""Every field starts at a multiple of this many bytes, the size of a cache line. torch aligns tensors on the CPU no
+better, so every kernel and all compiled code accepts the fields."""
 
 Sizes = tuple[int, ...]
 Spec = tuple[torch.dtype, Sizes, Sizes]
-"""The dtype, shape and stride of a tensor; the stride in elements, as torch has it."""
+"""The dtype, shape and stride of a tensor. The stride counts elements, as in torch."""
 Group = tuple[Spec, list[int]]
-"""A spec, and the numbers of the tensors that have it, ascending."""
+"""A spec, and the indices of the tensors that have it, ascending."""
 
 
 class Run(NamedTuple):
-    """Fields with one spec, side by side."""
+    """Fields with one spec, next to each other in a buffer."""
 
     dtype: torch.dtype
     shape: Sizes
     stride: Sizes
     members: list[int]
-    """Their numbers in the list of tensors that the layout is of, ascending."""
+    """Indices of the fields in the list of tensors, ascending."""
     offset: int
-    """Bytes from the start of the block to the first of them."""
+    """Bytes from the start of the buffer to the first field."""
     step: int
-    """Bytes from one to the next; 0 for fields without elements."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one."""
-        return _nbytes(self.dtype, self.shape)
+    """Bytes from the start of a field to the start of the next; 0 for fields without elements."""
+    nbytes: int
+    """Bytes of one field."""
 
 
 class Layout(NamedTuple):
-    """A block: its runs, in the order of their first members, and its size."""
+    """The layout of a buffer: its runs, in the order of their first fields, and its size."""
 
     runs: tuple[Run, ...]
     nbytes: int
-    """Up to the end of the last field, with nothing after it."""
+    """Bytes up to the end of the last field."""
 
     @property
     def members(self) -> list[int]:
-        """The numbers of all fields, in the order in which they lie."""
+        """The indices of all fields, in the order of the buffer."""
         return [i for run in self.runs for i in run.members]
 
     @property
     def groups(self) -> list[Group]:
-        """What the layout follows from."""
+        """The groups from which `lay_out` makes this layout."""
         return [((run.dtype, run.shape, run.stride), run.members) for run in self.runs]
 
 
 def lay_out(groups: Iterable[Group]) -> Layout:
-    """The block for these tensors: equal specs side by side, dense strides, every field aligned.
+    """Compute the layout of these tensors: equal specs next to each other, dense strides, every field aligned.
 
-    A layout follows from the specs alone, so that whoever has the tensors can tell whether they lie as it says, and
-    whoever has the specs knows every offset. Equal fields are neighbours because one call then makes views of them all.
+    A layout depends on the specs alone. So it can be compared with the addresses of tensors, or computed by a receiver.
+    Equal fields are next to each other because one ``unbind`` then makes views of all of them.
     """
     merged: dict[Spec, list[int]] = {}
     for (dtype, shape, stride), members in groups:
@@ -72,15 +69,15 @@ def lay_out(groups: Iterable[Group]) -> Layout:
         members.sort()
         nbytes = _nbytes(dtype, shape)
         step = aligned(nbytes)
-        runs.append(Run(dtype, shape, stride, members, start, step))
+        runs.append(Run(dtype, shape, stride, members, start, step, nbytes))
         if nbytes:
             end = start + step * (len(members) - 1) + nbytes
             start += step * len(members)
     return Layout(tuple(runs), end)
 
 
-def recast(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> list[Group]:
-    """The groups with the dtypes that ``casts`` has for theirs."""
+def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> list[Group]:
+    """The groups after a cast; ``casts`` maps each dtype that changes to the new one."""
     return [((casts.get(dtype, dtype), shape, stride), members) for (dtype, shape, stride), members in groups]
 
 
@@ -89,12 +86,15 @@ def _nbytes(dtype: torch.dtype, shape: Sizes) -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to `ALIGNMENT`."""
+    """``nbytes`` rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def divide(groups: Iterable[Group], largest: int, limit: int) -> list[list[Group]]:
-    """The fields of 1 to ``largest`` bytes in as many parts as it takes for each to need at most ``limit``."""
+def split(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
+    """Distribute the fields of 1 to ``largest`` bytes over buffers of at most ``limit`` bytes.
+
+    Larger fields and fields without elements are left out. ``limit`` must have room for a field of ``largest`` bytes.
+    """
     parts: list[list[Group]] = [[]]
     room = limit
     for spec, members in groups:
@@ -110,17 +110,17 @@ def divide(groups: Iterable[Group], largest: int, limit: int) -> list[list[Group
             if left:
                 parts.append([])
                 room = limit
-    return parts
+    return list(map(lay_out, filter(None, parts)))
 
 
-@lru_cache(maxsize=1024)  # the same few shapes come with every batch, and it takes 2 us to find out
+@lru_cache(maxsize=1024)  # every batch has the same few shapes, and the computation takes 2 us
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> Sizes:
-    """``stride`` itself if it leaves no gap and no overlap in memory, as that of a transposed or channels_last tensor.
+    """The stride that ``torch.empty_like`` gives for this shape and stride.
 
-    Else the stride of a dense tensor with its dimensions in the same order, as ``torch.empty_like`` gives it; the
-    row-major one if some are expanded.
+    That is ``stride`` itself if it has no gap and no overlap, as for a transposed or channels_last tensor. Else it is
+    dense, with the dimensions in the same order. If a dimension is expanded, it is row-major.
     """
-    wide = [i for i, size in enumerate(shape) if size != 1]  # the strides of the others are never used
+    wide = [i for i, size in enumerate(shape) if size != 1]  # torch never uses the strides of the others
     order = sorted(wide, key=lambda i: (stride[i], -i))  # from the innermost
     if 0 in shape or all(stride[i] == expected for i, expected in zip(order, _products(shape, order), strict=True)):
         return tuple(stride)
@@ -142,6 +142,7 @@ def row_major(shape: Sizes) -> Sizes:
 
 
 def _products(shape: Sequence[int], order: list[int]) -> list[int]:
+    """The dense strides of the dimensions in ``order``, from the innermost."""
     products = [1]
     for i in order[:-1]:
         products.append(products[-1] * shape[i])

@@ -1,47 +1,126 @@
-"""One storage for many tensors: whether they have one, and giving it to them.
+"""Packed tensors: which tensors can share one storage, whether they do, and packing them.
 
-Whether tensors are packed is noted nowhere. It is read from where they lie: they are packed if each begins where the
-layout of their dtypes, shapes and strides puts it, in a storage of exactly its size. So nothing that is done to a field
-or to the dict that holds it leaves a note behind that is no longer true, and a packed dict that a framework takes apart
-and builds again is still packed. (To keep the block beside the fields was the alternative. It would have to be compared
-with them at every use all the same, as ``t.data = ...`` and ``t.set_()`` tell nobody.)
+No flag records that tensors are packed. They are packed if each lies where the layout of all puts it, in a storage of
+exactly the layout's size. So no operation on a field or on the dict can leave a stale flag. A packed dict that a
+framework takes apart and rebuilds is still packed. A stored buffer would have to be compared with the fields at every
+use as well, because ``t.data = ...`` and ``t.set_()`` notify nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from .buffer import (
-    PACKABLE,
-    arrange,
-    buffer_of,
-    clear_gaps,
-    concrete,
-    copy_into,
-    flat_over,
-    has_bytes,
-    new_buffer,
-    packable,
-    regions,
-    views_of,
-)
-from .layout import Group, Layout, dense_stride, lay_out, recast
+from .buffer import PACKABLE, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
+from .layout import Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
-DIMENSIONS = 64
-"""No operation of torch takes more, so no tensor that was saved has more."""
+MAX_DIMENSIONS = 64
+"""The most dimensions that torch's operations accept."""
+
+_strided = torch.strided
+_forward_ad = cast(Any, forward_ad)
+_compiling = torch.compiler.is_compiling
+_interpreters = cast(Callable[[], object], cast(Any, torch._C)._functorch.peek_interpreter_stack)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_trace = torch._C._get_tracing_state
+
+
+class Packed(NamedTuple):
+    """How a list of packed tensors lies in its buffer. The numbers are indices in the list."""
+
+    layout: Layout
+    unpackable: list[int]
+    """The tensors outside the buffer."""
+    repeats: dict[int, int]
+    """See `repeats_of`."""
+
+
+def intercepted() -> bool:
+    """Whether something active must see every operation on a tensor, so that tensors cannot be packed.
+
+    That is torch.compile, a functorch transform, forward-mode autograd, a dispatch mode or torch.jit.trace.
+    """
+    return bool(_compiling() or _interpreters() or _dispatch_modes() or _trace() or _forward_ad._current_level >= 0)
+
+
+def supports_buffers(device: torch.device) -> bool:
+    """Whether memory on ``device`` can be viewed as any dtype, at any aligned offset.
+
+    True for the CPU, CUDA, XPU and out-of-tree devices. Metal and XLA do not guarantee it; meta has no memory.
+    """
+    return device.type in ("cpu", "cuda", "xpu") or device.type == torch._C._get_privateuse1_backend_name()
+
+
+def can_pack(device: torch.device | None) -> bool:
+    """Whether tensors on ``device`` can be packed now."""
+    return device is not None and not intercepted() and supports_buffers(device)
+
+
+def packable(t: Tensor) -> bool:
+    """Whether a tensor can be packed.
+
+    These cannot: tensors that require grad, subclasses, sparse, nested and quantized tensors, and views with the
+    conjugate or negative bit set.
+    """
+    return (
+        type(t) is Tensor
+        and t.layout is _strided
+        and not (t.requires_grad or t.is_nested or t.is_neg())
+        and (dtype := t.dtype) in PACKABLE
+        and not (dtype.is_complex and t.is_conj())
+    )
+
+
+def find_unpackable(tensors: Sequence[Tensor]) -> list[int]:
+    """The indices of the tensors that are not `packable`."""
+    # The expression of `packable`, written out: a call for each tensor would double the time.
+    return [
+        i
+        for i, t in enumerate(tensors)
+        if type(t) is not Tensor
+        or t.layout is not _strided
+        or (t.requires_grad or t.is_nested or t.is_neg())
+        or (dtype := t.dtype) not in PACKABLE
+        or (dtype.is_complex and t.is_conj())
+    ]
+
+
+def repeats_of(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """The index of every tensor that occurs earlier in the list too, with the index of its first occurrence."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return {}
+    first: dict[int, int] = {}
+    return {i: j for i, t in enumerate(tensors) if (j := first.setdefault(id(t), i)) != i}
+
+
+def arrange(tensors: Sequence[Tensor], skip: Collection[int] = ()) -> tuple[list[Group], list[int]]:
+    """Group the packable tensors by spec; also list the indices of the others. ``skip``: indices to leave out."""
+    unpackable = find_unpackable(tensors)
+    if skip:
+        unpackable = [i for i in unpackable if i not in skip]
+    left_out = {*skip, *unpackable}
+    groups: dict[Spec, list[int]] = {}
+    for i, t in enumerate(tensors):
+        if i in left_out:
+            continue
+        if (spec := (t.dtype, t.shape, t.stride())) in groups:
+            groups[spec].append(i)
+        else:
+            groups[spec] = [i]
+    return list(groups.items()), unpackable
 
 
 def buffer_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout | None:
-    """The layout of ``groups`` if the tensors lie in one storage exactly so, with nothing else in it; else None.
+    """The layout of ``groups`` if the tensors lie in one storage exactly so, with nothing else in it. Else None.
 
-    Tensors without elements lie nowhere, and are not asked.
+    Tensors without elements have no place in memory and are ignored.
     """
     filled = [members for (_, shape, _), members in groups if 0 not in shape]
     if not filled:
@@ -49,10 +128,12 @@ def buffer_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout 
     first = tensors[filled[0][0]]
     nbytes = first.untyped_storage().nbytes()
     alone = len(filled) == len(filled[0]) == 1
-    if first.storage_offset() or (nbytes == first.nbytes) != alone:  # the common case, told without a layout
+    if first.storage_offset() or (nbytes == first.nbytes) != alone:  # most dicts that are not packed end here
+        return None
+    if any([dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups]):  # noqa: C419  (faster)
         return None
     layout = lay_out(groups)
-    if nbytes != layout.nbytes or any(dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups):
+    if nbytes != layout.nbytes:
         return None
     base = first.data_ptr()
     for run in layout.runs:
@@ -66,12 +147,42 @@ def buffer_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout 
     return layout
 
 
-def are_parts(tensors: Sequence[Tensor]) -> bool:
-    """Whether some of those that can be packed are parts of larger storages, and none lies where another one does.
+def may_be_packed(tensors: Sequence[Tensor]) -> bool:
+    """A quick test that rules out most dicts: whether the first packable tensor is smaller than its storage.
 
-    Pickle writes the whole storage for each. (Those that overlap are left to it: ``torch.save`` keeps that they do.)
+    Do not call it while operations are `intercepted`.
     """
-    found = [t for t in tensors if packable(t) and t.numel()]
+    for t in tensors:
+        if packable(t) and (nbytes := t.nbytes):
+            return t.untyped_storage().nbytes() > nbytes and len(tensors) > 1
+    return False
+
+
+def packed_layout(tensors: Sequence[Tensor], device: torch.device | None) -> Packed | None:
+    """How the tensors on ``device`` are packed. None if they are not."""
+    if not (can_pack(device) and may_be_packed(tensors)):
+        return None
+    repeats = repeats_of(tensors)
+    groups, unpackable = arrange(tensors, repeats)
+    layout = buffer_layout(tensors, groups)
+    return None if layout is None else Packed(layout, unpackable, repeats)
+
+
+def is_packed(tensors: Sequence[Tensor], device: torch.device | None) -> bool:
+    """Whether the packable ones of the tensors on ``device`` lie in one buffer. False if there are none."""
+    if not can_pack(device):
+        return False
+    return buffer_layout(tensors, arrange(tensors, repeats_of(tensors))[0]) is not None
+
+
+def are_slices(tensors: Sequence[Tensor]) -> bool:
+    """Whether some packable tensors are parts of larger storages, and no two of them overlap.
+
+    Pickle would write the whole storage for each. Tensors that overlap are left to ``torch.save``, which keeps the
+    overlap.
+    """
+    distinct = {id(t): t for t in tensors}.values()
+    found = [t for t in distinct if packable(t) and t.numel()]
     if all(t.untyped_storage().nbytes() == t.nbytes for t in found):
         return False
     spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in found)
@@ -79,108 +190,85 @@ def are_parts(tensors: Sequence[Tensor]) -> bool:
 
 
 def _extent(t: Tensor) -> int:
-    """Bytes from the first element to the last."""
+    """Bytes from the first element to the end of the last."""
     return (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize
-
-
-def may_be_packed(tensors: Sequence[Tensor]) -> bool:
-    """A quick look, if `concrete`: whether the first that can be packed leaves room for others in its storage."""
-    for t in tensors:
-        if packable(t) and (nbytes := t.nbytes):
-            return t.untyped_storage().nbytes() > nbytes and len(tensors) > 1
-    return False
-
-
-def packed_layout(tensors: Sequence[Tensor], device: torch.device | None) -> tuple[Layout, list[int]] | None:
-    """The layout of packed tensors on ``device``, and the numbers of those beside them; None if they are not packed."""
-    if not (packs(device) and may_be_packed(tensors)):
-        return None
-    groups, unpackable = arrange(tensors)
-    layout = buffer_layout(tensors, groups)
-    return None if layout is None else (layout, unpackable)
 
 
 def map_buffer(
     tensors: Sequence[Tensor], device: torch.device | None, function: Callable[[Tensor], Tensor]
 ) -> list[Tensor] | None:
-    """What ``function``, which copies a tensor or returns it, makes of packed tensors on ``device``: called for their
-    block, and for each tensor beside it. None if they are not packed, for which the caller has its own way.
+    """Apply ``function`` to the buffer of packed tensors on ``device``, and to each unpackable tensor.
+
+    ``function`` copies a tensor or returns it. Returns the new list of tensors, or None if the tensors are not packed.
     """
-    distinct = distinct_of(tensors)
-    found = packed_layout(distinct, device)
+    found = packed_layout(tensors, device)
     if found is None:
         return None
-    layout, unpackable = found
-    out = list(distinct)
-    buffer = buffer_of(distinct, layout)
+    out = list(tensors)
+    buffer = buffer_of(tensors, found.layout)
     made = function(buffer)
     if made is not buffer:
-        views_of(layout, regions(made, layout), out)
-    for i in unpackable:
-        out[i] = function(distinct[i])
-    return _instead(tensors, distinct, out)
-
-
-def packs(device: torch.device | None) -> bool:
-    """Whether tensors on ``device`` can be packed now."""
-    return device is not None and concrete() and has_bytes(device)
-
-
-def is_packed(tensors: Sequence[Tensor], device: torch.device | None) -> bool:
-    """Whether those of the tensors on ``device`` that can be packed lie in one block, of which there must be one."""
-    if not packs(device):
-        return False
-    distinct = distinct_of(tensors)
-    return buffer_layout(distinct, arrange(distinct)[0]) is not None
+        views_of(found.layout, regions(made, found.layout), out)
+    for i in found.unpackable:
+        out[i] = function(out[i])
+    for i, first in found.repeats.items():
+        out[i] = out[first]
+    return out
 
 
 def pack(
     tensors: list[Tensor], device: torch.device, casts: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
 ) -> list[Tensor]:
-    """New tensors in one block on ``device``, where they are, of the dtypes that ``casts`` has for theirs.
+    """Copy the tensors, which are on ``device``, into one new buffer, and cast them as ``casts`` says.
 
-    Those that cannot be packed are returned themselves, and all if they lie in one block and there are no casts.
+    Unpackable tensors are returned themselves. All are if they are packed already and there are no casts.
     """
-    groups, _ = arrange(tensors)
+    repeats = repeats_of(tensors)
+    groups, _ = arrange(tensors, repeats)
     if all(0 in shape for (_, shape, _), _ in groups) or (not casts and buffer_layout(tensors, groups)):
         return tensors
-    layout = lay_out(recast(groups, casts))
     out = list(tensors)
-    into = regions(clear_gaps(new_buffer(layout.nbytes, device), layout), layout)
-    copy_into(tensors, layout, into)
-    views_of(layout, into, out)
+    pack_into(out, lay_out(cast_groups(groups, casts) if casts else groups), device)
+    for i, first in repeats.items():
+        out[i] = out[first]
     return out
 
 
-def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
-    """The packed tensors, by their numbers, of which a pickle has kept only ``buffer`` and the groups of their layout.
+def pack_into(tensors: list[Tensor], layout: Layout, device: torch.device) -> Tensor:
+    """Replace the tensors of the layout by views of a new buffer on ``device``, cast as it says. Returns the buffer."""
+    buffer = clear_gaps(new_buffer(layout.nbytes, device), layout)
+    views_of(layout, copy_into(buffer, layout, tensors), tensors)
+    return buffer
 
-    The arguments may come from a file that was tampered with: ``ValueError`` unless they fit each other.
+
+def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
+    """The packed tensors by index, made from ``buffer`` and the groups of their layout, which is what a pickle keeps.
+
+    Raises ``ValueError`` if the arguments do not fit each other: they may come from a damaged or hostile file.
     """
-    buffer = loaded(buffer)
+    buffer = materialize(buffer)
     if not (type(buffer) is Tensor and packable(buffer) and buffer.dtype == torch.uint8 and buffer.dim() == 1):
         raise ValueError("a packed dict whose storage is damaged")
-    if type(specs) is not list or not all(is_spec(spec) for spec in cast("list[Any]", specs)):
+    if type(specs) is not list or not all(is_saved_group(group) for group in cast("list[Any]", specs)):
         raise ValueError("a packed dict whose layout is damaged")
     groups = [((dtype, shape, stride), members) for dtype, shape, stride, members in cast("list[Any]", specs)]
     layout = lay_out(groups)
-    numbers = layout.members
-    if buffer.untyped_storage().nbytes() != layout.nbytes or len(set(numbers)) != len(numbers):
+    indices = layout.members
+    if buffer.untyped_storage().nbytes() != layout.nbytes or len(set(indices)) != len(indices):
         raise ValueError("a packed dict whose layout does not fit its storage")
     storage = buffer.untyped_storage()
     if buffer.is_cpu and storage.data_ptr() % max((run.dtype.itemsize for run in layout.runs), default=1):
-        # Of a mapped file that torch has not written: kernels would crash.
+        # A memory-mapped file that torch did not write may be misaligned, and kernels would crash.
         buffer = flat_over(storage.clone(), torch.uint8, layout.nbytes, buffer.device)
     out: dict[int, Tensor] = {}
     views_of(layout, regions(buffer, layout), out)
     return out
 
 
-def loaded(value: Any) -> Any:
-    """The tensor that ``value`` stands for, if it is a stand-in for one that a lazy loader has not read; else itself.
+def materialize(value: Any) -> Any:
+    """Read the tensor for which a lazy loader made the placeholder ``value``. Other values are returned themselves.
 
-    Such a stand-in takes part in torch's functions, by torch's protocol, with the tensor. A file that is loaded with
-    ``weights_only=True`` cannot make one.
+    Such a placeholder implements ``__torch_function__``. A file loaded with ``weights_only=True`` cannot make one.
     """
     if isinstance(value, Tensor) or not hasattr(cast(Any, type(value)), "__torch_function__"):
         return value
@@ -191,34 +279,19 @@ def _itself(tensor: Any) -> Any:
     return tensor
 
 
-def is_spec(spec: Any) -> bool:
-    """Whether this is a dtype, shape, stride and members, as a layout has them; it may come from anywhere."""
-    if type(spec) is not tuple or len(cast("tuple[Any, ...]", spec)) != 4:
+def is_saved_group(group: Any) -> bool:
+    """Whether ``group``, from an untrusted source, is a valid (dtype, shape, stride, members)."""
+    if type(group) is not tuple or len(cast("tuple[Any, ...]", group)) != 4:
         return False
-    dtype, shape, stride, members = cast("tuple[Any, tuple[Any, ...], tuple[Any, ...], list[Any]]", spec)
-    if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list or len(shape) > DIMENSIONS:
+    dtype, shape, stride, members = cast("tuple[Any, tuple[Any, ...], tuple[Any, ...], list[Any]]", group)
+    if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list:
         return False
     numbers = (*shape, *stride, *members)
-    sound = set(map(type, numbers)) == {int} and min(numbers) >= 0 and max(numbers) < 1 << 63
     return (
-        sound and bool(members) and len(shape) == len(stride) and isinstance(dtype, torch.dtype) and dtype in PACKABLE
+        set(map(type, numbers)) == {int}
+        and 0 <= min(numbers) <= max(numbers) < 1 << 63
+        and bool(members)
+        and len(shape) == len(stride) <= MAX_DIMENSIONS
+        and isinstance(dtype, torch.dtype)
+        and dtype in PACKABLE
     )
-
-
-def once(tensors: Sequence[Tensor], function: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-    """``function`` of the list with each tensor in it once, its results where the tensors were."""
-    distinct = distinct_of(tensors)
-    return _instead(tensors, distinct, function(distinct))
-
-
-def distinct_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, each once, in the order in which they come first."""
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _instead(tensors: Sequence[Tensor], distinct: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """``results``, which are for ``distinct``, where the tensors were."""
-    if len(distinct) == len(tensors):
-        return results
-    by_id = {id(tensor): result for tensor, result in zip(distinct, results, strict=True)}
-    return [by_id[id(tensor)] for tensor in tensors]

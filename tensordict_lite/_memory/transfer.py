@@ -1,40 +1,52 @@
-"""Moving tensors: a flat list and a target in, a list in the same order out. Planned, then executed."""
+"""Move, cast and clone lists of tensors. `plan_copies` decides which copies are made, and `execute` makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .buffer import arrange, buffer_of, concrete, copy_into, has_bytes, new_buffer, regions, views_of
-from .cast import CASTS, clones, copy_each
+from .buffer import buffer_of, copy_into, new_buffer, regions, views_of
+from .cast import CASTS, clone_each, copy_each
 from .device import CPU, META
-from .layout import ALIGNMENT, Layout, divide, lay_out, recast
-from .packed import buffer_layout, map_buffer, may_be_packed, once, pack, packed_layout
+from .layout import ALIGNMENT, Layout, cast_groups, lay_out, split
+from .packed import (
+    arrange,
+    buffer_layout,
+    intercepted,
+    map_buffer,
+    may_be_packed,
+    pack_into,
+    repeats_of,
+    supports_buffers,
+)
 
-SMALL = 64 << 10
-"""Bytes up to which a tensor is gathered with others instead of copied by itself. To gather one of 2 KiB takes the host
-0.4 us, of 64 KiB 2.1, of 256 KiB 5.6 and of 512 KiB 13.7, and to plan for it and make its result another 1.6; a copy
-of its own to a GPU takes some microseconds before the first byte. (``bench_transfer.py --sweep`` measures both.)
-"""
-BUFFER = 1 << 20
-"""Bytes of the largest block that tensors are gathered in, and of the largest that goes through pinned memory. So much
-may one tensor that is kept keep alive with it. It is also the most that torch allocates from its pool for small blocks
-(``kSmallSize`` in c10's CUDACachingAllocator)."""
+COALESCED_TENSOR = 64 << 10
+"""Bytes of the largest tensor that is coalesced with others. To coalesce a tensor of 2 KiB takes the host 0.4 us, of
+64 KiB 2.1, of 256 KiB 5.6 and of 512 KiB 13.7; its plan and its result take another 1.6. A copy of its own to a GPU
+takes some microseconds before the first byte. (``bench_transfer.py --sweep`` measures both.)"""
+COALESCED_BUFFER = 1 << 20
+"""Bytes of the largest buffer for coalesced tensors, and of the largest that goes through pinned memory. A tensor that
+is kept keeps its whole buffer alive. torch's pool for small allocations (``kSmallSize`` in c10's
+CUDACachingAllocator) has the same limit."""
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """How tensors get from one device to another; the numbers are their places in the list."""
+    """The copies that bring tensors to a device. Numbers are indices in the list of tensors."""
 
     packed: Layout | None = None
-    """Those that lie in one block, which is copied as it is. They lie in one block again."""
-    together: tuple[Layout, ...] = ()
-    """Those that are gathered in a block each, which is copied."""
-    singly: tuple[int, ...] = ()
-    """Those that are copied one by one."""
+    """The buffer of packed tensors, which is copied whole. The results are packed too."""
+    cast: Layout | None = None
+    """The layout of the packed tensors after the cast, if it changes any."""
+    coalesced: tuple[Layout, ...] = ()
+    """Buffers into which small tensors are copied, so that one copy moves them all."""
+    one_by_one: tuple[int, ...] = ()
+    """The tensors that are copied one by one."""
+    repeats: Mapping[int, int] = field(default_factory=dict[int, int])
+    """See `repeats_of`. These tensors share the copy of their first occurrence."""
 
 
 def plan_copies(
@@ -43,25 +55,76 @@ def plan_copies(
     target: torch.device,
     dtype: torch.dtype | None = None,
     non_blocking: bool = False,
-) -> CopyPlan:
-    """How to get ``tensors``, which are distinct and on ``source``, to ``target``.
+    copy: bool = False,
+) -> CopyPlan | None:
+    """Plan how ``tensors``, all on ``source``, get to ``target``. None while operations on tensors are intercepted.
 
-    Small ones are gathered on the way from and to the host. Between two devices, where the host waits for no copy, they
-    are not; nor with ``non_blocking`` to the host, where it is the caller who waits.
+    Small tensors are coalesced between the host and a device. Between two devices they are not, because the host waits
+    for no copy. With ``non_blocking`` to the host they are not, because the caller waits.
     """
-    everything = tuple(range(len(tensors)))
-    if len(tensors) < 2 or not (has_bytes(source) and has_bytes(target)):
-        return CopyPlan(singly=everything)
-    groups, unpackable = arrange(tensors)
-    packed = buffer_layout(tensors, groups) if dtype is None else None
+    if intercepted():
+        return None
+    repeats = repeats_of(tensors)
+    indices = range(len(tensors))
+    everything = tuple(i for i in indices if i not in repeats) if repeats else tuple(indices)
+    one_by_one = CopyPlan(one_by_one=everything, repeats=repeats)
+    if len(everything) < 2 or not (supports_buffers(source) and supports_buffers(target)):
+        return one_by_one
+    cuda = source != target and "cuda" in (source.type, target.type)
+    # Only CUDA that is initialized captures. Without CUDA the copy raises torch's error.
+    if cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return one_by_one  # each replay of the graph must read the sources again
+    casts = CASTS[dtype]
+    groups, unpackable = arrange(tensors, repeats)
+    packed = buffer_layout(tensors, groups)
     if packed is not None:
-        return CopyPlan(packed=packed, singly=tuple(unpackable))
+        cast = lay_out(cast_groups(groups, casts)) if any(spec[0] in casts for spec, _ in groups) else None
+        # A single tensor is cast on its way, without a buffer.
+        if (source != target or copy) if cast is None else len(unpackable) + 1 < len(everything):
+            return CopyPlan(packed, cast, one_by_one=tuple(unpackable), repeats=repeats)
     if (source == CPU) == (target == CPU) or (target == CPU and non_blocking):
-        return CopyPlan(singly=everything)
-    parts = map(lay_out, divide(recast(groups, CASTS[dtype]), SMALL, BUFFER - ALIGNMENT))
-    together = tuple(part for part in parts if len(part.members) > 1)
-    singly = set(everything).difference(*(part.members for part in together))
-    return CopyPlan(together=together, singly=tuple(sorted(singly)))
+        return one_by_one
+    groups = cast_groups(groups, casts) if casts else groups
+    parts = split(groups, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT)
+    coalesced = tuple([part for part in parts if sum([len(run.members) for run in part.runs]) > 1])
+    rest = set(everything).difference(*[run.members for part in coalesced for run in part.runs])
+    return CopyPlan(None, None, coalesced, tuple(sorted(rest)), repeats)
+
+
+def execute(
+    plan: CopyPlan,
+    tensors: Sequence[Tensor],
+    source: torch.device,
+    target: torch.device,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+) -> list[Tensor]:
+    """Make the copies of a plan. The arguments are those of `plan_copies`. Returns the new list of tensors."""
+    out = list(tensors)
+    one_by_one = list(plan.one_by_one)
+    if plan.packed is not None:
+        _move_packed(plan.packed, plan.cast, out, source, target, non_blocking)
+    for layout in plan.coalesced:
+        if target != CPU:
+            _coalesce_to_device(layout, out, target)
+        elif not _coalesce_to_host(layout, out, source):
+            one_by_one += layout.members
+    if one_by_one:
+        # Copies from the host do not wait for each other: one wait at the end frees the sources. With a cast each
+        # waits, because torch then casts on the host; on the device the cast could run out of memory.
+        wait = target.type == "cuda" and source == CPU and dtype is None and not non_blocking and len(one_by_one) > 1
+        device = None if source == target else target
+        try:
+            made = copy_each([tensors[i] for i in one_by_one], device, dtype, non_blocking or wait, copy)
+        finally:
+            if wait:
+                torch.cuda.current_stream(target).synchronize()
+        for i, tensor in zip(one_by_one, made, strict=True):
+            out[i] = tensor
+    for i, first in plan.repeats.items():
+        out[i] = out[first]
+    return out
 
 
 def transfer(
@@ -72,126 +135,121 @@ def transfer(
     copy: bool = False,
     source: torch.device | None = None,
 ) -> list[Tensor]:
-    """``tensors`` on ``device`` (resolved; None: where they are), floating-point and complex ones as ``dtype``.
+    """Move ``tensors`` to ``device``, and cast the floating-point and complex ones to ``dtype``.
 
-    A tensor that is as wanted is returned itself, unless ``copy``. One that is in the list twice is moved once. Packed
-    tensors stay packed. With ``non_blocking=False`` every source is free to be changed on return, and every result can
-    be used: on the host it is complete, on CUDA for what follows on the current stream. With True torch's contract
-    holds. Autograd records.
+    ``device`` is resolved; None leaves each tensor on its device. ``source`` is the device of all tensors, if known.
 
-    ``source`` is where all of them are, if that is known.
-    Cost: to another device the copies of `plan_copies`; else a copy for each that is cast, or one for all that are packed.
+    A tensor that needs no change is returned itself, unless ``copy``. A tensor that occurs twice is moved once. Packed
+    tensors stay packed. Autograd records the copies. With ``non_blocking=False`` the caller may change every source on
+    return and use every result: on the host it is complete, on CUDA for later work on the current stream. With True
+    torch's contract holds.
+
+    Cost: the copies of `plan_copies`. On the same device: a copy of each tensor that is cast, or one of all if packed.
     """
+    if device is None or device == source:
+        if source is None or intercepted() or not may_be_packed(tensors):
+            return copy_each(tensors, None, dtype, False, copy)
+        if not copy and CASTS[dtype].keys().isdisjoint([t.dtype for t in tensors]):
+            return list(tensors)
+        device, non_blocking = source, False
     if device is META:
         return copy_each(tensors, device, dtype, non_blocking, copy)
-    if device is None or device == source:
-        if source is None or not (concrete() and may_be_packed(tensors)):
-            return copy_each(tensors, None, dtype, False, copy)
-        return once(tensors, lambda distinct: _stay(distinct, source, dtype, copy))
-    if not concrete():
+    if source is None:
+        return _from_each_device(tensors, device, dtype, non_blocking, copy)
+    plan = plan_copies(tensors, source, device, dtype, non_blocking, copy)
+    if plan is None:
         return copy_each(tensors, device, dtype, non_blocking, copy)
-    if source is not None:
-        return once(tensors, lambda distinct: _move(distinct, source, device, dtype, non_blocking))
+    return execute(plan, tensors, source, device, dtype, non_blocking, copy)
+
+
+def clone(tensors: Sequence[Tensor], device: torch.device | None, plain: bool) -> list[Tensor]:
+    """A copy of each tensor, as ``Tensor.clone`` makes it. Packed tensors on ``device`` get one new buffer.
+
+    ``plain``: the caller knows that every tensor is a ``Tensor`` itself.
+    """
+    if intercepted():
+        return clone_each(tensors)
+    packed = map_buffer(tensors, device, Tensor.clone) if may_be_packed(tensors) else None
+    return clone_each(tensors, plain) if packed is None else packed
+
+
+def _from_each_device(
+    tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None, non_blocking: bool, copy: bool
+) -> list[Tensor]:
+    """Make one transfer from each device that has some of the tensors."""
+    if intercepted():
+        return copy_each(tensors, device, dtype, non_blocking, copy)
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(i)
     out = list(tensors)
-    for place, numbers in places.items():
-        moved = transfer([tensors[i] for i in numbers], device, dtype, non_blocking, copy, place)
-        for i, tensor in zip(numbers, moved, strict=True):
+    for place, indices in places.items():
+        moved = transfer([tensors[i] for i in indices], device, dtype, non_blocking, copy, place)
+        for i, tensor in zip(indices, moved, strict=True):
             out[i] = tensor
     return out
 
 
-def clone(tensors: Sequence[Tensor], device: torch.device | None, plain: bool) -> list[Tensor]:
-    """A copy of each, as ``Tensor.clone``; of packed ones on ``device`` one of them all, packed again.
+def _move_packed(
+    layout: Layout,
+    cast: Layout | None,
+    out: list[Tensor],
+    source: torch.device,
+    target: torch.device,
+    non_blocking: bool,
+) -> None:
+    """Replace the packed tensors in ``out`` by copies on ``target``, cast there if ``cast`` is their new layout."""
+    if cast is not None and (source == target or (target == CPU and non_blocking)):
+        # Cast before the copy to the host, which must not read what is still on its way.
+        buffer = pack_into(out, cast, source)
+        layout, cast = cast, None
+        if source == target:
+            return
+    else:
+        buffer = buffer_of(out, layout)
+    if source == target:
+        moved = buffer.clone()
+    elif target.type == "cuda" and source == CPU and not non_blocking and buffer.nbytes <= COALESCED_BUFFER:
+        staging, pinned = _staging_buffer(buffer.nbytes, True)
+        moved = staging.copy_(buffer).to(target, non_blocking=pinned)
+    else:
+        moved = buffer.to(target, non_blocking=non_blocking)
+    views_of(layout, regions(moved, layout), out)
+    if cast is not None:
+        pack_into(out, cast, target)
 
-    ``plain``: the caller knows that no subclass is among them.
-    """
-    if not concrete():
-        return clones(tensors)
-    packed = map_buffer(tensors, device, Tensor.clone) if may_be_packed(tensors) else None
-    return clones(tensors, plain) if packed is None else packed
+
+def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device) -> None:
+    """Replace the tensors of the layout in ``out`` by copies on ``target``, which share a buffer."""
+    # One byte more than the layout, so that the results do not count as packed: nobody asked for that.
+    staging, pinned = _staging_buffer(layout.nbytes + 1, target.type == "cuda")
+    copy_into(staging, layout, out)
+    views_of(layout, regions(staging.to(target, non_blocking=pinned), layout), out)
 
 
-def _stay(tensors: list[Tensor], device: torch.device, dtype: torch.dtype | None, copy: bool) -> list[Tensor]:
-    """If tensors that are packed are cast or copied, they all get a new block."""
-    casts = CASTS[dtype]
-    found = packed_layout(tensors, device) if copy or any(t.dtype in casts for t in tensors) else None
-    if found is None:
-        return copy_each(tensors, None, dtype, False, copy)
-    layout, unpackable = found
-    out = list(tensors)
-    if any(run.dtype in casts for run in layout.runs):
-        out = pack(tensors, device, casts)
-    elif copy:
-        views_of(layout, regions(buffer_of(tensors, layout).clone(), layout), out)
-    rest = copy_each([tensors[i] for i in unpackable], None, dtype, False, copy)
-    for i, tensor in zip(unpackable, rest, strict=True):
-        out[i] = tensor
-    return out
-
-
-def _move(
-    tensors: list[Tensor], source: torch.device, target: torch.device, dtype: torch.dtype | None, non_blocking: bool
-) -> list[Tensor]:
-    cuda = "cuda" in (source.type, target.type)
-    # Only CUDA that is initialized captures. A build without CUDA cannot be asked: the copy raises torch's error.
-    if cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        # Each replay of the graph reads the sources anew. It would not read what was gathered from them.
-        return copy_each(tensors, target, dtype, non_blocking, False)
-    if dtype is not None and has_bytes(target) and packed_layout(tensors, source) is not None:
-        if target == CPU and non_blocking:  # cast before: the host must not read what is still under way
-            return _move(_stay(tensors, source, dtype, False), source, target, None, non_blocking)
-        return _stay(_move(tensors, source, target, None, non_blocking), target, dtype, False)
-    how = plan_copies(tensors, source, target, dtype, non_blocking)
-    out = list(tensors)
-    singly = list(how.singly)
-    if how.packed is not None:
-        buffer = buffer_of(tensors, how.packed)
-        if cuda and source == CPU and not non_blocking and buffer.nbytes <= BUFFER:
-            private, pinned = _staging(buffer.nbytes, cuda)
-            moved = private.copy_(buffer).to(target, non_blocking=pinned)
-        else:
-            moved = buffer.to(target, non_blocking=non_blocking)
-        views_of(how.packed, regions(moved, how.packed), out)
-    for layout in how.together:
-        if target == CPU:
-            try:
-                buffer = new_buffer(layout.nbytes, source)
-            except torch.OutOfMemoryError:  # what is moved may be moved because the device is full
-                singly += layout.members
-                continue
-            copy_into(tensors, layout, regions(buffer, layout))
-            views_of(layout, regions(_staging(layout.nbytes, cuda)[0].copy_(buffer), layout), out)
-            for i in layout.members:
-                out[i] = out[i].clone()  # memory of its own, pageable
-        else:
-            # A byte more than the fields need: they share the storage, but nobody asked for a packed dict.
-            buffer, pinned = _staging(layout.nbytes + 1, cuda)
-            copy_into(tensors, layout, regions(buffer, layout))
-            views_of(layout, regions(buffer.to(target, non_blocking=pinned), layout), out)
-    # Copies from the host do not wait for each other; one wait at the end lets the sources go. (With a cast they do:
-    # torch then casts on the host, and else on the device, for which that may have no room.)
-    wait = cuda and source == CPU and dtype is None and not non_blocking and len(singly) > 1
+def _coalesce_to_host(layout: Layout, out: list[Tensor], source: torch.device) -> bool:
+    """Replace the tensors of the layout in ``out`` by copies on the CPU. False if ``source`` has no memory for it."""
+    staging, _ = _staging_buffer(layout.nbytes, source.type == "cuda")
     try:
-        moved = copy_each([tensors[i] for i in singly], target, dtype, non_blocking or wait, False)
-    finally:
-        if wait:
-            torch.cuda.current_stream(target).synchronize()
-    for i, tensor in zip(singly, moved, strict=True):
-        out[i] = tensor
-    return out
+        buffer = new_buffer(layout.nbytes, source)
+    except torch.OutOfMemoryError:  # tensors may be moved because the device is full
+        return False
+    copy_into(buffer, layout, out)
+    views_of(layout, regions(staging.copy_(buffer), layout), out)
+    for run in layout.runs:
+        for i in run.members:
+            out[i] = out[i].clone()  # pageable memory of its own
+    return True
 
 
-def _staging(nbytes: int, cuda: bool) -> tuple[Tensor, bool]:
-    """uint8[nbytes] on the host, and whether it is pinned, so that no copy from it need be waited for.
+def _staging_buffer(nbytes: int, pin: bool) -> tuple[Tensor, bool]:
+    """uint8[nbytes] on the host, and whether it is pinned. ``pin``: ask for pinned memory.
 
-    torch keeps pinned memory for the next time, and does not give it out while a copy that reads it is under way.
+    A copy from pinned memory needs no wait: torch reuses the memory only after the copy.
     """
-    if cuda:
+    if pin:
         try:
             return new_buffer(nbytes, CPU, pin=True), True
-        except RuntimeError:  # there is no more memory that can be pinned
+        except RuntimeError:  # no more memory can be pinned
             pass
     return new_buffer(nbytes, CPU), False

@@ -16,7 +16,7 @@ from .._encoders.protocol import StringEncoder
 from .._errors import DeviceMismatchError, Path, dotted, refuse_deeper
 from .._memory.buffer import buffer_of
 from .._memory.device import CPU, canonical, resolve
-from .._memory.packed import are_parts, distinct_of, from_buffer, loaded, once, pack, packed_layout, packs
+from .._memory.packed import are_slices, can_pack, from_buffer, materialize, pack, packed_layout
 from .._tree import pytree
 from .compare import agree, equal
 from .policy import OPTIONS, Options, Policy, refuse_option
@@ -230,9 +230,9 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def _compacted(self) -> Self:
         """This dict, or one without fields that are parts of a larger storage, all of which pickle would write."""
         device, tensors = self._device, self._tensors()
-        if device is None or not (packs(device) and are_parts(distinct_of(tensors))):
+        if device is None or not (can_pack(device) and are_slices(tensors)):
             return self
-        return self._replace_tensors(once(tensors, lambda distinct: pack(distinct, device)), device)
+        return self._replace_tensors(pack(tensors, device), device)
 
     # --- comparing ---
 
@@ -337,13 +337,13 @@ def reduce_args(d: TreeDict[Any], apart: Apart | None = None) -> tuple[Any, ...]
 
 def packed_state(d: TreeDict[Any]) -> Apart:
     """The block of a packed dict, what lies in it, and by the id of each of its tensors its number there."""
-    distinct = distinct_of(d._tensors())
-    found = packed_layout(distinct, d._device)
+    tensors = d._tensors()
+    found = packed_layout(tensors, d._device)
     if found is None:
         return None, None, {}
-    layout, _ = found
+    layout = found.layout
     specs = [(*spec, members) for spec, members in layout.groups]
-    return buffer_of(distinct, layout), specs, {id(distinct[i]): i for i in layout.members}
+    return buffer_of(tensors, layout), specs, {id(tensors[i]): i for i in layout.members}
 
 
 def name_of(cls: type[Any]) -> str:
@@ -411,7 +411,7 @@ def _restored(cls: Any, items: Any, policy: Any) -> TreeDict[Any]:
     own = cast("type[TreeDict[Any]]", cls)
     made = own._class_policy if policy is None else Policy.from_state(policy)
     if made.objects != "keep" and not only_tensors(items.values()):
-        items = {key: loaded(value) for key, value in items.items()}
+        items = {key: materialize(value) for key, value in items.items()}
     return own._new(items, None, made)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from .._encoders.protocol import StringEncoder, encoder_to_json, runs_code
 from .._errors import InvalidFileError, Path, dotted, dtype_name
 from .._files.manifest import Manifest, Reader, choose_from, describe, invalid, paths_of
-from .._memory.buffer import DTYPES, arrange, buffer_of, clear_gaps, copy_into, new_buffer, regions
+from .._memory.buffer import DTYPES, buffer_of, clear_gaps, copy_into, new_buffer
 from .._memory.device import canonical
 from .._memory.layout import Group, Layout, lay_out
-from .._memory.packed import buffer_layout, from_buffer, is_spec
+from .._memory.packed import arrange, buffer_layout, from_buffer, is_saved_group
 from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
@@ -117,7 +117,7 @@ def message_of(d: TreeDict[Any]) -> Message:
     if buffer_layout(tensors, groups) is not None:
         return Message(schema, buffer_of(tensors, schema.layout))
     buffer = clear_gaps(new_buffer(schema.nbytes, device), schema.layout)
-    copy_into(tensors, schema.layout, regions(buffer, schema.layout))
+    copy_into(buffer, schema.layout, tensors)
     return Message(schema, buffer)
 
 
@@ -205,7 +205,7 @@ def read_header(text: bytes, digest: int) -> Header:
         groups: list[Group] = []
         for dtype, shape, stride, members in listed:
             spec = (DTYPES[dtype], tuple(shape), tuple(stride), members)
-            if not is_spec(spec):
+            if not is_saved_group(spec):
                 invalid("a header whose layout is damaged")
             groups.append((spec[:3], list(members)))
         layout = lay_out(groups)
