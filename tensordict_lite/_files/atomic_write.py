@@ -66,7 +66,7 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
         with suppress(OSError):
             os.unlink(beside)
         if file is not None:
-            cast(Any, file).builtin_dict.close()  # without a flush, whose error would hide this one
+            cast(Any, file).raw.close()  # without a flush, whose error would hide this one
         raise
     with suppress(OSError):  # the new name is on the disk too, where a folder can be opened
         descriptor = os.open(folder, os.O_RDONLY)

@@ -81,7 +81,7 @@ def rebuild(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, 
     home = canonical(next(iter(devices))) if len(devices) == 1 else None if devices else fallback
     out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, own=True)
     if len(devices) > 1:
-        _infer_device(out)
+        out._infer_device(None)
     out._validate(out, None, deep=True, shapes=False)
     return out
 
@@ -113,14 +113,6 @@ def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
         invalid("it lacks a tensor, or keeps an object that is one, or holds one")
 
     return [value(leaf) for leaf in leaves]
-
-
-def _infer_device(d: TreeDict[Any]) -> None:
-    """Each dict on the device of its own tensors."""
-    for value in d.values():
-        if isinstance(value, TreeDict):
-            _infer_device(cast("TreeDict[Any]", value))
-    d._infer_device(None)
 
 
 def _device(name: str) -> torch.device:

@@ -210,10 +210,10 @@ def _in_place_of(d: TreeDict[Any], named: Exception, cause: Exception) -> tuple[
     where = "in a process that sends to this one" if worker is None else f"in DataLoader worker process {worker.id}"
     message = feed.f_locals.get("obj")  # of a DataLoader: its number, and the batch
     alone = worker is not None and type(message) is tuple and len(cast(Any, message)) == 2 and message[1] is d
-    return _arrive, (named, where, alone)
+    return arrive, (named, where, alone)
 
 
-def _arrive(error: Exception, where: str, alone: bool) -> Any:
+def arrive(error: Exception, where: str, alone: bool) -> Any:
     """Raise where a dict was to arrive; to a DataLoader, hand over what it raises by itself.
 
     ``alone``: the dict was the batch, and not a part of it. Only then does a DataLoader look.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
-from .._errors import Path, dotted, refuse_deeper
+from .._errors import DEPTH, Path, dotted, refuse_deeper
 from .._memory.buffer import buffer_of
 from .._memory.device import CPU, canonical, resolve
 from .._memory.packed import are_parts, distinct_of, from_buffer, loaded, once, pack, packed_layout, packs
@@ -28,7 +28,8 @@ V = TypeVar("V", default=Tensor)
 builtin_dict: Any = dict
 
 
-Apart = tuple[Tensor | None, list[Any] | None, dict[int, int]]
+PackedState = tuple[Tensor | None, list[Any] | None, dict[int, int]]
+"""The buffer of a packed dict, the specs of its layout, and the number of each tensor by its id."""
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
 """Every class below, by its module and qualified name; of several the last that was defined."""
 
@@ -137,17 +138,21 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._new(items, device, self._policy)
 
     def _infer_device(self, fallback: torch.device | None) -> None:
-        """Take the device from the tensors that are here now; without any, ``fallback``, for nested dicts too.
+        """Give every dict of the tree the device of the tree's tensors; without any tensor, ``fallback``.
 
-        If pytree put tensors of several devices here there is no device to name, and None lets `to` gather them.
+        Pytree can put tensors of several devices here. Then this dict has the device None, so that `to` moves them
+        together, and each nested dict has the device of its own tensors. Raises ``TooDeep``.
         """
-        devices = {tensor.device for tensor in self._tensors()}
-        self._device = canonical(devices.pop()) if len(devices) == 1 else None if devices else fallback
-        for value in self.values():
-            if isinstance(value, TreeDict):
-                nested = cast("TreeDict[Any]", value)
-                if nested._device != self._device and not nested._tensors():
-                    nested._infer_device(self._device)
+        dicts = _dicts_of(self)
+        devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
+        if len(devices) > 1:
+            self._device = None
+            for nested in dicts[1:]:
+                nested._infer_device(None)
+            return
+        device = canonical(devices.pop()) if devices else fallback
+        for one in dicts:
+            one._device = device
 
     def copy(self) -> Self:
         """A new dict with the same tensors: structure copied at every level, no tensor copied.
@@ -216,17 +221,22 @@ def tensor_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor
             yield from tensor_paths(cast("TreeDict[Any]", value), (*at, key))
 
 
-def _refuse_too_deep(d: TreeDict[Any]) -> None:
-    """Raise ``TooDeep`` for a tree that can be so because nobody checked it: made from within, or by a pickle."""
-    level: list[tuple[Path, TreeDict[Any]]] = [((), d)]
-    while level:
-        refuse_deeper(level[0][0])
-        level = [
-            ((*path, key), cast("TreeDict[Any]", value))
-            for path, one in level
-            for key, value in one.items()
-            if type(value) is not Tensor and isinstance(value, TreeDict)  # the second takes ten times as long
-        ]
+def _dicts_of(d: TreeDict[Any]) -> list[TreeDict[Any]]:
+    """Every dict of the tree, each after the dict that holds it.
+
+    Raises ``TooDeep``: trees that pytree, a pickle or `TreeDict._new` made were not validated.
+    """
+    found: list[TreeDict[Any]] = []
+    left: list[tuple[Path, TreeDict[Any]]] = [((), d)]
+    while left:
+        at, one = left.pop()
+        found.append(one)
+        if len(at) >= DEPTH:
+            refuse_deeper(at)
+        for key, value in one.items():
+            if type(value) is not Tensor and isinstance(value, TreeDict):  # the second check takes ten times as long
+                left.append(((*at, key), cast("TreeDict[Any]", value)))
+    return found
 
 
 def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:
@@ -258,20 +268,24 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
     return out
 
 
-def reduce_args(d: TreeDict[Any], apart: Apart | None = None) -> tuple[Any, ...]:
-    """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed.
+def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any, ...]:
+    """`restore` and its arguments: the reduction of ``d`` for pickle. A packed dict is written as its buffer.
 
-    ``apart``: what `packed_state` gives, if the caller has it.
+    ``state``: the result of `packed_state`, if the caller has it. Raises ``TooDeep``.
     """
-    _refuse_too_deep(d)
+    _dicts_of(d)
     device = None if d._device is None else str(d._device)
-    buffer, specs, numbers = packed_state(d) if apart is None else apart
-    items = dict(d) if buffer is None else _items_without(d, numbers)
-    return restore, (type(d), items, device, _pickled_policy(d), buffer, specs)
+    buffer, specs, numbers = packed_state(d) if state is None else state
+    states: dict[int, dict[str, Any]] = {}
+    items = dict(d) if buffer is None else _packed_items(d, numbers, states)
+    return restore, (type(d), items, device, _policy_state(d, states), buffer, specs)
 
 
-def packed_state(d: TreeDict[Any]) -> Apart:
-    """The block of a packed dict, what lies in it, and by the id of each of its tensors its number there."""
+def packed_state(d: TreeDict[Any]) -> PackedState:
+    """The buffer of a packed dict, the specs of the tensors in it, and the number of each tensor by its id.
+
+    ``(None, None, {})`` for a dict that is not packed.
+    """
     distinct = distinct_of(d._tensors())
     found = packed_layout(distinct, d._device)
     if found is None:
@@ -297,19 +311,27 @@ def class_named(name: Any) -> type[Any]:
     raise ValueError(f"the class {str(name)[:200]!r} of a saved dict is not defined here; import its module first")
 
 
-def _pickled_policy(d: TreeDict[Any]) -> dict[str, Any] | None:
-    return None if d._policy is d._class_policy else d._policy.to_state()
+def _policy_state(d: TreeDict[Any], states: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+    """The policy of a dict for pickle; None if it is that of the class. Dicts that share a policy share the state."""
+    policy = d._policy
+    if policy is d._class_policy:
+        return None
+    if id(policy) not in states:
+        states[id(policy)] = policy.to_state()
+    return states[id(policy)]
 
 
-def _items_without(d: TreeDict[Any], numbers: Mapping[int, int]) -> dict[str, Any]:
-    """The items of a packed dict without what the block holds: for a tensor in it its number, for a nested dict a list
-    of what makes it, and anything else in a tuple.
+def _packed_items(d: TreeDict[Any], numbers: Mapping[int, int], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The items of a packed dict as pickle writes them.
+
+    A tensor in the buffer is its number, a nested dict is the list ``[class, items, policy]``, and any other value
+    stands in a tuple.
     """
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, TreeDict):
             nested = cast("TreeDict[Any]", value)
-            items[key] = [type(nested), _items_without(nested, numbers), _pickled_policy(nested)]
+            items[key] = [type(nested), _packed_items(nested, numbers, states), _policy_state(nested, states)]
         else:
             items[key] = numbers.get(id(value), (value,))
     return items
@@ -323,40 +345,48 @@ def restore(
     buffer: Tensor | None = None,
     specs: list[Any] | None = None,
 ) -> Any:
-    """Build what `TreeDict.__reduce__` took apart; on whatever device the tensors were loaded to.
+    """The dict that `reduce_args` describes, on the device that its tensors were loaded to.
 
-    Takes data only and checks its form, since a file may hold anything.
+    Takes data only and validates its form, since a file may hold anything.
     """
+    fallback = None if device is None else canonical(torch.device(device))
     try:
         if buffer is None:
             _refuse_unless_dict(items)
+            out = _restored(cls, items, policy, {})
         else:
-            items = _items_with(items, from_buffer(buffer, specs))
-        out = _restored(cls, items, policy)
-        _refuse_too_deep(out)
-        out._infer_device(None if device is None else canonical(torch.device(device)))
+            out = _unpacked(cls, items, policy, from_buffer(buffer, specs), {})
+        out._infer_device(fallback)
     except RecursionError as error:
         raise ValueError("a dict that holds itself, or is nested too deep") from error
     return out
 
 
-def _restored(cls: Any, items: Any, policy: Any) -> TreeDict[Any]:
+def _restored(cls: Any, items: dict[str, Any], policy: Any, policies: dict[int, Policy]) -> TreeDict[Any]:
+    """A dict of a pickle, whose device is not known yet. ``policies``: those already read, by the id of their state."""
     if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
         raise TypeError(f"expected a DeviceDict class, got {cls!r}")
     own = cast("type[TreeDict[Any]]", cls)
-    made = own._class_policy if policy is None else Policy.from_state(policy)
+    if policy is None:
+        made = own._class_policy
+    else:
+        made = policies.get(id(policy)) or policies.setdefault(id(policy), Policy.from_state(policy))
     if made.objects != "keep" and not only_tensors(items.values()):
-        items = {key: loaded(value) for key, value in items.items()}
+        items = {key: value if isinstance(value, (Tensor, TreeDict)) else loaded(value) for key, value in items.items()}
     return own._new(items, None, made)
 
 
 def _refuse_unless_dict(items: Any) -> None:
-    if type(items) is not dict or not all(isinstance(key, str) for key in cast("dict[Any, Any]", items)):
-        raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
+    """Raise ``TypeError`` unless ``items`` is a dict with ``str`` keys."""
+    keys = cast("Iterable[Any]", items if type(items) is dict else (None,))
+    if not ({str}.issuperset(map(type, keys)) or all(isinstance(key, str) for key in keys)):
+        raise TypeError(f"expected a dict with str keys, got {type(items).__name__}")
 
 
-def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
-    """`_items_without` undone."""
+def _unpacked(
+    cls: Any, items: Any, policy: Any, fields: Mapping[int, Tensor], policies: dict[int, Policy]
+) -> TreeDict[Any]:
+    """The dict whose items `_packed_items` gave. ``fields``: the tensors of the buffer by their numbers."""
     _refuse_unless_dict(items)
     out: dict[str, Any] = {}
     for key, value in items.items():
@@ -364,12 +394,10 @@ def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
         if kind is int and value in fields:
             out[key] = fields[value]
         elif kind is list and len(value) == 3:
-            cls, inner, policy = value
-            nested = _restored(cls, _items_with(inner, fields), policy)
-            nested._infer_device(None)  # one without tensors takes its device from the root
-            out[key] = nested
+            nested, inner, its_policy = value
+            out[key] = _unpacked(nested, inner, its_policy, fields, policies)
         elif kind is tuple and len(value) == 1:
             out[key] = value[0]
         else:
             raise ValueError(f"a packed dict whose item {key!r} is damaged")
-    return out
+    return _restored(cls, out, policy, policies)
