@@ -599,10 +599,10 @@ class TestWriting:
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no locks of this kind")
     def test_a_living_writers_file_and_strange_ones_stay(self, tmp_path: Path) -> None:
         program = (
-            "import os, sys, torch\nfrom tensordict_lite import save, _replace\n"
+            "import os, sys, torch\nfrom tensordict_lite import save\nfrom tensordict_lite._files.atomic_write import atomic_write\n"
             "if hasattr(os, 'O_TMPFILE'): del os.O_TMPFILE\n"
             "def pieces():\n    yield b'x'\n    print('half', flush=True)\n    sys.stdin.readline()\n"
-            "_replace.replace(sys.argv[1], pieces())\n"
+            "atomic_write(sys.argv[1], pieces())\n"
         )
         command = [sys.executable, "-c", program, str(tmp_path / "slow")]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:

@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 
 from .._encoders.builtin import Hashing, Utf8, Vocabulary
 from .._encoders.protocol import EncodeOnly, StringEncoder
-from .._errors import Path, dotted
+from .._errors import Path, TooDeep, dotted
 from .tree import TreeDict, packed_state, reduce_args
 from .walk import only_tensors
 
@@ -194,6 +194,8 @@ def _named(d: TreeDict[Any], error: Exception) -> Exception:
         return named
     except RecursionError as deeper:
         error = deeper
+    if isinstance(error, TooDeep):
+        return error
     name = type(d).__qualname__
     if isinstance(error, RecursionError):
         return ValueError(f"this {name} is nested too deep to be sent to another process; send d.flatten()")

@@ -141,9 +141,9 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """Give every dict of the tree the device of the tree's tensors; without any tensor, ``fallback``.
 
         Pytree can put tensors of several devices here. Then this dict has the device None, so that `to` moves them
-        together, and each nested dict has the device of its own tensors. Raises ``TooDeep``.
+        together, and each nested dict has the device of its own tensors.
         """
-        dicts = _dicts_of(self)
+        dicts = _dicts_of(self, limit=None)
         devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
         if len(devices) > 1:
             self._device = None
@@ -221,17 +221,17 @@ def tensor_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor
             yield from tensor_paths(cast("TreeDict[Any]", value), (*at, key))
 
 
-def _dicts_of(d: TreeDict[Any]) -> list[TreeDict[Any]]:
+def _dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]:
     """Every dict of the tree, each after the dict that holds it.
 
-    Raises ``TooDeep``: trees that pytree, a pickle or `TreeDict._new` made were not validated.
+    Raises ``TooDeep`` for a dict nested ``limit`` levels deep: trees that pytree or a pickle made were not validated.
     """
     found: list[TreeDict[Any]] = []
     left: list[tuple[Path, TreeDict[Any]]] = [((), d)]
     while left:
         at, one = left.pop()
         found.append(one)
-        if len(at) >= DEPTH:
+        if limit is not None and len(at) >= limit:
             refuse_deeper(at)
         for key, value in one.items():
             if type(value) is not Tensor and isinstance(value, TreeDict):  # the second check takes ten times as long
@@ -356,6 +356,7 @@ def restore(
             out = _restored(cls, items, policy, {})
         else:
             out = _unpacked(cls, items, policy, from_buffer(buffer, specs), {})
+        _dicts_of(out)
         out._infer_device(fallback)
     except RecursionError as error:
         raise ValueError("a dict that holds itself, or is nested too deep") from error
