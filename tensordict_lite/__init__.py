@@ -46,4 +46,3 @@ __all__ = [
 # Pickles, error messages and documentation show the public name, whatever module the definition is in.
 for _public in __all__:
     globals()[_public].__module__ = __name__
-del _public

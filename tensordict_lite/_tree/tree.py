@@ -1,4 +1,4 @@
-"""A tree of dicts on one device: its state, its copies, how it crosses pickle and pytree. Checks nothing."""
+"""A tree of dicts on one device: its state and its copies, and how pickle and pytree take it. Validates no values."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from .._memory.packed import are_parts, distinct_of, from_buffer, loaded, once, 
 from .._tree import pytree
 from .compare import agree, equal
 from .policy import Encoders, Objects, OnMismatch, Policy, refuse_option
-from .walk import only_tensors
+from .walk import leaves, only_tensors
 
 V = TypeVar("V", default=Tensor)
 
-# dict itself, for its methods under the ones here: `Any` for the type checkers, and reached through the class, because
-# torch.compile knows `dict.update(d, ...)` but not a global that is that method.
+# The methods of `dict` that the classes here override. `Any` for the type checkers. A global for the class and not for
+# each method, because torch.compile can trace `dict.update(d, ...)` only through the class.
 builtin_dict: Any = dict
 
 
 PackedState = tuple[Tensor | None, list[Any] | None, dict[int, int]]
 """The buffer of a packed dict, the specs of its layout, and the number of each tensor by its id."""
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
-"""Every class below, by its module and qualified name; of several the last that was defined."""
+"""Every subclass by its module and qualified name; the last one, if two have the same name."""
 
 
 class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
-    """State and structure under `DeviceDict`.
+    """The base of `DeviceDict`: state and structure.
 
-    Nested dicts form a tree that is never shared: whatever makes one takes a mapping in by value, its tensors shared
-    and its structure new, so that no dict can change under another one and no cycle can arise.
+    Two dicts never share structure. A mapping is inserted by value: its tensors are shared, its nested dicts are new.
+    So no dict changes under another one, and no cycle can arise.
     """
 
     __slots__ = ("__weakref__", "_device", "_policy")
-    _device: torch.device | None  # resolved; None before the first tensor or nested dict, and see `_infer_device`
+    _device: torch.device | None  # resolved; None before the first tensor or nested dict; see `_infer_device` too
     _policy: Policy
-    _class_options: ClassVar[tuple[Any, ...]]  # what one class gave; the next is what it and its bases make
+    _class_options: ClassVar[tuple[Any, ...]]  # the options that this class itself declares
     _class_policy: ClassVar[Policy] = Policy()
 
     def __init_subclass__(
@@ -64,11 +64,11 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             refuse_option(cls.__name__, next(iter(kwargs)), declared=True)
         _classes[name_of(cls)] = cls
         pytree.register(cls, _context, _unflatten)
-        # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.
+        # Processes that share memory get the storage itself; `__reduce__` would copy fields of a larger storage.
         ForkingPickler.register(cls, cls._sent)
         if not (encoders is on_mismatch is objects is dtype is None):
             cls._class_options = (encoders, on_mismatch, objects, dtype)
-        # Of every class that gives options, the more derived one's over the others': so several bases add up.
+        # The options of all bases, where the more derived class wins.
         given = [base.__dict__["_class_options"] for base in cls.__mro__ if "_class_options" in base.__dict__]
         if given:
             policy = Policy()
@@ -87,7 +87,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
-        """An instance with these items, unchecked; ``__init__`` of a subclass is not run."""
+        """An instance with these items, not validated. Does not run ``__init__``."""
         out = cls.__new__(cls)
         out._device = device
         out._policy = policy
@@ -95,7 +95,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return out
 
     def _untyped_subset(self, items: Any) -> Self:
-        """A dict for some of the items, and nothing that was true of all of them; see `TypedDeviceDict`."""
+        """A dict for some of the items; of a typed dict one without a schema, which only holds for all of them."""
         return self._new(items, self._device, self._policy)
 
     def _tensors(self) -> list[Tensor]:
@@ -103,7 +103,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._tensors_and_kind()[0]
 
     def _tensors_and_kind(self) -> tuple[list[Tensor], bool]:
-        """Every tensor of the tree, depth first, and whether there is nothing here but plain tensors."""
+        """Every tensor of the tree, depth first, and whether all values are plain tensors."""
         values = list(self.values())
         if only_tensors(values):
             return cast("list[Tensor]", values), True
@@ -111,14 +111,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         for value in values:
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, TreeDict):  # as `_map_tensors` has it: a foreign leaf of pytree's may be any mapping
+            elif isinstance(value, TreeDict):  # not any mapping, which pytree may put here as a leaf
                 found += cast("TreeDict[Any]", value)._tensors()
         return found, False
 
     def _replace_tensors(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
-        """The same tree on ``device`` with these tensors, in the order of `_tensors`, for its own; unchecked.
+        """The same tree on ``device`` with other tensors, in the order of `_tensors`. Not validated.
 
-        ``flat``: the caller knows that there is nothing but plain tensors.
+        ``flat``: the caller knows that all values are plain tensors.
         """
         if flat or only_tensors(self.values()):
             return self._new(zip(self, tensors, strict=True), device, self._policy)
@@ -126,7 +126,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._map_tensors(lambda _: next(left), device)
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor], device: torch.device | None) -> Self:
-        """The same tree with ``function`` of every tensor, depth first, whose results are on ``device``; unchecked."""
+        """The same tree with ``function(tensor)`` for each tensor, depth first. The results are on ``device``."""
         items: dict[str, Any] = {}
         for key, value in self.items():
             if isinstance(value, Tensor):
@@ -183,11 +183,11 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @staticmethod
     def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
-        """`__reduce__` between processes that share memory."""
+        """The reduction between processes that share memory."""
         return reduce_args(d)
 
     def _compacted(self) -> Self:
-        """This dict, or one without fields that are parts of a larger storage, all of which pickle would write."""
+        """This dict, or a packed copy if a tensor is part of a larger storage, since pickle writes whole storages."""
         device, tensors = self._device, self._tensors()
         if device is None or not (packs(device) and are_parts(distinct_of(tensors))):
             return self
@@ -208,17 +208,13 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return not agree(self, cast("Mapping[str, Any]", other), equal)
 
     def _check(self) -> None:
-        """Raise ``AssertionError`` if anything that must always hold does not. For tests; O(fields)."""
+        """Raise ``AssertionError`` if an invariant of the dict does not hold. For tests; O(fields)."""
         _verify(self, self._device, ())
 
 
-def tensor_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor of the tree and its path, depth first."""
-    for key, value in d.items():
-        if isinstance(value, Tensor):
-            yield (*at, key), value
-        elif isinstance(value, TreeDict):
-            yield from tensor_paths(cast("TreeDict[Any]", value), (*at, key))
+def tensor_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor with its path, depth first."""
+    return ((path, value) for path, value in leaves(d) if isinstance(value, Tensor))
 
 
 def _dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]:
@@ -301,11 +297,11 @@ def name_of(cls: type[Any]) -> str:
 
 def class_named(name: Any) -> type[Any]:
     """The class that is defined under a name; ``ValueError`` if there is none. Imports nothing."""
-    if isinstance(name, str) and not name.startswith("tensordict_lite._"):  # nothing has one of the rooms' classes
+    if isinstance(name, str) and not name.startswith("tensordict_lite._"):  # private bases are no classes of dicts
         cls = _classes.get(name)
         if cls is not None and name_of(cls) == name:
             return cls
-        for cls in list(_classes.values()):  # one whose module was changed later, as where it is exported from
+        for cls in list(_classes.values()):  # a class whose `__module__` was changed after it was defined
             if name_of(cls) == name:
                 return cls
     raise ValueError(f"the class {str(name)[:200]!r} of a saved dict is not defined here; import its module first")
@@ -381,7 +377,7 @@ def _refuse_unless_dict(items: Any) -> None:
     """Raise ``TypeError`` unless ``items`` is a dict with ``str`` keys."""
     keys = cast("Iterable[Any]", items if type(items) is dict else (None,))
     if not ({str}.issuperset(map(type, keys)) or all(isinstance(key, str) for key in keys)):
-        raise TypeError(f"expected a dict with str keys, got {type(items).__name__}")
+        raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
 
 
 def _unpacked(
