@@ -1,5 +1,6 @@
 """One typed container, `DeviceDict`: a real dict whose tensors all live on one device."""
 
+from . import unpickle as unpickle  # so that files can be read
 from ._batch.collate import collate
 from ._batch.containers import to_device, to_numpy
 from ._batch.join import cat, stack
@@ -42,17 +43,6 @@ __all__ = [
     "register_encoder",
 ]
 
-# Public classes are pickled, shown and documented under the public name, whatever room they live in.
-for _public in (
-    DeviceDict,
-    DeviceMismatchError,
-    InvalidFileError,
-    MissingKeyError,
-    Hashing,
-    Tokenizer,
-    Utf8,
-    Vocabulary,
-    prefetch,
-):
-    _public.__module__ = __name__
-del _public
+# Pickles, error messages and documentation show the public name, whatever module the definition is in.
+for _public in __all__:
+    globals()[_public].__module__ = __name__

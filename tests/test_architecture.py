@@ -20,6 +20,7 @@ ORDER = [
     *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "sendable")),
     *(f"_files.{name}" for name in ("atomic_write", "manifest", "safetensors", "torch_save")),
     *(f"_dict.{name}" for name in ("arguments", "display", "rows", "insert", "device_dict", "schema", "typed", "io")),
+    "unpickle",
     *(f"_batch.{name}" for name in ("join", "collate", "containers", "prefetch")),
     *(f"distributed.{name}" for name in ("message", "channel", "verbs", "__init__")),
     "__init__",
@@ -38,11 +39,9 @@ def imports(module: str) -> set[str]:
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         base = [*parents[: len(parents) + 1 - node.level], *(node.module.split(".") if node.module else [])]
-        name = ".".join(base)
-        if path_of(name or "__init__").is_file():
-            found.add(name)
-        else:  # from a sub-package: each name is a module
-            found |= {".".join([*base, alias.name]) for alias in node.names}
+        for alias in node.names:
+            name = ".".join([*base, alias.name])
+            found.add(name if path_of(name).is_file() else ".".join(base))
     return found
 
 

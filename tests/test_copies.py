@@ -52,7 +52,7 @@ def test_pickling_an_empty_or_unplaced_dict(device: torch.device) -> None:
 
 
 def test_a_forged_pickle_is_refused() -> None:
-    from tensordict_lite._tree.tree import restore  # noqa: PLC0415  (what a pickle of ours calls)
+    from tensordict_lite.unpickle import restore  # noqa: PLC0415
 
     for args in ((dict, {}, None, None), (DeviceDict, [], None, None), (DeviceDict, {1: 2}, None, None)):
         with pytest.raises(TypeError, match="expected a"):

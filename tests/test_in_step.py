@@ -15,9 +15,9 @@ from test_distributed import Typed, only_here, sample
 
 from tensordict_lite import DeviceDict
 from tensordict_lite import distributed as d_
-from tensordict_lite._errors import InvalidFileError
+from tensordict_lite._files.manifest import InvalidManifest
 from tensordict_lite.distributed import channel as channel_module
-from tensordict_lite.distributed.message import read_header as schema_of
+from tensordict_lite.distributed.message import read_header
 
 Told = dict[int, str]
 
@@ -162,10 +162,10 @@ def refused_on_arrival(rank: int, world: int) -> None:
 
         def refuses(header: bytes, digest: int) -> Any:
             if b"too-new" in header:
-                raise InvalidFileError("not a valid file: it is too new")
-            return schema_of(header, digest)
+                raise InvalidManifest("it is too new")
+            return read_header(header, digest)
 
-        channel_module.schema_of = refuses
+        channel_module.read_header = refuses
     new = DeviceDict({"too-new": torch.arange(size)})
     said = "it is too new"
     for _ in range(3):  # the sender sends the header once

@@ -514,7 +514,7 @@ class TestPickled:
             torch.multiprocessing.set_sharing_strategy(before)
 
     def test_a_damaged_one_is_refused(self) -> None:
-        from tensordict_lite._tree.tree import restore  # noqa: PLC0415  (what a pickle of ours calls)
+        from tensordict_lite.unpickle import restore  # noqa: PLC0415
 
         function, (cls, items, device, policy, block, specs) = sample().pack().__reduce__()
         assert function is restore and restore(cls, items, device, policy, block, specs) == sample()

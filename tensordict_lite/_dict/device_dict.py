@@ -945,10 +945,6 @@ class DeviceDict(TreeDict[V]):
         insert(self, {path[0]: value}, at=at)  # pyright: ignore[reportGeneralTypeIssues]  (it is not empty)
 
 
-# All that torch.load(weights_only=True) may call: it takes data only, and checks it.
-cast(Any, torch.serialization).add_safe_globals([torch_save.rebuild])
-
-
 def _plain(td: Any) -> dict[str, Any]:
     """The items of a TensorDict, and of those in it, by ``td[key]``, which unwraps what is no tensor."""
     if not hasattr(td, "keys"):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from .._errors import dtype_name
+from .._tree.walk import leaves
 
 Note = Callable[[Mapping[str, Any], str], str]
 """What to say beside a field, given its dict and key; empty for nothing."""
@@ -38,9 +39,7 @@ def size(nbytes: int) -> str:
 
 def field_count(data: Mapping[str, Any]) -> int:
     """The values at every depth that are not nested dicts."""
-    return sum(
-        field_count(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else 1 for value in data.values()
-    )
+    return sum(1 for _ in leaves(data))
 
 
 def _what(value: Any) -> str:

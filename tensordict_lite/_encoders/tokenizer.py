@@ -128,13 +128,14 @@ class Tokenizer:
         return hash((type(self), tuple(sorted(self.call))))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.tokenizer, dict(self.call))
+        return rebuild_tokenizer, (self.tokenizer, dict(self.call))
 
     def __repr__(self) -> str:
         return f"Tokenizer({type(self.tokenizer).__name__})"
 
 
-def _rebuild(tokenizer: Any, call: dict[str, Any]) -> Tokenizer:
+def rebuild_tokenizer(tokenizer: Any, call: dict[str, Any]) -> Tokenizer:
+    """The encoder that a pickle describes."""
     return Tokenizer(tokenizer, **call)
 
 

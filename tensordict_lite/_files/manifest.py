@@ -1,8 +1,8 @@
-"""A dict as plain data beside its tensors, and back: what files hold.
+"""The manifest: a dict without its tensors as plain data, for files and messages.
 
-A plan is what JSON can say: the tree, with a number where a tensor stands, and the policies and encoders of its dicts.
-It names no class and no function but the registered names of encoders. Whoever reads one, from a file that may be
-damaged or forged, checks every part of it before it is used.
+A manifest is JSON data: the tree, with a number in place of each tensor, and the policies and encoders of its dicts. It
+names no class and no function, only registered encoders. A file may be damaged or forged, so `Reader` validates every
+part of a manifest before it uses the part.
 """
 
 from __future__ import annotations
@@ -14,31 +14,36 @@ import torch
 from torch import Tensor
 
 from .._encoders.builtin import Utf8
-from .._encoders.protocol import StringEncoder, encoder_from_json, runs_code
-from .._errors import DEPTH, InvalidFileError, Path, dotted, refuse_deeper
+from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, runs_code
+from .._errors import DEPTH, Path, dotted, refuse_deeper
 from .._tree.missing import missing_key
 from .._tree.policy import SETTINGS, Encoders, Policy, settings_from_json
 from .._tree.tree import TreeDict
 
 VERSION = 1
 OF_ITS_CLASS = -1
-"""In place of a policy's number: the policy of the class."""
+"""Stands for the number of a policy: the dict has the policy of its class."""
 _HERE = object()
-"""In a tree of keys: a path ends here."""
+"""Marks the end of a path in a tree of keys."""
 
 
 Manifest = dict[str, Any]
 Leaves = list[tuple[Path, Any]]
+Instead = Callable[[StringEncoder, "TypeError | None"], Any]
+"""The entry of an encoder whose JSON form runs code (the error is None), or that has no JSON form."""
 
 
-def describe(
-    d: TreeDict[Any], encoder: Callable[[StringEncoder], Any], own: bool
-) -> tuple[Manifest, Leaves, list[TreeDict[Any]]]:
-    """The plan of a dict, what its numbers stand for, and its dicts, in the order in which they come.
+class InvalidManifest(ValueError):
+    """The reason why data is no manifest. Whoever reads the data says whether it is a file or a message."""
+
+
+def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, Leaves, list[TreeDict[Any]]]:
+    """The manifest of a dict, the values that its numbers stand for with their paths, and the dicts of the tree.
 
     Args:
-        encoder: what the plan has for an encoder; a ``TypeError`` of it is given the path.
-        own: the policy of a class is left to the class.
+        instead: gives the entry of an encoder for which the manifest has no JSON form. If it raises ``TypeError``, the
+            error gets the path.
+        own: leave the policy of a class to the class.
 
     Raises ``TooDeep``.
     """
@@ -48,7 +53,7 @@ def describe(
 
     def number(one: StringEncoder, path: Path) -> int:
         try:
-            return encoders.number(one, lambda: encoder(one))
+            return encoders.number(one, lambda: _encoder_entry(one, instead))
         except TypeError as error:
             raise TypeError(f"{dotted(path)}: {error}") from error
 
@@ -61,7 +66,7 @@ def describe(
         }
 
     def node(one: TreeDict[Any], at: Path) -> dict[str, Any]:
-        refuse_deeper(at)  # one that was made from within can be deeper
+        refuse_deeper(at)  # pytree can make a tree that is too deep
         nodes.append(one)
         items: list[Any] = []
         for key, value in one.items():
@@ -79,13 +84,22 @@ def describe(
     return manifest, leaves, nodes
 
 
+def _encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
+    if runs_code(encoder):
+        return instead(encoder, None)
+    try:
+        return encoder_to_json(encoder)
+    except TypeError as error:
+        return instead(encoder, error)
+
+
 def _plain(key: str) -> str:
-    """A key of a class of its own, such as an enum's or NumPy's, as the string that it is."""
+    """The key as a ``str`` itself, if its class is derived from ``str``, such as an enum or a NumPy string."""
     return key if type(key) is str else str.__str__(key)
 
 
 class _Table:
-    """Entries that are made once for all that are equal, and known by their numbers."""
+    """Numbered entries. Equal objects share one entry."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
@@ -101,20 +115,20 @@ class _Table:
 
 
 class Reader:
-    """A plan that was read from somewhere, and is not trusted.
+    """A manifest that is not trusted, since it comes from a file or from another process.
 
     Args:
-        plan: the plan.
-        count: how many things its numbers stand for; each must be there once.
-        given: encoders that the caller has for some keys, or for all. What the plan has for them is not looked at.
+        manifest: the data.
+        count: how many tensors and objects there are; the manifest must have the number of each once.
+        given: encoders of the caller for some keys, or for all. They replace those of the manifest, which are not read.
 
-    Raises ``InvalidFileError`` for what is no plan, here and in its methods.
+    Raises `InvalidManifest` for data that is no manifest, here and in its methods.
     """
 
     numbers: list[int]
-    """Of the tensors, in the order of the tree."""
+    """The numbers of the tensors, in the order of the tree."""
     count: int
-    """Of the dicts."""
+    """How many dicts there are."""
 
     def __init__(self, manifest: Any, count: int, given: Encoders | None = None) -> None:
         version = cast("dict[Any, Any]", manifest).get("version") if isinstance(manifest, dict) else None
@@ -122,7 +136,7 @@ class Reader:
             invalid("it has no version")
         if version != VERSION:
             invalid(f"its version is {version}, and this package reads version {VERSION}; update the package")
-        self._manifest = _fields(manifest, "a plan", version=int, root=dict, policies=list, encoders=list)
+        self._manifest = _fields(manifest, "a manifest", version=int, root=dict, policies=list, encoders=list)
         self._given = Policy() if given is None else Policy().override(given)
         self._all_given = given is not None and not isinstance(given, Mapping)
         self._known: dict[int, Policy] = {}
@@ -136,7 +150,7 @@ class Reader:
             invalid(f"its tree does not have each of the {count} tensors once")
 
     def keep(self, paths: Sequence[Path], owner: str) -> None:
-        """Leave out all but what is at these paths; ``KeyError`` for one that is not in the ``owner``."""
+        """Keep the values at these paths only. Raises ``KeyError`` for a path that is not in the ``owner``."""
         asked: dict[Any, Any] = {}
         for path in paths:
             inside = asked
@@ -158,14 +172,16 @@ class Reader:
         device: torch.device | None,
         own: bool,
     ) -> TreeDict[Any]:
-        """The dict, with what ``leaf`` has for the numbers, each dict of it on ``device``; unchecked.
+        """Build the dict, each dict of the tree on ``device``. The values are not validated.
 
         Args:
-            choose: the class of a dict, by the class of the one that holds it, None for the root, and its key. It is
-                asked in the order in which the dicts come.
-            own: the policy is that of the plan; else its encoders, with the options of the class if that has any.
+            choose: gives the class of a dict from the class of its parent, None for the root, and its key. It is called
+                in the order of the tree.
+            leaf: gives the tensor or object of a number.
+            own: take the policies of the manifest as they are; else a class with options of its own keeps these, and
+                takes only the encoders of the manifest.
 
-        Raises ``InvalidFileError`` for an object in a dict whose policy keeps none.
+        Raises `InvalidManifest` for an object in a dict whose policy keeps none.
         """
         return self._build(self._root, choose(None, ""), choose, leaf, device, own)
 
@@ -226,7 +242,7 @@ class Reader:
             policy = Policy().override(encoders or None, **settings_from_json(entry))
             return policy if default is None else policy.override(default)
         except (TypeError, ValueError) as error:
-            raise InvalidFileError(f"not a valid file: {error}") from error
+            raise InvalidManifest(str(error)) from error
 
     def _encoder(self, number: Any, key: str) -> StringEncoder:
         entry = _at(self._manifest["encoders"], number, "encoder")
@@ -239,7 +255,7 @@ class Reader:
 
 
 _TENSOR = torch.empty(0, device="meta")
-"""In place of any tensor."""
+"""Stands for any tensor."""
 
 
 def _names_in(node: Any) -> dict[str, Any]:
@@ -256,13 +272,13 @@ def _made(entry: dict[Any, Any], key: str) -> StringEncoder:
     try:
         return encoder_from_json(entry)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise InvalidFileError(f"not a valid file: the encoder of {key!r}: {str(error)[:1000]}") from error
+        raise InvalidManifest(f"the encoder of {key!r}: {str(error)[:1000]}") from error
 
 
 def choose_from(cls: Any) -> Callable[[Any, str], Any]:
-    """For `Reader.build`: the class of each dict if that of the root is ``cls``.
+    """The ``choose`` of `Reader.build` for a root of class ``cls``.
 
-    It is what the class of the one that holds it declares for it, or that class itself.
+    A nested dict has the class that the class of its parent declares for the key, else the class of its parent.
     """
 
     def choose(parent: Any, key: str) -> Any:
@@ -272,7 +288,7 @@ def choose_from(cls: Any) -> Callable[[Any, str], Any]:
 
 
 def paths_of(manifest: Manifest) -> list[Path]:
-    """The paths of the tensors of a plan that is sound, in the order of the tree."""
+    """The paths of the tensors of a valid manifest, in the order of the tree."""
 
     def walk(node: Any, at: Path) -> Iterator[Path]:
         for key, value in node["items"]:
@@ -285,9 +301,9 @@ def paths_of(manifest: Manifest) -> list[Path]:
 
 
 def _kept(node: Any, asked: Mapping[Any, Any], everything: bool, at: Path, found: set[Path]) -> Any:
-    """A dict of a plan with the items that are asked for, or ``everything``.
+    """A dict of the manifest with only the items that are asked for, or ``everything``.
 
-    The paths that are asked for go to ``found``. ``asked`` is a tree of keys, with `_HERE` where a path ends.
+    ``asked`` is a tree of keys, with `_HERE` where a path ends. Paths that end here are added to ``found``.
     """
     items: list[Any] = []
     for key, value in node["items"]:
@@ -305,7 +321,7 @@ def _kept(node: Any, asked: Mapping[Any, Any], everything: bool, at: Path, found
 
 
 def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:
-    """Refuse a list or dict that is in two places, as pickle can have it: walks would take the time of a tree's."""
+    """Refuse a list or dict that is in two places, as a pickle can have it: walks could take exponential time."""
     if type(value) not in (list, dict):
         return
     if id(value) in seen:
@@ -323,7 +339,7 @@ def _cut(value: object) -> str:
 
 
 def invalid(reason: str) -> NoReturn:
-    raise InvalidFileError(f"not a valid file: {reason}")
+    raise InvalidManifest(reason)
 
 
 def _at(entries: list[Any], number: Any, what: str) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from .._encoders.protocol import StringEncoder, encoder_to_json, runs_code
+from .._encoders.protocol import StringEncoder
 from .._errors import InvalidFileError, Path, dotted, dtype_name
 from .._memory.buffer import DTYPES, PACKABLE
 from .._memory.device import CPU
@@ -37,15 +37,15 @@ from .atomic_write import FilePath, atomic_write
 from .manifest import Manifest, Reader, choose_from, describe, invalid
 
 MANIFEST = "tensordict_lite"
-"""The key of the plan in the metadata."""
+"""The key of the manifest in the metadata."""
 _MAX_MANIFEST = 16 << 20
-"""Characters. No legitimate plan is near it, and what Python makes of a forged one stays within some hundred MB."""
+"""Characters. No legitimate manifest is near it. Parsing a forged one takes at most some hundred MB."""
 _MAX_BRACKETS = 500_000
-"""In a plan. A tensor takes one, and empty lists are what JSON blows up most: 2 characters become 64 bytes."""
+"""Brackets in a manifest. A tensor takes one. Empty lists grow most when they are parsed: 2 characters to 64 bytes."""
 _AT_ONCE = 64 << 20
-"""Bytes of tensors of a device that are on the host at once while they are written."""
+"""Bytes of tensors of a device that `write` has on the host at the same time."""
 _PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
-"""Dtypes that safetensors has no name for, which are stored as pairs of real numbers."""
+"""Dtypes that safetensors has no name for. They are stored as pairs of real numbers."""
 _STORED = {name: dtype for name, dtype in DTYPES.items() if name not in _PAIRS}
 
 
@@ -65,7 +65,7 @@ def _library() -> Any:
 def write(d: TreeDict[Any], path: FilePath) -> None:
     """Save ``d``: see `DeviceDict.save`."""
     specs = _library().TensorSpec
-    manifest, leaves, _ = describe(d, _encoder_entry, own=False)
+    manifest, leaves, _ = describe(d, _by_name, own=False)
     _refuse_unwritable(leaves)
     tensors = [cast(Tensor, value) for _, value in leaves]
     names = _names([path for path, _ in leaves])
@@ -79,7 +79,7 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
             f"the structure and encoders of this dict take {len(text)} characters, and a file holds {_MAX_MANIFEST}; "
             "save fewer fields to a file, or give large encoders a registered name of their own"
         )
-    # Of wide dtypes first, so that each is aligned.
+    # Wide dtypes first, so that each tensor is aligned.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {MANIFEST: text}}
     end = 0
@@ -96,14 +96,10 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
     atomic_write(path, chain([len(encoded).to_bytes(8, "little") + encoded], data))
 
 
-def _encoder_entry(encoder: StringEncoder) -> dict[str, Any]:
-    # What would run code when it is made from a file is not made from one, so its name is enough.
-    if runs_code(encoder):
-        return {"name": cast(Any, encoder).name}
-    try:
-        return encoder_to_json(encoder)
-    except TypeError as error:
+def _by_name(encoder: StringEncoder, error: TypeError | None) -> dict[str, Any]:
+    if error is not None:
         raise TypeError(f"{error}; or save(d.to_dict(), path), the tensors alone") from error
+    return {"name": cast(Any, encoder).name}  # loading asks the caller for it, since it would run code
 
 
 def _refuse_unwritable(leaves: Sequence[tuple[Path, Any]]) -> None:
@@ -124,7 +120,7 @@ def _refuse_unwritable(leaves: Sequence[tuple[Path, Any]]) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """A name for each tensor, its dotted path where that can be and is not taken."""
+    """A name for each tensor: its dotted path, with a number if another tensor has that name."""
     taken = {"__metadata__"}
     counts: dict[str, int] = {}
     names: list[str] = []
@@ -139,7 +135,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors on the CPU, so many at once as `_AT_ONCE` allows."""
+    """The tensors on the CPU. They are copied in parts of about `_AT_ONCE` bytes."""
     waiting: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:
@@ -166,13 +162,13 @@ def read(
     keys: Sequence[str | Path] | None,
     encoders: Encoders | None,
 ) -> Any:
-    """A dict of class ``cls``, unchecked by it: see `DeviceDict.load`."""
+    """Load a dict of class ``cls``, which has not validated it yet: see `DeviceDict.load`."""
     library = _library()
     paths = None if keys is None else _paths(keys)
-    Policy().override(encoders)  # raises for what are none, which is not the file's fault
+    Policy().override(encoders)  # raises if an argument is wrong, which is not the file's fault
     path = os.fsdecode(path)
     with _opened(path) as opened:
-        # By the open file, so that its tensors are those of its header whatever takes its name meanwhile.
+        # Through the open file: another file may take the name between reading the header and the tensors.
         same = f"/proc/self/fd/{opened.fileno()}"
         linked = os.path.exists(same)
         of = _named(path, opened)
@@ -192,11 +188,11 @@ def read(
 
 
 def _opened(path: str) -> BufferedReader:
-    """The file, open; ``OSError`` for what is no regular file, of which a pipe would be waited for."""
+    """Open the file. Raises ``OSError`` if it is not regular: opening a pipe would wait for a writer."""
     _refuse_irregular(os.stat(path), path)
     opened = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     try:
-        _refuse_irregular(os.fstat(opened.fileno()), path)  # another one may have taken the name
+        _refuse_irregular(os.fstat(opened.fileno()), path)  # another file may have taken the name
     except OSError:
         opened.close()
         raise
@@ -219,10 +215,10 @@ def _read_each(file: Any, names: set[Any]) -> dict[Any, Tensor]:
 
 
 def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any]) -> dict[Any, Tensor]:
-    """These tensors of a file that the library has found to be sound, in the memory of the file.
+    """The named tensors of a file that the library has validated, mapped from the file.
 
-    Over slices of one mapping, each a storage of its own, so that what is pickled or copied of one is that one. It
-    takes 4 us a tensor; the library's way to the same takes 11.
+    Each tensor has a storage of its own, a slice of one mapping, so that pickle and copies write that tensor only. This
+    takes 4 us a tensor; the library takes 11 us.
     """
     dtypes = {
         library.TensorSpec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype: dtype for name, dtype in _STORED.items()
@@ -257,26 +253,24 @@ def _named(path: str, opened: BufferedReader) -> str:
 
 @contextmanager
 def _invalid(of: str, *errors: type[Exception]) -> Generator[None]:
-    """Whatever the parts of a damaged file are refused with, as an error of ours that names the file."""
+    """Turn every error about the content of a file into an ``InvalidFileError`` that names the file."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except InvalidFileError as error:
-        raise InvalidFileError(f"{of}: {error}") from error.__cause__
     except (*errors, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidFileError(f"{of}: not a valid file: {error}") from error
 
 
 def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Manifest, list[tuple[Any, Any]]]:
-    """The plan of a file, and of each number in it, the name of the tensor and the dtype of pairs."""
-    if MANIFEST not in metadata:  # somebody else's: one level, by its names
-        manifest, _, _ = describe(TreeDict[Any]._new((), None, Policy()), _encoder_entry, own=False)
+    """The manifest of a file, and for each number in it the name of the tensor and the dtype of its pairs, or None."""
+    if MANIFEST not in metadata:  # a file of another program: one level, with its names as keys
+        manifest, _, _ = describe(TreeDict[Any]._new((), None, Policy()), _by_name, own=False)
         manifest["root"]["items"] = [[name, i] for i, name in enumerate(names)]
         return manifest, [(name, None) for name in names]
     text = metadata[MANIFEST]
     if len(text) > _MAX_MANIFEST or _brackets(text) > _MAX_BRACKETS:
-        invalid(f"its plan takes {len(text)} characters")
+        invalid(f"its manifest takes {len(text)} characters")
     manifest: Any = json.loads(text)
     listed: Any = manifest.pop("tensors", None) if isinstance(manifest, dict) else None  # pyright: ignore
     if not isinstance(listed, list):
@@ -297,7 +291,7 @@ def _brackets(text: str) -> int:
 
 
 def _as(tensor: Tensor, pairs: str | None) -> Tensor:
-    """A tensor of a file, as the complex one that it is stored for."""
+    """A tensor of a file; ``pairs``: the complex dtype that it is stored for, or None."""
     if pairs is None:
         return _aligned(tensor, tensor.itemsize)
     if tensor.dtype is not _PAIRS[pairs] or not tensor.dim() or tensor.shape[-1] != 2:
@@ -306,11 +300,11 @@ def _as(tensor: Tensor, pairs: str | None) -> Tensor:
 
 
 def _aligned(tensor: Tensor, size: int) -> Tensor:
-    """A tensor that lies on a multiple of ``size`` bytes: itself, or a copy. A writer may not align, or not enough."""
+    """The tensor, or a copy if it does not begin on a multiple of ``size`` bytes: not every writer aligns."""
     if tensor.data_ptr() % size == 0:
         return tensor
     out = torch.empty_like(tensor)
-    out.untyped_storage().copy_(tensor.untyped_storage())  # byte by byte, and so by no kernel that is for aligned ones
+    out.untyped_storage().copy_(tensor.untyped_storage())  # byte by byte: other kernels need alignment
     return out
 
 

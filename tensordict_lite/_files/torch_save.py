@@ -1,8 +1,8 @@
-"""How `torch.save` writes a dict, so that ``torch.load(weights_only=True)`` takes it with no setup.
+"""The form of a dict in a file of ``torch.save``, which ``torch.load(weights_only=True)`` reads without setup.
 
-That unpickler calls what is on its list of safe functions, and refuses everything else, classes of a user's included.
-So what is written is data, and one function, `rebuild`, that takes data only and checks it. A class is a name there,
-and is found among those that are defined: nothing is imported.
+That loader calls only functions on a list of safe ones, and no class of yours is on it. So the file holds data, and the
+name of one function, `rebuild`, that takes data only and validates it. A class is written as its name, and found among
+the classes that are defined. Nothing is imported.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._encoders.protocol import StringEncoder, encoder_to_json, runs_code
 from .._errors import InvalidFileError, TooDeep
 from .._memory.device import canonical, resolve
 from .._memory.packed import from_buffer, materialize
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict, class_named, name_of, packed_state
-from .manifest import Reader, describe, invalid
+from .manifest import InvalidManifest, Reader, describe, invalid
 
 PROTOCOL = 2
-"""The pickle protocol of `torch.save`, by which it is told from others. They get the class itself, so that whoever
-unpickles it need not have imported it."""
+"""The pickle protocol of ``torch.save``. In other protocols pickle writes the class itself, and imports it."""
 
 
 class NotKept(ValueError):
-    """A dict that holds, by pytree's hand, what its policy does not keep, so that `rebuild` would refuse it."""
+    """A dict with an object that its policy does not keep, as pytree can put there; `rebuild` would refuse it."""
 
 
 def reduce_saved(d: TreeDict[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What pickle writes for ``d``: `rebuild` and its arguments. Raises ``TooDeep`` and `NotKept`."""
+    """`rebuild` and its arguments: the reduction of ``d`` for pickle. Raises ``TooDeep`` and `NotKept`."""
     compacted = d._compacted()
-    manifest, leaves, nodes = describe(compacted, _encoder_entry, own=True)
+    manifest, leaves, nodes = describe(compacted, lambda encoder, _: encoder, own=True)  # pickled itself
     seen: dict[int, object] = {}
     for node in nodes if any(not isinstance(value, Tensor) for _, value in leaves) else ():
         for value in node.values():
@@ -48,15 +46,8 @@ def reduce_saved(d: TreeDict[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]
     return rebuild, (manifest, [name_of(type(node)) for node in nodes], stored, device, buffer, specs)
 
 
-def _encoder_entry(encoder: StringEncoder) -> Any:
-    try:
-        return encoder if runs_code(encoder) else encoder_to_json(encoder)
-    except TypeError:  # one that is pickled itself, which takes weights_only=False
-        return encoder
-
-
 def _may_keep(value: Any, seen: dict[int, object]) -> bool:
-    """Whether an object has no tensor in it, of what is not ``seen`` yet: it may be in many places."""
+    """Whether an object is no mapping and holds no tensor. Objects that are ``seen`` already are not searched again."""
     try:
         return not isinstance(value, Mapping) and find_tensor(value, seen) is None
     except TooDeep:
@@ -64,10 +55,18 @@ def _may_keep(value: Any, seen: dict[int, object]) -> bool:
 
 
 def rebuild(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, specs: Any) -> Any:
-    """The dict that was saved, on whatever device its tensors were loaded to.
+    """The dict that `reduce_saved` describes, on the device that its tensors were loaded to.
 
-    Takes data only and checks it, as a file may hold anything: ``ValueError`` for what cannot be.
+    Takes data only and validates it, since a file may hold anything. Raises ``InvalidFileError``, and ``ValueError``
+    for a class that is not defined.
     """
+    try:
+        return _rebuilt(manifest, classes, leaves, device, buffer, specs)
+    except InvalidManifest as error:
+        raise InvalidFileError(f"not a valid file: {error}") from error
+
+
+def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, specs: Any) -> Any:
     if type(leaves) is not list or type(classes) is not list or not isinstance(device, (str, type(None))):
         invalid("what torch.save wrote is damaged")
     leaves, classes = cast("list[Any]", leaves), cast("list[Any]", classes)
@@ -81,13 +80,13 @@ def rebuild(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, 
     home = canonical(next(iter(devices))) if len(devices) == 1 else None if devices else fallback
     out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, own=True)
     if len(devices) > 1:
-        _infer_device(out)
+        out._infer_device(None)
     out._validate(shapes=False)
     return out
 
 
 def _classes(names: list[Any]) -> Iterator[type[Any]]:
-    found: dict[str, type[Any]] = {}  # each is looked for once
+    found: dict[str, type[Any]] = {}  # by name, as each lookup takes time
     for name in names:
         if not isinstance(name, str) or name not in found:
             found[name] = class_named(name)
@@ -95,7 +94,7 @@ def _classes(names: list[Any]) -> Iterator[type[Any]]:
 
 
 def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
-    """What the numbers of a plan stand for: tensors, those in the block among them, and objects that may be kept."""
+    """The values of a manifest by number: tensors, also those in the buffer, and objects that may be kept."""
     seen: dict[int, object] = {}
 
     def value(leaf: Any) -> Any:
@@ -109,26 +108,18 @@ def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
             if len(kept) == 1 and not isinstance(kept[0], Tensor) and _may_keep(kept[0], seen):
                 return kept[0]
         except RecursionError as error:
-            raise InvalidFileError("not a valid file: an object in it is nested too deep") from error
+            raise InvalidManifest("an object in it is nested too deep") from error
         invalid("it lacks a tensor, or keeps an object that is one, or holds one")
 
     return [value(leaf) for leaf in leaves]
 
 
-def _infer_device(d: TreeDict[Any]) -> None:
-    """Each dict on the device of its own tensors."""
-    for value in d.values():
-        if isinstance(value, TreeDict):
-            _infer_device(cast("TreeDict[Any]", value))
-    d._infer_device(None)
-
-
 def _device(name: str) -> torch.device:
-    """The device of a dict without tensors; for others it is that of the tensors. Asks no driver."""
+    """The device for a dict without tensors. Asks no driver, as the device may be absent here."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidFileError(f"not a valid file: {str(error)[:200]}") from error
+        raise InvalidManifest(str(error)[:200]) from error
     if device.type in ("cpu", "meta"):
         return resolve(device.type)
     if not 0 <= (-1 if device.index is None else device.index) < 128:  # pyright: ignore[reportUnnecessaryComparison]

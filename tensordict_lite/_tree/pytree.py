@@ -1,4 +1,4 @@
-"""Registration with PyTorch's pytree: what every class of ours must have to cross DDP, vmap, export and tree_map."""
+"""Register classes with PyTorch's pytree, which DDP, vmap, export and tree_map use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .policy import Policy
 
 @dataclass(slots=True, unsafe_hash=True)
 class Context:
-    """The part of a dict that is not its values. Two are equal if their keys are.
+    """The keys, device and policy of a dict: everything except its values.
 
-    The device and the policy do not count, so that one tree_map may take dicts of the same fields on two devices;
-    they are what a dict without tensors, and the encoders, come back from.
+    Two contexts are equal if their keys are, so that one tree_map can take dicts on two devices. The device is used to
+    rebuild a dict without tensors, the policy to rebuild the encoders and options.
     """
 
     keys: tuple[str, ...]
@@ -26,10 +26,10 @@ class Context:
 
 
 def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Callable[..., Any]) -> None:
-    """Register exactly ``cls``: pytree looks types up by identity, a registered base does not serve a subclass.
+    """Register ``cls``. Each subclass needs its own call, since pytree looks a type up by identity.
 
-    ``flatten`` gives the context of an instance and ``unflatten(cls, items, context)`` builds one from pairs. It must
-    not validate: torch puts leaves of every kind into the tree (None, ints, specs, vmap's batched tensors).
+    ``flatten`` gives the context of an instance. ``unflatten(cls, items, context)`` builds an instance from pairs. It
+    must not validate: torch puts leaves of every kind into the tree (None, ints, specs, vmap's batched tensors).
     """
 
     def flat(d: Any) -> tuple[list[Any], Context]:
@@ -53,7 +53,7 @@ def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Calla
 
 
 def _dump(context: Context) -> Any:
-    # An exported program keeps the structure it computes on; encoders belong to the data, not to the program.
+    # An exported program keeps the structure only. Encoders belong to the data, not to the program.
     return {"keys": list(context.keys), "device": None if context.device is None else str(context.device)}
 
 

@@ -1,8 +1,8 @@
-"""How a dict is pickled for another process, and what happens if it cannot be.
+"""Pickle a dict for another process, or send the error if that fails.
 
-``multiprocessing.Queue``, through which DataLoader workers send, pickles in a thread that drops what fails: the
-receiver would wait for ever. So the dict is tried, unless a look at it tells that it is safe, and the error is sent in
-its place.
+DataLoader workers send through ``multiprocessing.Queue``, which pickles in a thread. That thread drops an object that
+cannot be pickled, and the receiver would wait for ever. So a dict that may fail is pickled here first, and if it fails
+the error is sent in its place.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from .walk import only_tensors
 
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _DEPTH = 32
-"""Levels of nesting that pickle takes for sure, whatever the dict is in."""
+"""Levels of nesting that pickle takes for sure, whatever container holds the dict."""
 _look = attrgetter("layout", "requires_grad")
 _PLAIN = {(torch.strided, False)}
 _has_names: Callable[[Tensor], bool] | None = getattr(Tensor, "has_names", None)
-"""In versions of torch whose dimensions have names, with which a tensor cannot be pickled."""
+"""In some versions of torch a tensor can have named dimensions. Such a tensor cannot be pickled."""
 _DEVICES = ("cpu", "cuda")
-"""Whose memory other processes can open."""
+"""Devices whose memory other processes can open."""
 _KEPT = 32
 _pickled: list[object] = []
-"""The encoders last pickled in this process. Pickling a large one takes longer than its batch does."""
+"""The encoders that this process pickled last. To try a large one again would take longer than its batch."""
 
 
 def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
-    """The reduction of ``d`` for another process; if it cannot be pickled, of an error that names the field or class.
+    """The reduction of ``d`` for another process.
 
-    Raises the error here unless it would be lost. Cost: a look at each field; what is not plainly safe is pickled by
-    itself, once.
+    If it cannot be pickled, raises an error that names the field or class. In the thread of a queue, which would drop
+    the error, returns the reduction of the error instead. Cost: a look at each field; a dict that is not plain is
+    pickled here.
     """
     try:
-        apart = packed_state(d)
-        if is_plain(d, apart[2]):
-            return reduce_args(d, apart)
+        state = packed_state(d)
+        if is_plain(d, state[2]):
+            return reduce_args(d, state)
         data = _dumps(_Pickler, d)
     except Exception as error:
         return _in_place_of(d, _named(d, error), error)
@@ -62,7 +63,7 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
 def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:
     """Whether ``d`` can be pickled for sure: plain tensors, ``str`` keys, known encoders, classes found by name.
 
-    ``packed``: the ids of tensors that are parts of a block, which is plain.
+    ``packed``: the ids of tensors in the buffer of a packed dict, which is plain.
     """
     if not depth or set(map(type, d)) - {str} or not _is_importable(type(d)):
         return False
@@ -130,7 +131,7 @@ def _is_importable(cls: type[Any]) -> bool:
 
 
 def _encoders(d: TreeDict[Any], at: Path, *, deep: bool = True) -> Iterator[tuple[Path, StringEncoder]]:
-    """The encoders of ``d`` with the paths of their keys; the one for every key has none."""
+    """The encoders of ``d`` with the paths of their keys; the path of the default encoder is empty."""
     for key, encoder in d._policy.encoders.items():
         yield (*at, key), encoder
     yield (), d._policy.default_encoder
@@ -150,18 +151,18 @@ def _remember(encoder: StringEncoder) -> None:
 
 
 def _function(encoder: StringEncoder) -> object:
-    return encoder.function if isinstance(encoder, EncodeOnly) else encoder  # the wrapper is another one in each batch
+    return encoder.function if isinstance(encoder, EncodeOnly) else encoder  # each batch has a wrapper of its own
 
 
 class _Pickler(ForkingPickler):
-    """For the inside of a dict that is tried: nested dicts are not tried again."""
+    """Pickles the inside of a dict. Nested dicts are not tried one by one."""
 
     def reducer_override(self, obj: Any) -> Any:
         return reduce_args(cast("TreeDict[Any]", obj)) if isinstance(obj, TreeDict) else NotImplemented
 
 
 class _Trial(_Pickler):
-    """Pickles nothing that takes a file descriptor or shared memory, which only a receiver gives back."""
+    """Leaves out tensors that take file descriptors or shared memory, which only a receiver could free."""
 
     def persistent_id(self, obj: Any) -> Any:
         is_storage = isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu"
@@ -184,14 +185,14 @@ def _try(obj: Any, what: str, way_out: str) -> None:
 
 
 def _named(d: TreeDict[Any], error: Exception) -> Exception:
-    """``error``, for which ``d`` was not pickled, with the place that it comes from."""
+    """The error to raise if ``error`` came from pickling ``d``: it names the field or class."""
     try:
         refuse_unsendable(d)
     except TypeError as named:
         return named
     except RecursionError as deeper:
         error = deeper
-    if isinstance(error, TooDeep):  # says it itself
+    if isinstance(error, TooDeep):
         return error
     name = type(d).__qualname__
     if isinstance(error, RecursionError):
@@ -200,33 +201,34 @@ def _named(d: TreeDict[Any], error: Exception) -> Exception:
 
 
 def _in_place_of(d: TreeDict[Any], named: Exception, cause: Exception) -> tuple[Any, ...]:
-    """The reduction of the error, if the thread of a queue pickles ``d`` and drops what is raised; else raise it."""
+    """The reduction of the error, if the thread of a queue pickles ``d`` and would drop it; else raise the error."""
     feed = _frame_of("_feed")
     dropped = cast(Any, Queue)._on_queue_feeder_error
-    if feed is None or feed.f_locals.get("onerror") is not dropped:  # a ProcessPoolExecutor has one that tells
+    if feed is None or feed.f_locals.get("onerror") is not dropped:  # that of a ProcessPoolExecutor reports errors
         raise named from cause
     worker = get_worker_info()
     where = "in a process that sends to this one" if worker is None else f"in DataLoader worker process {worker.id}"
-    message = feed.f_locals.get("obj")  # of a DataLoader: its number, and the batch
+    message = feed.f_locals.get("obj")  # of a DataLoader: (index, batch)
     alone = worker is not None and type(message) is tuple and len(cast(Any, message)) == 2 and message[1] is d
-    return _arrive, (named, where, alone)
+    return arrive, (named, where, alone)
 
 
-def _arrive(error: Exception, where: str, alone: bool) -> Any:
-    """Raise where a dict was to arrive; to a DataLoader, hand over what it raises by itself.
+def arrive(error: Exception, where: str, alone: bool) -> Any:
+    """Raise the error of the sender in the process that receives.
 
-    ``alone``: the dict was the batch, and not a part of it. Only then does a DataLoader look.
+    ``alone``: the dict was the whole batch of a DataLoader. Then return an `ExceptionWrapper`, which the DataLoader
+    raises itself; it does not look for one inside a batch.
     """
     wrapped = ExceptionWrapper((type(error), error, None), where)  # pyright: ignore[reportArgumentType]
     if alone:
         return wrapped
-    if _frame_of("_pin_memory_loop") is not None:  # an exception here would end the thread, and be lost
+    if _frame_of("_pin_memory_loop") is not None:  # an exception here would end the thread unseen
         return _Unpinnable(wrapped)
     wrapped.reraise()
 
 
 class _Unpinnable:
-    """In the place of a part of a batch: raises as a DataLoader pins it, which is when the DataLoader looks."""
+    """Replaces a part of a batch. Raises when the DataLoader pins it, as then the DataLoader catches errors."""
 
     def __init__(self, error: ExceptionWrapper) -> None:
         self._error = error
@@ -236,7 +238,7 @@ class _Unpinnable:
 
 
 def _frame_of(function: str) -> FrameType | None:
-    """The call of ``function`` that this one is in."""
+    """The frame of ``function`` on the stack of this thread; None if it is not there."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back

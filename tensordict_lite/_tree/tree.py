@@ -1,4 +1,4 @@
-"""A tree of dicts on one device: its state, its copies, how it crosses pickle and pytree. Checks nothing."""
+"""A tree of dicts on one device: its state and its copies, and how pickle and pytree take it. Validates no values."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar, Unpack
 
 from .._encoders.protocol import StringEncoder
-from .._errors import DeviceMismatchError, Path, dotted, refuse_deeper
+from .._errors import DEPTH, DeviceMismatchError, Path, dotted, refuse_deeper
 from .._memory.buffer import buffer_of
 from .._memory.device import CPU, canonical, resolve
 from .._memory.packed import are_slices, can_pack, from_buffer, materialize, pack, packed_layout
 from .._tree import pytree
 from .compare import agree, equal
 from .policy import OPTIONS, Options, Policy, refuse_option
-from .walk import only_tensors
+from .walk import leaves, only_tensors
 
 V = TypeVar("V", default=Tensor)
 
-# dict itself, for its methods under the ones here: `Any` for the type checkers, and reached through the class, because
-# torch.compile knows `dict.update(d, ...)` but not a global that is that method.
+# The methods of `dict` that the classes here override. `Any` for the type checkers. A global for the class and not for
+# each method, because torch.compile can trace `dict.update(d, ...)` only through the class.
 builtin_dict: Any = dict
 
 
-Apart = tuple[Tensor | None, list[Any] | None, dict[int, int]]
+PackedState = tuple[Tensor | None, list[Any] | None, dict[int, int]]
+"""The buffer of a packed dict, the specs of its layout, and the number of each tensor by its id."""
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
-"""Every class below, by its module and qualified name; of several the last that was defined."""
+"""Every subclass by its module and qualified name; the last one, if two have the same name."""
 
 
 class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
-    """State and structure under `DeviceDict`.
+    """The base of `DeviceDict`: state and structure.
 
-    Nested dicts form a tree that is never shared: whatever makes one takes a mapping in by value, its tensors shared
-    and its structure new, so that no dict can change under another one and no cycle can arise.
+    Two dicts never share structure. A mapping is inserted by value: its tensors are shared, its nested dicts are new.
+    So no dict changes under another one, and no cycle can arise.
     """
 
     __slots__ = ("__weakref__", "_device", "_policy")
-    _device: torch.device | None  # resolved; None before the first tensor or nested dict, and see `_infer_device`
+    _device: torch.device | None  # resolved; None before the first tensor or nested dict; see `_infer_device` too
     _policy: Policy
-    _class_options: ClassVar[Mapping[str, Any]]  # what one class gave; the next is what it and its bases make
+    _class_options: ClassVar[Mapping[str, Any]]  # the options that this class itself declares
     _class_policy: ClassVar[Policy] = Policy()
 
     def __init_subclass__(
@@ -60,11 +61,11 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             refuse_option(cls.__name__, next(iter(kwargs)), declared=True)
         _classes[name_of(cls)] = cls
         pytree.register(cls, _context, _unflatten)
-        # Between processes that share memory, where `__reduce__` would make fields of a larger storage anew.
+        # Processes that share memory get the storage itself; `__reduce__` would copy fields of a larger storage.
         ForkingPickler.register(cls, cls._sent)
         if len(options) > len(kwargs):
             cls._class_options = {name: value for name, value in options.items() if name not in kwargs}
-        # Of every class that gives options, the more derived one's over the others': so several bases add up.
+        # The options of all bases, where the more derived class wins.
         given = [base.__dict__["_class_options"] for base in cls.__mro__ if "_class_options" in base.__dict__]
         if given:
             policy = Policy()
@@ -132,7 +133,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
-        """An instance with these items, unchecked; ``__init__`` of a subclass is not run."""
+        """An instance with these items, not validated. Does not run ``__init__``."""
         out = cls.__new__(cls)
         out._device = device
         out._policy = policy
@@ -140,7 +141,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return out
 
     def _untyped_subset(self, items: Any) -> Self:
-        """A dict for some of the items, and nothing that was true of all of them; see `TypedDeviceDict`."""
+        """A dict for some of the items; of a typed dict one without a schema, which only holds for all of them."""
         return self._new(items, self._device, self._policy)
 
     def _tensors(self) -> list[Tensor]:
@@ -148,7 +149,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._tensors_and_kind()[0]
 
     def _tensors_and_kind(self) -> tuple[list[Tensor], bool]:
-        """Every tensor of the tree, depth first, and whether there is nothing here but plain tensors."""
+        """Every tensor of the tree, depth first, and whether all values are plain tensors."""
         values = list(self.values())
         if only_tensors(values):
             return cast("list[Tensor]", values), True
@@ -156,14 +157,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         for value in values:
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, TreeDict):  # as `_map_tensors` has it: a foreign leaf of pytree's may be any mapping
+            elif isinstance(value, TreeDict):  # not any mapping, which pytree may put here as a leaf
                 found += cast("TreeDict[Any]", value)._tensors()
         return found, False
 
     def _replace_tensors(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
-        """The same tree on ``device`` with these tensors, in the order of `_tensors`, for its own; unchecked.
+        """The same tree on ``device`` with other tensors, in the order of `_tensors`. Not validated.
 
-        ``flat``: the caller knows that there is nothing but plain tensors.
+        ``flat``: the caller knows that all values are plain tensors.
         """
         if flat or only_tensors(self.values()):
             return self._new(zip(self, tensors, strict=True), device, self._policy)
@@ -171,7 +172,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._map_tensors(lambda _: next(left), device)
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor], device: torch.device | None) -> Self:
-        """The same tree with ``function`` of every tensor, depth first, whose results are on ``device``; unchecked."""
+        """The same tree with ``function(tensor)`` for each tensor, depth first. The results are on ``device``."""
         items: dict[str, Any] = {}
         for key, value in self.items():
             if isinstance(value, Tensor):
@@ -183,17 +184,21 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._new(items, device, self._policy)
 
     def _infer_device(self, fallback: torch.device | None) -> None:
-        """Take the device from the tensors that are here now; without any, ``fallback``, for nested dicts too.
+        """Give every dict of the tree the device of the tree's tensors; without any tensor, ``fallback``.
 
-        If pytree put tensors of several devices here there is no device to name, and None lets `to` gather them.
+        Pytree can put tensors of several devices here. Then this dict has the device None, so that `to` moves them
+        together, and each nested dict has the device of its own tensors.
         """
-        devices = {tensor.device for tensor in self._tensors()}
-        self._device = canonical(devices.pop()) if len(devices) == 1 else None if devices else fallback
-        for value in self.values():
-            if isinstance(value, TreeDict):
-                nested = cast("TreeDict[Any]", value)
-                if nested._device != self._device and not nested._tensors():
-                    nested._infer_device(self._device)
+        dicts = _dicts_of(self, limit=None)
+        devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
+        if len(devices) > 1:
+            self._device = None
+            for nested in dicts[1:]:
+                nested._infer_device(None)
+            return
+        device = canonical(devices.pop()) if devices else fallback
+        for one in dicts:
+            one._device = device
 
     def copy(self) -> Self:
         """A new dict with the same tensors: structure copied at every level, no tensor copied.
@@ -224,11 +229,11 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @staticmethod
     def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
-        """`__reduce__` between processes that share memory."""
+        """The reduction between processes that share memory."""
         return reduce_args(d)
 
     def _compacted(self) -> Self:
-        """This dict, or one without fields that are parts of a larger storage, all of which pickle would write."""
+        """This dict, or a packed copy if a tensor is part of a larger storage, since pickle writes whole storages."""
         device, tensors = self._device, self._tensors()
         if device is None or not (can_pack(device) and are_slices(tensors)):
             return self
@@ -249,7 +254,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return not agree(self, cast("Mapping[str, Any]", other), equal)
 
     def _check(self) -> None:
-        """Raise ``AssertionError`` if anything that must always hold does not. For tests; O(fields)."""
+        """Raise ``AssertionError`` if an invariant of the dict does not hold. For tests; O(fields)."""
         _verify(self, self._device, ())
 
 
@@ -272,26 +277,27 @@ def kind_nested(
     return made, policy
 
 
-def tensor_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor of the tree and its path, depth first."""
-    for key, value in d.items():
-        if isinstance(value, Tensor):
-            yield (*at, key), value
-        elif isinstance(value, TreeDict):
-            yield from tensor_paths(cast("TreeDict[Any]", value), (*at, key))
+def tensor_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor with its path, depth first."""
+    return ((path, value) for path, value in leaves(d) if isinstance(value, Tensor))
 
 
-def _refuse_too_deep(d: TreeDict[Any]) -> None:
-    """Raise ``TooDeep`` for a tree that can be so because nobody checked it: made from within, or by a pickle."""
-    level: list[tuple[Path, TreeDict[Any]]] = [] if only_tensors(d.values()) else [((), d)]
-    while level:
-        refuse_deeper(level[0][0])
-        level = [
-            ((*path, key), cast("TreeDict[Any]", value))
-            for path, one in level
-            for key, value in one.items()
-            if type(value) is not Tensor and isinstance(value, TreeDict)  # the second takes ten times as long
-        ]
+def _dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]:
+    """Every dict of the tree, each after the dict that holds it.
+
+    Raises ``TooDeep`` for a dict nested ``limit`` levels deep: trees that pytree or a pickle made were not validated.
+    """
+    found: list[TreeDict[Any]] = []
+    left: list[tuple[Path, TreeDict[Any]]] = [((), d)]
+    while left:
+        at, one = left.pop()
+        found.append(one)
+        if limit is not None and len(at) >= limit:
+            refuse_deeper(at)
+        for key, value in one.items():
+            if type(value) is not Tensor and isinstance(value, TreeDict):  # the second check takes ten times as long
+                left.append(((*at, key), cast("TreeDict[Any]", value)))
+    return found
 
 
 def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:
@@ -323,20 +329,24 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
     return out
 
 
-def reduce_args(d: TreeDict[Any], apart: Apart | None = None) -> tuple[Any, ...]:
-    """How pickle makes ``d`` again, from the storages of its tensors; from the one there is if it is packed.
+def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any, ...]:
+    """`restore` and its arguments: the reduction of ``d`` for pickle. A packed dict is written as its buffer.
 
-    ``apart``: what `packed_state` gives, if the caller has it.
+    ``state``: the result of `packed_state`, if the caller has it. Raises ``TooDeep``.
     """
-    _refuse_too_deep(d)
+    _dicts_of(d)
     device = None if d._device is None else str(d._device)
-    buffer, specs, numbers = packed_state(d) if apart is None else apart
-    items = dict(d) if buffer is None else _items_without(d, numbers)
-    return restore, (type(d), items, device, _pickled_policy(d), buffer, specs)
+    buffer, specs, numbers = packed_state(d) if state is None else state
+    states: dict[int, dict[str, Any]] = {}
+    items = dict(d) if buffer is None else _packed_items(d, numbers, states)
+    return restore, (type(d), items, device, _policy_state(d, states), buffer, specs)
 
 
-def packed_state(d: TreeDict[Any]) -> Apart:
-    """The block of a packed dict, what lies in it, and by the id of each of its tensors its number there."""
+def packed_state(d: TreeDict[Any]) -> PackedState:
+    """The buffer of a packed dict, the specs of the tensors in it, and the number of each tensor by its id.
+
+    ``(None, None, {})`` for a dict that is not packed.
+    """
     tensors = d._tensors()
     found = packed_layout(tensors, d._device)
     if found is None:
@@ -352,29 +362,37 @@ def name_of(cls: type[Any]) -> str:
 
 def class_named(name: Any) -> type[Any]:
     """The class that is defined under a name; ``ValueError`` if there is none. Imports nothing."""
-    if isinstance(name, str) and not name.startswith("tensordict_lite._"):  # nothing has one of the rooms' classes
+    if isinstance(name, str) and not name.startswith("tensordict_lite._"):  # private bases are no classes of dicts
         cls = _classes.get(name)
         if cls is not None and name_of(cls) == name:
             return cls
-        for cls in list(_classes.values()):  # one whose module was changed later, as where it is exported from
+        for cls in list(_classes.values()):  # a class whose `__module__` was changed after it was defined
             if name_of(cls) == name:
                 return cls
     raise ValueError(f"the class {str(name)[:200]!r} of a saved dict is not defined here; import its module first")
 
 
-def _pickled_policy(d: TreeDict[Any]) -> dict[str, Any] | None:
-    return None if d._policy is d._class_policy else d._policy.to_state()
+def _policy_state(d: TreeDict[Any], states: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+    """The policy of a dict for pickle; None if it is that of the class. Dicts that share a policy share the state."""
+    policy = d._policy
+    if policy is d._class_policy:
+        return None
+    if id(policy) not in states:
+        states[id(policy)] = policy.to_state()
+    return states[id(policy)]
 
 
-def _items_without(d: TreeDict[Any], numbers: Mapping[int, int]) -> dict[str, Any]:
-    """The items of a packed dict without what the block holds: for a tensor in it its number, for a nested dict a list
-    of what makes it, and anything else in a tuple.
+def _packed_items(d: TreeDict[Any], numbers: Mapping[int, int], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The items of a packed dict as pickle writes them.
+
+    A tensor in the buffer is its number, a nested dict is the list ``[class, items, policy]``, and any other value
+    stands in a tuple.
     """
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, TreeDict):
             nested = cast("TreeDict[Any]", value)
-            items[key] = [type(nested), _items_without(nested, numbers), _pickled_policy(nested)]
+            items[key] = [type(nested), _packed_items(nested, numbers, states), _policy_state(nested, states)]
         else:
             items[key] = numbers.get(id(value), (value,))
     return items
@@ -388,40 +406,51 @@ def restore(
     buffer: Tensor | None = None,
     specs: list[Any] | None = None,
 ) -> Any:
-    """Build what `TreeDict.__reduce__` took apart; on whatever device the tensors were loaded to.
+    """The dict that `reduce_args` describes, on the device that its tensors were loaded to.
 
-    Takes data only and checks its form, since a file may hold anything.
+    Takes data only and validates its form, since a file may hold anything.
     """
+    fallback = None if device is None else canonical(torch.device(device))
     try:
         if buffer is None:
             _refuse_unless_dict(items)
+            out = _restored(cls, items, policy, {})
         else:
-            items = _items_with(items, from_buffer(buffer, specs))
-        out = _restored(cls, items, policy)
-        _refuse_too_deep(out)
-        out._infer_device(None if device is None else canonical(torch.device(device)))
+            out = _unpacked(cls, items, policy, from_buffer(buffer, specs), {})
+        _dicts_of(out)
+        out._infer_device(fallback)
     except RecursionError as error:
         raise ValueError("a dict that holds itself, or is nested too deep") from error
     return out
 
 
-def _restored(cls: Any, items: Any, policy: Any) -> TreeDict[Any]:
+def _restored(cls: Any, items: dict[str, Any], policy: Any, policies: dict[int, Policy]) -> TreeDict[Any]:
+    """A dict of a pickle, whose device is not known yet. ``policies``: those already read, by the id of their state."""
     if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
         raise TypeError(f"expected a DeviceDict class, got {cls!r}")
     own = cast("type[TreeDict[Any]]", cls)
-    made = own._class_policy if policy is None else Policy.from_state(policy)
+    if policy is None:
+        made = own._class_policy
+    else:
+        made = policies.get(id(policy)) or policies.setdefault(id(policy), Policy.from_state(policy))
     if made.objects != "keep" and not only_tensors(items.values()):
-        items = {key: materialize(value) for key, value in items.items()}
+        items = {
+            key: value if isinstance(value, (Tensor, TreeDict)) else materialize(value) for key, value in items.items()
+        }
     return own._new(items, None, made)
 
 
 def _refuse_unless_dict(items: Any) -> None:
-    if type(items) is not dict or not all(isinstance(key, str) for key in cast("dict[Any, Any]", items)):
+    """Raise ``TypeError`` unless ``items`` is a dict with ``str`` keys."""
+    keys = cast("Iterable[Any]", items if type(items) is dict else (None,))
+    if not ({str}.issuperset(map(type, keys)) or all(isinstance(key, str) for key in keys)):
         raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
 
 
-def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
-    """`_items_without` undone."""
+def _unpacked(
+    cls: Any, items: Any, policy: Any, fields: Mapping[int, Tensor], policies: dict[int, Policy]
+) -> TreeDict[Any]:
+    """The dict whose items `_packed_items` gave. ``fields``: the tensors of the buffer by their numbers."""
     _refuse_unless_dict(items)
     out: dict[str, Any] = {}
     for key, value in items.items():
@@ -429,12 +458,10 @@ def _items_with(items: Any, fields: Mapping[int, Tensor]) -> dict[str, Any]:
         if kind is int and value in fields:
             out[key] = fields[value]
         elif kind is list and len(value) == 3:
-            cls, inner, policy = value
-            nested = _restored(cls, _items_with(inner, fields), policy)
-            nested._infer_device(None)  # one without tensors takes its device from the root
-            out[key] = nested
+            nested, inner, its_policy = value
+            out[key] = _unpacked(nested, inner, its_policy, fields, policies)
         elif kind is tuple and len(value) == 1:
             out[key] = value[0]
         else:
             raise ValueError(f"a packed dict whose item {key!r} is damaged")
-    return out
+    return _restored(cls, out, policy, policies)

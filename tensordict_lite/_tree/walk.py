@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -106,6 +106,15 @@ def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
         elif isinstance(value, Mapping):
             found += tensors_in(cast("Mapping[str, Any]", value), (*at, key))
     return found
+
+
+def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The path and value of every item that is no mapping, depth first."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from leaves(cast("Mapping[str, Any]", value), (*at, key))
+        else:
+            yield (*at, key), value
 
 
 def components(tensor: Tensor) -> tuple[Tensor, ...]:

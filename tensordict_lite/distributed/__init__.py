@@ -1,7 +1,7 @@
 """Whole dicts over `torch.distributed`: one message for the tensors of a dict, whatever the number of its fields.
 
 Gloo, NCCL and whatever else `torch.distributed` runs on do the work; this is how a dict crosses them. Its tensors are
-packed into one block of bytes. A few numbers go ahead of it and, when a schema is new on a channel, a header that says
+packed into one buffer. A few numbers go ahead of it and, when a schema is new on a channel, a header that says
 what lies where: JSON, bounded, and checked as a file is, never pickle. So a receiver needs to know nothing.
 
 Ranks are global ranks and ``group`` is a process group, as in `torch.distributed`: None for the default one, a

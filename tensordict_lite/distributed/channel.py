@@ -1,4 +1,4 @@
-"""What crosses a process group, and what its ends remember: prefixes, texts, blocks, and the schemas already sent."""
+"""Channels: the tensors of a message through a process group, and the schemas that both ends remember."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor
 
 from .._dict.device_dict import DeviceDict
-from .._errors import InvalidFileError
+from .._files.manifest import InvalidManifest
 from .._memory.device import DeviceLike, resolve
 from .._memory.transfer import transfer
 from .message import PREFIX, Header, Message, failure, prefix_of, read_header, read_prefix, text_of
@@ -104,8 +104,8 @@ class Target:
         buffer = buffer if self.device is None else transfer([buffer], self.device)[0]
         try:
             return schema.build(self.cls, buffer)
-        except InvalidFileError as error:  # an encoder that is not registered here, say
-            raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {error}") from error
+        except InvalidManifest as error:  # an encoder that is not registered here, say
+            raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: not a valid message: {error}") from error
 
 
 class Channel:
@@ -138,7 +138,7 @@ class Channel:
         return schema
 
     def tensors_of(self, message: Message | None, errors: Errors) -> list[Tensor]:
-        """The tensors given for a message: a prefix, a header if it is new here, a block if there is one.
+        """The tensors given for a message: a prefix, a header if the schema is new, a buffer if there are bytes.
 
         After an error, with no message: a prefix and the text of the error.
         """
@@ -159,7 +159,7 @@ class Channel:
         return torch.zeros(PREFIX, dtype=torch.int64, device=self.comm_device)
 
     def receive(self, prefix: Tensor, take: Callable[[Tensor], Any], src: int) -> tuple[Header, Tensor]:
-        """The schema and the block of the message that a prefix announces, the rest of which ``take`` fills in."""
+        """The schema and the buffer of the message that a prefix begins. ``take`` receives into a tensor."""
         rank = dist.get_rank()
         try:
             failed, digest, size, nbytes = read_prefix(prefix)
@@ -175,14 +175,14 @@ class Channel:
             self.remember(digest, schema)
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.comm_device)
         if nbytes:
-            take(buffer)  # after a refusal too, or the next message would begin with this block
+            take(buffer)  # after a refusal too, or the next message would begin with this buffer
         return accepted(schema, nbytes, src), buffer
 
 
 def accepted(schema: Header | str, nbytes: int, src: int) -> Header:
-    """A schema that is not refused and fits a block of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
+    """The schema, if it is valid and fits a buffer of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
     if isinstance(schema, Header) and schema.nbytes != nbytes:
-        schema = "a block that is not as large as its header says"
+        schema = "a buffer that is not as large as its header says"
     if isinstance(schema, str):
         raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {schema}")
     return schema

@@ -1,4 +1,4 @@
-"""A dict as a message: its schema as a header, and its tensors as one block of bytes."""
+"""A dict as a message: a header, which is its schema, and one buffer with its tensors."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from .._encoders.protocol import StringEncoder, encoder_to_json, runs_code
-from .._errors import InvalidFileError, Path, dotted, dtype_name
-from .._files.manifest import Manifest, Reader, choose_from, describe, invalid, paths_of
+from .._encoders.protocol import StringEncoder
+from .._errors import Path, dotted, dtype_name
+from .._files.manifest import Manifest, Reader, choose_from, describe, paths_of
 from .._memory.buffer import DTYPES, buffer_of, clear_gaps, copy_into, new_buffer
 from .._memory.device import canonical
 from .._memory.layout import Group, Layout, lay_out
@@ -22,16 +22,16 @@ from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
 PREFIX = 5
-"""int64 numbers that go ahead of every message: whether it is a failure, the digest of the schema, the sizes of the
-text and of the block that follow, and a number that tells this protocol from others."""
+"""How many int64 numbers begin a message: whether it is a failure, the digest of the schema, the sizes of the text and
+of the buffer that follow, and a number that identifies this protocol."""
 _MAGIC = 0x7464_6C31
 _LARGEST = 16 << 20
-"""Bytes of a header; as for the plan of a file."""
+"""Bytes of a header, as for the manifest of a file."""
 
 
 @dataclass
 class Header:
-    """What a dict is without its values: its tree and encoders, and the dtype, shape and place of each tensor."""
+    """The schema of a dict: its tree and encoders, and the dtype, shape and offset of each tensor."""
 
     text: bytes
     digest: int
@@ -39,7 +39,7 @@ class Header:
     groups: list[Group]
     layout: Layout
     count: int
-    """Of the tensors."""
+    """How many tensors there are."""
     _built: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     @property
@@ -48,26 +48,25 @@ class Header:
 
     @cached_property
     def paths(self) -> list[Path]:
-        """Of each tensor, in the order of the tree."""
+        """The path of each tensor, in the order of the tree."""
         return paths_of(self.manifest)
 
     def build(self, cls: Any, buffer: Tensor) -> Any:
-        """The dict of class ``cls`` whose tensors are ``buffer``. Cost: the tensors; the tree is read once a class.
+        """The dict of class ``cls`` with the tensors in ``buffer``. The manifest is read once for each class.
 
-        A typed class checks names and kinds: what was sent may be a row, or a cast, of what had its shapes.
+        A typed class validates names and kinds but no shapes, since the dict may be a row of one that had them.
         """
         fields = from_buffer(buffer, [(*spec, members) for spec, members in self.groups]) if self.layout.runs else {}
         tensors = [fields[i] for i in range(self.count)]
         if cls not in self._built:
-            reader = Reader(self.manifest, self.count)
-            made = reader.build(choose_from(cls), tensors.__getitem__, None, own=False)
+            made = Reader(self.manifest, self.count).build(choose_from(cls), tensors.__getitem__, None, own=False)
             self._built[cls] = made._replace_tensors([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._replace_tensors(tensors, canonical(buffer.device))
         out._validate(shapes=False)
         return out
 
     def difference(self, other: Header) -> str:
-        """The first field in which this one differs from another; empty if none does, whatever their order."""
+        """Describe the first field that differs from ``other``; empty if none does. The order does not count."""
         mine, theirs = self._fields(), other._fields()
         for path in [*theirs, *mine]:
             if mine.get(path) != theirs.get(path):
@@ -76,7 +75,7 @@ class Header:
         return ""
 
     def strict_difference(self, other: Header) -> str:
-        """The same, and then the order of the fields, encoders, options and empty dicts."""
+        """As `difference`, where the order of the fields, encoders, options and empty dicts count too."""
         fields = self.difference(other)
         if fields or self.digest == other.digest:
             return fields
@@ -122,7 +121,7 @@ def message_of(d: TreeDict[Any]) -> Message:
 
 
 def header_to_send(d: TreeDict[Any]) -> Header:
-    """The schema of a dict that could be sent. Raises as `message_of`; copies nothing."""
+    """The schema of a dict, which has to be sendable. Raises as `message_of`. Copies nothing."""
     tensors, groups, unpackable = _arranged(d)
     return _sendable(tensors, _schema(d, tensors, groups, unpackable))
 
@@ -159,7 +158,7 @@ def _schema(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpack
 
 
 def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
-    """The keys and policies of a tree, to tell it from others."""
+    """The keys and policies of a tree: equal for trees whose tensors alone differ."""
     if only_tensors(d.values()):
         return (*d, id(d._policy))
     nested = ((key, _shape_of(cast("TreeDict[Any]", v)) if isinstance(v, TreeDict) else None) for key, v in d.items())
@@ -167,7 +166,7 @@ def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
 
 
 def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
-    manifest, leaves, _ = describe(d, _encoder_entry, own=False)
+    manifest, leaves, _ = describe(d, _refuse_encoder, own=False)
     kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
     if kept:
         raise TypeError(f"{', '.join(kept)}: kept objects cannot be sent, only tensors; drop them first")
@@ -185,10 +184,8 @@ def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unp
     return Header(text, _digest(text), manifest, layout.groups, layout, len(leaves))
 
 
-def _encoder_entry(encoder: StringEncoder) -> dict[str, Any]:
-    if runs_code(encoder):
-        raise TypeError(f"{encoder!r} is not sent, as it would run code where it arrives; encode with it there")
-    return encoder_to_json(encoder)
+def _refuse_encoder(encoder: StringEncoder, error: TypeError | None) -> NoReturn:
+    raise error or TypeError(f"{encoder!r} is not sent, as it would run code where it arrives; encode with it there")
 
 
 def _digest(text: bytes) -> int:
@@ -196,9 +193,9 @@ def _digest(text: bytes) -> int:
 
 
 def read_header(text: bytes, digest: int) -> Header:
-    """The schema of a header. Raises ``InvalidFileError``, a ``ValueError``, for what is none."""
+    """The schema of a header. Raises ``ValueError`` for a header that is damaged."""
     if _digest(text) != digest:
-        invalid("a header that is not the one announced")
+        raise ValueError("not a valid message: a header that is not the one announced")
     try:
         header: Any = json.loads(text)
         manifest, listed = header["plan"], header["specs"]
@@ -206,30 +203,27 @@ def read_header(text: bytes, digest: int) -> Header:
         for dtype, shape, stride, members in listed:
             spec = (DTYPES[dtype], tuple(shape), tuple(stride), members)
             if not is_saved_group(spec):
-                invalid("a header whose layout is damaged")
+                raise ValueError("its layout is damaged")
             groups.append((spec[:3], list(members)))
         layout = lay_out(groups)
         count = len(layout.members)
         if sorted(layout.members) != list(range(count)) or layout.nbytes > 1 << 46:
-            invalid("a header whose layout is damaged")
-        reader = Reader(manifest, count)
-        if reader.numbers != list(range(count)):
-            invalid("a header whose tensors are not in the order of its tree")
+            raise ValueError("its layout is damaged")
+        if Reader(manifest, count).numbers != list(range(count)):
+            raise ValueError("its tensors are not in the order of its tree")
     except (KeyError, TypeError, IndexError, RecursionError, OverflowError, ValueError) as error:
-        if isinstance(error, InvalidFileError):
-            raise
-        raise InvalidFileError(f"not a valid file: a damaged header: {error}") from error
+        raise ValueError(f"not a valid message: a damaged header: {error}") from error
     return Header(text, digest, manifest, layout.groups, layout, count)
 
 
 def prefix_of(schema: Header | None, text: int, device: torch.device) -> Tensor:
-    """The numbers ahead of a message with so many bytes of text; without a schema, of a failure, whose text follows."""
+    """The numbers that begin a message with ``text`` bytes of text. Without a schema the message is a failure."""
     known = (0, 0) if schema is None else (schema.digest, schema.nbytes)
     return torch.tensor([schema is None, known[0], text, known[1], _MAGIC], device=device)
 
 
 def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int]:
-    """Whether it is a failure, the digest, and the sizes of the text and of the block."""
+    """Whether the message is a failure, the digest, and the sizes of the text and of the buffer."""
     failed, digest, text, buffer, magic = cast("list[int]", cast(Any, prefix).tolist())
     if magic != _MAGIC or failed not in (0, 1) or not 0 <= text <= _LARGEST or buffer < 0:
         raise ValueError("what came is not from tensordict_lite; do all ranks make the same calls?")

@@ -1,19 +1,23 @@
-"""The golden files: what a version of the format looks like, byte for byte.
+"""The golden files: one of each form that the package has ever written.
 
     python tests/golden/make.py [FOLDER]
 
-A file that is here stays as it is, and every later version of the package reads it. A new version of the format gets new
-files, beside these.
+A file that is here stays as it is, and every later version of the package reads it. The number in its name is the
+version of its form. A new version gets new files, beside these. The pickles and files of `torch.save` of version 1 name
+modules that are gone, so this program writes version 2 only. Safetensors files are compared byte for byte.
 """
 
 from __future__ import annotations
 
+import pickle
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tensordict_lite import DeviceDict, Hashing, Utf8, Vocabulary
+from tensordict_lite import DeviceDict, Hashing, Tokenizer, Utf8, Vocabulary
 
 HERE = Path(__file__).parent
 
@@ -42,7 +46,54 @@ def options() -> DeviceDict:
 
 MAKE = {"plain-1.safetensors": plain, "options-1.safetensors": options}
 
+
+def unpacked() -> DeviceDict:
+    """Strings, numbers, an empty nested dict, an encoder and an option."""
+    return DeviceDict(
+        {"x": torch.arange(6.0).reshape(2, 3), "name": ["Ada", "Bo"], "n": {"y": 3, "e": {}}, "c": ["red"]},
+        encoders={"c": Vocabulary(["red", "green"])},
+        dtype=torch.float16,
+    )
+
+
+def packed() -> DeviceDict:
+    """The same in one buffer."""
+    return unpacked().pack()
+
+
+def kept() -> DeviceDict:
+    """An object, and a bare callable as an encoder."""
+    return DeviceDict({"x": [1, 2], "k": {1, 2}}, objects="keep", encoders={"s": len})
+
+
+def tokenizer() -> DeviceDict:
+    """A `Tokenizer`, of a callable that every Python can unpickle."""
+    callable_: Any = partial(dict)
+    callable_.batch_decode = list
+    return DeviceDict({"x": [1, 2]}, encoders={"text": Tokenizer(callable_, truncation=True)})
+
+
+def rows() -> Any:
+    """The view of the rows, as a `DataLoader` that spawns its workers sends it."""
+    return DeviceDict({"x": [1, 2]}).rows
+
+
+PICKLED = {"unpacked": unpacked, "packed": packed, "kept": kept, "tokenizer": tokenizer, "rows": rows}
+PROTOCOLS = (2, 3, 4, 5)
+VERSION = 2
+
+
+def save_pickles(folder: Path, version: int) -> None:
+    """Each of `PICKLED` in every protocol of pickle, and, if it is a dict, as a file of `torch.save`."""
+    for name, make in PICKLED.items():
+        for protocol in PROTOCOLS:
+            (folder / f"{name}-protocol{protocol}-{version}.pickle").write_bytes(pickle.dumps(make(), protocol))
+        if isinstance(make(), DeviceDict):
+            torch.save(make(), folder / f"{name}-{version}.pt")
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
     for name, make in MAKE.items():
         make().save(folder / name)
+    save_pickles(folder, VERSION)

@@ -1,0 +1,59 @@
+"""The names in pickles and in files of ``torch.save``. This module is part of the file format.
+
+A pickle names the functions and classes that read it, and whoever unpickles it imports them by that name. So these
+names never change, wherever the definitions are. Everything else that a pickle names is public: `DeviceDict`, the
+encoders, the exceptions, and your own classes.
+
+========================= ===========================================================================================
+name                      found in
+========================= ===========================================================================================
+``restore``               pickles of a `DeviceDict`
+``rebuild``               files of ``torch.save``; the one function that ``torch.load(weights_only=True)`` may call
+``EncodeOnly``            pickles of a dict with a bare callable as an encoder
+``rebuild_tokenizer``     pickles of a `Tokenizer`
+``Rows``                  pickles of ``d.rows``
+``Context``, ``Policy``   pickles of the pytree structure of a dict
+``TooDeep``               pickles of the exception for a dict that is nested too deep
+``arrive``                messages of a process that could not pickle a dict, in its place
+========================= ===========================================================================================
+
+These names are for unpickling; programs have no use for them.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+
+from ._dict.rows import Rows
+from ._encoders.protocol import EncodeOnly
+from ._encoders.tokenizer import rebuild_tokenizer
+from ._errors import TooDeep
+from ._files.torch_save import rebuild
+from ._tree.policy import Policy
+from ._tree.pytree import Context
+from ._tree.sendable import arrive
+from ._tree.tree import restore
+
+__all__ = ["Context", "EncodeOnly", "Policy", "Rows", "TooDeep", "arrive", "rebuild", "rebuild_tokenizer", "restore"]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+
+# The names in files of earlier versions: they stay readable, and no new file has them.
+_EARLIER = {
+    "tensordict_lite._tree.restore": restore,
+    "tensordict_lite._saved.rebuild": rebuild,
+    "tensordict_lite._strings.EncodeOnly": EncodeOnly,
+    "tensordict_lite._tokenizer._rebuild": rebuild_tokenizer,
+    "tensordict_lite._rows.Rows": Rows,
+    "tensordict_lite._pytree.Context": Context,
+    "tensordict_lite._policy.Policy": Policy,
+}
+for _earlier, _found in _EARLIER.items():
+    _module, _, _name = _earlier.rpartition(".")
+    setattr(sys.modules.setdefault(_module, ModuleType(_module)), _name, _found)
+
+# All that torch.load(weights_only=True) may call. It takes data only, and validates it.
+cast(Any, torch.serialization).add_safe_globals([rebuild, (rebuild, "tensordict_lite._saved.rebuild")])

@@ -1,0 +1,262 @@
+"""The names in pickles and files: public ones only, and those of every earlier version are still read."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import tensordict_lite
+from tensordict_lite import (
+    DeviceDict,
+    Hashing,
+    InvalidFileError,
+    Tokenizer,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    prefetch,
+    unpickle,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+FILES = sorted(path for path in GOLDEN.iterdir() if path.suffix in (".pickle", ".pt"))
+STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
+MEMOIZED = ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT")
+RECALLED = ("BINGET", "LONG_BINGET", "GET")
+
+
+class Obs(TypedDeviceDict):
+    state: Tensor
+
+
+class Batch(TypedDeviceDict, objects="keep"):
+    x: Tensor
+    obs: Obs
+
+
+class Own(DeviceDict, encoders={"s": Vocabulary(["a"])}):
+    pass
+
+
+def encode(strings: Any) -> Tensor:
+    return torch.zeros(len(strings), 1)
+
+
+def encoded() -> DeviceDict:
+    tokenizer: Any = partial(dict)
+    tokenizer.batch_decode = list
+    encoders = {"v": Vocabulary(["a"]), "h": Hashing(4), "u": Utf8(8), "f": encode, "t": Tokenizer(tokenizer)}
+    return DeviceDict({"v": ["a"], "h": ["b"], "u": ["c"], "f": ["d"], "n": {"v": ["a"], "e": {}}}, encoders=encoders)
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+def too_deep() -> Any:
+    data: Any = {}
+    for _ in range(100):
+        data = {"a": data}
+    return DeviceDict(data)
+
+
+PICKLED: dict[str, Callable[[], Any]] = {
+    "flat": lambda: DeviceDict({"x": [1, 2]}),
+    "encoders": encoded,
+    "packed": lambda: encoded().pack(),
+    "kept": lambda: DeviceDict({"o": {1}, "n": {"o": None}}, objects="keep"),
+    "class": lambda: Own({"s": "a", "n": {"s": "a"}}),
+    "typed": lambda: Batch(x=torch.ones(2), obs=Obs(state=torch.ones(2))),
+    "typed packed": lambda: Batch(x=torch.ones(2), obs=Obs(state=torch.ones(2))).pack(),
+    "rows": lambda: encoded().rows,
+    "policy": lambda: encoded()._policy,
+    "structure": lambda: pytree.tree_structure(encoded()),
+    "prefetch": lambda: prefetch([encoded()], "cpu"),
+    "missing key": lambda: raised(lambda: DeviceDict({"x": 1})["n", "y"]),
+    "device": lambda: raised(lambda: DeviceDict({"x": torch.ones(1), "y": torch.ones(1, device="meta")})),
+    "file": lambda: raised(lambda: (_ for _ in ()).throw(InvalidFileError("not a valid file"))),
+    "too deep": lambda: raised(too_deep),
+    "public names": lambda: [getattr(tensordict_lite, name) for name in tensordict_lite.__all__],
+    "unpickle": lambda: [getattr(unpickle, name) for name in unpickle.__all__],
+}
+
+
+def globals_in(data: bytes) -> Iterator[str]:
+    """The functions and classes that a pickle names, also those of a pickle inside it."""
+    memo: dict[int, Any] = {}
+    pushed: list[Any] = [None, None]
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if name == "GLOBAL":
+            yield str(argument).replace(" ", ".")
+        elif name == "STACK_GLOBAL":
+            yield ".".join(pushed[-2:])
+        if name in MEMOIZED:
+            memo[len(memo) if argument is None else argument] = pushed[-1]
+        else:
+            pushed.append(memo[argument] if name in RECALLED else argument if name in STRINGS else None)
+        if isinstance(argument, bytes) and argument[:1] == b"\x80":
+            yield from globals_in(argument)
+
+
+def assert_public(data: bytes) -> set[str]:
+    found = set(globals_in(data))
+    private = [name for name in found if name.startswith("tensordict_lite") and "._" in name]
+    assert not private
+    assert not re.findall(rb"tensordict_lite(?:\.\w+)*\._\w+", data)  # names in strings too
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # of torch, where a structure is unpickled
+@pytest.mark.parametrize("name", PICKLED)
+def test_no_pickle_names_a_private_module(name: str) -> None:
+    made = PICKLED[name]()
+    for protocol in range(2, 6):
+        data = pickle.dumps(made, protocol)
+        assert any(found.startswith(("tensordict_lite", __name__)) for found in assert_public(data))
+        again = pickle.loads(data)
+        assert type(again) is type(made)
+    if isinstance(made, DeviceDict):
+        assert_public(bytes(ForkingPickler.dumps(made)))
+
+
+def test_nor_does_a_dict_that_is_pickled_by_itself_first() -> None:
+    d = DeviceDict({"x": torch.ones(2).to_sparse(), "n": {"y": 1}})
+    found = assert_public(bytes(ForkingPickler.dumps(d)))
+    assert {"_pickle.loads", "tensordict_lite.unpickle.restore"} <= found
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("name", [name for name in PICKLED if isinstance(PICKLED[name](), DeviceDict)])
+def test_nor_does_a_file_of_torch_save(name: str, protocol: int) -> None:
+    file = io.BytesIO()
+    made = PICKLED[name]()
+    torch.save(made, file, pickle_protocol=protocol)
+    with zipfile.ZipFile(file) as archive:
+        pickled = next(archive.read(member) for member in archive.namelist() if member.endswith("data.pkl"))
+    function = "tensordict_lite.unpickle." + ("rebuild" if protocol == 2 else "restore")
+    assert function in assert_public(pickled)
+
+
+def test_nor_does_an_exported_program(tmp_path: Path) -> None:
+    class Sum(nn.Module):
+        def forward(self, d: DeviceDict) -> DeviceDict:
+            return DeviceDict({"y": d["x"] + d["n", "x"], "n": {"z": d["x"]}})
+
+    program = torch.export.export(Sum(), (DeviceDict({"x": torch.ones(2), "n": {"x": torch.ones(2)}}),))
+    torch.export.save(program, tmp_path / "program.pt2")
+    with zipfile.ZipFile(tmp_path / "program.pt2") as archive:
+        contents = [archive.read(member) for member in archive.namelist()]
+    assert any(b"tensordict_lite.DeviceDict" in content for content in contents)
+    assert not [found for content in contents for found in re.findall(rb"tensordict_lite(?:\.\w+)*\._\w+", content)]
+
+
+class TestGolden:
+    def read(self, path: Path, **options: Any) -> Any:
+        return torch.load(path, **options) if path.suffix == ".pt" else pickle.loads(path.read_bytes())
+
+    def named(self, name: str, *more: str) -> list[Path]:
+        return [path for path in FILES if path.name.split("-")[0] in (name, *more)]
+
+    def test_every_form_is_there(self) -> None:
+        pickles = {f"{name}-protocol{p}-{version}.pickle" for name in ("unpacked", "packed", "kept", "tokenizer", "rows") for p in range(2, 6) for version in (1, 2)}  # fmt: skip
+        files = {f"{name}-{version}.pt" for name in ("unpacked", "packed", "kept", "tokenizer") for version in (1, 2)}
+        assert {path.name for path in FILES} == pickles | files
+
+    @pytest.mark.parametrize("path", [path for path in FILES if path.stem.endswith("-2")], ids=lambda path: path.name)
+    def test_new_ones_name_nothing_private(self, path: Path) -> None:
+        data = path.read_bytes()
+        if path.suffix == ".pt":
+            with zipfile.ZipFile(path) as archive:
+                data = next(archive.read(member) for member in archive.namelist() if member.endswith("data.pkl"))
+        assert any(name.startswith("tensordict_lite.unpickle.") for name in assert_public(data))
+
+    @pytest.mark.parametrize("weights_only", [True, False])
+    def test_dicts(self, weights_only: bool) -> None:
+        for path in self.named("unpacked", "packed"):
+            d = self.read(path, weights_only=weights_only)
+            d._check()
+            assert type(d) is DeviceDict and list(d) == ["x", "name", "n", "c"], path
+            assert torch.equal(d["x"], torch.arange(6.0).reshape(2, 3)) and d.decode("name") == ["Ada", "Bo"]
+            assert d["n", "y"].tolist() == 3 and d["n", "e"] == {} and d.decode("c") == ["red"]
+            assert dict(d.encoders) == {"c": Vocabulary(["red", "green"]), "name": Utf8()}
+            assert d._policy.dtype == d["n"]._policy.dtype == torch.float16
+            assert d.is_packed == path.name.startswith("packed")
+            d["new"] = 1.5
+            assert d["new"].dtype == torch.float16
+
+    def test_kept_objects_and_bare_callables(self) -> None:
+        for path in self.named("kept"):
+            d = self.read(path, weights_only=False)
+            d._check()
+            assert d["x"].tolist() == [1, 2] and d["k"] == {1, 2} and d._policy.objects == "keep"
+            encoder = d.encoders["s"]
+            assert type(encoder) is unpickle.EncodeOnly and encoder.function is len
+
+    def test_tokenizers(self) -> None:
+        for path in self.named("tokenizer"):
+            d = self.read(path, weights_only=False)
+            encoder = d.encoders["text"]
+            assert type(encoder) is Tokenizer and dict(encoder.call) == {"padding": True, "truncation": True}
+            assert encoder.tokenizer.func is dict and encoder.tokenizer.batch_decode is list
+
+    def test_rows(self) -> None:
+        for path in self.named("rows"):
+            assert self.read(path)[1]["x"].tolist() == 2
+
+    def test_moved_to_another_device(self) -> None:
+        for path in self.named("unpacked", "packed"):
+            if path.suffix == ".pt":
+                moved = self.read(path, map_location="meta")
+                moved._check()
+                assert moved.device == moved["n", "e"].device == torch.device("meta")
+
+    def test_only_one_function_is_allowed(self) -> None:
+        for path in self.named("kept", "tokenizer"):
+            if path.suffix == ".pt":
+                with pytest.raises(pickle.UnpicklingError):
+                    self.read(path, weights_only=True)
+
+    def test_in_a_process_that_imported_nothing_else(self) -> None:
+        old = [path for path in FILES if path.stem.endswith("-1") and path.suffix == ".pickle"]
+        program = (
+            f"import pickle\nfor path in {list(map(str, old))!r}: print(type(pickle.load(open(path, 'rb'))).__name__)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["Rows" if path.name.startswith("rows") else "DeviceDict" for path in old]
+
+
+def test_what_unpickling_calls_has_one_home() -> None:
+    assert {getattr(unpickle, name).__module__ for name in unpickle.__all__} == {"tensordict_lite.unpickle"}
+    for name in unpickle.__all__:
+        assert f"``{name}``" in (unpickle.__doc__ or "")
+        assert getattr(unpickle, name).__qualname__ == name
+
+
+def test_the_list_of_safe_functions_has_one() -> None:
+    ours = []
+    for one in torch.serialization.get_safe_globals():
+        function, name = one if isinstance(one, tuple) else (one, f"{one.__module__}.{one.__qualname__}")
+        if name.startswith("tensordict_lite"):
+            ours.append((function, name))
+    assert sorted(name for _, name in ours) == ["tensordict_lite._saved.rebuild", "tensordict_lite.unpickle.rebuild"]
+    assert {function for function, _ in ours} == {unpickle.rebuild}
