@@ -122,6 +122,7 @@ def inductor(test: Callable[..., None]) -> Callable[..., None]:
 INDUCED = ("read", "path write", "update", "construct", "nest", "to a dtype", "rows", "map", "or", "copy", "delete")
 
 
+@pytest.mark.slow
 @inductor
 @pytest.mark.parametrize("name", INDUCED)
 def test_by_inductor(name: str) -> None:
@@ -135,6 +136,7 @@ def test_by_inductor(name: str) -> None:
         assert torch.equal(got, expected) if isinstance(got, torch.Tensor) else got == expected
 
 
+@pytest.mark.slow
 @inductor
 def test_a_packed_field_is_written_in_place() -> None:
     """Fields that share a storage, one written and another read: both are right, packed or not."""
@@ -156,6 +158,7 @@ def test_a_packed_field_is_written_in_place() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_our_error_and_leaves_what_is_compiled_right() -> None:
     torch._dynamo.reset()
 

@@ -312,6 +312,7 @@ def on_some(rank: int, world: int) -> None:
         groups(rank, world)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_on_ranks(world: int) -> None:
     on_ranks(on_some, world, count=world)
@@ -367,6 +368,7 @@ def any_schema(rank: int) -> None:
     run()
 
 
+@pytest.mark.ranks
 def test_any_schema() -> None:
     on_ranks(any_schema)
 
@@ -387,6 +389,7 @@ def dies(rank: int) -> None:
     os._exit(7)  # there is no one to say goodbye to
 
 
+@pytest.mark.ranks
 def test_a_peer_that_dies() -> None:
     with pytest.raises(Exception, match=r"signal SIGKILL|exit code 7"):
         on_ranks(dies)

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
+from tensordict_lite import (
+    DeviceDict,
+    Hashing,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    collate,
+    stack,
+)
 from tensordict_lite._tree.policy import Policy
 
 A, B, C = Vocabulary(["a"]), Vocabulary(["b", "a"]), Vocabulary(["c", "b", "a"])
@@ -91,6 +99,23 @@ class TestMadeOfAnother:
         )
         assert DeviceDict(dict(d)).device is None
 
+    def test_several_bases_with_policies_add_up(self) -> None:
+        class Moves(DeviceDict, on_mismatch="move"):
+            pass
+
+        class Keeps(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a"])}):
+            pass
+
+        class Both(Moves, Keeps, dtype=torch.float64):
+            pass
+
+        policy = Both._class_policy
+        assert (policy.on_mismatch, policy.objects, policy.dtype) == (
+            "move",
+            "keep",
+            torch.float64,
+        ) and "s" in policy.encoders
+
 
 class TestNested:
     def test_a_mapping_has_the_options_of_what_it_is_in(self) -> None:
@@ -155,6 +180,12 @@ class TestUpdate:
         assert d.encoders == {"s": Hashing(4)} and d["s"].dtype == torch.int64
         d.update({"t": "a", "n": {"u": "a"}})
         assert d.encoders == {"s": Hashing(4), "t": Hashing(4)} and d["n"].encoders["u"] == Hashing(4)
+
+    def test_update_with_keywords_over_a_dict_with_encoders(self) -> None:
+        """The keyword's string was labelled with the encoder of the dict's field of that name."""
+        d, other = DeviceDict(), DeviceDict({"s": ["cat"]}, encoders={"s": Vocabulary(["cat"])})
+        d.update(other, s="dog")
+        assert d.decode("s") == "dog"
 
 
 class TestPolicyItself:

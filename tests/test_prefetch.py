@@ -233,7 +233,7 @@ class TestStreams:
             gc.enable()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.device
 class TestOnCuda:
     @pytest.mark.parametrize("pin", [False, True])
     def test_batches_are_whole_under_busy_streams(self, pin: bool) -> None:

@@ -226,6 +226,7 @@ class TestLoader:
                 next(batches)
             assert next(batches)["i"] == 2 and list(batches) == []
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("within", ["alone", "tuple"])
     def test_spawn(self, within: str, pin: bool) -> None:
         loader = loader_of(Made("computed", within), pin, multiprocessing_context="spawn")

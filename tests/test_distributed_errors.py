@@ -189,6 +189,7 @@ def every_family(rank: int, world: int) -> None:
     refused_on_arrival(rank, world)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_rank_is_in_step_after_an_error(world: int) -> None:
     on_ranks(every_family, world, count=world)
