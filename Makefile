@@ -28,7 +28,7 @@ test-fast: .venv/tests
 # Which lines and branches the tests reach, those that run in workers and on ranks included.
 coverage: .venv/tests
 	$(BIN)/python -m coverage erase
-	COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage run -m pytest $(PARALLEL)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

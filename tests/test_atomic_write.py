@@ -203,7 +203,7 @@ class TestWriting:
         ({"n": {"m": torch.ones(1, device="meta")}}, TypeError, "'n.m' is on meta, without values, and files hold dense tensors; convert it first, or drop it"),
         ({"m": torch.eye(2).to_sparse()}, TypeError, "'m' is sparse, nested or quantized, and files hold dense tensors"),
         ({"n": {"f": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}}, TypeError, "'n.f' is torch.float4_e2m1fn_x2, which files do not hold; save .view(torch.uint8) of it"),
-        ({"f": torch.zeros(4, dtype=torch.uint8).view(torch.uint7)}, TypeError, "'f' is torch.uint7, which files do not hold"),
+        ({"f": torch.zeros(4, dtype=torch.uint8).view(torch.uint7)}, TypeError, "'f' is torch.uint7, which files do not hold"),  # pyright: ignore[reportAttributeAccessIssue]
     ])  # fmt: skip
     def test_what_cannot_be_saved(self, tmp_path: Path, data: Any, error: type[Exception], message: str) -> None:
         d = DeviceDict(data, objects="keep")

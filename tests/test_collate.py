@@ -87,7 +87,7 @@ class TestCollate:
         names = collate([DeviceDict({"name": "a" * i}) for i in range(1, 4)])
         assert names.decode("name") == ["a", "aa", "aaa"]
         half = collate([{"x": 1.5, "a": np.ones(2)}] * 2, cls=type("Half", (DeviceDict,), {}, dtype=torch.float16))
-        assert half["x"].dtype == half["a"].dtype == torch.float16
+        assert half["x"].dtype == half["a"].dtype == torch.float16  # pyright: ignore[reportAttributeAccessIssue]
 
     def test_an_encoder_of_several_tensors(self) -> None:
         class Tokens:
@@ -159,7 +159,7 @@ class TestCollate:
     @pytest.mark.parametrize(
         ("samples", "error", "message"),
         [
-            ([{"x": np.ma.array([1.0, 2.0], mask=[0, 1])}] * 2, TypeError, "sample 0: 'x' is a masked array"),
+            ([{"x": np.ma.array([1.0, 2.0], mask=[0, 1])}] * 2, TypeError, "sample 0: 'x' is a masked array"),  # pyright: ignore[reportArgumentType, reportCallIssue]
             ([{1: 2.0}, {1: 3.0}], TypeError, "keys are str, got 1"),
             ([{1: 2.0, "a": 1}, {"b": 3.0}], ValueError, "sample 1 lacks"),
             ([{"x": np.int64(1)}, {"x": np.float32(0.1)}], ValueError, "'x': sample 1 has float32[], sample 0 has int64[]"),
@@ -179,7 +179,7 @@ class TestCollate:
             ({"cls": dict}, "a DeviceDict class as cls="),
         ):
             with pytest.raises(TypeError, match=f"^collate takes {expected}"):
-                collate(samples, **arguments)
+                collate(samples, **arguments)  # pyright: ignore[reportArgumentType]
         for fill in (1.5, 1 << 70, float("nan")):
             with pytest.raises(ValueError, match=r"'x': pad={'x': .*} does not fit torch.int64"):
                 collate(samples, pad={"x": fill})

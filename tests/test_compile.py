@@ -45,12 +45,12 @@ OPERATIONS: dict[str, Callable[[DeviceDict], Any]] = {
     "path read": lambda d: d["n", "x"] + 1,
     "get": lambda d: d.get("x") + d.get("nope", 1),
     "membership": lambda d: d["x"] + (1 if "x" in d and ("n", "x") in d and ("n", "q") not in d else 2),
-    "splat": lambda d: (lambda x, **rest: x + len(rest))(**d),
+    "splat": lambda d: (lambda x, **rest: x + len(rest))(**d),  # pyright: ignore[reportArgumentType, reportOperatorIssue]
     "a miss": lambda d: caught(d) + (1 if hasattr(d, "shape") or hasattr(d, "nope") else 2),
     "keys": lambda d: d["x"] + len([k for k in d]),  # noqa: C416
     "values": lambda d: sum(v.sum() for v in d["n"].values()),
     "items": lambda d: sum(v.sum() for k, v in d.items() if k != "n"),
-    "device": lambda d: d["x"] + (1 if d.device.type == "cpu" else 2),
+    "device": lambda d: d["x"] + (1 if d.device.type == "cpu" else 2),  # pyright: ignore[reportOptionalMemberAccess]
     "write": after(lambda d: d.__setitem__("w", d["x"] * 2)),
     "write a number": after(lambda d: d.__setitem__("w", 2.0)),
     "write a list": after(lambda d: d.__setitem__("w", [1.0, 2.0])),

@@ -198,7 +198,7 @@ def test_an_unknown_device() -> None:
 def test_packed_dicts_keep_their_ties_and_the_result_is_always_new(copies: Any) -> None:
     packed = DeviceDict({"a": [1.0], "b": [2.0]}).pack()
     moved = to_device([packed, packed, packed["a"]], "sim")
-    assert copies == {"h2d": 1} and moved[0]["a"] is moved[1]["a"] is moved[2]
+    assert copies == {"h2d": 1} and moved[0]["a"] is moved[1]["a"] is moved[2]  # pyright: ignore[reportArgumentType]
     here = to_device({"p": packed}, "cpu")["p"]
     assert here is not packed and here["a"] is packed["a"]
 

@@ -69,7 +69,7 @@ def test_a_forged_pickle_is_refused() -> None:
 
     for args in ((dict, {}, None, None), (DeviceDict, [], None, None), (DeviceDict, {1: 2}, None, None)):
         with pytest.raises(TypeError, match="expected a"):
-            restore(*args)
+            restore(*args)  # pyright: ignore[reportArgumentType]
 
 
 def test_copy_shares_tensors_deepcopy_does_not() -> None:
@@ -159,7 +159,7 @@ class TestPytree:
         assert functional_call(linear, DeviceDict({"weight": [[2.0, 3.0]]}), torch.ones(1, 2)).item() == 5.0
         x = DeviceDict({"x": torch.ones(2, requires_grad=True)})
         checkpoint(lambda d: DeviceDict({"y": d["x"] * 3}), x, use_reentrant=False)["y"].sum().backward()
-        assert x["x"].grad.tolist() == [3.0, 3.0]
+        assert x["x"].grad.tolist() == [3.0, 3.0]  # pyright: ignore[reportOptionalMemberAccess]
 
     def test_export(self) -> None:
         class Model(torch.nn.Module):

@@ -163,7 +163,7 @@ def errors(rank: int, world: int) -> None:
     told = text(lambda: d_.all_reduce(DeviceDict({"f": torch.ones(2, dtype=torch.float8_e5m2)})), RuntimeError)
     assert told.startswith(f"rank {rank}: sum of torch.float8_e5m2, which 'f' is: ")
     assert (
-        text(lambda: d_.all_reduce(sample(0), "product"), ValueError)
+        text(lambda: d_.all_reduce(sample(0), "product"), ValueError)  # pyright: ignore[reportArgumentType]
         == "op is 'sum', 'mean', 'max' or 'min', got 'product'"
     )  # type: ignore[arg-type]
 
@@ -350,7 +350,7 @@ def any_schema(rank: int) -> None:
         derandomize=True,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
         deadline=None,
     )
     @given(tree=TREES, pack=st.booleans(), op=st.sampled_from(["max", "min"]))

@@ -235,7 +235,7 @@ class TestEncoderValues:
         assert type(rebuilt) is type(encoder) and repr(rebuilt) == repr(encoder)
         assert "." not in data["name"], "a name, not an import path"
         with pytest.raises((AttributeError, TypeError)):
-            encoder.buckets = 3
+            encoder.buckets = 3  # pyright: ignore[reportAttributeAccessIssue]
 
     def test_an_unknown_name_is_shown(self) -> None:
         with pytest.raises(ValueError, match=r"no encoder is registered as 'os\.system'; known are .*hashing, .*utf8"):
@@ -340,7 +340,7 @@ class TestHuggingFace:
         encoder.encode(["a cat", "dog"])
         assert json.dumps(encoder_to_json(encoder)) == before, "use does not change what it is"
         again = encoder_from_json(json.loads(before))
-        assert again == encoder and again.tokenizer is not tokenizer
+        assert again == encoder and again.tokenizer is not tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         for name in (
             "padding_side",
             "model_max_length",
@@ -348,9 +348,9 @@ class TestHuggingFace:
             "all_special_tokens",
             "clean_up_tokenization_spaces",
         ):
-            assert getattr(again.tokenizer, name) == getattr(tokenizer, name), name
+            assert getattr(again.tokenizer, name) == getattr(tokenizer, name), name  # pyright: ignore[reportAttributeAccessIssue]
         assert (
-            again.encode(["a cat .", "dog"])["input_ids"].tolist()
+            again.encode(["a cat .", "dog"])["input_ids"].tolist()  # pyright: ignore[reportArgumentType]
             == encoder.encode(["a cat .", "dog"])["input_ids"].tolist()
         )
         assert again != Tokenizer(tokenizer) and again.decode(again.encode(["cat ."])) == encoder.decode(
@@ -375,8 +375,8 @@ class TestWhereAnEncoderGoes:
         d = DeviceDict({"s": ["b"], "n": {"s": ["a"], "t": ["free"]}}, encoders={"s": v})
         for m in (d.to(device), d.clone(), d.copy(), d.select("s", ("n", "s")), pickle.loads(pickle.dumps(d)),
                   DeviceDict(d), {"z": 1} | d, DeviceDict({"z": 1}) | d, d.to(device).cpu()):  # fmt: skip
-            m._check()
-            assert m.decode("s") == ["b"] and m.decode(("n", "s")) == ["a"], m
+            m._check()  # pyright: ignore[reportAttributeAccessIssue]
+            assert m.decode("s") == ["b"] and m.decode(("n", "s")) == ["a"], m  # pyright: ignore[reportAttributeAccessIssue]
         assert d.flatten().decode("n.s") == ["a"] and d.flatten().decode("n.t") == ["free"]
 
     def test_update_brings_the_encoders_of_its_keys_only(self) -> None:

@@ -31,7 +31,7 @@ safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 sys.path.insert(0, str(GOLDEN))
-import make  # noqa: E402
+import make  # pyright: ignore[reportMissingImports]  # noqa: E402
 
 
 def forged(path: Path, plan: Any, tensors: dict[str, Tensor] | None = None) -> Path:
@@ -280,7 +280,7 @@ class TestLinear:
     def test_a_default_encoder_is_carried_to_the_keys_that_are_there(self, tmp_path: Path) -> None:
         again = Optioned.load(forged(tmp_path / "d", shared_policy(2, 0)))
         expected = {"k": Utf8(), "k0": Hashing(8), "k1": Hashing(8), "x": Hashing(8), "0": Hashing(8), "1": Hashing(8)}
-        assert again.encoders == expected and again["0"].encoders["y"] == Hashing(8) and "x" not in again["0"].encoders
+        assert again.encoders == expected and again["0"].encoders["y"] == Hashing(8) and "x" not in again["0"].encoders  # pyright: ignore[reportAttributeAccessIssue]
         assert pickle.loads(pickle.dumps(again))._policy == again._policy == again.clone()._policy
 
     def test_many_dimensions_are_refused(self, tmp_path: Path) -> None:

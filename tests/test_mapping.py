@@ -137,7 +137,7 @@ def test_no_writer_bypasses_the_rule_and_a_failure_changes_nothing(write: Any, b
     with pytest.raises(DeviceMismatchError if isinstance(bad, torch.Tensor) else TypeError, match=r"y|er"):
         write(d, bad)
     d._check()
-    assert d.to_dict().keys() == before.keys() and d["n"].keys() == {"w"}
+    assert d.to_dict().keys() == before.keys() and d["n"].keys() == {"w"}  # pyright: ignore[reportAttributeAccessIssue]
     assert all(a is b for a, b in zip(d._tensors(), tensors, strict=True))
     assert d.device == torch.device("cpu")
 
@@ -207,7 +207,7 @@ def test_pop_popitem_clear_setdefault() -> None:
 class TestPaths:
     def test_get_set_delete_contains(self) -> None:
         d = DeviceDict({"obs": {"image": torch.ones(2)}})
-        assert d["obs", "image"] is d["obs"]["image"]
+        assert d["obs", "image"] is d["obs"]["image"]  # pyright: ignore[reportArgumentType]
         assert ("obs", "image") in d and ("obs",) in d
         assert ("obs", "nope") not in d and ("obs", "image", "x") not in d and ("nope", "x") not in d and () not in d
         d["obs", "state", "q"] = 1.0
@@ -248,7 +248,7 @@ class TestNesting:
     def test_a_mapping_is_taken_in_by_value(self) -> None:
         inner = DeviceDict({"x": torch.ones(1)})
         outer = DeviceDict({"inner": inner, "again": inner})
-        assert outer["inner"]["x"] is inner["x"]
+        assert outer["inner"]["x"] is inner["x"]  # pyright: ignore[reportArgumentType]
         inner["y"] = 1
         outer["again", "z"] = 1
         assert list(outer["inner"]) == ["x"] and list(inner) == ["x", "y"]
@@ -265,7 +265,7 @@ class TestNesting:
         with pytest.raises(DeviceMismatchError):
             d["a", "x"] = torch.zeros(1, device="meta")
         with pytest.raises(DeviceMismatchError):
-            d["a"]["x"] = torch.zeros(1, device="meta")
+            d["a"]["x"] = torch.zeros(1, device="meta")  # pyright: ignore[reportArgumentType]
         d._check()
         e = DeviceDict({"a": {}, "x": torch.zeros(1, device="meta")})
         assert e["a"].device == e.device == torch.device("meta")

@@ -66,7 +66,7 @@ class TestTo:
             assert moved.device == device and moved["x"].dtype == torch.float64
         assert d.to(sample(device)).device == device and d.to(sample(device))["x"].dtype == torch.float32
         assert d.to(torch.zeros(1, dtype=torch.int64, device=device))["x"].dtype == torch.float32
-        assert d.to(device, True)["x"].dtype == torch.float32, "as Tensor.to(device, non_blocking)"
+        assert d.to(device, True)["x"].dtype == torch.float32, "as Tensor.to(device, non_blocking)"  # pyright: ignore[reportArgumentType, reportCallIssue]
         assert d.to(torch.float64, True, True)["x"].dtype == torch.float64
 
     def test_a_dtype_leaves_ids_and_masks_alone(self) -> None:

@@ -74,7 +74,7 @@ USES: dict[str, Callable[[DeviceDict[Any], Path], Any]] = {
     "deepcopy": lambda d, _: copy.deepcopy(d) == d,
     "copy": lambda d, _: copy.copy(d) == d.clone() == d,
     "flatten": lambda d, _: DeviceDict.unflatten(d.flatten()) == d,
-    "to": lambda d, _: d.to("meta").device.type == "meta" and d.double().float() == to_device(d, "cpu") == d,
+    "to": lambda d, _: d.to("meta").device.type == "meta" and d.double().float() == to_device(d, "cpu") == d,  # pyright: ignore[reportOptionalMemberAccess]
     "map": lambda d, _: d.map(torch.clone) == d,
     "save": lambda d, tmp_path: filed(d, tmp_path) == d,
     "torch.save": lambda d, _: saved(d, weights_only=True) == saved(d, weights_only=False) == d,

@@ -52,7 +52,7 @@ class TestMadeOfAnother:
         assert options(made) == OWN and made.encoders == {"s": A, "t": B}
         assert made.decode("t") == "b" and made.update({"x": 1.0, "o": {1}}) is None
         assert made["x"].dtype == torch.float64 and made["o"] == {1}
-        typed = Typed(d)
+        typed = Typed(d)  # pyright: ignore[reportCallIssue]
         assert options(typed) == ("error", "error", torch.float64) and typed.encoders == {"s": A, "t": B}
         assert Own(Own({"x": 1}, on_mismatch="error"))._policy == Own._class_policy, "its class says otherwise"
 
@@ -72,8 +72,8 @@ class TestMadeOfAnother:
         nested = Own({"n": codes})
         updated = DeviceDict()
         updated.update(codes)
-        for made in (Own(codes), nested["n"], updated, Typed({"n": codes})["n"], DeviceDict() | codes):
-            assert made.encoders["s"] == B and made.decode("s") == "b"
+        for made in (Own(codes), nested["n"], updated, Typed({"n": codes})["n"], DeviceDict() | codes):  # pyright: ignore[reportCallIssue]
+            assert made.encoders["s"] == B and made.decode("s") == "b"  # pyright: ignore[reportAttributeAccessIssue]
 
     def test_a_class_without_options_takes_all(self) -> None:
         d = DeviceDict({"t": "b"}, encoders=B, dtype=torch.float16, objects="keep", on_mismatch="move")
@@ -86,7 +86,7 @@ class TestMadeOfAnother:
         made = Own(d, encoders={"t": C}, on_mismatch="error", objects="error", dtype=torch.bfloat16)
         assert options(made) == ("error", "error", torch.bfloat16) and made.encoders == {"s": A, "t": C}
         for name, value in (("on_mismatch", "move"), ("objects", "keep"), ("dtype", torch.float64), ("encoders", C)):
-            policy = DeviceDict(d, **{name: value})._policy
+            policy = DeviceDict(d, **{name: value})._policy  # pyright: ignore[reportArgumentType]
             changed = policy.default_encoder if name == "encoders" else getattr(policy, name)
             assert changed == value and policy != d._policy
             assert policy.encoders == {"t": B}
@@ -135,10 +135,10 @@ class TestNested:
         for outer in (
             DeviceDict({"n": inner}),
             Bare({"n": inner}),
-            Typed({"n": inner}),
+            Typed({"n": inner}),  # pyright: ignore[reportCallIssue]
             DeviceDict().copy() | {"n": inner},
         ):
-            assert type(outer["n"]) is Own and outer["n"]._policy is inner._policy
+            assert type(outer["n"]) is Own and outer["n"]._policy is inner._policy  # pyright: ignore[reportAttributeAccessIssue]
         twice = Own({"n": inner}, encoders={"u": C})["n"]
         assert twice._policy is inner._policy, "of one class, of several instances"
 
@@ -155,9 +155,9 @@ class TestNested:
             p: Plain | None = None
 
         d = Outer.from_dict({"n": {"s": "b"}, "p": {"t": "c"}})
-        assert d["n"]._policy is not d._policy and d["n"].encoders == {"s": B}, "its class has options"
-        assert options(d["n"]) == ("error", "keep", None)
-        assert options(d["p"]) == ("error", "error", torch.float64) and d["p"].encoders == {"t": C}
+        assert d["n"]._policy is not d._policy and d["n"].encoders == {"s": B}, "its class has options"  # pyright: ignore[reportAttributeAccessIssue]
+        assert options(d["n"]) == ("error", "keep", None)  # pyright: ignore[reportArgumentType]
+        assert options(d["p"]) == ("error", "error", torch.float64) and d["p"].encoders == {"t": C}  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
         given = DeviceDict({"s": "a", "t": "a"}, encoders={"s": A, "t": A}, dtype=torch.float16)
         n = Outer.from_dict({"n": given})["n"]
         assert type(n) is Inner and options(n) == ("error", "keep", None) and n.encoders == {"s": A, "t": A}
@@ -179,7 +179,7 @@ class TestUpdate:
         d["s"] = "a"
         assert d.encoders == {"s": Hashing(4)} and d["s"].dtype == torch.int64
         d.update({"t": "a", "n": {"u": "a"}})
-        assert d.encoders == {"s": Hashing(4), "t": Hashing(4)} and d["n"].encoders["u"] == Hashing(4)
+        assert d.encoders == {"s": Hashing(4), "t": Hashing(4)} and d["n"].encoders["u"] == Hashing(4)  # pyright: ignore[reportAttributeAccessIssue]
 
     def test_update_with_keywords_over_a_dict_with_encoders(self) -> None:
         """The keyword's string was labelled with the encoder of the dict's field of that name."""

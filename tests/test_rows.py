@@ -189,12 +189,12 @@ class TestRows:
         assert [part["x"].tolist() for part in parts] == [[0], [], [1, 2, 3, 4, 5]]
         parts[2]["x"].zero_()
         assert not d["x"].any(), "views"
-        assert len(d.rows.split(np.array([2, 4]))) == 2 and len(d.rows.split([torch.tensor(6, dtype=torch.uint8)])) == 1
+        assert len(d.rows.split(np.array([2, 4]))) == 2 and len(d.rows.split([torch.tensor(6, dtype=torch.uint8)])) == 1  # pyright: ignore[reportArgumentType]
         wide = DeviceDict({"x": torch.arange(300)})
-        assert [len(part.rows) for part in wide.rows.split([np.uint8(200), np.uint8(100)])] == [200, 100]
+        assert [len(part.rows) for part in wide.rows.split([np.uint8(200), np.uint8(100)])] == [200, 100]  # pyright: ignore[reportArgumentType]
         for wrong in ("6", [1.0, 5.0], None):
             with pytest.raises(TypeError, match="split takes a size or a list of sizes, got "):
-                d.rows.split(wrong)
+                d.rows.split(wrong)  # pyright: ignore[reportArgumentType]
         for sizes in ([1, 2], [7, -1], []):
             with pytest.raises(
                 ValueError, match=re.escape(f"split takes sizes that add up to the 6 rows, got {sizes}")

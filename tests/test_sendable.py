@@ -48,7 +48,7 @@ def local_typed() -> DeviceDict:
     class Local(TypedDeviceDict):
         x: Tensor
 
-    return Local({"x": torch.ones(2)})
+    return Local({"x": torch.ones(2)})  # pyright: ignore[reportCallIssue]
 
 
 def local_nested() -> DeviceDict:

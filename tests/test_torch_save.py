@@ -167,7 +167,7 @@ class TestTorchSave:
                 rebuild(made, classes, [(inside,), *leaves[1:]], device, block, specs)
 
     def test_what_pytree_puts_in_is_saved_with_trust(self) -> None:
-        shapes = torch.utils._pytree.tree_map(lambda tensor: tuple(tensor.shape), DeviceDict({"x": torch.ones(2, 3)}))
+        shapes = torch.utils._pytree.tree_map(lambda tensor: tuple(tensor.shape), DeviceDict({"x": torch.ones(2, 3)}))  # pyright: ignore[reportAttributeAccessIssue]
         assert torch_saved_and_loaded(shapes, weights_only=False) == {"x": (2, 3)}
         with pytest.raises(pickle.UnpicklingError):
             torch_saved_and_loaded(shapes)

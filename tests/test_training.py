@@ -121,7 +121,7 @@ class Net(nn.Module):
 def _steps(rank: int, mode: str) -> None:
     torch.manual_seed(0)
     options = {} if mode == "plain" else {mode: True}
-    model = DistributedDataParallel(Net(), **options)
+    model = DistributedDataParallel(Net(), **options)  # pyright: ignore[reportArgumentType]
     both = mode != "find_unused_parameters"
     for step in range(2):
         batch = DeviceDict({"x": torch.tensor([[float(rank + 1), float(step)]])})
@@ -129,7 +129,7 @@ def _steps(rank: int, mode: str) -> None:
         assert type(out) is DeviceDict
         out._check()
         model.zero_grad()
-        sum(t.sum() for key, t in out.items() if key != "n").backward()
+        sum(t.sum() for key, t in out.items() if key != "n").backward()  # pyright: ignore[reportAttributeAccessIssue]
         # The gradient of a linear layer's weight is its input: the mean over both ranks, if they were synchronised.
         assert model.module.used.weight.grad.tolist() == [[1.5, float(step)]], (mode, rank)
 

@@ -72,7 +72,7 @@ class TestTensors:
         d = DeviceDict({"x": torch.ones(2, device=device)}, on_mismatch="move")
         d["y"] = torch.zeros(2)
         d.update(z={"w": torch.ones(1)})
-        d["z"]["v"] = torch.ones(1)
+        d["z"]["v"] = torch.ones(1)  # pyright: ignore[reportArgumentType]
         d._check()
         assert d["z", "v"].device == device
         mixed = DeviceDict({"a": torch.ones(1), "b": torch.ones(1, device=device)}, on_mismatch="move")
@@ -398,7 +398,7 @@ class TestPolicy:
             m["t"] = torch.ones(1)
             m["o"] = None
             assert m["more"].dtype == torch.float64
-        assert d["n"].decode("s") == "a"
+        assert d["n"].decode("s") == "a"  # pyright: ignore[reportAttributeAccessIssue]
 
     def test_of_the_class_survives_a_rebuild(self, device: torch.device) -> None:
         class Batch(
@@ -476,7 +476,7 @@ class TestHostValues:
             ),
             ([np.array([1.5]), ["a"]], TypeError, "'x' is list of ndarray, str, expected a tensor"),
             ([np.array(1), None], TypeError, "'x' is list of NoneType, ndarray, expected a tensor"),
-            (np.ma.array([1, 999], mask=[0, 1]), TypeError, r"'x' is a masked array, .* use \.filled\(value\)"),
+            (np.ma.array([1, 999], mask=[0, 1]), TypeError, r"'x' is a masked array, .* use \.filled\(value\)"),  # pyright: ignore[reportArgumentType, reportCallIssue]
             ([10**400, 0.5], ValueError, "'x': expected numbers that torch can hold"),
         ],
     )
@@ -488,6 +488,6 @@ class TestHostValues:
         assert DeviceDict({"x": np.ma.array([1, 2])})["x"].tolist() == [1, 2]
 
     def test_masked_values_in_a_list(self) -> None:
-        for value in ([np.ma.array([1, 9], mask=[0, 1]), np.ma.array([1, 2])], [1.0, np.ma.masked]):
+        for value in ([np.ma.array([1, 9], mask=[0, 1]), np.ma.array([1, 2])], [1.0, np.ma.masked]):  # pyright: ignore[reportArgumentType, reportCallIssue]
             with pytest.raises(TypeError, match="'x' holds masked values, which a tensor would show; fill them first"):
                 DeviceDict({"x": value})
