@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -194,10 +195,13 @@ class TestPolicyItself:
         assert policy.with_encoders({}) is policy is policy.with_encoders({"s": Vocabulary(["a"])})
         more = policy.with_encoders({"s": B, "t": C})
         assert more == Policy({"s": B, "t": C}, dtype=torch.float64) and policy.encoders == {"s": A}
+        assert policy.with_encoders({"s": B}).encoders == {"s": B}
         assert policy.with_encoders({"t": A}).encoders == {"s": A, "t": A}
 
     def test_carried(self) -> None:
-        assert Policy({"s": A}).carried(["s", "t"]) == {"s": A}
+        policy = Policy({"s": A})
+        assert policy.carried(["s", "t"]) is policy.encoders == {"s": A}
+        assert Policy({"s": A, "u": C}, B).carried([]) == {"s": A, "u": C}
         assert Policy({"s": A}, B).carried(["s", "t"]) == {"s": A, "t": B}
 
     def test_override(self) -> None:
@@ -208,12 +212,31 @@ class TestPolicyItself:
         assert policy.override(C) == Policy({"s": A}, C, "move", "keep", torch.float64)
         changed = policy.override(None, "error", "error", torch.float16)
         assert changed == Policy({"s": A}, B, "error", "error", torch.float16)
-        for bad in ({"on_mismatch": "mvoe"}, {"objects": "drop"}):
-            with pytest.raises(ValueError, match="is 'error' or '"):
-                policy.override(**bad)  # pyright: ignore[reportArgumentType]
-        for bad in ({"dtype": torch.int64}, {"dtype": "float32"}, {"encoders": {1: A}}, {"encoders": 3}):
-            with pytest.raises(TypeError):
-                policy.override(**bad)  # pyright: ignore[reportArgumentType]
+        assert policy == Policy({"s": A}, B, "move", "keep", torch.float64), "a policy is never changed"
+
+    def test_callables_become_encoders(self) -> None:
+        changed = Policy().override({"s": len}), Policy().override(len)
+        assert changed[0].encoder("s") == changed[1].encoder("t") != len
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"on_mismatch": "mvoe"}, ValueError, "on_mismatch is 'error' or 'move', got 'mvoe'"),
+            ({"on_mismatch": "keep"}, ValueError, "on_mismatch is 'error' or 'move', got 'keep'"),
+            ({"objects": "move"}, ValueError, "objects is 'error' or 'keep', got 'move'"),
+            ({"dtype": torch.int64}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; got torch.int64"),
+            ({"dtype": "float32"}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; got 'float32'"),
+            ({"encoders": {1: A}}, TypeError, "encoders= maps keys, which are str, to encoders; got the key 1. A key's encoder serves that key in nested dicts too"),
+        ],
+    )  # fmt: skip
+    def test_a_wrong_option(self, options: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            Policy().override(**options)
+
+    @pytest.mark.parametrize("encoders", [3, {"s": 3}, Utf8])
+    def test_what_is_no_encoder(self, encoders: Any) -> None:
+        with pytest.raises(TypeError, match="encoder"):
+            Policy().override(encoders)
 
 
 @pytest.mark.parametrize("join", [stack, collate])
