@@ -7,8 +7,10 @@ INSTALL := $(BIN)/python $(PIP_INSTALL)
 BENCH := .venv-bench/bin/python benchmarks
 # Of this machine. The committed ones, which the pages show, are made with RESULTS=benchmarks/results.
 RESULTS ?= benchmarks/out
+# One worker for each core. Tests of one group, which would disturb each other, share a worker.
+PARALLEL := -n auto --dist loadgroup
 
-.PHONY: demo demo-ddp test test-pythons test-frameworks check bench bench-more bench-gpu guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp test test-fast coverage test-pythons test-frameworks check bench bench-more bench-gpu guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -17,7 +19,18 @@ demo-ddp: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ddp_penguins.py
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
+
+# A quick loop: neither type checks nor the tests that take seconds or start several ranks.
+test-fast: .venv/tests
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not ranks"
+
+# Which lines and branches the tests reach, those that run in workers and on ranks included.
+coverage: .venv/tests
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(PARALLEL)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 # The tests on each CPython from 3.10 to 3.13 that is on the path or in pyenv, each in an environment of its own. torch
 # takes 5 GB in each. Types and style are those of `make check`.
@@ -34,7 +47,7 @@ check: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))"; then \
-		echo $(BIN)/pyright; $(BIN)/pyright; \
+		echo $(BIN)/pyright; $(BIN)/pyright && $(BIN)/pyright -p tests; \
 	else \
 		echo "pyright is left out on Python 3.10: see the Makefile"; \
 	fi

@@ -1,16 +1,32 @@
-"""Devices to test on: the simulated accelerator always, CUDA too where there is one."""
+"""Devices to test on: the simulated accelerator always, CUDA too where there is one. One thread for each process."""
 
 from __future__ import annotations
+
+import os
+
+# Before torch is imported, and for every process that a test starts: workers that run side by side share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import simulated
 import torch
 from hypothesis import HealthCheck, settings
 
+torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
 
-ACCELERATORS = ["sim", *(["cuda"] if torch.cuda.is_available() else [])]
+ACCELERATORS = ["sim", *([pytest.param("cuda", marks=pytest.mark.device)] if torch.cuda.is_available() else [])]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("ranks"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        if item.get_closest_marker("device") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
 @pytest.fixture(params=ACCELERATORS)

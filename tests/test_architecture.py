@@ -68,6 +68,7 @@ def test_three_classes_and_no_more() -> None:
     assert chain == ["TypedDeviceDict", "DeviceDict", "TreeDict"] and issubclass(TypedDeviceDict, DeviceDict)
 
 
+@pytest.mark.slow
 def test_every_module_imports_alone_and_without_a_warning() -> None:
     # Each under an empty stand-in for the package, whose __init__ would import all the others first. torch is imported
     # once, in the parent of the forks: once for each would be most of the suite's time.
@@ -93,6 +94,7 @@ for module in {[name for name in ORDER if not name.endswith("__init__")]!r}:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_importing_brings_only_what_torch_brings_already() -> None:
     program = (
         "import torch, numpy, typing_extensions, sys; before = set(sys.modules); import tensordict_lite;"

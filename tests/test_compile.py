@@ -45,12 +45,12 @@ OPERATIONS: dict[str, Callable[[DeviceDict], Any]] = {
     "path read": lambda d: d["n", "x"] + 1,
     "get": lambda d: d.get("x") + d.get("nope", 1),
     "membership": lambda d: d["x"] + (1 if "x" in d and ("n", "x") in d and ("n", "q") not in d else 2),
-    "splat": lambda d: (lambda x, **rest: x + len(rest))(**d),
+    "splat": lambda d: (lambda x, **rest: x + len(rest))(**d),  # pyright: ignore[reportArgumentType, reportOperatorIssue]
     "a miss": lambda d: caught(d) + (1 if hasattr(d, "shape") or hasattr(d, "nope") else 2),
     "keys": lambda d: d["x"] + len([k for k in d]),  # noqa: C416
     "values": lambda d: sum(v.sum() for v in d["n"].values()),
     "items": lambda d: sum(v.sum() for k, v in d.items() if k != "n"),
-    "device": lambda d: d["x"] + (1 if d.device.type == "cpu" else 2),
+    "device": lambda d: d["x"] + (1 if d.device.type == "cpu" else 2),  # pyright: ignore[reportOptionalMemberAccess]
     "write": after(lambda d: d.__setitem__("w", d["x"] * 2)),
     "write a number": after(lambda d: d.__setitem__("w", 2.0)),
     "write a list": after(lambda d: d.__setitem__("w", [1.0, 2.0])),
@@ -122,6 +122,7 @@ def inductor(test: Callable[..., None]) -> Callable[..., None]:
 INDUCED = ("read", "path write", "update", "construct", "nest", "to a dtype", "rows", "map", "or", "copy", "delete")
 
 
+@pytest.mark.slow
 @inductor
 @pytest.mark.parametrize("name", INDUCED)
 def test_by_inductor(name: str) -> None:
@@ -135,6 +136,7 @@ def test_by_inductor(name: str) -> None:
         assert torch.equal(got, expected) if isinstance(got, torch.Tensor) else got == expected
 
 
+@pytest.mark.slow
 @inductor
 def test_a_packed_field_is_written_in_place() -> None:
     """Fields that share a storage, one written and another read: both are right, packed or not."""
@@ -156,6 +158,7 @@ def test_a_packed_field_is_written_in_place() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_our_error_and_leaves_what_is_compiled_right() -> None:
     torch._dynamo.reset()
 

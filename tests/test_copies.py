@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import copy
+import enum
 import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tensordict_lite import DeviceDict, Utf8, Vocabulary
+from tensordict_lite import (
+    DeviceDict,
+    DeviceMismatchError,
+    Utf8,
+    Vocabulary,
+)
+
+SIM = torch.device("sim", 0)
+
+
+class Key(str, enum.Enum):
+    X = "x"
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b"])}):
@@ -56,7 +69,7 @@ def test_a_forged_pickle_is_refused() -> None:
 
     for args in ((dict, {}, None, None), (DeviceDict, [], None, None), (DeviceDict, {1: 2}, None, None)):
         with pytest.raises(TypeError, match="expected a"):
-            restore(*args)
+            restore(*args)  # pyright: ignore[reportArgumentType]
 
 
 def test_copy_shares_tensors_deepcopy_does_not() -> None:
@@ -88,6 +101,13 @@ class TestTorchSave:
             moved = torch.load(self.saved(d), map_location="meta", weights_only=weights_only)
             moved._check()
             assert moved.device == torch.device("meta") and moved["n", "e"].device == torch.device("meta")
+
+    def test_weights_only_takes_the_encoders(self) -> None:
+        d = DeviceDict({"s": ["a"], "u": "x"}, encoders={"s": Vocabulary(["a"])})
+        file = io.BytesIO()
+        torch.save(d, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True).decode("s") == ["a"]
 
 
 class TestPytree:
@@ -139,7 +159,7 @@ class TestPytree:
         assert functional_call(linear, DeviceDict({"weight": [[2.0, 3.0]]}), torch.ones(1, 2)).item() == 5.0
         x = DeviceDict({"x": torch.ones(2, requires_grad=True)})
         checkpoint(lambda d: DeviceDict({"y": d["x"] * 3}), x, use_reentrant=False)["y"].sum().backward()
-        assert x["x"].grad.tolist() == [3.0, 3.0]
+        assert x["x"].grad.tolist() == [3.0, 3.0]  # pyright: ignore[reportOptionalMemberAccess]
 
     def test_export(self) -> None:
         class Model(torch.nn.Module):
@@ -154,3 +174,47 @@ class TestPytree:
         linear = torch.nn.Linear(2, 1)
         linear.load_state_dict(DeviceDict(linear.state_dict()).map(torch.zeros_like))
         assert not linear.weight.any()
+
+    def test_a_mapping_that_tree_map_inserts_keeps_tensors_at_their_keys(self) -> None:
+        """Tensors were collected through any mapping but put back through ours only: b came back with a's tensor."""
+        d = DeviceDict({"a": 1.0, "b": 2.0})
+        odd = pytree.tree_map(lambda t: {"s": t * 10} if t == 1 else t * 10, d)
+        assert odd.clone()["b"].item() == 20 and odd.to(SIM)["b"].item() == 20 and odd.copy()["a"] is odd["a"]
+
+    def test_a_dict_left_on_two_devices_can_be_gathered(self) -> None:
+        """It took the device of its first tensor, and ``to`` that device then returned it as it was."""
+        mixed = pytree.tree_map(lambda t: t.to(SIM) if t.is_floating_point() else t, DeviceDict({"f": [1.0], "i": [1]}))
+        assert mixed.device is None
+        gathered = mixed.to(SIM)
+        gathered._check()
+        assert gathered["i"].device == SIM
+
+    def test_nothing_can_be_stored_before_it_is_gathered(self) -> None:
+        """The next write gave it a device that some of its tensors were not on."""
+        mixed = pytree.tree_map(lambda t: t.to(SIM) if t.is_floating_point() else t, DeviceDict({"f": [1.0], "i": [1]}))
+        for key in ("z", ("n", "z")):
+            with pytest.raises(DeviceMismatchError, match=r"has tensors on several devices; \.to\(device\) it first"):
+                mixed[key] = 1
+        assert list(mixed) == ["f", "i"]
+
+    def test_an_exported_program_names_the_public_class(self) -> None:
+        assert '"tensordict_lite.DeviceDict"' in pytree.treespec_dumps(pytree.tree_structure(DeviceDict({"x": 1})))
+        spec = pytree.tree_structure(DeviceDict(device="meta"))
+        assert pytree.tree_unflatten([], pytree.treespec_loads(pytree.treespec_dumps(spec))).device == torch.device(
+            "meta"
+        )
+
+
+def test_keys_of_a_subclass_of_str() -> None:
+    for key in (Key.X, np.str_("x")):
+        d = DeviceDict({key: 1})
+        assert pickle.loads(pickle.dumps(d)) == d
+
+
+def test_an_encoder_is_written_once() -> None:
+    """Every nested dict wrote its encoders again: thirty of them made thirty vocabularies."""
+    big = Vocabulary(map(str, range(2000)))
+    one = DeviceDict({"a": {"s": "1"}}, encoders={"s": big})
+    many = DeviceDict({f"a{i}": {"s": "1"} for i in range(30)}, encoders={"s": big})
+    sizes = [len(pickle.dumps(d)) for d in (one, many)]
+    assert sizes[1] < sizes[0] + 30 * 1000

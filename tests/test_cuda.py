@@ -10,7 +10,7 @@ import torch
 
 from tensordict_lite import DeviceDict, to_numpy
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.device
 
 BUSY = 50_000_000  # clock cycles: tens of milliseconds, in which every copy below would be done
 

@@ -162,7 +162,7 @@ def errors(rank: int, world: int) -> None:
     told = text(lambda: d_.all_reduce(DeviceDict({"f": torch.ones(2, dtype=torch.float8_e5m2)})), RuntimeError)
     assert told.startswith(f"rank {rank}: sum of torch.float8_e5m2, which 'f' is: ")
     assert (
-        text(lambda: d_.all_reduce(sample(0), "product"), ValueError)
+        text(lambda: d_.all_reduce(sample(0), "product"), ValueError)  # pyright: ignore[reportArgumentType]
         == "op is 'sum', 'mean', 'max' or 'min', got 'product'"
     )  # type: ignore[arg-type]
 
@@ -311,6 +311,7 @@ def on_some(rank: int, world: int) -> None:
         groups(rank, world)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_on_ranks(world: int) -> None:
     on_ranks(on_some, world, count=world)
@@ -348,7 +349,7 @@ def any_schema(rank: int) -> None:
         derandomize=True,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
         deadline=None,
     )
     @given(tree=TREES, pack=st.booleans(), op=st.sampled_from(["max", "min"]))
@@ -366,6 +367,7 @@ def any_schema(rank: int) -> None:
     run()
 
 
+@pytest.mark.ranks
 def test_any_schema() -> None:
     on_ranks(any_schema)
 
@@ -386,6 +388,7 @@ def dies(rank: int) -> None:
     os._exit(7)  # there is no one to say goodbye to
 
 
+@pytest.mark.ranks
 def test_a_peer_that_dies() -> None:
     with pytest.raises(Exception, match=r"signal SIGKILL|exit code 7"):
         on_ranks(dies)

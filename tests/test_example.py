@@ -38,6 +38,7 @@ def test_the_table_is_the_published_one() -> None:
     assert sum(value == "NA" for row in rows for value in row.values()) == 2 * 4 + 11
 
 
+@pytest.mark.slow
 def test_it_tells_the_species_and_shows_its_work(tmp_path: Path) -> None:
     done = run(tmp_path / "new")
     assert done.returncode == 0, done.stderr
@@ -58,6 +59,7 @@ def test_it_tells_the_species_and_shows_its_work(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.slow
 def test_it_fails_where_the_network_has_not_learnt(tmp_path: Path) -> None:
     done = run(tmp_path, "--epochs", "1")
     assert done.returncode == 1
@@ -65,6 +67,7 @@ def test_it_fails_where_the_network_has_not_learnt(tmp_path: Path) -> None:
     assert re.search(r"^held-out accuracy 0\.\d+ is under the required 0\.95$", done.stderr, flags=re.MULTILINE)
 
 
+@pytest.mark.ranks
 def test_on_two_processes() -> None:
     command = [
         sys.executable,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, UserDict
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 from unittest.mock import ANY
 
@@ -11,7 +12,57 @@ import numpy as np
 import pytest
 import torch
 
-from tensordict_lite import DeviceDict, DeviceMismatchError
+from tensordict_lite import (
+    DeviceDict,
+    DeviceMismatchError,
+    Vocabulary,
+)
+
+SIM = torch.device("sim", 0)
+
+
+class Items(dict):
+    def items(self) -> Any:
+        return [(key, torch.zeros(1)) for key in self]
+
+
+class Lazy(Mapping[str, Any]):
+    """Makes a new tensor at each access."""
+
+    def __getitem__(self, key: str) -> Any:
+        return torch.ones(1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Table:
+    """As a data frame: iterates its columns' names, and has dict's protocol of ``keys``."""
+
+    def keys(self) -> list[str]:
+        return ["x1", "x2"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, key: str) -> Any:
+        return np.ones(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedding:
+    """An encoder whose ``==`` raises."""
+
+    table: torch.Tensor
+
+    def encode(self, strings: Any) -> torch.Tensor:
+        return self.table[: len(strings)]
+
+    def decode(self, codes: Any) -> list[str]:
+        return ["?"] * len(codes)
 
 
 class Answer:
@@ -86,7 +137,7 @@ def test_no_writer_bypasses_the_rule_and_a_failure_changes_nothing(write: Any, b
     with pytest.raises(DeviceMismatchError if isinstance(bad, torch.Tensor) else TypeError, match=r"y|er"):
         write(d, bad)
     d._check()
-    assert d.to_dict().keys() == before.keys() and d["n"].keys() == {"w"}
+    assert d.to_dict().keys() == before.keys() and d["n"].keys() == {"w"}  # pyright: ignore[reportAttributeAccessIssue]
     assert all(a is b for a, b in zip(d._tensors(), tensors, strict=True))
     assert d.device == torch.device("cpu")
 
@@ -156,7 +207,7 @@ def test_pop_popitem_clear_setdefault() -> None:
 class TestPaths:
     def test_get_set_delete_contains(self) -> None:
         d = DeviceDict({"obs": {"image": torch.ones(2)}})
-        assert d["obs", "image"] is d["obs"]["image"]
+        assert d["obs", "image"] is d["obs"]["image"]  # pyright: ignore[reportArgumentType]
         assert ("obs", "image") in d and ("obs",) in d
         assert ("obs", "nope") not in d and ("obs", "image", "x") not in d and ("nope", "x") not in d and () not in d
         d["obs", "state", "q"] = 1.0
@@ -197,7 +248,7 @@ class TestNesting:
     def test_a_mapping_is_taken_in_by_value(self) -> None:
         inner = DeviceDict({"x": torch.ones(1)})
         outer = DeviceDict({"inner": inner, "again": inner})
-        assert outer["inner"]["x"] is inner["x"]
+        assert outer["inner"]["x"] is inner["x"]  # pyright: ignore[reportArgumentType]
         inner["y"] = 1
         outer["again", "z"] = 1
         assert list(outer["inner"]) == ["x"] and list(inner) == ["x", "y"]
@@ -214,7 +265,7 @@ class TestNesting:
         with pytest.raises(DeviceMismatchError):
             d["a", "x"] = torch.zeros(1, device="meta")
         with pytest.raises(DeviceMismatchError):
-            d["a"]["x"] = torch.zeros(1, device="meta")
+            d["a"]["x"] = torch.zeros(1, device="meta")  # pyright: ignore[reportArgumentType]
         d._check()
         e = DeviceDict({"a": {}, "x": torch.zeros(1, device="meta")})
         assert e["a"].device == e.device == torch.device("meta")
@@ -304,6 +355,21 @@ class TestEquality:
         nan = DeviceDict({"x": float("nan")})
         assert nan.allclose(nan.clone(), equal_nan=True) and not nan.allclose(nan.clone())
 
+    def test_kept_arrays_are_compared_whole(self) -> None:
+        def kept(*dates: str) -> DeviceDict:
+            return DeviceDict({"t": np.array(dates, dtype="M8[D]")}, objects="keep")
+
+        one, two = kept("2020-01-01"), kept("2020-01-01", "2020-01-01")
+        assert one == kept("2020-01-01") and one != two and two != kept("2020-01-01", "2020-01-01", "2020-01-01")
+
+    def test_allclose_is_no_stricter_than_equality(self) -> None:
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        d = DeviceDict({"n": jagged})
+        assert d == d.clone() and d.allclose(d.clone())
+        for dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64):
+            d = DeviceDict({"x": torch.ones(2).to(dtype)})
+            assert d.allclose(d.clone()) and d == d.clone(), dtype
+
 
 class TestShaping:
     def test_what_is_no_key_is_told(self) -> None:
@@ -359,3 +425,67 @@ class TestShaping:
         assert d.nbytes == 14
         plain = d.to_dict()
         assert type(plain) is dict and type(plain["n"]) is dict and plain["x"] is d["x"]
+
+    def test_unflatten_leaves_the_callers_dict_alone(self) -> None:
+        inner = {"x": 1}
+        with pytest.raises(ValueError, match="both a field and a nested dict"):
+            DeviceDict.unflatten({"a": inner, "a.b": 2})
+        assert inner == {"x": 1}
+
+    def test_unflatten_undoes_all_of_flatten(self) -> None:
+        d = DeviceDict({"o": {"s": ["a", "b"]}, "k": None}, encoders={"s": Vocabulary(["b", "a"])}, objects="keep")
+        back = DeviceDict.unflatten(d.flatten())
+        back._check()
+        assert back == d and back.decode(("o", "s")) == ["a", "b"] and back["k"] is None
+
+
+class TestOddMappings:
+    def test_a_dict_with_its_own_items_method_is_read_through_it(self) -> None:
+        """A dict subclass with its own ``items`` was checked through it and stored past it."""
+        d = DeviceDict({"x": 1})
+        d.update(Items(y=torch.zeros(1, device="meta")))
+        d._check()
+
+    def test_a_mapping_that_makes_its_values_is_read_once(self) -> None:
+        for d in (DeviceDict(Lazy(), device=SIM), DeviceDict({"n": Lazy()}, device=SIM)):
+            d._check()
+        moved = DeviceDict({"x": torch.ones(1, device=SIM)}, on_mismatch="move")
+        moved["n"] = Lazy()
+        moved._check()
+
+    def test_a_tensor_on_the_wrong_device_in_a_lazy_mapping_is_named(self) -> None:
+        with pytest.raises(DeviceMismatchError, match=r"'n\.x' is on cpu"):
+            DeviceDict({"y": torch.ones(1, device=SIM)})["n"] = Lazy()
+
+    def test_a_nested_dict_subclass_with_its_own_items_moves_too(self) -> None:
+        DeviceDict({"n": Items(x=1)}, device=SIM)._check()
+
+    def test_a_table_is_taken_by_columns(self) -> None:
+        """Its two-letter names passed for pairs: {'x': '2'}."""
+        d = DeviceDict(Table())  # type: ignore[arg-type]
+        assert list(d) == ["x1", "x2"] and d["x1"].tolist() == [1.0, 1.0]
+
+    def test_an_update_whose_encoders_cannot_be_compared_changes_nothing(self) -> None:
+        d = DeviceDict({"s": ["a"]}, encoders={"s": Embedding(torch.ones(3))})
+        before = d["s"]
+        with pytest.raises(RuntimeError, match="ambiguous"):
+            d.update(DeviceDict({"s": ["bb"]}, encoders={"s": Embedding(torch.zeros(3))}))
+        assert d["s"] is before
+
+    def test_the_error_for_a_value_that_is_no_mapping(self) -> None:
+        with pytest.raises(TypeError, match="allclose compares with a mapping, got int"):
+            DeviceDict().allclose(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="keys are str, got 1 of type int"):
+            DeviceDict.unflatten({1: 2})  # type: ignore[dict-item]
+        assert DeviceDict.unflatten([("a.b", 2)])["a", "b"].item() == 2  # type: ignore[arg-type]
+
+    def test_the_constructor_copies_a_dict_of_kept_objects(self) -> None:
+        d = DeviceDict({"f": None}, objects="keep", device=SIM)
+        again = DeviceDict(d)
+        assert again == d and again.device == SIM and DeviceDict(DeviceDict(device=SIM)).device == SIM
+
+    def test_init_cannot_be_called_again(self) -> None:
+        d = DeviceDict({"x": 1})
+        with pytest.raises(TypeError, match="this DeviceDict is made already; use update to add to it"):
+            d.__init__({"y": torch.zeros(1, device="meta")})  # type: ignore[misc]
+        d._check()

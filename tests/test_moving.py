@@ -15,7 +15,13 @@ import simulated
 import torch
 from torch import nn
 
-from tensordict_lite import DeviceDict, prefetch, to_device
+from tensordict_lite import (
+    DeviceDict,
+    prefetch,
+    to_device,
+)
+
+SIM = torch.device("sim", 0)
 
 
 def sample(device: torch.device | str = "cpu") -> DeviceDict:
@@ -60,7 +66,7 @@ class TestTo:
             assert moved.device == device and moved["x"].dtype == torch.float64
         assert d.to(sample(device)).device == device and d.to(sample(device))["x"].dtype == torch.float32
         assert d.to(torch.zeros(1, dtype=torch.int64, device=device))["x"].dtype == torch.float32
-        assert d.to(device, True)["x"].dtype == torch.float32, "as Tensor.to(device, non_blocking)"
+        assert d.to(device, True)["x"].dtype == torch.float32, "as Tensor.to(device, non_blocking)"  # pyright: ignore[reportArgumentType, reportCallIssue]
         assert d.to(torch.float64, True, True)["x"].dtype == torch.float64
 
     def test_a_dtype_leaves_ids_and_masks_alone(self) -> None:
@@ -143,6 +149,24 @@ class TestTo:
             with pytest.raises((RuntimeError, AssertionError)):
                 sample().cuda()
 
+    @pytest.mark.parametrize(
+        ("args", "options"),
+        [
+            ((torch.float16, "sim:0"), {}),
+            ((torch.float16, torch.float64), {}),
+            (("cpu",), {"device": "sim:0"}),
+            ((torch.float16,), {"dtype": torch.float64}),
+            ((torch.zeros(1),), {"device": "sim:0"}),
+            (("cpu", torch.float16, 1), {}),
+            (("cpu",), {"copy": "yes"}),
+            (("cpu",), {"memory_format": torch.channels_last}),
+        ],
+    )
+    def test_an_argument_that_would_be_ignored_is_refused(self, args: Any, options: Any) -> None:
+        """``to(torch.float16, "cuda")`` took "cuda" for ``non_blocking`` and stayed on the CPU."""
+        with pytest.raises(TypeError, match=r"to\(\) got"):
+            DeviceDict({"x": 1.0}).to(*args, **options)
+
 
 class TestNumpy:
     def test_a_plain_nested_dict_sharing_memory(self) -> None:
@@ -182,6 +206,11 @@ class TestNumpy:
         with pytest.raises(TypeError) as caught:
             DeviceDict({"n": {"x": tensor}}).numpy()
         assert str(caught.value) == message
+
+    def test_numpy_of_layouts_it_does_not_have(self) -> None:
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        with pytest.raises(TypeError, match=r"^'n': NumPy has no float32, torch\.jagged; convert it first$"):
+            DeviceDict({"n": jagged}).numpy()
 
 
 class TestLikeATensor:

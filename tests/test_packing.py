@@ -155,7 +155,7 @@ class TestPack:
                 assert storages(again.drop(kind)) == 1 and again["x"].equal(d["x"]) and again["y"].equal(d["y"]), kind
         grad = DeviceDict({"w": torch.ones(2, requires_grad=True), "x": torch.ones(2), "y": torch.zeros(3)}).pack()
         (grad.to("sim")["w"] * 3).sum().backward()
-        assert grad["w"].grad.tolist() == [3.0, 3.0] and grad.is_packed
+        assert grad["w"].grad.tolist() == [3.0, 3.0] and grad.is_packed  # pyright: ignore[reportOptionalMemberAccess]
 
     def test_a_tensor_under_two_keys_stays_one(self, device: torch.device) -> None:
         t = torch.ones(3)
@@ -190,7 +190,7 @@ class TestFieldsAreOrdinaryTensors:
             mask.fill_(False)
             packed["n", "y"].zero_()
             loss.backward()
-            assert weight.grad.cpu().tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+            assert weight.grad.cpu().tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]  # pyright: ignore[reportOptionalMemberAccess]
             assert x._version == 0 and not x._is_view() and x.is_leaf
 
     def test_the_check_that_autograd_does_is_still_done(self) -> None:
@@ -216,7 +216,7 @@ class TestFieldsAreOrdinaryTensors:
         packed["x"].requires_grad_()
         moved = packed.to("sim")
         moved["x"].sum().backward()
-        assert packed["x"].grad.tolist() == [[1.0] * 3] * 2 and not packed.is_packed and moved.cpu() == packed
+        assert packed["x"].grad.tolist() == [[1.0] * 3] * 2 and not packed.is_packed and moved.cpu() == packed  # pyright: ignore[reportOptionalMemberAccess]
 
     def test_freed_without_the_garbage_collector(self) -> None:
         gc.disable()
@@ -258,7 +258,7 @@ def swapped(d: DeviceDict) -> None:
 
 
 def nested_replaced(d: DeviceDict) -> None:
-    d["n"]["y"] = torch.full((2, 3), 9.0)
+    d["n"]["y"] = torch.full((2, 3), 9.0)  # pyright: ignore[reportArgumentType]
 
 
 def given_data(d: DeviceDict) -> None:
@@ -270,7 +270,7 @@ def given_data_of_another_dtype(d: DeviceDict) -> None:
 
 
 def set_to_other_storage(d: DeviceDict) -> None:
-    d["x"].set_(torch.full((2, 3), 9.0))
+    d["x"].set_(torch.full((2, 3), 9.0))  # pyright: ignore[reportArgumentType]
 
 
 def set_within_the_storage(d: DeviceDict) -> None:
@@ -457,7 +457,7 @@ class TestPickled:
         again._check()
         assert again == d and again.is_packed and list(again) == list(d) and again.decode("s") == ["b"]
         assert type(again) is Batch and type(again["n"]) is DeviceDict and type(again["e"]) is Batch
-        assert again._policy == d._policy and again["n"]._policy == d["n"]._policy and again["g"].requires_grad
+        assert again._policy == d._policy and again["n"]._policy == d["n"]._policy and again["g"].requires_grad  # pyright: ignore[reportAttributeAccessIssue]
         assert again["none"] is None and again["int"] is object and again["tuple"] == (None, "a")
 
     def test_on_a_device(self, device: torch.device) -> None:
@@ -538,7 +538,7 @@ class TestPickled:
                 restore(cls, items, device, policy, bad, specs[:-1])
         for bad in (block.to(torch.float32), "block", block.view(1, -1), block.to_sparse(), 1):
             with pytest.raises(ValueError, match=r"^a packed dict whose storage is damaged"):
-                restore(cls, items, device, policy, bad, specs)
+                restore(cls, items, device, policy, bad, specs)  # pyright: ignore[reportArgumentType]
         for value in (99, -1, True, False, (1, 2), [], None, "x", [DeviceDict, {}], 1.5):
             with pytest.raises((ValueError, TypeError), match=r"^a packed dict whose item 'x' is damaged"):
                 restore(cls, {**items, "x": value}, device, policy, block, specs)
@@ -635,7 +635,7 @@ class TestUnderTransforms:
             dual = DeviceDict({"x": torch.ones(3), "y": torch.zeros(4)}).pack()
             dual["x"] = forward_ad.make_dual(dual["x"], torch.full((3,), 2.0))
             for again in (dual.clone(), dual.pack(), dual.to("sim").cpu(), dual.double(), dual.to(copy=True)):
-                assert forward_ad.unpack_dual(again["x"]).tangent.tolist() == [2.0] * 3
+                assert forward_ad.unpack_dual(again["x"]).tangent.tolist() == [2.0] * 3  # pyright: ignore[reportOptionalMemberAccess]
         from torch._subclasses import FakeTensorMode  # noqa: PLC0415  (private)
 
         with FakeTensorMode() as mode:

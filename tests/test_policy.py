@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
+from tensordict_lite import (
+    DeviceDict,
+    Hashing,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    collate,
+    stack,
+)
 from tensordict_lite._tree.policy import Policy
 
 A, B, C = Vocabulary(["a"]), Vocabulary(["b", "a"]), Vocabulary(["c", "b", "a"])
@@ -44,7 +53,7 @@ class TestMadeOfAnother:
         assert options(made) == OWN and made.encoders == {"s": A, "t": B}
         assert made.decode("t") == "b" and made.update({"x": 1.0, "o": {1}}) is None
         assert made["x"].dtype == torch.float64 and made["o"] == {1}
-        typed = Typed(d)
+        typed = Typed(d)  # pyright: ignore[reportCallIssue]
         assert options(typed) == ("error", "error", torch.float64) and typed.encoders == {"s": A, "t": B}
         assert Own(Own({"x": 1}, on_mismatch="error"))._policy == Own._class_policy, "its class says otherwise"
 
@@ -64,8 +73,8 @@ class TestMadeOfAnother:
         nested = Own({"n": codes})
         updated = DeviceDict()
         updated.update(codes)
-        for made in (Own(codes), nested["n"], updated, Typed({"n": codes})["n"], DeviceDict() | codes):
-            assert made.encoders["s"] == B and made.decode("s") == "b"
+        for made in (Own(codes), nested["n"], updated, Typed({"n": codes})["n"], DeviceDict() | codes):  # pyright: ignore[reportCallIssue]
+            assert made.encoders["s"] == B and made.decode("s") == "b"  # pyright: ignore[reportAttributeAccessIssue]
 
     def test_a_class_without_options_takes_all(self) -> None:
         d = DeviceDict({"t": "b"}, encoders=B, dtype=torch.float16, objects="keep", on_mismatch="move")
@@ -78,7 +87,7 @@ class TestMadeOfAnother:
         made = Own(d, encoders={"t": C}, on_mismatch="error", objects="error", dtype=torch.bfloat16)
         assert options(made) == ("error", "error", torch.bfloat16) and made.encoders == {"s": A, "t": C}
         for name, value in (("on_mismatch", "move"), ("objects", "keep"), ("dtype", torch.float64), ("encoders", C)):
-            policy = DeviceDict(d, **{name: value})._policy
+            policy = DeviceDict(d, **{name: value})._policy  # pyright: ignore[reportArgumentType]
             changed = policy.default_encoder if name == "encoders" else getattr(policy, name)
             assert changed == value and policy != d._policy
             assert policy.encoders == {"t": B}
@@ -90,6 +99,23 @@ class TestMadeOfAnother:
             "cpu"
         )
         assert DeviceDict(dict(d)).device is None
+
+    def test_several_bases_with_policies_add_up(self) -> None:
+        class Moves(DeviceDict, on_mismatch="move"):
+            pass
+
+        class Keeps(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a"])}):
+            pass
+
+        class Both(Moves, Keeps, dtype=torch.float64):
+            pass
+
+        policy = Both._class_policy
+        assert (policy.on_mismatch, policy.objects, policy.dtype) == (
+            "move",
+            "keep",
+            torch.float64,
+        ) and "s" in policy.encoders
 
 
 class TestNested:
@@ -110,10 +136,10 @@ class TestNested:
         for outer in (
             DeviceDict({"n": inner}),
             Bare({"n": inner}),
-            Typed({"n": inner}),
+            Typed({"n": inner}),  # pyright: ignore[reportCallIssue]
             DeviceDict().copy() | {"n": inner},
         ):
-            assert type(outer["n"]) is Own and outer["n"]._policy is inner._policy
+            assert type(outer["n"]) is Own and outer["n"]._policy is inner._policy  # pyright: ignore[reportAttributeAccessIssue]
         twice = Own({"n": inner}, encoders={"u": C})["n"]
         assert twice._policy is inner._policy, "of one class, of several instances"
 
@@ -130,9 +156,9 @@ class TestNested:
             p: Plain | None = None
 
         d = Outer.from_dict({"n": {"s": "b"}, "p": {"t": "c"}})
-        assert d["n"]._policy is not d._policy and d["n"].encoders == {"s": B}, "its class has options"
-        assert options(d["n"]) == ("error", "keep", None)
-        assert options(d["p"]) == ("error", "error", torch.float64) and d["p"].encoders == {"t": C}
+        assert d["n"]._policy is not d._policy and d["n"].encoders == {"s": B}, "its class has options"  # pyright: ignore[reportAttributeAccessIssue]
+        assert options(d["n"]) == ("error", "keep", None)  # pyright: ignore[reportArgumentType]
+        assert options(d["p"]) == ("error", "error", torch.float64) and d["p"].encoders == {"t": C}  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
         given = DeviceDict({"s": "a", "t": "a"}, encoders={"s": A, "t": A}, dtype=torch.float16)
         n = Outer.from_dict({"n": given})["n"]
         assert type(n) is Inner and options(n) == ("error", "keep", None) and n.encoders == {"s": A, "t": A}
@@ -154,7 +180,13 @@ class TestUpdate:
         d["s"] = "a"
         assert d.encoders == {"s": Hashing(4)} and d["s"].dtype == torch.int64
         d.update({"t": "a", "n": {"u": "a"}})
-        assert d.encoders == {"s": Hashing(4), "t": Hashing(4)} and d["n"].encoders["u"] == Hashing(4)
+        assert d.encoders == {"s": Hashing(4), "t": Hashing(4)} and d["n"].encoders["u"] == Hashing(4)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def test_update_with_keywords_over_a_dict_with_encoders(self) -> None:
+        """The keyword's string was labelled with the encoder of the dict's field of that name."""
+        d, other = DeviceDict(), DeviceDict({"s": ["cat"]}, encoders={"s": Vocabulary(["cat"])})
+        d.update(other, s="dog")
+        assert d.decode("s") == "dog"
 
 
 class TestPolicyItself:
@@ -163,10 +195,13 @@ class TestPolicyItself:
         assert policy.with_encoders({}) is policy is policy.with_encoders({"s": Vocabulary(["a"])})
         more = policy.with_encoders({"s": B, "t": C})
         assert more == Policy({"s": B, "t": C}, dtype=torch.float64) and policy.encoders == {"s": A}
+        assert policy.with_encoders({"s": B}).encoders == {"s": B}
         assert policy.with_encoders({"t": A}).encoders == {"s": A, "t": A}
 
     def test_carried(self) -> None:
-        assert Policy({"s": A}).carried(["s", "t"]) == {"s": A}
+        policy = Policy({"s": A})
+        assert policy.carried(["s", "t"]) is policy.encoders == {"s": A}
+        assert Policy({"s": A, "u": C}, B).carried([]) == {"s": A, "u": C}
         assert Policy({"s": A}, B).carried(["s", "t"]) == {"s": A, "t": B}
 
     def test_override(self) -> None:
@@ -177,12 +212,31 @@ class TestPolicyItself:
         assert policy.override(C) == Policy({"s": A}, C, "move", "keep", torch.float64)
         changed = policy.override(on_mismatch="error", objects="error", dtype=torch.float16)
         assert changed == Policy({"s": A}, B, "error", "error", torch.float16)
-        for bad in ({"on_mismatch": "mvoe"}, {"objects": "drop"}):
-            with pytest.raises(ValueError, match="is 'error' or '"):
-                policy.override(**bad)  # pyright: ignore[reportArgumentType]
-        for bad in ({"dtype": torch.int64}, {"dtype": "float32"}, {"encoders": {1: A}}, {"encoders": 3}):
-            with pytest.raises(TypeError):
-                policy.override(**bad)  # pyright: ignore[reportArgumentType]
+        assert policy == Policy({"s": A}, B, "move", "keep", torch.float64), "a policy is never changed"
+
+    def test_callables_become_encoders(self) -> None:
+        changed = Policy().override({"s": len}), Policy().override(len)
+        assert changed[0].encoder("s") == changed[1].encoder("t") != len
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"on_mismatch": "mvoe"}, ValueError, "on_mismatch is 'error' or 'move', got 'mvoe'"),
+            ({"on_mismatch": "keep"}, ValueError, "on_mismatch is 'error' or 'move', got 'keep'"),
+            ({"objects": "move"}, ValueError, "objects is 'error' or 'keep', got 'move'"),
+            ({"dtype": torch.int64}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; got torch.int64"),
+            ({"dtype": "float32"}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; got 'float32'"),
+            ({"encoders": {1: A}}, TypeError, "encoders= maps keys, which are str, to encoders; got the key 1. A key's encoder serves that key in nested dicts too"),
+        ],
+    )  # fmt: skip
+    def test_a_wrong_option(self, options: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            Policy().override(**options)
+
+    @pytest.mark.parametrize("encoders", [3, {"s": 3}, Utf8])
+    def test_what_is_no_encoder(self, encoders: Any) -> None:
+        with pytest.raises(TypeError, match="encoder"):
+            Policy().override(encoders)
 
 
 @pytest.mark.parametrize("join", [stack, collate])

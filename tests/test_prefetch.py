@@ -26,7 +26,7 @@ def samples(n: int = 8) -> list[dict[str, Any]]:
 
 
 def loader(workers: int = 0, **options: Any) -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=2, num_workers=workers, collate_fn=collate, **options)
+    return DataLoader(samples(), batch_size=2, num_workers=workers, collate_fn=collate, **options)  # pyright: ignore[reportArgumentType]
 
 
 class TestOnAnyDevice:
@@ -226,14 +226,14 @@ class TestStreams:
                 with pytest.raises(ValueError, match="broken"):
                     list(batches)
             else:
-                batches.close()  # as a loop does that is left by break
+                batches.close()  # pyright: ignore[reportAttributeAccessIssue]  # as a loop does that is left by break
             del batches
             assert gone() is None and kept() is None and module.log[-1] == "host waits for copy 1"
         finally:
             gc.enable()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.device
 class TestOnCuda:
     @pytest.mark.parametrize("pin", [False, True])
     def test_batches_are_whole_under_busy_streams(self, pin: bool) -> None:

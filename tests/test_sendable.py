@@ -48,7 +48,7 @@ def local_typed() -> DeviceDict:
     class Local(TypedDeviceDict):
         x: Tensor
 
-    return Local({"x": torch.ones(2)})
+    return Local({"x": torch.ones(2)})  # pyright: ignore[reportCallIssue]
 
 
 def local_nested() -> DeviceDict:
@@ -227,6 +227,7 @@ class TestLoader:
                 next(batches)
             assert next(batches)["i"] == 2 and list(batches) == []
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("within", ["alone", "tuple"])
     def test_spawn(self, within: str, pin: bool) -> None:
         loader = loader_of(Made("computed", within), pin, multiprocessing_context="spawn")

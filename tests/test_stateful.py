@@ -244,3 +244,4 @@ def leaves(tree: Any, at: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], A
 
 Programs.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
 TestPrograms = Programs.TestCase
+TestPrograms.pytestmark = [pytest.mark.slow]  # pyright: ignore[reportAttributeAccessIssue]

@@ -55,6 +55,7 @@ def test_default_collate_batches_and_leaves_the_samples_alone() -> None:
     assert samples == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_many_packed_batches_from_workers_can_be_held(context: str) -> None:
     """Each costs one file descriptor, where one a field would run out of them."""
@@ -75,6 +76,7 @@ def test_many_packed_batches_from_workers_can_be_held(context: str) -> None:
         assert batch.is_packed and batch["k3"].tolist() == [[i % 6 + 3.0] * 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_loader_with_workers(context: str) -> None:
     loader = DataLoader(Samples(), batch_size=3, num_workers=2, multiprocessing_context=context)
@@ -119,7 +121,7 @@ class Net(nn.Module):
 def _steps(rank: int, mode: str) -> None:
     torch.manual_seed(0)
     options = {} if mode == "plain" else {mode: True}
-    model = DistributedDataParallel(Net(), **options)
+    model = DistributedDataParallel(Net(), **options)  # pyright: ignore[reportArgumentType]
     both = mode != "find_unused_parameters"
     for step in range(2):
         batch = DeviceDict({"x": torch.tensor([[float(rank + 1), float(step)]])})
@@ -127,7 +129,7 @@ def _steps(rank: int, mode: str) -> None:
         assert type(out) is DeviceDict
         out._check()
         model.zero_grad()
-        sum(t.sum() for key, t in out.items() if key != "n").backward()
+        sum(t.sum() for key, t in out.items() if key != "n").backward()  # pyright: ignore[reportAttributeAccessIssue]
         # The gradient of a linear layer's weight is its input: the mean over both ranks, if they were synchronised.
         assert model.module.used.weight.grad.tolist() == [[1.5, float(step)]], (mode, rank)
 
@@ -141,6 +143,7 @@ def _rank(rank: int, meeting: str, mode: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
 def test_ddp_synchronises_gradients_with_a_device_dict_as_output(mode: str, tmp_path: Path) -> None:
     mp.start_processes(_rank, args=(str(tmp_path / "meeting"), mode), nprocs=2, start_method="spawn")

@@ -1,5 +1,8 @@
 """TypedDeviceDict: the annotations of a class as its fields, at run time."""
 
+# Fields that are declared in jaxtyping's words, and classes that a test makes: a checker sees neither as a client does.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import copy
@@ -42,14 +45,14 @@ class Batch(TypedDeviceDict):
 
 class More(Batch, on_mismatch="move"):
     extra: Tensor
-    weight: Tensor  # now required
+    weight: Tensor  # pyright: ignore[reportGeneralTypeIssues, reportIncompatibleVariableOverride]  # now required
 
 
 class Loose(TypedDeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b"])}):
     x: Tensor
     s: Tensor
     any: DeviceDict | None = None
-    meta: dict_keys | None = None
+    meta: dict_keys | None = None  # pyright: ignore[reportInvalidTypeForm]
     anything: Any = None
 
 
@@ -389,9 +392,9 @@ class TestDeclaring:
             obs: Obs
             Obs: Obs | None = None
 
-        assert type(Holder(obs={"pos": 1}).obs) is Obs and Holder(obs={"pos": 1}, Obs={"pos": 2}).Obs.pos == 2
+        assert type(Holder(obs={"pos": 1}).obs) is Obs and Holder(obs={"pos": 1}, Obs={"pos": 2}).Obs.pos == 2  # pyright: ignore[reportOptionalMemberAccess]
 
-        class Chain(TypedDeviceDict):
+        class Chain(TypedDeviceDict):  # pyright: ignore[reportRedeclaration]
             value: Tensor
             rest: Chain | None = None
 

@@ -31,6 +31,7 @@ def mypy(path: str) -> set[int]:
     return {int(line.split(":")[1]) for line in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [pyright, mypy])
 @pytest.mark.parametrize("name", ["good.py", "bad.py"])
 def test_a_client(check: Callable[[str], set[int]], name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import re
@@ -13,10 +14,17 @@ import simulated
 import torch
 from torch import Tensor, nn
 
-from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Utf8, Vocabulary
+from tensordict_lite import (
+    DeviceDict,
+    DeviceMismatchError,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+)
 
 ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
 KEEP = 'or build with objects="keep" to keep it as it is, on the host'
+SIM = torch.device("sim", 0)
 
 
 class Plain(TypedDeviceDict):
@@ -64,7 +72,7 @@ class TestTensors:
         d = DeviceDict({"x": torch.ones(2, device=device)}, on_mismatch="move")
         d["y"] = torch.zeros(2)
         d.update(z={"w": torch.ones(1)})
-        d["z"]["v"] = torch.ones(1)
+        d["z"]["v"] = torch.ones(1)  # pyright: ignore[reportArgumentType]
         d._check()
         assert d["z", "v"].device == device
         mixed = DeviceDict({"a": torch.ones(1), "b": torch.ones(1, device=device)}, on_mismatch="move")
@@ -93,6 +101,14 @@ class TestTensors:
             DeviceDict(device="nonsense")
         with pytest.raises(RuntimeError, match="nonsense"):
             DeviceDict({"x": 1}).to("nonsense")
+
+    def test_parameters_are_stored_themselves(self) -> None:
+        p = torch.nn.Parameter(torch.ones(1))
+        d = DeviceDict({"p": p})
+        d["q"] = p
+        assert d["p"] is p and d["q"] is p
+        with pytest.raises(DeviceMismatchError):
+            d["r"] = torch.nn.Parameter(torch.ones(1, device="meta"))
 
 
 class Colour(enum.IntEnum):
@@ -358,6 +374,16 @@ class TestObjects:
         ):
             DeviceDict({"x": value}, objects="keep")
 
+    def test_a_kept_object_may_lead_back_to_itself(self) -> None:
+        loop: Any = [None]
+        loop.append(loop)
+        d = DeviceDict({"o": {"nested": 1}}, objects="keep")
+        d["k"] = (loop, "text")
+        assert d["k"][0] is loop and copy.deepcopy(d)["k"][0] is not loop
+        loop.append({"x": torch.ones(1)})
+        with pytest.raises(TypeError, match=r"holds a tensor at \[0\]\[2\]\['x'\]"):
+            d["again"] = (loop, "text")
+
 
 class TestPolicy:
     def test_of_the_instance_survives_every_method(self) -> None:
@@ -371,7 +397,7 @@ class TestPolicy:
             m["t"] = torch.ones(1)
             m["o"] = None
             assert m["more"].dtype == torch.float64
-        assert d["n"].decode("s") == "a"
+        assert d["n"].decode("s") == "a"  # pyright: ignore[reportAttributeAccessIssue]
 
     def test_of_the_class_survives_a_rebuild(self, device: torch.device) -> None:
         class Batch(
@@ -431,3 +457,36 @@ def test_arrays_that_are_not_aligned_are_copied(offset: int) -> None:
             assert tensor.data_ptr() % tensor.itemsize == 0 and DeviceDict({"x": tensor}).clone()["x"].sum() == 0
         array[0] = 1
         assert (DeviceDict({"x": array})["x"].data_ptr() == array.ctypes.data) == aligned
+
+
+class TestHostValues:
+    def test_no_raw_mapping_gets_in_through_an_object_array(self) -> None:
+        d = DeviceDict({"k": np.array({"a": 1}, dtype=object), "n": np.array(None, dtype=object)}, objects="keep")
+        d._check()
+        assert isinstance(d["k"], np.ndarray) and isinstance(d["n"], np.ndarray)
+
+    @pytest.mark.parametrize(
+        ("value", "error", "message"),
+        [
+            (
+                [[], [1, 2]],
+                ValueError,
+                "'x': expected lists that are rectangular, got an empty one beside one of numbers",
+            ),
+            ([np.array([1.5]), ["a"]], TypeError, "'x' is list of ndarray, str, expected a tensor"),
+            ([np.array(1), None], TypeError, "'x' is list of NoneType, ndarray, expected a tensor"),
+            (np.ma.array([1, 999], mask=[0, 1]), TypeError, r"'x' is a masked array, .* use \.filled\(value\)"),  # pyright: ignore[reportArgumentType, reportCallIssue]
+            ([10**400, 0.5], ValueError, "'x': expected numbers that torch can hold"),
+        ],
+    )
+    def test_host_values_that_torch_would_change_are_refused(
+        self, value: Any, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=f"^{message}"):
+            DeviceDict({"x": value})
+        assert DeviceDict({"x": np.ma.array([1, 2])})["x"].tolist() == [1, 2]
+
+    def test_masked_values_in_a_list(self) -> None:
+        for value in ([np.ma.array([1, 9], mask=[0, 1]), np.ma.array([1, 2])], [1.0, np.ma.masked]):  # pyright: ignore[reportArgumentType, reportCallIssue]
+            with pytest.raises(TypeError, match="'x' holds masked values, which a tensor would show; fill them first"):
+                DeviceDict({"x": value})

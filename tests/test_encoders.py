@@ -28,6 +28,11 @@ from tensordict_lite import (
 )
 
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8)
+SIM = torch.device("sim", 0)
+
+
+class Tokens(Vocabulary):
+    """At module level, as what is pickled must be."""
 
 
 class Words:
@@ -201,6 +206,22 @@ class TestErrors:
         with pytest.raises(TypeError, match="return_tensors is always 'pt' here"):
             Tokenizer(Words("a"), return_tensors="np")
 
+    def test_a_key_error_in_an_encoder_names_the_field(self) -> None:
+        with pytest.raises(ValueError, match=r"^'s': 'q'$"):
+            DeviceDict({"s": "q"}, encoders={"s": lambda strings: torch.tensor([{"a": 1}[s] for s in strings])})
+
+    def test_decoding_a_nested_dict_that_holds_no_codes(self) -> None:
+        d = DeviceDict({"e": {}, "n": {"m": {"x": 1}}, "t": {"x": torch.zeros(2, dtype=torch.uint8)}})
+        for key, message in (("e", "not codes"), ("n", "not codes"), ("t", "decodes a tensor of codes, got dict")):
+            with pytest.raises(TypeError, match=f"^'{key}': .*{message}"):
+                d.decode(key)
+
+    def test_a_class_is_not_an_encoder(self) -> None:
+        with pytest.raises(TypeError, match=r"an encoder is an instance, got the class Utf8; call it: Utf8\(\.\.\.\)"):
+            DeviceDict(encoders=Utf8)
+        with pytest.raises(TypeError, match=r"got the one string 'abc'; for its characters use list\(\)"):
+            Vocabulary("abc")
+
 
 class TestEncoderValues:
     @pytest.mark.parametrize("encoder", ENCODERS, ids=repr)
@@ -214,7 +235,7 @@ class TestEncoderValues:
         assert type(rebuilt) is type(encoder) and repr(rebuilt) == repr(encoder)
         assert "." not in data["name"], "a name, not an import path"
         with pytest.raises((AttributeError, TypeError)):
-            encoder.buckets = 3
+            encoder.buckets = 3  # pyright: ignore[reportAttributeAccessIssue]
 
     def test_an_unknown_name_is_shown(self) -> None:
         with pytest.raises(ValueError, match=r"no encoder is registered as 'os\.system'; known are .*hashing, .*utf8"):
@@ -247,6 +268,27 @@ class TestEncoderValues:
     def test_hashing_spreads_evenly(self) -> None:
         counts = torch.bincount(Hashing(16).encode([str(i) for i in range(16_000)]), minlength=16)
         assert counts.min() > 850 and counts.max() < 1150  # mean 1000, standard deviation 31
+
+    def test_a_subclass_of_an_encoder_is_pickled_as_itself(self) -> None:
+        assert type(pickle.loads(pickle.dumps(Tokens(["a"])))) is Tokens
+
+    @pytest.mark.parametrize(
+        "data",
+        [None, "utf8", {"name": "vocabulary"}, {"name": "vocabulary", "tokens": None}, {"name": "vocabulary", "tokens": "abc"},
+         {"name": "utf8", "max_length": 3, "more": 1}, {"name": "hashing", "buckets": "4"},
+         {"name": "vocabulary", "tokens": ["a"], "unknown": ["b"]}],
+    )  # fmt: skip
+    def test_json_of_the_wrong_form_is_refused(self, data: Any) -> None:
+        with pytest.raises(ValueError, match=r"the JSON form of|buckets is a whole number"):
+            encoder_from_json(data)
+
+    def test_an_encoder_can_be_registered_again_by_the_same_cell(self) -> None:
+        for _ in range(2):
+
+            @register_encoder
+            class Cell:
+                name = "cell"
+                to_json = from_json = dict[str, Any]
 
 
 class TestTokenizer:
@@ -298,7 +340,7 @@ class TestHuggingFace:
         encoder.encode(["a cat", "dog"])
         assert json.dumps(encoder_to_json(encoder)) == before, "use does not change what it is"
         again = encoder_from_json(json.loads(before))
-        assert again == encoder and again.tokenizer is not tokenizer
+        assert again == encoder and again.tokenizer is not tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         for name in (
             "padding_side",
             "model_max_length",
@@ -306,9 +348,9 @@ class TestHuggingFace:
             "all_special_tokens",
             "clean_up_tokenization_spaces",
         ):
-            assert getattr(again.tokenizer, name) == getattr(tokenizer, name), name
+            assert getattr(again.tokenizer, name) == getattr(tokenizer, name), name  # pyright: ignore[reportAttributeAccessIssue]
         assert (
-            again.encode(["a cat .", "dog"])["input_ids"].tolist()
+            again.encode(["a cat .", "dog"])["input_ids"].tolist()  # pyright: ignore[reportArgumentType]
             == encoder.encode(["a cat .", "dog"])["input_ids"].tolist()
         )
         assert again != Tokenizer(tokenizer) and again.decode(again.encode(["cat ."])) == encoder.decode(
@@ -333,8 +375,8 @@ class TestWhereAnEncoderGoes:
         d = DeviceDict({"s": ["b"], "n": {"s": ["a"], "t": ["free"]}}, encoders={"s": v})
         for m in (d.to(device), d.clone(), d.copy(), d.select("s", ("n", "s")), pickle.loads(pickle.dumps(d)),
                   DeviceDict(d), {"z": 1} | d, DeviceDict({"z": 1}) | d, d.to(device).cpu()):  # fmt: skip
-            m._check()
-            assert m.decode("s") == ["b"] and m.decode(("n", "s")) == ["a"], m
+            m._check()  # pyright: ignore[reportAttributeAccessIssue]
+            assert m.decode("s") == ["b"] and m.decode(("n", "s")) == ["a"], m  # pyright: ignore[reportAttributeAccessIssue]
         assert d.flatten().decode("n.s") == ["a"] and d.flatten().decode("n.t") == ["free"]
 
     def test_update_brings_the_encoders_of_its_keys_only(self) -> None:
@@ -353,6 +395,23 @@ class TestWhereAnEncoderGoes:
         inner = DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["b", "a"])})
         outer = DeviceDict({"s": "a", "inner": inner}, encoders={"s": Vocabulary(["a"])})
         assert outer["inner", "s"].item() == 1 and outer.decode(("inner", "s")) == outer.decode("s") == "a"
+
+    def test_one_encoder_for_every_key_goes_along_with_the_keys(self) -> None:
+        """Only encoders by key did: elsewhere the codes were read by another encoder."""
+        codes = torch.tensor([97], dtype=torch.uint8)
+        d = DeviceDict({"c": codes}, encoders=Vocabulary(map(str, range(200))))
+        other = DeviceDict({"z": 1})
+        for holder, key in ((other | d, "c"), (DeviceDict({"n": d}), ("n", "c")), (DeviceDict(d), "c")):
+            assert holder.decode(key) == ["97"]
+        other.update(d)
+        assert other.decode("c") == ["97"]
+
+    def test_codes_are_made_on_the_cpu_whatever_the_default_device(self) -> None:
+        d = DeviceDict({"x": 1}, encoders={"v": Vocabulary(["a"])})
+        with torch.device("meta"):
+            d["v"], d["u"], d["e"] = "a", "text", [""]
+        d._check()
+        assert d.decode("v") == "a" and d.decode("u") == "text"
 
 
 @pytest.mark.parametrize("wrong", ["x\0y", "\ud800", "Grace"])

@@ -140,7 +140,7 @@ def wrong_arguments(rank: int, world: int) -> None:
     for op in ("product", ["sum"], torch.ones(2)):
         told = everywhere(world, "op is 'sum', 'mean', 'max' or 'min', got")
         if not isinstance(op, torch.Tensor):
-            check(rank, world, "all_reduce", lambda: d_.all_reduce(rows, op if rank == 1 else "sum"), told)  # noqa: B023
+            check(rank, world, "all_reduce", lambda: d_.all_reduce(rows, op if rank == 1 else "sum"), told)  # pyright: ignore[reportArgumentType]  # noqa: B023
     check(rank, world, "scatter", lambda: d_.scatter(rows.rows[1:] if rank == 0 else None), everywhere(world, "evenly"))
 
 
@@ -165,7 +165,7 @@ def refused_on_arrival(rank: int, world: int) -> None:
                 raise InvalidManifest("it is too new")
             return read_header(header, digest)
 
-        channel_module.read_header = refuses
+        channel_module.read_header = refuses  # pyright: ignore[reportAttributeAccessIssue]
     new = DeviceDict({"too-new": torch.arange(size)})
     said = "it is too new"
     for _ in range(3):  # the sender sends the header once
@@ -189,6 +189,7 @@ def every_family(rank: int, world: int) -> None:
     refused_on_arrival(rank, world)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_rank_is_in_step_after_an_error(world: int) -> None:
     on_ranks(every_family, world, count=world)

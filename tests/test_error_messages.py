@@ -251,7 +251,7 @@ class TestIndices:
                 (slice(None, 8, 2), "keys are str, got slice(None, 8, 2) of type slice; rows are d.rows[:8:2]"),
                 (torch.tensor([0]), "keys are str, got Tensor; rows are d.rows[mask_or_indices]"),
             ):
-                refused(TypeError, message, lambda d=d, index=index: d.__setitem__(index, 1))
+                refused(TypeError, message, lambda d=d, index=index: d.__setitem__(index, 1))  # pyright: ignore[reportArgumentType]
 
     def test_slices(self) -> None:
         d = nested()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator, MutableMapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,9 +15,46 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import DeviceDict, to_device, to_numpy
+from tensordict_lite import (
+    DeviceDict,
+    to_device,
+    to_numpy,
+)
 
 Pair = namedtuple("Pair", ["a", "b"])
+SIM = torch.device("sim", 0)
+
+
+class Owner(MutableMapping[str, Any]):
+    """Keeps its items in a dict of its own, which ``copy.copy`` shares."""
+
+    def __init__(self, items: Any) -> None:
+        self.own = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.own[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.own[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.own[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
+@dataclasses.dataclass
+class Output(OrderedDict):
+    """The form of transformers' model outputs: a dict whose items are attributes too."""
+
+    x: Any = None
+
+    def __post_init__(self) -> None:
+        self["x"] = self.x
 
 
 class Typed(NamedTuple):
@@ -159,6 +198,24 @@ def test_an_unknown_device() -> None:
 def test_packed_dicts_keep_their_ties_and_the_result_is_always_new(copies: Any) -> None:
     packed = DeviceDict({"a": [1.0], "b": [2.0]}).pack()
     moved = to_device([packed, packed, packed["a"]], "sim")
-    assert copies == {"h2d": 1} and moved[0]["a"] is moved[1]["a"] is moved[2]
+    assert copies == {"h2d": 1} and moved[0]["a"] is moved[1]["a"] is moved[2]  # pyright: ignore[reportArgumentType]
     here = to_device({"p": packed}, "cpu")["p"]
     assert here is not packed and here["a"] is packed["a"]
+
+
+class TestOddContainers:
+    def test_a_mapping_with_its_own_storage_is_not_written_into(self) -> None:
+        """``copy.copy`` shared the storage, and setting the moved tensors set them in the original."""
+        owner = Owner({"x": torch.ones(1)})
+        assert to_device(owner, SIM)["x"].device == SIM and owner["x"].device.type == "cpu"
+
+    def test_a_dataclass_that_is_a_dict_moves_as_both(self) -> None:
+        moved = to_device(Output(torch.ones(1)), SIM)
+        assert moved.x is moved["x"] and moved.x.device == SIM
+
+    def test_a_container_without_tensors_is_returned_itself(self) -> None:
+        import os  # noqa: PLC0415
+
+        config = Owner({"a": 1})
+        for thing in (sys.version_info, os.environ, config, torch.Size([2]), np.float64(1.0)):
+            assert to_device([thing], SIM)[0] is thing

@@ -16,11 +16,22 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, collate, load, save, stack, to_device
+from tensordict_lite import (
+    DeviceDict,
+    TypedDeviceDict,
+    collate,
+    load,
+    save,
+    stack,
+    to_device,
+)
 from tensordict_lite._errors import DEPTH
 
 T = TypeVar("T")
 DEEPER = r"is nested more than 64 levels deep"
+
+
+SIM = torch.device("sim", 0)
 
 
 def deep(levels: int, value: Any = None) -> dict[str, Any]:
@@ -63,7 +74,7 @@ USES: dict[str, Callable[[DeviceDict[Any], Path], Any]] = {
     "deepcopy": lambda d, _: copy.deepcopy(d) == d,
     "copy": lambda d, _: copy.copy(d) == d.clone() == d,
     "flatten": lambda d, _: DeviceDict.unflatten(d.flatten()) == d,
-    "to": lambda d, _: d.to("meta").device.type == "meta" and d.double().float() == to_device(d, "cpu") == d,
+    "to": lambda d, _: d.to("meta").device.type == "meta" and d.double().float() == to_device(d, "cpu") == d,  # pyright: ignore[reportOptionalMemberAccess]
     "map": lambda d, _: d.map(torch.clone) == d,
     "save": lambda d, tmp_path: filed(d, tmp_path) == d,
     "torch.save": lambda d, _: saved(d, weights_only=True) == saved(d, weights_only=False) == d,
@@ -204,3 +215,18 @@ class TestHostValues:
         for _ in range(DEPTH - 1):
             many = [many, many]
         assert DeviceDict({"x": many}, objects="keep")["x"] is many
+
+
+def test_a_mapping_or_list_that_contains_itself_is_refused() -> None:
+    loop: Any = {"x": torch.ones(1)}
+    loop["again"] = loop
+    items: Any = [1]
+    items.append(items)
+    d = DeviceDict({"n": {"y": 1}})
+    for value in (loop, items):
+        with pytest.raises(
+            ValueError,
+            match=r"^'n\.x(\.again\.….again'|' is a list that) is nested more than 64 levels deep, or holds itself",
+        ):
+            d["n", "x"] = value
+    assert list(d["n"]) == ["y"]

@@ -1,0 +1,290 @@
+"""The file format: files of every version are read, and a bad file is an `InvalidFileError` and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import random
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import GOLDEN, saved
+from torch import Tensor
+
+from tensordict_lite import (
+    DeviceDict,
+    Hashing,
+    InvalidFileError,
+    Utf8,
+    load,
+    save,
+)
+from tensordict_lite._errors import DEPTH
+
+safetensors = pytest.importorskip("safetensors")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+sys.path.insert(0, str(GOLDEN))
+import make  # pyright: ignore[reportMissingImports]  # noqa: E402
+
+
+def forged(path: Path, plan: Any, tensors: dict[str, Tensor] | None = None) -> Path:
+    """A file with this plan, a string as it is, beside these tensors."""
+    metadata = {"tensordict_lite": plan if isinstance(plan, str) else json.dumps(plan)}
+    save_file({"x": torch.ones(2)} if tensors is None else tensors, path, metadata=metadata)
+    return path
+
+
+def plan(**changes: Any) -> dict[str, Any]:
+    policy = {"encoders": {}, "default": None, "on_mismatch": "error", "objects": "error", "dtype": None}
+    return {
+        "version": 1,
+        "root": {"policy": 0, "items": [["x", 0]]},
+        "policies": [policy],
+        "encoders": [],
+        "tensors": ["x"],
+        **changes,
+    }
+
+
+def with_policy(**changes: Any) -> dict[str, Any]:
+    made = plan()
+    made["policies"][0].update(changes)
+    return made
+
+
+def nested(depth: int) -> dict[str, Any]:
+    node: dict[str, Any] = {"policy": 0, "items": [["x", 0]]}
+    for _ in range(depth):
+        node = {"policy": 0, "items": [["n", node]]}
+    return plan(root=node)
+
+
+class TestForgery:
+    def test_the_base_is_right(self, tmp_path: Path) -> None:
+        assert load(forged(tmp_path / "d", plan())) == {"x": torch.ones(2)}
+        assert load(forged(tmp_path / "d", nested(DEPTH - 1)))["n", "n"]
+
+    @pytest.mark.parametrize(("wrong", "message"), [
+        ("", "Expecting value"), ("[" * 100_000, "not a valid file"), ("[" * 600_000, "its manifest takes 600000 characters"), ("null", "it does not list its tensors"), (" " * (17 << 20), "its manifest takes"),
+        ('{"version": 1e999}', "it does not list its tensors"), ("[]", "it does not list its tensors"), (plan(version=2), "its version is 2, and this package reads version 1; update the package"),
+        (plan(version="1"), "it has no version"), (plan(version=True), "it has no version"), (plan(extra=1), "a manifest has the fields version, root, policies, encoders, and this has not"),
+        (plan(root=[]), "'root' of a manifest is no dict"), (plan(root={}), "a dict has the fields policy, items"), (plan(policies={}), "'policies' of a manifest is no list"),
+        (plan(root={"policy": 0, "items": [["x"]]}), "an item of a dict is a key and a value"), (plan(root={"policy": 0, "items": [[1, 0]]}), "an item of a dict is a key and a value"),
+        (plan(root={"policy": 0, "items": [["x", "y"]]}), "'x' is neither a tensor nor a dict"), (plan(root={"policy": 0, "items": [["x", 0.0]]}), "'x' is neither"), (plan(root={"policy": 0, "items": [["x", True]]}), "'x' is neither"),
+        (plan(root={"policy": 0, "items": [["x", 1]]}), "its tree does not have each of the 1 tensors once"), (plan(root={"policy": 0, "items": [["x", 0], ["y", 0]]}), "its tree does not have each"),
+        (plan(root={"policy": 0, "items": []}), "its tree does not have each of the 1 tensors once"), (plan(root={"policy": 0, "items": [["x", 0], ["x", {"policy": 0, "items": []}]]}), "a dict has a key twice"),
+        (plan(root={"policy": 1, "items": [["x", 0]]}), "it has no policy 1"), (plan(root={"policy": -1, "items": [["x", 0]]}), "it has no policy -1"), (nested(DEPTH), f"it is nested {DEPTH} levels deep or more"),
+        (nested(300), f"it is nested {DEPTH} levels deep or more"), (plan(tensors=["y"]), "its tree and its tensors have different names"), (plan(tensors=["x", "x"]), "its tree and its tensors have different names"),
+        (plan(tensors=[["x", "float32"]]), "its list of tensors is damaged"), (plan(tensors=[["x"]]), "its list of tensors is damaged"), (plan(tensors=[["x", []]]), "its list of tensors is damaged"),
+        (plan(tensors=[["x", "complex128"]]), "complex128 is stored as pairs of torch.float64, got torch.float32 of shape [2]"), (plan(tensors=[[{}, None]]), "its tree and its tensors have different names"),
+        (with_policy(on_mismatch="explode"), "on_mismatch is 'error' or 'move', got 'explode'"), (with_policy(objects=3), "'objects' of a policy is no str"), (with_policy(dtype="int64"), "'int64' is no dtype of host values"),
+        (with_policy(dtype=[]), "a list is no dtype of host values"), (with_policy(encoders={"x": 0}), "it has no encoder 0"), (with_policy(default="x"), "it has no encoder 'x'"), (with_policy(encoders=[]), "'encoders' of a policy is no dict"),
+        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "os.system"}]}, "the encoder of 'x': no encoder is registered as 'os.system'; known are"),
+        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": ["utf8"]}]}, "the encoder of 'x': no encoder is registered as ['utf8']"), ({**with_policy(encoders={"x": 0}), "encoders": ["utf8"]}, "encoder"),
+        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "utf8", "max_length": "x"}]}, "the encoder of 'x':"), ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "vocabulary", "tokens": 3, "unknown": None}]}, "the encoder of 'x':"),
+        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "tokenizer", "files": {}, "call": {}}]}, "'x' was encoded with a tokenizer, which is not made from a file, since that would run what the file says; give it: load(..., encoders={'x': ...})"),
+    ])  # fmt: skip
+    def test_every_part_is_checked(self, tmp_path: Path, wrong: Any, message: str) -> None:
+        with pytest.raises(InvalidFileError) as caught:
+            load(forged(tmp_path / "d", wrong))
+        assert str(caught.value).startswith(f"{tmp_path / 'd'}: not a valid file: ") and message in str(caught.value)
+        assert issubclass(InvalidFileError, ValueError)
+
+    def test_a_file_of_torch_save_is_told(self, tmp_path: Path) -> None:
+        torch.save({"x": torch.ones(1)}, tmp_path / "d")
+        with pytest.raises(InvalidFileError, match=r"d \(a file of torch\.save: torch\.load reads it\): not a"):
+            load(tmp_path / "d")
+
+    def test_a_folder_that_is_missing_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*/no/'$"):
+            save({"x": 1}, tmp_path / "no" / "d")
+        (tmp_path / "file").touch()
+        with pytest.raises(NotADirectoryError, match=r"'.*/file/'$"):
+            save({"x": 1}, tmp_path / "file" / "d")
+
+    def test_an_encoder_that_the_caller_gives_is_not_looked_at(self, tmp_path: Path) -> None:
+        bad = {**with_policy(encoders={"x": 0}, default=0), "encoders": [{"name": "tokenizer"}]}
+        path = forged(tmp_path / "d", bad)
+        assert load(path, encoders=Utf8())._policy.default_encoder == Utf8()
+        with pytest.raises(InvalidFileError, match=r"'\*' was encoded with a tokenizer"):
+            load(path, encoders={"x": Utf8()})
+        only = forged(tmp_path / "only", {**with_policy(encoders={"x": 0}), "encoders": [{"name": "tokenizer"}]})
+        assert load(only, encoders={"x": Utf8(7)}).encoders["x"] == Utf8(7)
+
+    @pytest.mark.parametrize("content", [b"", b"\0", b"\xff" * 8, (1 << 62).to_bytes(8, "little"), (200 << 20).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"{}x", pickle.dumps({"x": 1}),
+        (80).to_bytes(8, "little") + b'{"x":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,4]}}'.ljust(80) + b"\0" * 4,
+        (80).to_bytes(8, "little") + b'{"x":{"dtype":"F32","shape":[0,9223372036854775807],"data_offsets":[0,0]}}'.ljust(80),
+        (80).to_bytes(8, "little") + b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'.ljust(80) + b"\0" * 2,
+    ])  # fmt: skip
+    def test_what_is_no_safetensors_file(self, tmp_path: Path, content: bytes) -> None:
+        path = tmp_path / "d"
+        path.write_bytes(content)
+        with contextlib.suppress(InvalidFileError):
+            for value in load(path).values():
+                assert value.numel() <= 4
+        for missing in (tmp_path / "nope",):
+            with pytest.raises(FileNotFoundError):
+                load(missing)
+
+    @pytest.mark.slow
+    def test_mutated_files(self, tmp_path: Path) -> None:
+        """Bits, cuts, repeats and numbers in 2,400 files: each is read, or is one error, soon and without much memory."""
+        resource = pytest.importorskip("resource")
+        rng = random.Random(0)
+        originals = [(GOLDEN / name).read_bytes() for name in make.MAKE] + [
+            forged(tmp_path / "d", nested(5)).read_bytes()
+        ]
+        path = tmp_path / "mutated"
+        peak, start, read, refused = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic(), 0, 0
+        for _ in range(2400):
+            content = bytearray(rng.choice(originals))
+            head = 8 + int.from_bytes(content[:8], "little")
+            for _ in range(rng.choice((1, 1, 2, 5))):
+                at = rng.randrange(head) if rng.random() < 0.9 else rng.randrange(len(content))
+                kind = rng.randrange(6)
+                if kind == 0:
+                    content[at] ^= 1 << rng.randrange(8)
+                elif kind == 1:
+                    del content[at:]
+                elif kind == 2:
+                    content[at:at] = content[at : at + rng.randrange(40)]
+                elif kind == 3:
+                    content[at : at + 1] = rng.choice(
+                        (b"9", b"[", b"]", b"{", b"}", b'"', b"-", b"null", b"\0", b"99999999999999999999")
+                    )
+                elif kind == 4:
+                    del content[at : at + rng.randrange(9)]
+                else:
+                    content[:8] = rng.choice((0, 1, head, 1 << 40, (1 << 64) - 1, len(content))).to_bytes(8, "little")
+                if not content:
+                    content = bytearray(b"\0")
+                head = min(head, len(content))
+            if rng.random() < 0.7:  # a header of the right length, so that what is in it is looked at
+                body = bytes(content[8:head])
+                content[:8] = len(body).to_bytes(8, "little")
+            path.write_bytes(content)
+            try:
+                d = load(path)
+                d._check()
+                repr(d)
+                read += 1
+            except InvalidFileError:
+                refused += 1
+        assert read + refused == 2400 and read > 100 and refused > 1000 and time.monotonic() - start < 120
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < 200 << 20
+
+    @pytest.mark.parametrize("name", make.MAKE)
+    def test_golden_files(self, name: str, tmp_path: Path) -> None:
+        d, made = load(GOLDEN / name), make.MAKE[name]()
+        d._check()
+        assert (
+            d == made
+            and all(d[key]._policy == made[key]._policy for key in made if isinstance(made[key], DeviceDict))
+            and d._policy == made._policy
+        )
+        assert saved(made, tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes(), (
+            "what is written has changed: that is another version of the format"
+        )
+
+
+class TestAlignment:
+    """Kernels crash on complex128 that does not lie on a multiple of 16, and may on any other."""
+
+    def test_files_of_writers_that_align_less(self, tmp_path: Path) -> None:
+        d = DeviceDict({
+            "a": torch.ones(3, dtype=torch.float64), "c": torch.arange(5).to(torch.complex128), "e": torch.zeros(0, 2, dtype=torch.complex128),
+            "s": torch.tensor(2j, dtype=torch.complex128), "x": torch.ones(2),
+        })  # fmt: skip
+        path = saved(d, tmp_path / "d")
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, tmp_path / "again", metadata)
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        for more in range(17):
+            header = content[8 : 8 + size] + b" " * more
+            (tmp_path / "d").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+            for name in ("d", "again"):
+                again = load(tmp_path / name)
+                assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in again.values())
+                assert again.clone() == again.pack() == d and (again["c"] + 1).sum() == 15
+
+    def test_a_packed_block_that_lies_anywhere(self) -> None:
+        rebuild, (plan, classes, leaves, device, block, specs) = (
+            DeviceDict({"c": torch.ones(3, dtype=torch.complex128), "x": torch.ones(2)}).pack().__reduce_ex__(2)
+        )
+        memory = torch.zeros(block.numel() + 24, dtype=torch.uint8).untyped_storage()
+        at = 8 if memory.data_ptr() % 16 == 0 else 16
+        moved = (
+            torch.empty(0, dtype=torch.uint8).set_(memory[at : at + block.numel()], 0, block.shape, (1,)).copy_(block)
+        )
+        again = rebuild(plan, classes, leaves, device, moved, specs)
+        assert moved.data_ptr() % 16 and again["c"].data_ptr() % 16 == 0
+        assert again.is_packed and again.clone() == {"c": torch.ones(3, dtype=torch.complex128), "x": torch.ones(2)}
+
+
+class Optioned(DeviceDict, on_mismatch="move", encoders={"k": Utf8()}):
+    pass
+
+
+def shared_policy(n: int, default: int | None = None) -> dict[str, Any]:
+    """``n`` dicts that share a policy with ``n`` encoders."""
+    policy = {**plan()["policies"][0], "encoders": {f"k{i}": 0 for i in range(n)}, "default": default}
+    items = [["x", 0], *([f"{i}", {"policy": 0, "items": [["y", {"policy": 0, "items": []}]]}] for i in range(n))]
+    hashing = {"name": "hashing", "buckets": 8, "seed": 0}
+    return plan(root={"policy": 0, "items": items}, policies=[policy], encoders=[hashing])
+
+
+def deep_and_wide(n: int) -> dict[str, Any]:
+    """``n`` dicts at the end of a long path of long keys."""
+    node: Any = {"policy": 0, "items": [["x", 0], *([f"{i}", {"policy": 0, "items": []}] for i in range(n))]}
+    for _ in range(DEPTH - 2):
+        node = {"policy": 0, "items": [["k" * 1000, node]]}
+    return plan(root=node)
+
+
+@pytest.mark.slow
+class TestLinear:
+    """A file of twice the size takes twice the memory and twice the calls."""
+
+    @pytest.mark.parametrize("cls", [DeviceDict, Optioned])
+    @pytest.mark.parametrize(
+        "make", [shared_policy, lambda n: shared_policy(n, 0), deep_and_wide], ids=["shared", "default", "deep"]
+    )
+    def test_files(self, tmp_path: Path, cls: Any, make: Any) -> None:
+        small, large = (self.cost(cls, forged(tmp_path / str(n), make(n))) for n in (500, 2000))
+        assert all(after < 6 * before for before, after in zip(small, large, strict=True)), (small, large)
+
+    def cost(self, cls: Any, path: Path) -> tuple[float, float]:
+        """The least time of three, in seconds of this process, and the peak of memory, in bytes."""
+        cls.load(path)
+        took: list[float] = []
+        for _ in range(3):
+            start = time.process_time()
+            cls.load(path)
+            took.append(time.process_time() - start)
+        tracemalloc.start()
+        try:
+            cls.load(path)
+            return min(took) + 0.02, tracemalloc.get_traced_memory()[1] + 100_000
+        finally:
+            tracemalloc.stop()
+
+    def test_a_default_encoder_is_carried_to_the_keys_that_are_there(self, tmp_path: Path) -> None:
+        again = Optioned.load(forged(tmp_path / "d", shared_policy(2, 0)))
+        expected = {"k": Utf8(), "k0": Hashing(8), "k1": Hashing(8), "x": Hashing(8), "0": Hashing(8), "1": Hashing(8)}
+        assert again.encoders == expected and again["0"].encoders["y"] == Hashing(8) and "x" not in again["0"].encoders  # pyright: ignore[reportAttributeAccessIssue]
+        assert pickle.loads(pickle.dumps(again))._policy == again._policy == again.clone()._policy
+
+    def test_many_dimensions_are_refused(self, tmp_path: Path) -> None:
+        header = json.dumps({"x": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}).encode()
+        (tmp_path / "d").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+        with pytest.raises(InvalidFileError, match="'x' has 65 dimensions"):
+            load(tmp_path / "d")

@@ -1,0 +1,162 @@
+"""`collate` in a `DataLoader`, with workers and without."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tensordict_lite import DeviceDict, Utf8, collate
+from tensordict_lite._tree.sendable import refuse_unsendable
+
+
+class Samples(Dataset[dict[str, Any]]):
+    def __init__(self, wrap: Any = dict, bad: int = -1) -> None:
+        self.wrap, self.bad = wrap, bad
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return self.wrap(
+            {"x": torch.full((3 + (index == self.bad),), float(index)), "name": "n" * index, "n": {"i": index}}
+        )
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Samples()[i] for i in range(12))
+
+
+class OfItsClass(DeviceDict, encoders=lambda strings: torch.zeros(len(strings))):
+    """It is found by name, and its encoder with it."""
+
+
+class CountsPickles:
+    code_ndim = 0
+
+    def __init__(self) -> None:
+        self.pickled = 0
+
+    def encode(self, strings: Any) -> Tensor:
+        return torch.zeros(len(strings))
+
+    def decode(self, codes: Any) -> list[str]:
+        return [""] * len(codes)
+
+    def __reduce__(self) -> Any:
+        self.pickled += 1
+        return type(self), ()
+
+
+class TestLoader:
+    def check(self, loader: DataLoader[Any], workers: int, order: Any = range(12)) -> None:
+        for _ in range(2):
+            batches = list(loader)
+            for d in batches:
+                d._check()
+                assert type(d) is DeviceDict and d.is_packed and (not workers or d["x"].is_shared())
+            assert torch.cat([d["n", "i"] for d in batches]).tolist() == list(order)
+            assert [name for d in batches for name in d.decode("name")] == ["n" * i for i in order]
+
+    @pytest.mark.parametrize("wrap", [dict, DeviceDict])
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_in_the_process_and_in_workers(self, workers: int, wrap: Any) -> None:
+        self.check(DataLoader(Samples(wrap), batch_size=4, num_workers=workers, collate_fn=collate), workers)
+
+    def test_with_no_argument_at_all(self) -> None:
+        self.check(DataLoader(Samples(DeviceDict), batch_size=4, num_workers=1), 1)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    def test_persistent_workers_and_a_partial(self, context: str) -> None:
+        loader = DataLoader(Samples(), batch_size=5, num_workers=1, collate_fn=partial(collate, encoders={"name": Utf8(12)}),
+                            multiprocessing_context=context, persistent_workers=True)  # fmt: skip
+        self.check(loader, 1)
+
+    @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+    def test_sharing_strategies(self, strategy: str) -> None:
+        before = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        try:
+            self.check(DataLoader(Samples(), batch_size=4, num_workers=1, collate_fn=collate), 1)
+        finally:
+            torch.multiprocessing.set_sharing_strategy(before)
+
+    def test_an_iterable_dataset(self) -> None:
+        self.check(DataLoader(Stream(), batch_size=4, num_workers=1, collate_fn=collate), 1)
+
+    def test_an_error_in_a_worker_keeps_its_message(self) -> None:
+        with pytest.raises(ValueError, match=r"'x': sample 1 has float32\[4\], sample 0 has float32\[3\]; to fill"):
+            list(DataLoader(Samples(bad=5), batch_size=4, num_workers=1, collate_fn=collate))
+
+    @pytest.mark.parametrize("encoders", [{"name": lambda strings: torch.zeros(len(strings))}, lambda strings: torch.zeros(len(strings))], ids=["key", "all"])  # fmt: skip
+    def test_an_encoder_that_cannot_leave_a_worker_is_named(self, encoders: Any) -> None:
+        made = partial(collate, encoders=encoders)
+        assert made([Samples()[0]])["name"].tolist() == [0], "in the main process it may"
+        loader = DataLoader(Samples(), batch_size=4, num_workers=1, collate_fn=made, multiprocessing_context="fork")
+        with pytest.raises(
+            TypeError,
+            match="'name': the encoder <lambda> cannot be pickled, so the dict cannot be sent to another process",
+        ):
+            list(loader)
+        with pytest.raises(TypeError, match=r"^the default encoder <lambda> cannot be pickled"):
+            refuse_unsendable(DeviceDict({"x": 1}, encoders=lambda strings: torch.zeros(len(strings))))
+
+    def test_encoders_that_leave_a_worker(self) -> None:
+        found = CountsPickles()
+        nested = {"a": "x", "n": {"b": "y", "a": "z"}}
+        for _ in range(2):
+            refuse_unsendable(collate([nested], encoders={"a": found, "b": found}))
+        assert found.pickled == 1, "in this process, once"
+        refuse_unsendable(collate([{"x": 1.0}], cls=OfItsClass))
+
+        class Local(CountsPickles):
+            pass
+
+        with pytest.raises(TypeError, match=r"^'\*': the encoder .* cannot be pickled"):
+            refuse_unsendable(collate([{"n": {"*": "x"}}], encoders={"*": Local()}))
+
+    def test_a_batch_is_one_file_descriptor(self) -> None:
+        loader = DataLoader(Samples(), batch_size=1, num_workers=1, collate_fn=collate)
+        held = []
+        before = len(os.listdir("/dev/fd"))
+        for d in loader:
+            held.append(d)
+        assert len(os.listdir("/dev/fd")) - before <= len(held) + 4
+
+    def test_pinning_is_one_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[Tensor] = []
+        monkeypatch.setattr(Tensor, "pin_memory", lambda self, device=None: calls.append(self) or self.clone())
+        pinned = collate([Samples()[i] for i in range(3)]).pin_memory()
+        assert len(calls) == 1 and pinned.is_packed and pinned["n", "i"].tolist() == [0, 1, 2]
+
+    def test_pinning_field_by_field_keeps_all_but_the_packing(self) -> None:
+        # As a DataLoader of torch 2.9 and earlier does with every mapping.
+        batch = collate([Samples()[i] for i in range(3)])
+
+        def pinned(data: Any) -> Any:
+            if isinstance(data, Tensor):
+                return data.clone()
+            clone = copy.copy(data)
+            clone.update({key: pinned(value) for key, value in data.items()})
+            return clone
+
+        out = pinned(batch)
+        out._check()
+        assert batch.is_packed and not out.is_packed and out == batch and type(out["n"]) is DeviceDict
+        assert out.decode("name") == batch.decode("name") and out.pack().is_packed
+
+    def test_it_is_picklable(self) -> None:
+        assert pickle.loads(pickle.dumps(partial(collate, pad={"x": 0})))([{"x": [1]}, {"x": [1, 2]}])["x"].shape == (
+            2,
+            2,
+        )

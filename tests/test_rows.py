@@ -1,0 +1,225 @@
+"""Rows: reading, writing, splitting and iterating over the first dimension."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
+
+
+class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):
+    """At module level, as what is pickled must be."""
+
+
+def batch(n: int = 6) -> Batch:
+    return Batch({"x": torch.arange(2.0 * n).reshape(n, 2), "s": ["a", "b", "c"] * (n // 3), "name": [f"n{i}" for i in range(n)],
+                  "n": {"id": torch.arange(n), "file": [f"f{i}" * (1 + i) for i in range(n)], "e": {}}, "o": [None] * (n - 1) + [{1}],
+                  "meta": object})  # fmt: skip
+
+
+class TestRows:
+    def test_one_row_is_a_view(self) -> None:
+        d = batch()
+        row = d.rows[2]
+        row._check()
+        assert (
+            type(row) is Batch and type(row["n"]) is Batch and row["x"].tolist() == [4.0, 5.0] and row["n", "id"] == 2
+        )
+        assert row.decode("s") == "c" and row.decode("name") == "n2" and row.decode(("n", "file")) == "f2f2f2"
+        row["x"].zero_()
+        assert not d["x"][2].any() and d.rows[-1]["n", "id"] == 5 and d.rows[np.int64(1)]["n", "id"] == 1
+        assert d.rows[torch.tensor(1)]["n", "id"] == 1 and len(d) == 6 and len(d.rows) == 6
+        assert d.rows[5]["o"] == {1} and d.rows[0]["o"] is None and row["meta"] is object
+
+    def test_a_slice_is_a_view(self) -> None:
+        d = batch()
+        part = d.rows[1:5:2]
+        part._check()
+        assert part["n", "id"].tolist() == [1, 3] and part.decode("s") == ["b", "a"] and part["o"] == [None, None]
+        part["x"].zero_()
+        assert not d["x"][1].any() and d["x"][2].any() and len(d.rows[9:]) == 6 and len(d.rows[9:].rows) == 0
+        plain = DeviceDict({"x": torch.arange(4), "y": torch.arange(8).reshape(4, 2)}, on_mismatch="move")
+        assert plain.rows[1:3].to_dict()["x"].tolist() == [1, 2] and plain.rows[1:3]._policy is plain._policy
+
+    @pytest.mark.parametrize(
+        "index",
+        [[0, 3, -1], torch.tensor([0, 3, -1]), np.array([0, 3, 5]), torch.tensor([0, 3, -1], dtype=torch.int32),
+         torch.tensor([True, False, False, True, False, True]), [True, False, False, True, False, True],
+         np.array([1, 0, 0, 1, 0, 1], dtype=bool)],
+    )  # fmt: skip
+    def test_masks_and_indices_are_copies(self, index: Any) -> None:
+        d = batch()
+        assert d.rows[range(0, 6, 3)]["n", "id"].tolist() == [0, 3]
+        taken = d.rows[index]
+        taken._check()
+        assert (
+            taken["n", "id"].tolist() == [0, 3, 5]
+            and taken["o"] == [None, None, {1}]
+            and taken.decode("name") == ["n0", "n3", "n5"]
+        )
+        taken["x"].zero_()
+        assert d["x"][3].any() and len(d.rows[[]].rows) == 0
+
+    @pytest.mark.parametrize(
+        ("index", "error", "message"),
+        [
+            (6, IndexError, "row 6 is out of range, there are 6"), (-7, IndexError, "row -7 is out of range"),
+            ([9], IndexError, "out of"), (True, TypeError, "got one bool"), (np.bool_(True), TypeError, "got one bool"),
+            ((1, 2), TypeError, "rows are taken by int, slice, mask or indices (a tensor, array or list), got tuple; fields by d[key]"),
+            ("x", TypeError, "rows are taken by int, slice, mask or indices (a tensor, array or list), got str; fields by d[key]"),
+            (None, TypeError, "got NoneType"), (1.5, TypeError, "got float"), (torch.tensor([1.0]), TypeError, "got float32[1]"),
+            (torch.zeros(2, 2).long(), TypeError, "got int64[2, 2]"),
+            (["a"], TypeError, "a list of ints"), ([[1], [2, 3]], TypeError, "a list of ints"),
+            ([True], IndexError, "a mask for 6 rows has the shape [6], got [1]"),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_index(self, index: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error) as caught:
+            batch().rows[index]
+        assert message in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "use",
+        [len, list, lambda r: r[0], lambda r: r[0:1], lambda r: r[[0]], lambda r: r.split(1), lambda r: r.shuffle()],
+    )
+    def test_fields_that_disagree(self, use: Any) -> None:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            use(DeviceDict({"x": torch.ones(2, 3), "n": {"y": torch.ones(3)}}).rows)
+        assert str(caught.value) == (
+            "rows need fields that agree on their first dimension, this DeviceDict has 'x' [2, 3], 'n.y' [3]"
+        )
+        with pytest.raises(ValueError, match=r"has 'x' \[2\], 's' \[\]$"):
+            use(DeviceDict({"x": torch.ones(2), "s": 1.0}).rows)
+        with pytest.raises(ValueError, match=r"has no tensors$"):
+            use(DeviceDict().rows)
+
+    @pytest.mark.parametrize("n", [0, 1, 64, 130])
+    def test_iterating_is_indexing(self, n: int) -> None:
+        d = DeviceDict(
+            {"x": torch.arange(n), "y": torch.rand(n, 3)}, encoders={"x": Vocabulary(map(str, range(n or 1)))}
+        )
+        rows = list(d.rows)
+        assert len(rows) == n and all(row == d.rows[i] and row._policy is d._policy for i, row in enumerate(rows))
+        for row in rows:
+            row._check()
+            row["y"].zero_()
+        assert not d["y"].any()
+        nested = list(batch().rows)
+        assert [row["n", "id"].item() for row in nested] == list(range(6)) and nested[5]["o"] == {1}
+
+    def test_rows_of_what_requires_grad_can_be_written(self) -> None:
+        w = torch.ones(3, 2, requires_grad=True)
+        d = DeviceDict({"x": w * 1, "y": torch.ones(3)})
+        for row in d.rows:
+            row["x"].mul_(2)
+        d["x"].sum().backward()
+        assert w.grad is not None and (w.grad == 2).all()
+
+    def test_setting_rows(self, device: torch.device) -> None:
+        d = DeviceDict({"x": torch.zeros(4, 2), "n": {"y": torch.zeros(4).long()}}, device=device)
+        d.rows[1] = {"x": torch.ones(2, device=device), "n": {"y": 7}}
+        d.rows[2:4] = DeviceDict({"x": [[2.0, 2.0], [3.0, 3.0]], "n": {"y": [8, 9]}}, device=device)
+        assert d["x"].cpu().tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]] and d["n", "y"].tolist() == [0, 7, 8, 9]
+        d.rows[torch.tensor([True, False, False, True])] = d.rows[[1, 1]]
+        d.rows[[2]] = {"x": 5.0, "n": {"y": 5}}
+        assert d["n", "y"].tolist() == [7, 7, 5, 7] and d["x"][2].tolist() == [5, 5]
+
+    def test_strings_are_set_whole(self) -> None:
+        d = DeviceDict({"name": ["Grace", "Ada"], "s": ["a", "b"]}, encoders={"s": Vocabulary(["a", "b"])})
+        d.rows[0] = {"name": "Jo", "s": "b"}
+        assert d.decode("name") == ["Jo", "Ada"] and d.decode("s") == ["b", "b"]
+        d.rows[0:2] = {"name": ["X", "Y"], "s": ["a", "b"]}
+        assert d.decode("name") == ["X", "Y"]
+        with pytest.raises(ValueError, match="'name': a string of 6 bytes does not fit this field of 5"):
+            d.rows[0] = {"name": "Gracie", "s": "a"}
+        with pytest.raises(ValueError, match="'s' is encoded with"):
+            d.rows[:] = DeviceDict({"name": ["X", "Y"], "s": ["a", "b"]}, encoders={"s": Vocabulary(["b", "a"])})
+
+    def test_rows_that_overlap_are_copied_first(self) -> None:
+        d = DeviceDict({"x": torch.arange(4.0), "y": torch.arange(4.0)})
+        d.rows[0:3] = d.rows[1:4]
+        assert d["x"].tolist() == d["y"].tolist() == [1, 2, 3, 3]
+        d.rows[:] = {"x": d["y"] * 0, "y": d["x"]}
+        assert d["x"].tolist() == [0] * 4 and d["y"].tolist() == [1, 2, 3, 3]
+
+    def test_what_fails_halfway_is_undone(self) -> None:
+        d = DeviceDict({"x": torch.zeros(2), "w": torch.zeros(2, requires_grad=True)})
+        with pytest.raises(RuntimeError, match="leaf"):
+            d.rows[0] = {"x": 1.0, "w": 1.0}
+        assert not d["x"].any()
+        with pytest.raises(ValueError, match=r"'i': torch.float32 cannot be written into torch.int64"):
+            DeviceDict({"i": [1, 2]}).rows[0] = {"i": 1.7}
+
+    def test_an_index_needs_no_default_device(self) -> None:
+        d = DeviceDict({"x": [1, 2, 3]})
+        torch.set_default_device("sim:0")
+        try:
+            assert sorted(d.rows.shuffle()["x"].tolist()) == [1, 2, 3] and d.rows[[0, 2]]["x"].tolist() == [1, 3]
+        finally:
+            torch.set_default_device(None)
+
+    @pytest.mark.parametrize(
+        ("other", "error", "message"),
+        [
+            ({"x": torch.ones(2)}, ValueError, "rows are set from all fields at once; what was given lacks 'n'"),
+            ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError, "what was given has 'n.z', which is new"),
+            ({"x": torch.ones(3), "n": {"y": 1}}, ValueError, "'x': expected [2] for these rows, got [3]"),
+            ({"x": torch.ones(2), "n": {"y": [1, 2]}}, ValueError, "'n.y': expected [] for these rows, got [2]"),
+            ({"x": torch.ones(2), "n": 1}, ValueError, "'n' cannot be set by rows: it is no tensor"),
+            ({"x": torch.ones(2, device="meta"), "n": {"y": 1}}, DeviceMismatchError, "'x' is on meta"),
+            ([1], TypeError, "rows are set from a mapping with the keys of the dict, got list"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_set_leaves_the_dict_as_it_was(
+        self, other: Any, error: type[Exception], message: str
+    ) -> None:
+        d = DeviceDict({"x": torch.zeros(4, 2), "n": {"y": torch.zeros(4).long()}})
+        with pytest.raises(error) as caught:
+            d.rows[1] = other
+        assert message in str(caught.value) and not d["x"].any() and not d["n", "y"].any()
+
+    def test_split_in_sizes(self) -> None:
+        d = DeviceDict({"x": torch.arange(6)})
+        parts = d.rows.split([1, 0, 5])
+        assert [part["x"].tolist() for part in parts] == [[0], [], [1, 2, 3, 4, 5]]
+        parts[2]["x"].zero_()
+        assert not d["x"].any(), "views"
+        assert len(d.rows.split(np.array([2, 4]))) == 2 and len(d.rows.split([torch.tensor(6, dtype=torch.uint8)])) == 1  # pyright: ignore[reportArgumentType]
+        wide = DeviceDict({"x": torch.arange(300)})
+        assert [len(part.rows) for part in wide.rows.split([np.uint8(200), np.uint8(100)])] == [200, 100]  # pyright: ignore[reportArgumentType]
+        for wrong in ("6", [1.0, 5.0], None):
+            with pytest.raises(TypeError, match="split takes a size or a list of sizes, got "):
+                d.rows.split(wrong)  # pyright: ignore[reportArgumentType]
+        for sizes in ([1, 2], [7, -1], []):
+            with pytest.raises(
+                ValueError, match=re.escape(f"split takes sizes that add up to the 6 rows, got {sizes}")
+            ):
+                d.rows.split(sizes)
+        with pytest.raises(TypeError, match=r"^shuffle takes a torch\.Generator, got int$"):
+            d.rows.shuffle(0)  # pyright: ignore[reportArgumentType]
+
+    def test_split_and_shuffle(self, device: torch.device) -> None:
+        d = batch().drop("o", "meta").to(device)
+        parts = d.rows.split(4)
+        assert (
+            [len(part.rows) for part in parts] == [4, 2] and cat(parts) == d and parts[1]["n", "id"].tolist() == [4, 5]
+        )
+        shuffled = d.rows.shuffle(torch.Generator().manual_seed(1))
+        assert shuffled == d.rows.shuffle(torch.Generator().manual_seed(1)) and shuffled.device == device
+        assert sorted(shuffled["n", "id"].tolist()) == list(range(6)) and sorted(
+            d.rows.shuffle()["n", "id"].tolist()
+        ) == list(range(6))
+        with pytest.raises(ValueError, match="a size of at least 1, got 0"):
+            d.rows.split(0)
+        assert repr(d.rows) == "Batch.rows(6)"
+
+    def test_rows_of_a_packed_dict_write_into_it(self) -> None:
+        packed = DeviceDict({"x": torch.zeros(4, 2), "y": torch.zeros(4)}).pack()
+        packed.rows[1:3]["x"].fill_(1)
+        packed.rows[0] = {"x": 2.0, "y": 3.0}
+        assert packed.is_packed and packed["x"].tolist() == [[2, 2], [1, 1], [1, 1], [0, 0]]
