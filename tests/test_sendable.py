@@ -293,7 +293,8 @@ class TestElsewhere:
         a, b = torch.multiprocessing.get_context("fork").Pipe()
         with pytest.raises(TypeError, match=error_of("computed")[1]):
             a.send(computed())
-        a.close(), b.close()
+        a.close()
+        b.close()
 
     def test_pools_tell_their_caller(self) -> None:
         context = torch.multiprocessing.get_context("fork")
