@@ -85,7 +85,7 @@ class TestOptions:
                 super().__init_subclass__(**options)
                 cls.tag = tag  # pyright: ignore[reportAttributeAccessIssue]
 
-        class Named(DeviceDict, Mixin, tag="t", on_mismatch="move"):
+        class Named(DeviceDict, Mixin, tag="t", on_mismatch="move"):  # pyright: ignore[reportCallIssue, reportGeneralTypeIssues]
             pass
 
         assert Named.tag == "t"  # pyright: ignore[reportAttributeAccessIssue]

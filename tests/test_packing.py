@@ -643,6 +643,7 @@ class TestUnderTransforms:
             assert fake.pack().clone().to(torch.float64)["x"].dtype == torch.float64
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 def test_the_two_forms_of_packable_agree() -> None:
     complex_ = torch.ones(2, dtype=torch.complex64)
     tensors = [

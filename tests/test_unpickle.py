@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def globals_in(data: bytes) -> Iterator[str]:
         if name in MEMOIZED:
             memo[len(memo) if argument is None else argument] = pushed[-1]
         else:
-            pushed.append(memo[argument] if name in RECALLED else argument if name in STRINGS else None)
+            pushed.append(memo[cast(int, argument)] if name in RECALLED else argument if name in STRINGS else None)
         if isinstance(argument, bytes) and argument[:1] == b"\x80":
             yield from globals_in(argument)
 
@@ -199,7 +199,8 @@ class TestGolden:
             assert torch.equal(d["x"], torch.arange(6.0).reshape(2, 3)) and d.decode("name") == ["Ada", "Bo"]
             assert d["n", "y"].tolist() == 3 and d["n", "e"] == {} and d.decode("c") == ["red"]
             assert dict(d.encoders) == {"c": Vocabulary(["red", "green"]), "name": Utf8()}
-            assert d._policy.dtype == d["n"]._policy.dtype == torch.float16
+            nested: Any = d["n"]
+            assert d._policy.dtype == nested._policy.dtype == torch.float16
             assert d.is_packed == path.name.startswith("packed")
             d["new"] = 1.5
             assert d["new"].dtype == torch.float16
