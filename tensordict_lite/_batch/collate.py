@@ -53,28 +53,29 @@ def collate(
     pad: Pad | None = None,
     pack: bool = True,
 ) -> D:
-    """One batch of samples: every field stacked along a new first dimension, all in one storage.
+    """Stack the samples into one batch: every field along a new first dimension, all fields in one buffer.
 
-    A ``collate_fn`` for DataLoader as it stands, or through ``functools.partial``. In a worker the storage is shared
-    memory, so that the batch reaches the trainer without another copy, as one segment and one file descriptor; the
-    loader's ``pin_memory=True`` pins it in one call (up to torch 2.9: field by field, and it arrives unpacked).
+    Pass it to DataLoader as ``collate_fn``, with options through ``functools.partial``. In a worker the buffer is
+    shared memory. The batch then reaches the trainer without another copy, through one file descriptor. The loader's
+    ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the batch arrives
+    unpacked.)
 
     Args:
-        samples: mappings with the same keys. Values may be whatever a `DeviceDict` takes: tensors, numbers, NumPy
-            arrays, lists of numbers, strings (encoded together), nested mappings; with a ``cls`` that keeps objects,
-            those too, as a list. `DeviceDict` samples keep their class and their encoders.
-        cls: the class of the batch, and of plain dicts nested in it. Its options hold as if it were made of each
-            sample: with ``on_mismatch="move"`` tensors go to the device of the first.
+        samples: mappings with the same keys. A value may be anything that a `DeviceDict` takes: a tensor, a number, a
+            NumPy array, a list of numbers, a string, a nested mapping. `DeviceDict` samples keep their class and
+            their encoders.
+        cls: the class of the batch, and of plain dicts nested in it. Its options apply to every sample. With
+            ``on_mismatch="move"`` all tensors move to the device of the first sample.
         encoders: as for `DeviceDict`.
-        objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one for each sample.
-        pad: for keys (at any depth) or paths whose samples differ in their first dimension, what to fill the shorter
-            ones up with, as ``torch.nn.utils.rnn.pad_sequence``: ``{"input_ids": 0}``.
-        pack: False: a storage a field.
+        objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one item per sample.
+        pad: fill values for fields whose samples differ in their first dimension: ``{"input_ids": 0}``. Shorter
+            samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. Keys apply at any depth; paths work too.
+        pack: False gives every field its own storage.
 
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree;
-    ``TypeError`` for samples that are no list of mappings, and values that cannot be stored;
-    ``DeviceMismatchError`` for tensors on several devices. The samples are left as they are.
-    Cost: one allocation, and one copy of every tensor; no synchronisation.
+    ``TypeError`` if the samples are not a list of mappings, or a value cannot be stored;
+    ``DeviceMismatchError`` for tensors on several devices. The samples are never changed.
+    Cost: one allocation, and one copy of every tensor; no synchronization.
 
     >>> from tensordict_lite import collate
     >>> batch = collate([{"x": [0.5, 1.0], "y": 3, "name": "Ada"}, {"x": [1.5, 2.0], "y": 4, "name": "Grace"}])
@@ -107,10 +108,11 @@ def collate(
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
     device = _device_of(samples[0])
+    packed = pack and packs(device)
     collector = _Collector(device, policy.on_mismatch == "move", pad or {})
     batch = collector.collect(samples, kind._new((), device, policy), ())
     fields = collector.fields
-    tensors = _fill_buffer(collector) if pack and packs(device) else list(map(_stacked, fields))
+    tensors = _fill_buffer(collector) if packed else list(map(_stacked, fields))
     for (owner, path, _, _), tensor in zip(fields, tensors, strict=True):
         builtin_dict.__setitem__(owner, path[-1], tensor)
     if cls is not DeviceDict:
@@ -137,7 +139,7 @@ def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:
 
 
 def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type[DeviceDict[Any]], Policy]:
-    """The class and policy of the batch: those of the samples, if these are of the class that is asked for."""
+    """The class and policy of the batch: those of the samples if their class is a subclass of ``asked``."""
     trees = _trees(samples)
     if not trees:
         return asked, asked._class_policy
@@ -220,6 +222,7 @@ class _Collector:
         return first
 
     def moved(self, column: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The samples of a field, all on the device of the batch."""
         misplaced = {id(tensor): tensor for tensor in column if tensor.device != self.device}
         if not misplaced:
             return column
@@ -227,7 +230,7 @@ class _Collector:
         return [moved.get(id(tensor), tensor) for tensor in column]
 
     def check(self, path: Path, column: Sequence[Tensor]) -> None:
-        """Raise what is wrong with samples that torch did not stack, if it is that they differ."""
+        """Raise the error that names the sample if the samples of a field differ."""
         for tensor in column:
             if tensor.device != self.device:
                 raise DeviceMismatchError.at(path, self.device, tensor.device)
@@ -235,7 +238,10 @@ class _Collector:
             self.pad_to_equal(path, column, None)
 
     def pad_to_equal(self, path: Path, column: Sequence[Tensor], encoder: object) -> tuple[Sequence[Tensor], bool]:
-        """Samples of different lengths padded, if they are to be. Raises ``ValueError`` if they are not."""
+        """The field with its shorter samples padded, and whether it is stacked now.
+
+        Raises ``ValueError`` if ``pad`` has no fill value for the field, or if padding does not make the samples equal.
+        """
         wide = widened(column, encoder)
         if wide is not None and len({codes.shape for codes in wide}) == 1:
             return wide, False
@@ -440,5 +446,5 @@ def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object
     return collate(batch)
 
 
-# A list of DeviceDicts under torch's own default_collate takes the same path; a subclass is found by its base.
+# torch's default_collate calls this for a list of DeviceDicts. It finds subclasses by their base.
 cast(Any, torch_collate).default_collate_fn_map[DeviceDict] = _collate_default
