@@ -108,8 +108,8 @@ def collate(
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
     device = _device_of(samples[0])
-    packed = pack and packs(device)
     collector = _Collector(device, policy.on_mismatch == "move", pad or {})
+    packed = pack and packs(device)
     batch = collector.collect(samples, kind._new((), device, policy), ())
     fields = collector.fields
     tensors = _fill_buffer(collector) if packed else list(map(_stacked, fields))
