@@ -1,1 +1,1 @@
-"""Many dicts into one, one loader into batches on a device, and plain containers."""
+"""Join dicts, collate samples, prefetch batches, and move plain containers."""

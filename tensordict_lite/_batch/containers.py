@@ -1,4 +1,4 @@
-"""`to_device` and `to_numpy`: the same moves for plain containers."""
+"""`to_device` and `to_numpy` for plain containers: lists, dicts, dataclasses and others."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _Rebuild = Callable[[Iterator[Any]], Any]
 
 
 def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
-    """``obj`` with every tensor in it on ``device``.
+    """Move every tensor in ``obj`` to ``device``.
 
-    Goes into dicts, lists, tuples, named tuples, dataclasses, ``OrderedDict``, ``defaultdict``, `DeviceDict`, other
-    mappings, and every container registered with PyTorch's pytree. The containers of the result are new and of the
-    same types; ``obj`` is not changed. All else (strings, None, sets, modules, other objects) is handed on as it is.
+    Visits dicts, lists, tuples, named tuples, dataclasses, ``OrderedDict``, ``defaultdict``, `DeviceDict`, other
+    mappings, and every container registered with PyTorch's pytree. The result has new containers of the same types;
+    ``obj`` is not changed. Strings, None, sets, modules and other objects are returned unchanged.
 
     Args:
-        non_blocking: as in `DeviceDict.to`: by default the result can be used, and the source is free, on return.
+        non_blocking: as in `DeviceDict.to`. By default the copies are complete on return.
 
-    Raises: torch's own error for a device that is not there, or is out of memory.
-    Cost: as `DeviceDict.to`, all tensors together; a packed `DeviceDict` moves as one tensor.
+    Raises: torch's own error for a device that does not exist or is out of memory.
+    Cost: one `DeviceDict.to` for all tensors together. A packed `DeviceDict` moves as one tensor.
 
     >>> import torch
     >>> from tensordict_lite import to_device
@@ -90,13 +90,13 @@ def _tensors(item: Any) -> list[Tensor]:
 
 
 def to_numpy(obj: Any) -> Any:
-    """``obj`` with every tensor in it as a NumPy array: detached, on the CPU, sharing memory with tensors there.
+    """Convert every tensor in ``obj`` to a NumPy array: detached, on the CPU. CPU tensors share their memory.
 
-    Containers as in `to_device`; a `DeviceDict` becomes a plain dict, which can hold arrays. A ``PackedSequence``,
-    which cannot, comes back on the CPU.
+    Visits the same containers as `to_device`. A `DeviceDict` becomes a plain dict. A ``PackedSequence`` cannot hold
+    arrays, so it stays one, on the CPU.
 
-    Raises: ``TypeError`` for a dtype or layout NumPy does not have (bfloat16, sparse).
-    Cost: nothing for tensors on the CPU; the rest as `to_device`.
+    Raises: ``TypeError`` for a dtype or layout that NumPy lacks (bfloat16, sparse).
+    Cost: no copy for tensors on the CPU; for other tensors the cost of `to_device`.
 
     >>> import torch
     >>> from tensordict_lite import to_numpy
@@ -115,13 +115,15 @@ def to_numpy(obj: Any) -> Any:
 
 
 def _is_whole(obj: Any) -> bool:
-    # A PackedSequence keeps its batch sizes on the CPU wherever its data is, and a Size becomes a tuple: pytree knows
-    # neither.
+    # pytree would move the batch sizes of a PackedSequence, which stay on the CPU. It would make a Size a tuple.
     return isinstance(obj, (TreeDict, PackedSequence, torch.Size))
 
 
 def _open(obj: Any, found: list[Any]) -> _Rebuild:
-    """Append to ``found`` what in ``obj`` moves, and return what builds ``obj`` again from that many replacements."""
+    """Append everything in ``obj`` that can move to ``found``.
+
+    Returns a function that rebuilds ``obj`` from an iterator of replacements, one for each appended item.
+    """
     if isinstance(obj, (Tensor, TreeDict, PackedSequence)):
         found.append(obj)
         return next
@@ -130,7 +132,7 @@ def _open(obj: Any, found: list[Any]) -> _Rebuild:
     leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_whole)
     if len(leaves) != 1 or leaves[0] is not obj:
         return _parts(leaves, found, lambda parts: pytree.tree_unflatten(parts, spec))
-    # A container that pytree does not know is only built again if there is something in it to move.
+    # pytree does not know this container. Rebuild it only if it holds something to move.
     before = len(found)
     rebuild = _open_other(obj, found)
     return rebuild if len(found) > before else lambda _: obj
@@ -145,7 +147,7 @@ def _open_other(obj: Any, found: list[Any]) -> _Rebuild:
     if dataclasses.is_dataclass(obj):
         names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
         return _parts([getattr(obj, name) for name in names], found, lambda parts: _dataclass(obj, names, parts))
-    if isinstance(obj, list):  # a subclass, which pytree does not open
+    if isinstance(obj, list):  # a subclass: pytree treats it as a leaf
         return _parts(cast("list[Any]", obj), found, lambda parts: _list(cast("list[Any]", obj), parts))
     if isinstance(obj, tuple):
         cls: Any = type(cast(object, obj))
@@ -161,18 +163,18 @@ def _parts(children: list[Any], found: list[Any], build: Callable[[list[Any]], A
 def _dataclass(obj: Any, names: list[str], values: list[Any]) -> Any:
     clone = copy.copy(obj)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(clone, name, value)  # frozen ones too; __init__ and __post_init__ ran for the original
+        object.__setattr__(clone, name, value)  # works for frozen dataclasses too, without __init__
     return clone
 
 
 def _mapping(obj: Mapping[Any, Any], values: list[Any]) -> Any:
     items = dict(zip(obj, values, strict=True))
     if not isinstance(obj, (dict, UserDict)):
-        return type(obj)(items)  # pyright: ignore[reportCallIssue]  (a copy could share its storage with the original)
+        return type(obj)(items)  # pyright: ignore[reportCallIssue]  (a copy could share state with the original)
     clone: Any = copy.copy(cast(Any, obj))
     for key, value in items.items():
         clone[key] = value
-    if dataclasses.is_dataclass(clone):  # the form of transformers' outputs: every item is an attribute too
+    if dataclasses.is_dataclass(clone):  # as the outputs of transformers: every item is an attribute too
         return _dataclass(clone, [name for name in items if hasattr(clone, name)], [*items.values()])
     return clone
 

@@ -1,4 +1,4 @@
-"""`stack` and `cat`: many dicts into one, field by field. And what it takes that their fields can be joined."""
+"""`stack` and `cat`: join many dicts into one, field by field. `collate` shares the checks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .._tree.tree import TreeDict
 
 
 def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
-    """One dict of the class of the first, each field the ``torch.stack`` of theirs along a new dimension ``dim``.
+    """Stack every field of the dicts with ``torch.stack``, along a new dimension ``dim``.
 
-    Plain mappings are made a `DeviceDict` first. UTF-8 fields of different widths are padded, and decode as before:
-    ``dim`` counts the dimensions of the strings. Kept objects become a list of them. Dtypes are promoted as by torch.
+    The result has the class of the first dict. Plain mappings are converted to `DeviceDict` first. UTF-8 fields of
+    different widths are padded, and decode as before. For strings, ``dim`` counts the dimensions of the strings. Kept
+    objects become a list. Dtypes are promoted as by torch.
 
     Raises: ``ValueError`` that names the key and the dict if keys, shapes or encoders disagree, or if there are no
-    dicts; ``DeviceMismatchError`` if the devices do; ``TypeError`` for what is no mapping; ``IndexError`` for a
-    dimension that is not there.
-    Cost: a copy of every tensor; no synchronisation.
+    dicts; ``DeviceMismatchError`` if the devices disagree; ``TypeError`` for anything that is not a mapping;
+    ``IndexError`` for a dimension that does not exist.
+    Cost: a copy of every tensor; no synchronization.
 
     >>> from tensordict_lite import DeviceDict, stack
     >>> stack([DeviceDict({"x": 1, "name": "Ada"}), DeviceDict({"x": 2, "name": "Grace"})]).decode("name")
@@ -35,11 +36,9 @@ def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
 
 
 def cat(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
-    """One dict of the class of the first, each field the ``torch.cat`` of theirs along the dimension ``dim``.
+    """Concatenate every field of the dicts with ``torch.cat``, along the dimension ``dim``.
 
-    As `stack`, but for kept objects: lists are concatenated, others become a list of them.
-
-    Raises, and costs, what `stack` does.
+    Rules, errors and cost are those of `stack`. The exception: kept lists are concatenated.
 
     >>> from tensordict_lite import DeviceDict, cat
     >>> cat([DeviceDict({"x": [1, 2]}), DeviceDict({"x": [3]})])["x"]
@@ -80,7 +79,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
                 items[key] = join(column, along)
             except torch.OutOfMemoryError:
                 raise
-            except IndexError as error:  # a dimension that is not there
+            except IndexError as error:  # the dimension does not exist
                 raise IndexError(f"{dotted(path)}: {error}") from error
             except (RuntimeError, TypeError) as error:
                 if verb == "cat" and not column[0].dim():
@@ -105,7 +104,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
 
 
 def _leading(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) -> int:
-    """``dim`` of strings, whose last dimension is their bytes and not one of theirs."""
+    """``dim`` as a dimension of the codes. The last dimension of codes holds the bytes of one string."""
     if padding(encoder, codes) is None:
         return dim
     dims = codes.dim() - 1 + (verb == "stack")
@@ -115,7 +114,7 @@ def _leading(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) ->
 
 
 def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Iterable[tuple[str, Sequence[Any]]]:
-    """The values of every key, that of the first mapping first. ``ValueError`` if one has other keys than the first."""
+    """Every key with its values, one per mapping. ``ValueError`` if the keys of a mapping differ from the first."""
     first = mappings[0]
     names = list(first)
     if list(map(list, mappings)).count(names) == len(mappings):
@@ -130,7 +129,10 @@ def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Itera
 
 
 def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy:
-    """The policy of the first with the encoders of all. ``ValueError`` if two encode a key differently."""
+    """The policy of the first dict with the encoders of all dicts.
+
+    Raises ``ValueError`` if two dicts have different encoders for a key.
+    """
     policy = trees[0]._policy
     if len({id(d._policy) for d in trees}) == 1:
         return policy
@@ -149,7 +151,7 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
 
 
 def widened(column: Sequence[Tensor], encoder: object) -> list[Tensor] | None:
-    """The codes of an encoder, padded to the width of the widest; None if they cannot be padded, or need not be."""
+    """The codes, padded to the width of the widest. None if they cannot be padded or have one width already."""
     number = padding(encoder, *column)
     if number is None:
         return None
@@ -161,7 +163,7 @@ def widened(column: Sequence[Tensor], encoder: object) -> list[Tensor] | None:
 
 
 def raise_mismatch(column: Sequence[Any], path: Path, noun: str, error: Exception | None, hint: str = "") -> NoReturn:
-    """Raise a ``ValueError`` that says which of the values is unlike the first."""
+    """Raise a ``ValueError`` that names the first value whose shape, dtype or type differs from value 0."""
     for i, value in enumerate(column):
         if described(value) != described(column[0]):
             message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(column[0])}{hint}"

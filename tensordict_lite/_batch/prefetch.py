@@ -1,4 +1,4 @@
-"""`prefetch`: the next batches on their way to the device while this one is worked on."""
+"""`prefetch`: copy the next batches to the device while the model works on the current batch."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ _STREAMS = ("cuda", "xpu")
 
 
 class prefetch(Generic[B]):
-    """``loader`` with its batches on ``device``, the next ``depth`` of them already on their way.
+    """Iterate over ``loader`` with its batches on ``device``, and copy ``depth`` batches ahead.
 
-    The copies run on a stream of their own, beside the work on the current one. Each batch is handed over when its copy
-    is done for the current stream, so that it can be used at once. Without streams (on the CPU, on ``mps``) every batch
-    is moved as it is asked for.
+    The copies run on a side stream, in parallel with the work on the current stream. The current stream waits for the
+    copy of a batch, so you can use the batch at once. Devices without streams (the CPU, ``mps``) get no copies ahead:
+    each batch moves when you ask for it.
 
     Args:
-        loader: a DataLoader, or any other iterable of batches. It is iterated anew each time this is.
+        loader: a DataLoader, or any other iterable of batches. Every new iteration iterates over it again.
         device: where the batches go.
-        depth: batches that are fetched and moved ahead.
+        depth: the number of batches to fetch and copy ahead.
 
-    Batches may be `DeviceDict`, tensors, or plain containers, which `to_device` goes through. ``len``, and every other
-    attribute that this does not have, such as ``dataset``, ``sampler`` and ``batch_sampler``, are the loader's. An
-    exception of the loader is raised at the batch where it happened, after those before it. After a ``break`` nothing
-    stays behind: no thread is used, and the loader's iterator and the batches ahead go with this one's.
+    A batch may be a `DeviceDict`, a tensor, or a plain container that `to_device` visits. ``len`` and other attributes,
+    such as ``dataset``, ``sampler`` and ``batch_sampler``, come from the loader. An exception of the loader is raised
+    after the batches that came before it. No thread is used. After a ``break``, the loader's iterator and the batches
+    ahead are released with the iterator.
 
     If the loader has ``state_dict``, as torchdata's StatefulDataLoader has, ``state_dict()`` describes the last batch
-    that was handed over, not the batches ahead of it: a run that resumes from it skips none. Before the first batch and
-    after the end it is the loader's own. ``load_state_dict`` goes to the loader; call it before you iterate.
+    that you received. Batches ahead do not count, so a resumed run skips none. Before the first batch and after the
+    end, the state is the loader's own. ``load_state_dict`` goes to the loader; call it before you iterate.
 
-    Raises: ``TypeError`` for a loader that is not iterable;
-    ``ValueError`` for a ``depth`` that is no int of at least 1; torch's own error for a device that is not
-    there.
-    Cost: one copy a batch, fastest from pinned memory (``DataLoader(..., pin_memory=True)``) and of packed batches (see
-    `collate`); memory on the device for ``depth`` batches beside the current one. The host waits for the copy of a
-    batch before it asks the loader for the one after, so that a loader may use its memory again. Where batches are
-    fetched ahead, one ``state_dict`` of the loader a batch, copied, if it has one.
+    Raises: ``TypeError`` for a loader that is not iterable; ``ValueError`` if ``depth`` is not an int of at least 1;
+    torch's own error for a device that does not exist.
+    Cost: one copy per batch, and memory on the device for ``depth`` more batches. Copies are fastest from pinned memory
+    (``DataLoader(..., pin_memory=True)``) and of packed batches (see `collate`). The host waits for the copy of a batch
+    before it asks the loader for the next one, so the loader may reuse its memory. With streams, the loader's
+    ``state_dict`` is copied once per batch.
 
     >>> from tensordict_lite import collate, prefetch
     >>> from torch.utils.data import DataLoader
@@ -62,16 +61,16 @@ class prefetch(Generic[B]):
         self.loader = loader
         self.device = resolve(device)
         self.depth = depth
-        self._handed_over: Any = None  # the loader's state as of the last batch; None where that is its state now
+        self._handed_over: Any = None  # the loader's state at the last batch; None: ask the loader
 
     def __len__(self) -> int:
         return len(cast(Any, self.loader))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "loader" not in self.__dict__:  # while it is unpickled, say
+        if name.startswith("__") or "loader" not in self.__dict__:  # unpickling asks before the attributes are there
             raise AttributeError(name)
         found = getattr(self.loader, name)
-        # Not methods of the class: who asks whether there is a state is told what the loader would say.
+        # Not methods of the class, so that hasattr answers as it does for the loader.
         if name == "state_dict":
             return self._state_dict
         return self._load_state_dict if name == "load_state_dict" else found
@@ -109,13 +108,13 @@ def _ahead(
     state_of: Callable[[], Any] = _nothing,
     hand_over: Callable[[Any], None] = _nothing,
 ) -> Iterator[B]:
-    """A batch as soon as its copy is done for the current stream, with ``depth`` more under way.
+    """Yield each batch once the current stream waits for its copy, with ``depth`` more copies running.
 
-    ``state_of`` is asked for the loader's state after each batch, and ``hand_over`` is given that of the batch that is
-    yielded next, or None at the end.
+    ``state_of`` returns the loader's state, and is called after each batch is fetched. ``hand_over`` receives the state
+    of a batch just before the batch is yielded, and None at the end.
     """
     side = module.Stream(device)
-    ready: deque[tuple[Any, Any, Any]] = deque()  # batches, the event of their copy, the state; or an exception, None
+    ready: deque[tuple[Any, Any, Any]] = deque()  # (batch, event of its copy, state), or (exception, None, None)
     source: Any = None  # the last batch of the loader, kept until its copy is done
     last: Any = None  # the event of that copy
     fetching = True
@@ -124,19 +123,19 @@ def _ahead(
         while True:
             while fetching and len(ready) <= depth:
                 if last is not None:
-                    last.synchronize()  # from here on the loader may write to the memory that the last batch came from
+                    last.synchronize()  # the loader may now reuse the memory of the last batch
                 try:
                     source = next(batches)
-                    state = copy.deepcopy(state_of())  # which may hold what the loader goes on to change
+                    state = copy.deepcopy(state_of())  # the loader may change parts of it
                     if any(tensor.device.type == device.type for tensor in tensors_inside(source)):
-                        side.wait_stream(module.current_stream(device))  # it may still be computed there
+                        side.wait_stream(module.current_stream(device))  # a kernel may still write it there
                     with module.stream(side):
                         moved = to_device(source, device, non_blocking=True)
                         last = module.Event()
                         last.record(side)
                 except StopIteration:
                     fetching = False
-                except Exception as error:  # it is raised in its turn
+                except Exception as error:  # raised below, after the batches before it
                     ready.append((error, None, None))
                     fetching = False
                 else:
@@ -149,15 +148,15 @@ def _ahead(
             if copied is None:
                 raise batch
             current = module.current_stream(device)
-            current.wait_event(copied)  # not for the whole side stream, which goes on with the batches after
+            current.wait_event(copied)  # only this copy: the side stream goes on with later batches
             for tensor in tensors_inside(batch):
                 for part in components(tensor):
-                    part.record_stream(current)  # not given to the side stream again while this one uses it
+                    part.record_stream(current)  # the allocator keeps the memory until this stream is done
             hand_over(handed)
             yield batch
-            batch = None  # or it would be in memory while the next ones are fetched
+            batch = None  # free it before the next batches are fetched
     finally:
         if last is not None:
             last.synchronize()
-        ready.clear()  # an exception, there or in `batch`, would keep this frame, and so the loader's iterator, alive
+        ready.clear()  # an exception here or in `batch` would keep this frame and the loader's iterator alive
         batch = None

@@ -115,7 +115,7 @@ def _convert_items(
             stored, encoder = convert(value, target, d._policy, (*at, key))
             if encoder is not None:
                 encoders[key] = encoder
-                stored = _codes(d, stored, target, (*at, key))
+                stored = place_codes(d, stored, target, (*at, key))
             staged[key] = stored
     return staged, encoders
 
@@ -126,7 +126,7 @@ def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Te
     raise DeviceMismatchError.at(path, target, tensor.device)
 
 
-def _codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) -> Any:
+def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) -> Any:
     """What an encoder on the host gave, on ``target``: a tensor, or several tensors as a nested dict."""
     if isinstance(codes, Tensor):
         return codes if codes.device == target else transfer([codes], target)[0]
