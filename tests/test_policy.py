@@ -223,14 +223,14 @@ class TestPolicyAsData:
 
     @pytest.mark.parametrize("wrong", ["int64", "bool", "nonsense", 1, ["float64"], {}, False])
     def test_a_wrong_dtype_of_a_file(self, wrong: Any) -> None:
-        with pytest.raises(ValueError, match="is no dtype of host values$"):
+        with pytest.raises(ValueError, match=r"is no dtype of host values$"):
             settings_from_json({"on_mismatch": "error", "objects": "error", "dtype": wrong})
 
     def test_a_string_of_a_class_of_its_own_is_no_dtype_of_a_file(self) -> None:
         class Name(str):
             pass
 
-        with pytest.raises(ValueError, match="^'float64' is no dtype of host values$"):
+        with pytest.raises(ValueError, match=r"^'float64' is no dtype of host values$"):
             settings_from_json({"on_mismatch": "error", "objects": "error", "dtype": Name("float64")})
 
     @pytest.mark.parametrize("wrong", [1, None, True, ["move"], "", "mo", "MOVE", "drop"])
@@ -248,7 +248,7 @@ class TestPolicyAsData:
             def __hash__(self) -> int:
                 return hash("move")
 
-        with pytest.raises(ValueError, match="^on_mismatch is 'error' or 'move', got <"):
+        with pytest.raises(ValueError, match=r"^on_mismatch is 'error' or 'move', got <"):
             Policy().override(on_mismatch=Equal())
 
     def test_the_default_of_another(self) -> None:
