@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensordict_lite import (
-    DeviceDict,
-    Hashing,
-    TypedDeviceDict,
-    Utf8,
-    Vocabulary,
-    collate,
-    stack,
-)
-from tensordict_lite._tree.policy import Policy
+from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
+from tensordict_lite._tree.policy import Policy, settings_from_json
 
 A, B, C = Vocabulary(["a"]), Vocabulary(["b", "a"]), Vocabulary(["c", "b", "a"])
 SIM = torch.device("sim", 0)
@@ -254,3 +246,75 @@ class TestJoined:
     def test_utf8_of_two_lengths(self, join: Any) -> None:
         one, two = (DeviceDict({"s": "ab"}, encoders=Utf8(length)) for length in (2, 3))
         assert join([one, two]).encoders == {"s": Utf8(2)} and join([one, two]).decode("s") == ["ab", "ab"]
+
+
+class TestPolicyAsData:
+    """What pickle and files hold of a policy comes back as it was, or is refused."""
+
+    FULL = Policy({"s": A}, B, "move", "keep", torch.float64)
+
+    @pytest.mark.parametrize("policy", [Policy(), FULL, Policy({"s": C}), Policy({}, B), Policy(dtype=torch.float16)])
+    def test_state(self, policy: Policy) -> None:
+        state = policy.to_state()
+        assert list(state) == ["encoders", "default_encoder", "on_mismatch", "objects", "dtype"]
+        assert type(state["encoders"]) is dict and Policy.from_state(state) == policy
+        assert policy.settings() == {name: state[name] for name in ("on_mismatch", "objects", "dtype")}
+
+    def test_json(self) -> None:
+        assert Policy().settings_to_json() == {"on_mismatch": "error", "objects": "error", "dtype": None}
+        data = self.FULL.settings_to_json()
+        assert data == {"on_mismatch": "move", "objects": "keep", "dtype": "float64"}
+        for policy in (Policy(), self.FULL):
+            assert settings_from_json(policy.settings_to_json()) == policy.settings()
+
+    @pytest.mark.parametrize("wrong", ["int64", "bool", "nonsense", 1, ["float64"], {}, False])
+    def test_a_wrong_dtype_of_a_file(self, wrong: Any) -> None:
+        with pytest.raises(ValueError, match=r"is no dtype of host values$"):
+            settings_from_json({"on_mismatch": "error", "objects": "error", "dtype": wrong})
+
+    def test_a_string_of_a_class_of_its_own_is_no_dtype_of_a_file(self) -> None:
+        class Name(str):
+            pass
+
+        with pytest.raises(ValueError, match=r"^'float64' is no dtype of host values$"):
+            settings_from_json({"on_mismatch": "error", "objects": "error", "dtype": Name("float64")})
+
+    @pytest.mark.parametrize("wrong", [1, None, True, ["move"], "", "mo", "MOVE", "drop"])
+    @pytest.mark.parametrize("name", ["on_mismatch", "objects"])
+    def test_a_wrong_choice_of_a_file(self, name: str, wrong: Any) -> None:
+        data = {"on_mismatch": "error", "objects": "error", "dtype": None, name: wrong}
+        with pytest.raises(ValueError, match=f"^{name} is 'error' or '(move|keep)', got "):
+            settings_from_json(data)
+
+    def test_an_option_equal_to_a_choice_that_is_no_string_is_refused(self) -> None:
+        class Equal:
+            def __eq__(self, other: object) -> bool:
+                return other == "move"
+
+            def __hash__(self) -> int:
+                return hash("move")
+
+        with pytest.raises(ValueError, match=r"^on_mismatch is 'error' or 'move', got <"):
+            Policy().override(on_mismatch=Equal())
+
+    def test_the_default_of_another(self) -> None:
+        own = Policy({"s": A}, dtype=torch.float64)
+        assert own.with_default_of(Policy({"t": C}), ["s", "t"]) is own, "the other was given no default"
+        made = own.with_default_of(Policy({"t": C}, B), ["s", "t", "u"])
+        assert dict(made.encoders) == {"s": B, "u": B}
+        assert "t" not in made.encoders and made.encoder("u") == B and made.dtype == torch.float64
+        assert dict(own.encoders) == {"s": A}
+
+    def test_an_unknown_option(self) -> None:
+        with pytest.raises(TypeError) as told:
+            DeviceDict({}, on_mismatched="move")  # pyright: ignore[reportCallIssue]
+        assert str(told.value) == (
+            "DeviceDict() has no option 'on_mismatched', did you mean 'on_mismatch'? "
+            "its options are device, encoders, on_mismatch, objects, dtype; "
+            'a field goes into a mapping: DeviceDict({"on_mismatched": ...})'
+        )
+        with pytest.raises(TypeError) as told:
+            type("Sub", (DeviceDict,), {}, zzzz=1)
+        assert str(told.value) == (
+            "class Sub has no option 'zzzz'; its options are encoders, on_mismatch, objects, dtype"
+        )

@@ -201,3 +201,15 @@ class TestWrittenToMeanwhile:
             d.name = "a"  # pyright: ignore[reportAttributeAccessIssue]
         d._check()
         assert list(d) == ["other"]
+
+
+def test_a_dict_on_several_devices_takes_nothing_more() -> None:
+    """A pytree function can put tensors of two devices into one dict. It is refused any tensor until it is moved."""
+    made = iter([torch.zeros(1), torch.zeros(1, device="meta")])
+    d = torch.utils._pytree.tree_map(lambda _: next(made), DeviceDict({"x": 1, "y": 2}))
+    assert d.device is None
+    before = dict(d)
+    with pytest.raises(DeviceMismatchError) as told:
+        d["z"] = torch.zeros(1)
+    assert str(told.value) == "this DeviceDict has tensors on several devices; .to(device) it first"
+    assert d.device is None and list(d) == list(before) and all(d[key] is before[key] for key in before)
