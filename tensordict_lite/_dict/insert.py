@@ -35,7 +35,7 @@ def insert(
     """Store all of ``data`` and the ``encoders`` of its keys. If an error is raised, ``d`` is unchanged.
 
     Args:
-        consent: True: move tensors from other devices, as the user gave ``device=``. False: follow ``on_mismatch``.
+        consent: True: move tensors that are on other devices. False: follow ``on_mismatch``.
         at: the path of ``d`` in the caller's tree, for error messages.
     """
     given = d._given(data, at) if d._has_fields else data
