@@ -133,7 +133,7 @@ class DeviceDict(TreeDict[V]):
     def _begin(self, data: Items | None, device: DeviceLike | None, options: Mapping[str, Any]) -> None:
         """Set the device and the policy of a new dict, before ``data`` is inserted."""
         if self or (hasattr(self, "_device") and self._device is not None):
-            raise TypeError(f"this {type(self).__name__} is made already; use update to add to it")
+            raise TypeError(f"this {type(self).__name__} is already constructed; use update to add items")
         policy = self._class_policy
         target = None if device is None else resolve(device)
         if type(data) is not dict and isinstance(data, TreeDict):  # a copy, maybe of another class
@@ -1018,7 +1018,7 @@ def _unable_to_require(tensor: Tensor) -> str:
 def _unable_to_stop(tensor: Tensor) -> str:
     if tensor.is_leaf:
         return ""
-    return "is no leaf: it was computed from tensors that require grad, and keeps requiring it; detach() it first"
+    return "is not a leaf: it was computed from tensors that require grad; detach() it first"
 
 
 def _unshareable(tensor: Tensor) -> str:
@@ -1055,7 +1055,7 @@ def _host_array(tensor: Tensor, path: Path) -> np.ndarray[Any, Any]:
 
 def _path(key: str | Path) -> Path:
     if not isinstance(cast(object, key), (str, tuple)):
-        raise TypeError(f"keys are given one by one, as str or paths, got a {type(key).__name__}: {key!r}")
+        raise TypeError(f"pass keys one by one, each a str or a path; got a {type(key).__name__}: {key!r}")
     return key if isinstance(key, tuple) else (key,)
 
 
@@ -1082,7 +1082,7 @@ def _unflatten(mapping: Mapping[str, Any], sep: str, at: Path = ()) -> dict[str,
             refuse_key(key, ())
         head, nested, rest = key.partition(sep)
         if (head in groups) != bool(nested) and head in out:
-            raise ValueError(f"{head!r} cannot be both a field and a nested dict, as {key!r} has it")
+            raise ValueError(f"{head!r} cannot be both a field and a nested dict; the conflicting key is {key!r}")
         if nested:
             out[head] = groups.setdefault(head, {})
             groups[head][rest] = value

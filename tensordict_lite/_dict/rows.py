@@ -165,21 +165,21 @@ def _index(given: Any, count: int) -> Any:
             at = as_int(given)
         except TypeError:
             raise TypeError(
-                "rows are taken by int, slice, mask or indices (a tensor, array or list), "
-                f"got {type(given).__name__}; fields by d[key]"
+                "rows are indexed by int, slice, mask or indices (a tensor, array or list), "
+                f"got {type(given).__name__}; use d[key] for a field"
             ) from None
         if not -count <= at < count:
             raise IndexError(f"row {at} is out of range, there are {count}")
         return at
     if isinstance(given, (bool, np.bool_)):
-        raise TypeError("rows are taken by int, slice, mask or indices, got one bool")
+        raise TypeError("rows are indexed by int, slice, mask or indices, got one bool")
     if isinstance(given, Tensor):
         tensor = given
     else:
         try:
             tensor = torch.as_tensor(list(given) if isinstance(given, range) else given, device="cpu")
         except (TypeError, ValueError) as error:
-            raise TypeError(f"rows are taken by a mask or by a list of ints; {error}") from error
+            raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
         tensor = tensor if tensor.numel() else tensor.long()
     if tensor.dtype == torch.bool:
         if tensor.shape != (count,):
@@ -187,7 +187,7 @@ def _index(given: Any, count: int) -> Any:
         return tensor.nonzero().squeeze(1)  # here, so that it runs once and not for each field
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 1:
         what = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-        raise TypeError(f"rows are taken by a mask or by a list of ints, got {what}")
+        raise TypeError(f"rows are indexed by a mask or by a list of ints, got {what}")
     return int(tensor) if tensor.dim() == 0 else tensor.long()
 
 
@@ -221,8 +221,12 @@ def _plan_writes(d: TreeDict[Any], values: TreeDict[Any], index: Any, at: Path, 
     """Validate all values, and append a write for each field to ``writes``. Changes no tensor."""
     missing, extra = d.keys() - values.keys(), values.keys() - d.keys()
     if missing or extra:
-        what = f"lacks {dotted((*at, min(missing)))}" if missing else f"has {dotted((*at, min(extra)))}, which is new"
-        raise ValueError(f"rows are set from all fields at once; what was given {what}")
+        what = (
+            f"lacks {dotted((*at, min(missing)))}"
+            if missing
+            else f"has {dotted((*at, min(extra)))}, which is not in this dict"
+        )
+        raise ValueError(f"rows are set from all fields at once; the given mapping {what}")
     for key, target in d.items():
         value: Any = values[key]
         path = (*at, key)
@@ -231,7 +235,7 @@ def _plan_writes(d: TreeDict[Any], values: TreeDict[Any], index: Any, at: Path, 
         elif isinstance(target, Tensor) and isinstance(value, Tensor):
             ours, theirs = d._policy.encoder(key), values._policy.encoder(key)
             if ours != theirs and key in d._policy.encoders and key in values._policy.encoders:
-                raise ValueError(f"{dotted(path)} is encoded with {ours!r}, what was given with {theirs!r}")
+                raise ValueError(f"{dotted(path)} is encoded with {ours!r}, the given value with {theirs!r}")
             writes.append((path, target, _fitted(target[index], value, key in d._policy.encoders and ours, path)))
         else:
             raise ValueError(f"{dotted(path)} cannot be set by rows: it is no tensor")

@@ -56,12 +56,11 @@ class Schema:
         self.shaped = bool(self.nested) or any(_is_shaped(kind) for field in fields.values() for kind in field.kinds)
 
     def check_names(self, items: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` for names that are not fields, and for None as the value of a required field."""
+        """Raise ``TypeError`` for names that are not fields, and for None unless the field accepts any object."""
         unknown = sorted(name for name in items if isinstance(cast(object, name), str) and name not in self.fields)
         if unknown:
-            close = closest(unknown[0], self.fields) or closest(
-                unknown[0], OPTIONS, 0.8
-            )  # it may be a misspelled option
+            # It may be a misspelled option.
+            close = closest(unknown[0], self.fields) or closest(unknown[0], OPTIONS, 0.8)
             option = "the option " if close in OPTIONS else ""
             guess = f", did you mean {option}{close!r}?" if close else "."
             raise TypeError(
@@ -77,7 +76,7 @@ class Schema:
         if missing:
             few = f"field {missing[0]!r}" if len(missing) == 1 else f"fields {', '.join(map(repr, missing))}"
             raise TypeError(
-                f"{self.name} lacks the required {few}; what may be absent is declared as "
+                f"{self.name} lacks the required {few}; declare an optional field as "
                 f"`{missing[0]}: {self.fields[missing[0]].shown} | None = None`"
             )
 
@@ -102,8 +101,8 @@ def names_of(cls: type) -> dict[str, bool]:
         names[name] = name in cls.__dict__
         if cls.__dict__.get(name) is not None:
             raise TypeError(
-                f"{cls.__name__}.{name} has the default {cls.__dict__[name]!r}; the only one is None, "
-                "for a field that may be absent"
+                f"{cls.__name__}.{name} has the default {cls.__dict__[name]!r}; the only default is None, "
+                "for an optional field"
             )
     return names
 
@@ -127,8 +126,8 @@ def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str
         hints = get_type_hints(own, {**module, **names, cls.__name__: cls}, inside, include_extras=True)
     except NameError as error:
         raise NameError(
-            f"{cls.__name__}: an annotation names {error.name!r}, which {cls.__module__} does not have; "
-            "define or import it there, at the top level and at run time too"
+            f"{cls.__name__}: an annotation uses {error.name!r}, which is not defined in {cls.__module__}; "
+            "define or import it at the top level of that module, not only under TYPE_CHECKING"
         ) from error
     return {name: _field(f"{cls.__name__}.{name}", hints[name], absent) for name, absent in optional.items()}
 
@@ -136,12 +135,10 @@ def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str
 def _field(where: str, hint: Any, absent: bool) -> Field:
     kinds = tuple(dict.fromkeys(_kinds(where, hint)))
     if (NoneType in kinds) != absent and object not in kinds:
-        raise TypeError(
-            f"{where}: a field that may be absent is declared as `{where.split('.')[-1]}: ... | None = None`"
-        )
+        raise TypeError(f"{where}: declare an optional field as `{where.split('.')[-1]}: ... | None = None`")
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if sum(map(_is_tree, kinds)) > 1:
-        raise TypeError(f"{where}: of a nested dict the class must be known, and there are several here")
+        raise TypeError(f"{where}: a field takes one class of nested dicts, and this annotation names several")
     return Field(kinds, absent, " | ".join(kind.__name__ for kind in kinds))
 
 
@@ -169,8 +166,8 @@ def _kinds(where: str, hint: Any) -> Iterator[Any]:
 def _kind(where: str, kind: Any) -> Any:
     if not isinstance(kind, type):
         raise TypeError(
-            f"{where}: {kind!r} is not what a field can be annotated with: Tensor, a jaxtyping annotation of one, "
-            "a DeviceDict class, or the class of an object to keep"
+            f"{where}: a field cannot be annotated with {kind!r}; use Tensor, a jaxtyping annotation of a tensor, "
+            "a DeviceDict class, or the class of a kept object"
         )
     if _is_shaped(kind) and not issubclass(cast(Any, kind).array_type, Tensor):
         raise TypeError(

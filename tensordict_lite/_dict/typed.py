@@ -310,9 +310,9 @@ def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
         if name.startswith("_"):
             raise TypeError(f"{where}: a field cannot start with an underscore; rename it")
         if name in OPTIONS:
-            raise TypeError(f"{where}: a field cannot be named as an option of the constructor; rename it")
+            raise TypeError(f"{where}: a field cannot have the name of a constructor option; rename it")
         if any(_taken(base, name) for base in TypedDeviceDict.__mro__):
-            raise TypeError(f"{where}: a field cannot be named as a method or property of DeviceDict; rename it")
+            raise TypeError(f"{where}: a field cannot have the name of a method or property of DeviceDict; rename it")
         for base in cls.__mro__:
             if _taken(base, name) and name not in base.__dict__.get("_own", {}):
                 raise TypeError(f"{where} is a field, and something else in {base.__name__}; rename one of them")
