@@ -75,9 +75,9 @@ class DeviceDict(TreeDict[V]):
             tensors on different devices raise an error. The device of a dict without tensors is None until the first
             tensor is stored. The dict then keeps this device, even if all items are deleted. Host values alone, and
             nested dicts without tensors, put the dict on torch's default device; give ``device=`` to choose another.
-        encoders: a mapping from key to string encoder, or one encoder for every key. The encoder of a key serves that
-            key at any depth, and stays with the key in copies, pickles and the results of methods. The default encoder
-            is `Utf8`. A bare callable can encode, but not decode.
+        encoders: a mapping from key to string encoder, or a single encoder for all keys. The encoder of a key serves
+            that key at any depth. Copies, pickles and the results of methods keep the encoders. The default encoder is
+            `Utf8`. A bare callable can encode, but not decode.
         on_mismatch: ``"error"``: a tensor on another device raises. ``"move"``: the tensor is moved to the device of
             the dict.
         objects: ``"error"``: an object of any other type raises. ``"keep"``: the dict keeps the object on the host and
@@ -86,8 +86,8 @@ class DeviceDict(TreeDict[V]):
         dtype: the dtype of tensors that are created from floating-point host values. Tensors are never cast.
 
     A class can declare options: ``class Batch(DeviceDict, on_mismatch="move")``. Class options survive frameworks that
-    rebuild a dict as ``type(d)({...})``. Plain dicts nested in a ``Batch`` become ``Batch`` too. A dict has no state
-    but its items, device and options: methods do not copy other attributes of an instance.
+    rebuild a dict as ``type(d)({...})``. Plain dicts nested in a ``Batch`` become ``Batch`` too. The state of a dict is
+    its items, device and options. Methods do not copy other attributes of an instance.
 
     Raises:
         DeviceMismatchError: for a tensor on another device.
@@ -348,8 +348,8 @@ class DeviceDict(TreeDict[V]):
     def map(self, function: Callable[[Tensor], Any], /) -> Self:
         """Apply ``function`` to every tensor at every depth, and return a dict of the results.
 
-        Each result is inserted as by ``d[key] = result``. The device of the new dict is the device of the first tensor
-        among the results, so ``function`` can move all tensors. Kept objects stay as they are.
+        Each result is inserted as by ``d[key] = result``. The first tensor among the results determines the device of
+        the new dict, so ``function`` can move all tensors. Kept objects stay as they are.
 
         Raises: the errors of ``function``; the errors of ``d[key] = result``. Cost: one call per tensor.
 
@@ -488,7 +488,7 @@ class DeviceDict(TreeDict[V]):
         Args:
             non_blocking: False: when this returns, the source may be changed or freed, and the result can be used. On
                 the host the result is complete. On CUDA it is ready for later work on the current stream; another
-                stream must wait for that one. True: torch's contract for asynchronous copies. A copy to MPS always
+                stream must wait for the current stream. True: torch's contract for asynchronous copies. A copy to MPS always
                 blocks.
             copy: True: copy every tensor, also if nothing changes.
 
@@ -537,7 +537,7 @@ class DeviceDict(TreeDict[V]):
         return self.to(CPU)
 
     def cuda(self, index: int | None = None, *, non_blocking: bool = False) -> Self:
-        """``to("cuda")``: the current CUDA device, or the one with ``index``.
+        """``to("cuda")``: the current CUDA device, or the CUDA device ``index``.
 
         Raises the errors of `to`, and has its cost.
 
@@ -570,7 +570,7 @@ class DeviceDict(TreeDict[V]):
         ``device`` is ignored. The argument exists because DataLoader passes it.
 
         Raises: torch's ``RuntimeError`` without an accelerator, or if the tensors are not on the CPU.
-        Cost: an allocation and a copy for each tensor, or one for all packed tensors.
+        Cost: an allocation and a copy for each tensor; a single allocation and copy for all packed tensors.
 
         >>> d = DeviceDict({"x": 1.0})
         >>> pinned = d.pin_memory() if torch.cuda.is_available() else d
@@ -591,8 +591,8 @@ class DeviceDict(TreeDict[V]):
     def share_memory_(self) -> Self:
         """Move the tensors' storages to shared memory, in place; no effect on CUDA. Returns ``self``.
 
-        Raises: ``RuntimeError`` that names the field, before any tensor is moved, if a tensor has no storage, such as
-            a sparse one. Torch's own error if no shared memory is left. Cost: a copy and a segment for each storage.
+        Raises: ``RuntimeError`` that names the field if a tensor has no storage (sparse, for example). No tensor is
+            moved then. Torch's own error if no shared memory is left. Cost: a copy and a segment for each storage.
 
         >>> DeviceDict({"x": [1.0]}).share_memory_()["x"].is_shared()
         True
@@ -703,7 +703,7 @@ class DeviceDict(TreeDict[V]):
     def clone(self) -> Self:
         """Copy every tensor, as ``Tensor.clone`` does. Autograd records the copies.
 
-        Cost: a copy of each tensor, or one of all packed tensors.
+        Cost: a copy of each tensor; a single copy for all packed tensors.
 
         >>> d = DeviceDict({"x": [1.0]})
         >>> d.clone()["x"].add_(1) is not None, d["x"]
@@ -814,8 +814,8 @@ class DeviceDict(TreeDict[V]):
         Other programs find each tensor under its dotted path. Tensors that share memory are written separately.
         Tensors on a device are copied to the host in parts, to limit the host memory.
 
-        Raises: ``TypeError`` that names the field for kept objects, sparse, nested, quantized and meta tensors, and
-        encoders without a registered JSON form; ``ImportError`` without safetensors; ``OSError``.
+        Raises: ``TypeError`` that names the field or encoder: kept objects, sparse, nested, quantized and meta tensors,
+        and encoders without a registered JSON form; ``ImportError`` without safetensors; ``OSError``.
         Cost: writes every byte and waits for the disk.
 
         >>> import tempfile
@@ -837,9 +837,9 @@ class DeviceDict(TreeDict[V]):
     ) -> Self:
         """Load a safetensors file of `save` or of any other program. Needs ``safetensors``.
 
-        A file of another program gives one level of keys. Loading is safe: registered encoders are the only classes
-        that a file can name, and only encoders that consist of plain data (not `Tokenizer`). The dict takes the options
-        of the file, unless this class declares options. A typed class validates the fields.
+        A file of another program gives one level of keys. Of the names in a file, `load` imports and calls registered
+        encoders only, and only if they consist of plain data (so not `Tokenizer`). The dict takes the options of the
+        file, unless this class declares options. A typed class validates the fields.
 
         Args:
             path: the path of a regular file, not a file descriptor.

@@ -21,7 +21,7 @@ from .._tree.tree import TreeDict, kind_nested
 from .._tree.walk import all_on, refuse_key, refuse_optimizer
 
 Moved = Mapping[int, Tensor]
-"""Tensors on the device of the dict, by the id of the given tensor that each is a copy of."""
+"""Copies on the device of the dict. The key is the ``id`` of the given tensor."""
 
 
 def insert(

@@ -207,7 +207,7 @@ def _called(value: Any) -> str:
 
 
 Shaped = tuple[str, Tensor, tuple[Any, ...]]
-"""A field to check: its name such as ``Batch.obs.state``, the tensor, and the annotations. It must fit one of them."""
+"""A field to check: its name such as ``Batch.obs.state``, the tensor, and the alternatives of its annotation."""
 
 
 def shape_error(fields: Iterable[Shaped]) -> str:

@@ -28,8 +28,8 @@ Given = TypeVar("Given")
 Read = TypeVar("Read")
 
 if TYPE_CHECKING:  # pragma: no cover
-    # Type checkers see the options as fields, so every constructor accepts them. As descriptors, the options can have
-    # one type as an argument and another type when read. With `InitVar`, pyright could not read `batch.device`.
+    # Type checkers see the options as fields, so every constructor accepts them. A descriptor can have different types
+    # as an argument and when read. With `InitVar`, pyright could not read `batch.device`.
 
     class _Option(Generic[Given]):
         def __get__(self, instance: None, owner: Any) -> Given | None: ...
@@ -76,8 +76,8 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     Fields are validated when values enter: at construction, on set and delete, in `update` (once, at the end), `map`,
     ``|``, and `collate` with ``cls=``. These results of a valid dict are not validated again: `to` and the other casts
-    and moves, `rows` (they lack the batch dimension), `stack`, `cat`, copies, pickle and pytree. If the dtypes or
-    shapes of such a result no longer fit the schema, later changes validate only names and kinds. A change to a nested
+    and moves, `rows` (they lack the batch dimension), `stack`, `cat`, copies, pickle and pytree. If such a result no
+    longer has the dtypes or shapes of the schema, later changes validate only names and kinds. A change to a nested
     dict validates that dict alone. `select` and `drop` return a plain `DeviceDict`. While torch.compile traces, nothing
     is validated.
 
@@ -86,8 +86,8 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
             reject this argument; use `from_dict` instead.
         fields: the fields, by keyword, and the options of `DeviceDict`.
 
-    Raises: ``TypeError`` that names the class and the field for a field that is missing, unknown or of another kind, or
-    that is required and deleted; ``ValueError`` for a wrong dtype or shape; the errors of `DeviceDict`. The dict is
+    Raises: ``TypeError`` that names the class and the field, if a field is missing, unknown or of another kind, or if a
+    required field is deleted; ``ValueError`` for a wrong dtype or shape; the errors of `DeviceDict`. The dict is
     unchanged.
     Cost: as `DeviceDict`, and a check per field. With jaxtyping, some microseconds per field.
 
@@ -215,7 +215,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
     def _check_fields(self, items: Mapping[str, Any], before: Mapping[str, Any] | None, shapes: bool = True) -> None:
         """Validate the complete set of items: required fields, kinds, dtypes and shapes.
 
-        ``before``: the valid items that a change starts from. Their values are not validated again.
+        ``before``: the items before the change. The kinds of unchanged values are not checked again.
         """
         before = before if isinstance(before, TypedDeviceDict) else {}
         schema = self._schema()
