@@ -488,8 +488,8 @@ class DeviceDict(TreeDict[V]):
         Args:
             non_blocking: False: when this returns, the source may be changed or freed, and the result can be used. On
                 the host the result is complete. On CUDA it is ready for later work on the current stream; another
-                stream must wait for the current stream. True: torch's contract for asynchronous copies. A copy to MPS always
-                blocks.
+                stream must wait for the current stream. True: torch's contract for asynchronous copies. A copy to MPS
+                always blocks.
             copy: True: copy every tensor, also if nothing changes.
 
         Returns: a new dict with the same keys and policy, or ``self`` if nothing changes. Kept objects are not moved.
@@ -500,10 +500,11 @@ class DeviceDict(TreeDict[V]):
         memory; this dict is then unchanged.
 
         Cost: nothing on the current device, for any number of fields. A packed dict (see `pack`) is copied as one
-        tensor. Other dicts: between the host and a device, tensors of up to 64 KiB are coalesced in a buffer of up to
-        1 MiB, pinned for CUDA, and copied at once. Larger tensors are copied one by one. Results on the host own their
-        memory. A call to CUDA waits only for the tensors that are copied one by one. A cast copies each tensor that
-        changes. In a packed dict it is one copy into a new storage, usually on the target device.
+        tensor. Other dicts: between the host and a device, tensors of up to 64 KiB are coalesced in a buffer, which is
+        copied at once. The buffer has up to 1 MiB, and is pinned for CUDA. Larger tensors are copied one by one.
+        Results on the host own their memory. A call to CUDA waits only for the tensors that are copied one by one. A
+        cast copies each tensor that changes. In a packed dict it is one copy into a new storage, usually on the target
+        device.
 
         >>> d = DeviceDict({"x": [0.5], "id": [7]})
         >>> d.to("cpu") is d
@@ -641,8 +642,8 @@ class DeviceDict(TreeDict[V]):
 
         These tensors cannot be packed and stay as they are: tensors that require grad, subclasses, sparse, nested and
         quantized tensors, and views with the conjugate or negative bit set. Nothing is packed on ``meta``, ``mps`` and
-        XLA devices, nor under ``torch.compile``, a functorch transform, forward-mode autograd, ``torch.jit.trace`` or a
-        ``TorchDispatchMode``.
+        XLA devices. Nothing is packed under ``torch.compile``, a functorch transform, forward-mode autograd,
+        ``torch.jit.trace`` or a ``TorchDispatchMode``.
 
         Raises: torch's own error if the device is out of memory. Cost: one allocation, a copy of every tensor, no
         synchronization.
@@ -838,8 +839,8 @@ class DeviceDict(TreeDict[V]):
         """Load a safetensors file of `save` or of any other program. Needs ``safetensors``.
 
         A file of another program gives one level of keys. Of the names in a file, `load` imports and calls registered
-        encoders only, and only if they consist of plain data (so not `Tokenizer`). The dict takes the options of the
-        file, unless this class declares options. A typed class validates the fields.
+        encoders only. These encoders must consist of plain data, so `Tokenizer` is excluded. The dict takes the options
+        of the file, unless this class declares options. A typed class validates the fields.
 
         Args:
             path: the path of a regular file, not a file descriptor.

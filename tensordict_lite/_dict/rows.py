@@ -39,10 +39,10 @@ class Rows(Generic[D]):
         return _count(self._dict)
 
     def __getitem__(self, index: Any) -> D:
-        """Return rows as a dict of the same class. ``index``: an int, a slice, a bool mask or a list of ints.
+        """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
 
-        Ints and slices give views; masks and lists give copies. Raises ``IndexError`` for a row that is out of range,
-        ``TypeError`` for an invalid index.
+        Ints and slices give views. Masks and indices (tensor, array or list) give copies. Raises ``IndexError`` for a
+        row that is out of range, ``TypeError`` for an invalid index.
         """
         d = self._dict
         flat = set(map(type, d.values())) == {Tensor}
