@@ -1,6 +1,6 @@
-"""One typed container, `DeviceDict`: a real dict whose tensors all live on one device."""
+"""`DeviceDict`: a dict whose tensors all live on one device."""
 
-from . import unpickle as unpickle  # so that files can be read
+from . import unpickle as unpickle  # pickles and files of `torch.save` call functions of this module
 from ._batch.collate import collate
 from ._batch.containers import to_device, to_numpy
 from ._batch.join import cat, stack
@@ -43,6 +43,6 @@ __all__ = [
     "register_encoder",
 ]
 
-# Pickles, error messages and documentation show the public name, whatever module the definition is in.
+# Pickles, error messages and documentation show the public name instead of a private module.
 for _public in __all__:
     globals()[_public].__module__ = __name__

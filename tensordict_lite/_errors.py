@@ -1,4 +1,4 @@
-"""The exceptions, and how a place in a nested dict is named in a message."""
+"""Exceptions, and the text of a path, a dtype and a value in error messages."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 Path = tuple[str, ...]
 DEPTH = 64
-"""Levels of nesting, the outermost dict included. Walks recurse, those of pickle, ``deepcopy`` and pytree too, and so
-must be able to trust that there is an end, long before Python's limit of 1,000 calls."""
+"""The maximum levels of nesting, the outermost dict included. Our functions, pickle, ``deepcopy`` and pytree recurse
+into nested dicts. The limit keeps them well below Python's recursion limit of 1,000 calls."""
 
 
 def dotted(path: Path) -> str:
-    """``('obs', 'image')`` as it stands in every message: ``'obs.image'``, quotes included."""
-    return repr(".".join(map(str, path)))  # what is refused may be no str
+    """Format a path for messages: ``('obs', 'image')`` as ``'obs.image'``, with the quotes."""
+    return repr(".".join(map(str, path)))  # `str`, because the key of an error may have another type
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``, as it stands in messages, trees and files."""
+    """The name of a dtype in messages, in the repr and in files: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 class TooDeep(ValueError):
-    """What is nested deeper than `DEPTH`."""
+    """A value is nested more than `DEPTH` levels deep."""
 
 
 def refuse_deeper(path: Path) -> None:
-    """Raise ``TooDeep`` if a dict at ``path`` is nested too deep."""
+    """Raise ``TooDeep`` if a dict at ``path`` would exceed the maximum depth."""
     if len(path) < DEPTH:
         return
     keys = [*map(str, path[:3]), "…", str(path[-1])]
@@ -37,7 +37,7 @@ def refuse_deeper(path: Path) -> None:
 
 
 def described(value: Any) -> str:
-    """What a value is: ``float32[2, 3]``, a device that is not the CPU, or the name of its type."""
+    """Describe a value: ``float32[2, 3]``, with the device if it is not the CPU; otherwise the name of its type."""
     if isinstance(value, Tensor):
         where = "" if value.is_cpu else f" on {value.device}"
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
@@ -46,18 +46,18 @@ def described(value: Any) -> str:
 
 
 def with_path(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:
-    """``error``, of a part that does not know where it is, as the one to raise: with ``path`` in front."""
+    """Create the error to raise from an ``error`` without a path: put ``path`` in front of its message."""
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(f"{dotted(path)}: {error}{hint}")
 
 
 class DeviceMismatchError(RuntimeError):
-    """A tensor was put into a `DeviceDict` that lives on another device; the dict is unchanged.
+    """Raised when a tensor is inserted into a `DeviceDict` on another device. The dict is unchanged.
 
-    A ``RuntimeError``, as torch raises for mixed devices, so that existing handlers keep working.
+    A subclass of ``RuntimeError``, which torch raises for mixed devices, so existing handlers keep working.
 
     Attributes:
-        key: where the tensor was going: the key, or the path as a tuple if that lies in a nested dict.
+        key: the key of the tensor. In a nested dict: the path, as a tuple. None if the error concerns no single key.
         expected: the device of the dict.
         actual: the device of the tensor.
 
@@ -75,7 +75,7 @@ class DeviceMismatchError(RuntimeError):
     expected: torch.device | None
     actual: torch.device | None
 
-    # One positional message and nothing required beside it: DataLoader re-creates a worker's exception so.
+    # The message is the only positional argument, because DataLoader re-creates a worker's exception from its message.
     def __init__(
         self,
         message: str = "",
@@ -91,7 +91,7 @@ class DeviceMismatchError(RuntimeError):
 
     @classmethod
     def at(cls, path: Path, expected: torch.device, actual: torch.device) -> DeviceMismatchError:
-        """The error for a tensor on ``actual`` at ``path`` of a dict on ``expected``."""
+        """Create the error for a tensor at ``path`` on the device ``actual``, in a dict on ``expected``."""
         message = (
             f"{dotted(path)} is on {actual}, this DeviceDict is on {expected}; "
             f'move it with .to({str(expected)!r}), or build with on_mismatch="move"'
@@ -100,7 +100,9 @@ class DeviceMismatchError(RuntimeError):
 
 
 class InvalidFileError(ValueError):
-    """A file that is damaged, forged, or of a format that is not known. Nothing that it names was imported or called.
+    """Raised for a file that is damaged, forged or of an unknown format.
+
+    No code that the file names was imported or called.
 
     >>> import tempfile
     >>> from tensordict_lite import InvalidFileError, load

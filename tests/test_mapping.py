@@ -375,7 +375,7 @@ class TestShaping:
     def test_what_is_no_key_is_told(self) -> None:
         d = DeviceDict({"x": [1, 2]})
         for use in (d.select, d.drop):
-            with pytest.raises(TypeError, match=r"^keys are given one by one, as str or paths, got a list: \['x'\]$"):
+            with pytest.raises(TypeError, match=r"^pass keys one by one, each a str or a path; got a list: \['x'\]$"):
                 use(["x"])  # pyright: ignore[reportArgumentType]
             with pytest.raises(KeyError, match=r"^'y' is not in this DeviceDict; its keys are 'x'$"):
                 use("y")
@@ -404,9 +404,13 @@ class TestShaping:
         back._check()
         with pytest.raises(ValueError, match=r"two fields would be named 'a\.b'; flatten with another sep"):
             DeviceDict({"a": {"b": 1}, "a.b": 2}).flatten()
-        with pytest.raises(ValueError, match=r"'a' cannot be both a field and a nested dict, as 'a\.b' has it"):
+        with pytest.raises(
+            ValueError, match=r"'a' cannot be both a field and a nested dict; the conflicting key is 'a\.b'"
+        ):
             DeviceDict.unflatten({"a": 1, "a.b": 2})
-        with pytest.raises(ValueError, match="'a' cannot be both a field and a nested dict, as 'a' has it"):
+        with pytest.raises(
+            ValueError, match="'a' cannot be both a field and a nested dict; the conflicting key is 'a'"
+        ):
             DeviceDict.unflatten({"a.b": 2, "a": 1})
 
     def test_map(self, device: torch.device) -> None:
@@ -486,6 +490,6 @@ class TestOddMappings:
 
     def test_init_cannot_be_called_again(self) -> None:
         d = DeviceDict({"x": 1})
-        with pytest.raises(TypeError, match="this DeviceDict is made already; use update to add to it"):
+        with pytest.raises(TypeError, match="this DeviceDict is already constructed; use update to add items"):
             d.__init__({"y": torch.zeros(1, device="meta")})  # type: ignore[misc]
         d._check()

@@ -70,8 +70,8 @@ class TestRows:
         [
             (6, IndexError, "row 6 is out of range, there are 6"), (-7, IndexError, "row -7 is out of range"),
             ([9], IndexError, "out of"), (True, TypeError, "got one bool"), (np.bool_(True), TypeError, "got one bool"),
-            ((1, 2), TypeError, "rows are taken by int, slice, mask or indices (a tensor, array or list), got tuple; fields by d[key]"),
-            ("x", TypeError, "rows are taken by int, slice, mask or indices (a tensor, array or list), got str; fields by d[key]"),
+            ((1, 2), TypeError, "rows are indexed by int, slice, mask or indices (a tensor, array or list), got tuple; use d[key] for a field"),
+            ("x", TypeError, "rows are indexed by int, slice, mask or indices (a tensor, array or list), got str; use d[key] for a field"),
             (None, TypeError, "got NoneType"), (1.5, TypeError, "got float"), (torch.tensor([1.0]), TypeError, "got float32[1]"),
             (torch.zeros(2, 2).long(), TypeError, "got int64[2, 2]"),
             (["a"], TypeError, "a list of ints"), ([[1], [2, 3]], TypeError, "a list of ints"),
@@ -166,8 +166,8 @@ class TestRows:
     @pytest.mark.parametrize(
         ("other", "error", "message"),
         [
-            ({"x": torch.ones(2)}, ValueError, "rows are set from all fields at once; what was given lacks 'n'"),
-            ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError, "what was given has 'n.z', which is new"),
+            ({"x": torch.ones(2)}, ValueError, "rows are set from all fields at once; the given mapping lacks 'n'"),
+            ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError, "the given mapping has 'n.z', which is not in this dict"),
             ({"x": torch.ones(3), "n": {"y": 1}}, ValueError, "'x': expected [2] for these rows, got [3]"),
             ({"x": torch.ones(2), "n": {"y": [1, 2]}}, ValueError, "'n.y': expected [] for these rows, got [2]"),
             ({"x": torch.ones(2), "n": 1}, ValueError, "'n' cannot be set by rows: it is no tensor"),

@@ -179,7 +179,7 @@ class TestRefusals:
         ({"label": None}, TypeError, "Batch.label: expected Int[Tensor, 'batch'], got None"), ({"label": object()}, TypeError, "'label' is object, expected a tensor"),
         ({"image": {"a": 1}}, TypeError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got DeviceDict"),
         ({"obs": torch.ones(2)}, TypeError, "Batch.obs: expected Obs, got float32[2]"),
-        ({"obs": {}}, TypeError, "'obs': Obs lacks the required field 'state'; what may be absent is declared as `state: Float[Tensor, 'batch n'] | None = None`"),
+        ({"obs": {}}, TypeError, "'obs': Obs lacks the required field 'state'; declare an optional field as `state: Float[Tensor, 'batch n'] | None = None`"),
         ({"obs": {"state": torch.ones(2, 5), "gaol": 1}}, TypeError, "'obs': Obs has no field 'gaol', did you mean 'goal'? Its fields are state, goal"),
         ({"lable": torch.ones(2)}, TypeError, "Batch has no field 'lable', did you mean 'label'? Its fields are image, label, obs, weight"),
         ({"qq": object(), 5: 2}, TypeError, "Batch has no field 'qq'. Its fields are"), ({5: 2}, TypeError, "keys are str, got 5 of type int; use '5'"),
@@ -214,7 +214,7 @@ class TestRefusals:
                 Batch(given_items)
         with pytest.raises(
             TypeError,
-            match=r"^Batch lacks the required fields 'label', 'obs'; what may be absent is declared as `label: Int\[",
+            match=r"^Batch lacks the required fields 'label', 'obs'; declare an optional field as `label: Int\[",
         ):
             Batch(image=torch.zeros(2, 3, 4, 4))  # type: ignore[call-arg]
 
@@ -280,16 +280,16 @@ class TestRefusals:
 
 class TestDeclaring:
     @pytest.mark.parametrize(("fields", "message"), [
-        ({"items": Tensor}, "Bad.items: a field cannot be named as a method or property of DeviceDict; rename it"),
-        ({"rows": Tensor}, "Bad.rows: a field cannot be named as a method"), ({"from_dict": Tensor}, "Bad.from_dict: a field cannot be named as a method"),
-        ({"dtype": Tensor}, "Bad.dtype: a field cannot be named as an option of the constructor; rename it"), ({"device": Tensor}, "Bad.device: a field cannot"),
+        ({"items": Tensor}, "Bad.items: a field cannot have the name of a method or property of DeviceDict; rename it"),
+        ({"rows": Tensor}, "Bad.rows: a field cannot have the name of a method"), ({"from_dict": Tensor}, "Bad.from_dict: a field cannot have the name of a method"),
+        ({"dtype": Tensor}, "Bad.dtype: a field cannot have the name of a constructor option; rename it"), ({"device": Tensor}, "Bad.device: a field cannot"),
         ({"_x": Tensor}, "Bad._x: a field cannot start with an underscore; rename it"),
         ({"x": int}, "Bad.x: values of int are stored as tensors; annotate it as Tensor"), ({"x": np.ndarray}, "Bad.x: values of ndarray are stored as tensors"),
         ({"x": str}, "Bad.x: values of str are stored as tensors"), ({"x": dict[str, Tensor]}, "Bad.x: mappings are stored as DeviceDicts; annotate it as"),
         ({"x": Float[np.ndarray, "a"]}, "Bad.x: arrays are stored as tensors; annotate it as Float[Tensor, ...]"),
-        ({"x": Literal["a"]}, "Bad.x: typing.Literal is not what a field can be annotated with: Tensor, a jaxtyping annotation of one"),
-        ({"x": Tensor | None}, "Bad.x: a field that may be absent is declared as `x: ... | None = None`"),
-        ({"x": Obs | Batch}, "Bad.x: of a nested dict the class must be known, and there are several here"),
+        ({"x": Literal["a"]}, "Bad.x: a field cannot be annotated with typing.Literal; use Tensor, a jaxtyping annotation of a tensor"),
+        ({"x": Tensor | None}, "Bad.x: declare an optional field as `x: ... | None = None`"),
+        ({"x": Obs | Batch}, "Bad.x: a field takes one class of nested dicts, and this annotation names several"),
     ])  # fmt: skip
     def test_what_is_refused(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(TypeError) as caught:
@@ -297,9 +297,9 @@ class TestDeclaring:
         assert str(caught.value).startswith(message)
 
     def test_defaults_and_clashes(self) -> None:
-        with pytest.raises(TypeError, match=r"^Bad\.x has the default 3; the only one is None"):
+        with pytest.raises(TypeError, match=r"^Bad\.x has the default 3; the only default is None"):
             type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Tensor}, "x": 3})
-        with pytest.raises(TypeError, match=r"^Bad\.x: a field that may be absent is declared as"):
+        with pytest.raises(TypeError, match=r"^Bad\.x: declare an optional field as"):
             type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Tensor}, "x": None})
         with pytest.raises(TypeError, match=r"^Bad\.image is a field, and something else in Bad; rename one of them$"):
             type("Bad", (Batch,), {"image": None})
@@ -366,7 +366,7 @@ class TestDeclaring:
             exec(compile(source, "schemas", "exec", dont_inherit=True), vars(module))
             assert (
                 module.early
-                == "A: an annotation names 'B', which schemas does not have; define or import it there, at the top level and at run time too"
+                == "A: an annotation uses 'B', which is not defined in schemas; define or import it at the top level of that module, not only under TYPE_CHECKING"
             )
             assert type(module.A(b={"y": 1}).b) is module.B and list(module.A._optional) == ["b", "x"]
             outer = module.local()

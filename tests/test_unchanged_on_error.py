@@ -25,8 +25,8 @@ class TestInPlace:
         name = "n.made" if nested else "made"
         with pytest.raises(
             RuntimeError,
-            match=rf"^'{re.escape(name)}' is no leaf: it was computed from tensors that require grad, and keeps "
-            r"requiring it; detach\(\) it first$",
+            match=rf"^'{re.escape(name)}' is not a leaf: it was computed from tensors that require grad; "
+            r"detach\(\) it first$",
         ):
             d.requires_grad_(False)
         assert all(t.requires_grad for t in d._tensors() if t.is_floating_point())

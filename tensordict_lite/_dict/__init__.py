@@ -1,1 +1,1 @@
-"""`DeviceDict` and `TypedDeviceDict`: what users hold in their hands."""
+"""The public classes `DeviceDict` and `TypedDeviceDict`."""

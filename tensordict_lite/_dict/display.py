@@ -1,4 +1,4 @@
-"""How a dict looks: a tree in a terminal, a table in a notebook. Reads shapes and dtypes, never a value."""
+"""The repr of a dict: a tree in a terminal, a table in a notebook. Reads shapes and dtypes, never the values."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from .._errors import dtype_name
 from .._tree.walk import leaves
 
 Note = Callable[[Mapping[str, Any], str], str]
-"""What to say beside a field, given its dict and key; empty for nothing."""
+"""A function of a dict and a key. Returns the note to show beside the field, or ``""``."""
 
-_LONGEST_TREE = 100  # rows that a terminal is given before the middle is left out
-_UNFOLDED = 20  # rows up to which a notebook shows the table without a click
+_LONGEST_TREE = 100  # lines; a longer tree omits its middle
+_UNFOLDED = 20  # rows; a notebook shows a longer table folded
 _LONGEST_NOTE = 60  # characters
 
 
 class Row(NamedTuple):
-    """One line: the lasts of its ancestors and itself (for the branches), its key, what it is, and a note."""
+    """A line of the tree or the table."""
 
     lasts: tuple[bool, ...]
+    """For each ancestor and this line: whether it is the last item of its dict. Decides the branch characters."""
     key: str
     what: str
+    """The dtype and shape of a tensor, or the type of a kept object."""
     note: str
 
 
 def size(nbytes: int) -> str:
-    """``nbytes`` for people: ``'24 B'``, ``'1.5 KiB'``, ``'3.0 GiB'``."""
+    """Format ``nbytes`` with a unit: ``'24 B'``, ``'1.5 KiB'``, ``'3.0 GiB'``."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -38,7 +40,7 @@ def size(nbytes: int) -> str:
 
 
 def field_count(data: Mapping[str, Any]) -> int:
-    """The values at every depth that are not nested dicts."""
+    """The number of values at every depth, nested dicts not counted."""
     return sum(1 for _ in leaves(data))
 
 
@@ -63,7 +65,7 @@ def _rows(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) -> 
 
 
 def tree(data: Mapping[str, Any], title: str, note: Note) -> str:
-    """The title, then a line a field, indented by depth."""
+    """Format the title and one line per field, indented by depth."""
     rows = list(_rows(data, note))
     left_out = len(rows) - _LONGEST_TREE
     if left_out > 0:
@@ -83,8 +85,8 @@ _STYLE = "text-align:left;padding:.15em 1em .15em 0;font-family:monospace;white-
 
 
 def html(data: Mapping[str, Any], title: str, note: Note) -> str:
-    """The same as a table, folded if it is long. Colours are the page's own, so that it reads in light and dark."""
-    # Here, as its table of entities would take a tenth of the time of importing this package, and few need it.
+    """Format the same lines as an HTML table, folded if it is long. Inherits the colors of the page, light or dark."""
+    # Imported here, because importing `html` is slow and only notebooks need it.
     from html import escape  # noqa: PLC0415
 
     rows = list(_rows(data, note))
@@ -94,7 +96,7 @@ def html(data: Mapping[str, Any], title: str, note: Note) -> str:
     )
     head = "".join(f'<th style="{_STYLE};opacity:.6">{name}</th>' for name in ("key", "value", "encoder"))
     opened = " open" if len(rows) <= _UNFOLDED else ""
-    # A page without a doctype gives tables a colour of their own.
+    # `color:inherit`, because a page without a doctype does not pass its color on to tables.
     style = "border-collapse:collapse;color:inherit;margin:.3em 0 0 1em"
     return (
         f'<details{opened}><summary style="cursor:pointer;font-family:monospace">{escape(title)}</summary>'

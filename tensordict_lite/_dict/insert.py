@@ -1,7 +1,7 @@
-"""The insertion rule: what a dict stores for a value. A call stores all of its items or none.
+"""Insertion: validate and convert values, then store them. A call stores all of its items or none.
 
-Every insert has two steps. Preparing checks every key and converts every value, and changes nothing of the dict.
-Committing stores what was prepared.
+An insert has two steps. The first step prepares: it validates every key and converts every value, and does not change
+the dict. The second step commits: it stores the prepared values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .._tree.tree import TreeDict, kind_nested
 from .._tree.walk import all_on, refuse_key, refuse_optimizer
 
 Moved = Mapping[int, Tensor]
-"""The tensors that were moved to the device of the dict, by the ids of the tensors that were given."""
+"""Copies on the device of the dict. The key is the ``id`` of the given tensor."""
 
 
 def insert(
@@ -32,11 +32,11 @@ def insert(
     at: Path = (),
     encoders: Mapping[str, StringEncoder] | None = None,
 ) -> None:
-    """Store all of ``data``, and the ``encoders`` of its keys, or raise and leave ``d`` as it was.
+    """Store all of ``data`` and the ``encoders`` of its keys. If an error is raised, ``d`` is unchanged.
 
     Args:
-        consent: tensors on other devices are moved.
-        at: the path of ``d`` in the tree that the caller holds, for messages.
+        consent: True: move tensors that are on other devices. False: follow ``on_mismatch``.
+        at: the path of ``d`` in the caller's tree, for error messages.
     """
     given = d._given(data, at) if d._has_fields else data
     device = d._device
@@ -45,31 +45,31 @@ def insert(
         if d and d._tensors():  # see `_infer_device`
             raise DeviceMismatchError(f"this {type(d).__name__} has tensors on several devices; .to(device) it first")
         device = canonical(first.device) if type(first) is Tensor else None
-    if (first is None or isinstance(first, Tensor)) and all_on(given, device):  # what training loops store
+    if (first is None or isinstance(first, Tensor)) and all_on(given, device):  # fast path
         staged, used = given, encoders
     else:
         staged, device, used = _prepare(d, given, consent, at)
         used = {**used, **encoders} if encoders else used
     if given is data:
         d._commit(staged, device, used)
-    else:  # the caller gave None for fields that may be absent
+    else:  # None deletes an optional field
         d._commit(staged, device, used, [key for key in data if key not in given and key in d])
 
 
 def _prepare(
     d: TreeDict[Any], data: Mapping[str, Any], consent: bool, at: Path
 ) -> tuple[dict[str, Any], torch.device | None, dict[str, StringEncoder]]:
-    """The stored form of all of ``data``, its device, and the encoders that strings were encoded with."""
+    """Convert all values. Return the converted items, their device, and the encoder of each field of strings."""
     device = d._device
     target = device
     moved: Moved = {}
     moves = consent or d._policy.on_mismatch == "move"
-    if moves or device is None:  # all tensors decide about the device, and are moved together
+    if moves or device is None:  # collect all tensors: to find the device, and to move them in one transfer
         tensors: list[Tensor] = []
         data = _snapshot(data, at, tensors)
         if device is None and tensors:
             device = canonical(tensors[0].device)
-        # Host values alone go where torch would create them.
+        # Without a tensor, host values go to torch's default device.
         target = canonical(torch.empty(0).device) if device is None else device
         if moves:
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
@@ -85,7 +85,10 @@ def _prepare(
 
 
 def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[str, Any]:
-    """``data`` with each nested mapping read once, as it may create its values anew; its tensors go to ``tensors``."""
+    """Copy ``data`` and its nested mappings into dicts, and append every tensor to ``tensors``.
+
+    Each mapping is read once, because a lazy mapping may return new tensors on every read.
+    """
     refuse_deeper(at)
     out = dict(data.items())
     for key, value in out.items():
@@ -101,10 +104,10 @@ def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[
 def _convert_items(
     d: TreeDict[Any], data: Mapping[str, Any], target: torch.device, moved: Moved, at: Path
 ) -> tuple[dict[str, Any], dict[str, StringEncoder]]:
-    """The stored form of every value on ``target``, and the encoders that strings were encoded with."""
+    """Convert every value to ``target``. Return the converted items and the encoder of each field of strings."""
     staged: dict[str, Any] = {}
     encoders: dict[str, StringEncoder] = {}
-    for key, value in list(data.items()):  # an encoder may write to the mapping that it serves
+    for key, value in list(data.items()):  # a list, because an encoder may change the mapping
         if not isinstance(cast(object, key), str):
             refuse_key(key, at)
         if isinstance(value, Tensor):
@@ -127,7 +130,7 @@ def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Te
 
 
 def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) -> Any:
-    """What an encoder on the host gave, on ``target``: a tensor, or several tensors as a nested dict."""
+    """Move the codes of an encoder from the host to ``target``. A mapping of codes becomes a nested dict."""
     if isinstance(codes, Tensor):
         return codes if codes.device == target else transfer([codes], target)[0]
     refuse_deeper(path)
@@ -137,13 +140,13 @@ def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) 
 
 
 def _nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path) -> Any:
-    """``value`` as a nested dict. A `DeviceDict` keeps its encoders, and the policy of its class."""
+    """Convert a mapping to a nested dict. A `DeviceDict` keeps its encoders and the policy of its class."""
     refuse_deeper(path)
     kind = type(cast(object, value))
     given = value._policy if isinstance(value, TreeDict) else None
     cls, policy = kind_nested(type(d), path[-1], kind, given, value, d._policy)
     nested: TreeDict[Any] = cls._new((), target, policy)
-    validated = cls is kind  # It may be a row of a typed batch, which has no batch dimension.
+    validated = cls is kind  # Validating again would reject a row of a typed batch: the batch dimension is gone.
     data = nested._given(value, path) if nested._has_fields and not validated else value
     staged, encoders = _convert_items(nested, data, target, moved, path)
     if validated:

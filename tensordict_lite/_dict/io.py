@@ -1,4 +1,4 @@
-"""Files, as functions: `save` and `load`."""
+"""The functions `save` and `load`, for files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from .device_dict import DeviceDict
 
 
 def save(data: Mapping[str, Any], path: FilePath) -> None:
-    """`DeviceDict.save` of a `DeviceDict`, or of what any mapping makes one of.
+    """Save a mapping to a safetensors file. See `DeviceDict.save`.
+
+    A mapping that is not a `DeviceDict` is converted first: ``DeviceDict(data)``.
+
+    Raises: ``TypeError`` if the path comes before the data; the errors of `DeviceDict` and of `DeviceDict.save`.
+    Cost: as `DeviceDict.save`.
 
     >>> import tempfile
     >>> from tensordict_lite import load, save
@@ -35,7 +40,11 @@ def load(
     keys: Sequence[str | Path] | None = None,
     encoders: Encoders | None = None,
 ) -> DeviceDict[Any]:
-    """`DeviceDict.load`; a class of yours has its own, ``Batch.load(path)``.
+    """Load a safetensors file as a `DeviceDict`. See `DeviceDict.load`.
+
+    To load an instance of another class, call its method: ``Batch.load(path)``.
+
+    Raises the errors of `DeviceDict.load`, and has its cost.
 
     >>> import tempfile
     >>> from tensordict_lite import load, save

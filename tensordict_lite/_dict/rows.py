@@ -1,4 +1,4 @@
-"""The batch view of a dict: its fields' first dimension as rows."""
+"""The batch view of a dict: index the first dimension of all fields at once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .._tree.tree import TreeDict, tensor_paths
 D = TypeVar("D", bound=TreeDict[Any])
 
 _Write = tuple[Path, Tensor, Tensor]
-"""A field, and what is written into its rows."""
+"""The path of a field, its tensor, and the value to write into its rows."""
 
 _CHUNK = 64
-"""Rows that iteration makes views of at once: one call a field then serves many (0.4 us a view instead of 0.8)."""
+"""Rows per ``unbind`` call in iteration. One call per field makes many views, which halves the time per view."""
 
 
 class Rows(Generic[D]):
-    """``d.rows``: see `DeviceDict.rows`."""
+    """The batch view of a dict. See `DeviceDict.rows`."""
 
     __slots__ = ("_dict",)
 
@@ -35,29 +35,29 @@ class Rows(Generic[D]):
         self._dict = d
 
     def __len__(self) -> int:
-        """The size of the first dimension, which all fields share. Raises ``ValueError`` with their shapes if not."""
+        """The size of the first dimension. Raises ``ValueError`` with all shapes if the fields do not share it."""
         return _count(self._dict)
 
     def __getitem__(self, index: Any) -> D:
-        """A row (int), rows in order (slice), or those that a mask or indices give, as a dict of the same class.
+        """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
 
-        Ints and slices are views, anything else is copied. Raises ``IndexError`` for a row that is not there,
-        ``TypeError`` for what is no index.
+        Ints and slices give views. Masks and indices (tensor, array or list) give copies. Raises ``IndexError`` for a
+        row that is out of range, ``TypeError`` for an invalid index.
         """
         d = self._dict
         flat = set(map(type, d.values())) == {Tensor}
         count = _count_plain(d) if flat else _count(d)
         at = index if type(index) is slice else _index(index, count)
-        if flat:  # what training loops have, in one expression
+        if flat:  # fast path: every value is a plain tensor
             return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
         return _taken(d, at, count)
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
-        """Write the fields of ``other``, which are all of the dict's, into these rows, in place.
+        """Write ``other`` into these rows, in place. ``other`` must have the keys of the dict, all of them.
 
-        Values are taken by the rule of ``d[key] = ...``, copied first, and broadcast as in ``tensor[index] = value``;
-        strings are padded to the width of their field. Raises, and leaves the dict as it was: ``ValueError`` for keys,
-        shapes, dtypes or encoders that do not fit, and what that rule raises.
+        Values are converted as by ``d[key] = value``, copied, and broadcast as by ``tensor[index] = value``. Strings
+        are padded to the width of their field. Raises ``ValueError`` for keys, shapes, dtypes or encoders that do not
+        fit, and the errors of ``d[key] = value``. After an error the dict is unchanged.
         """
         d = self._dict
         count = _count(d)
@@ -81,12 +81,12 @@ class Rows(Generic[D]):
             raise
 
     def __iter__(self) -> Iterator[D]:
-        """Every row, as ``d.rows[i]``; but autograd refuses to write what requires grad into these views in place."""
+        """Yield every row as ``d.rows[i]``. Autograd rejects in-place writes of tensors that require grad into them."""
         d = self._dict
         count = _count(d)
         tensors, flat = d._tensors_and_kind()
         if not flat or not tensors or any(tensor.requires_grad for tensor in tensors):
-            # unbind's views of a tensor that requires grad cannot be written in place, and those of an index can.
+            # Autograd rejects in-place writes to views of `unbind` if the tensor requires grad. Index views allow them.
             yield from (self[i] for i in range(count))
             return
         names, device, policy, new = list(d), d._device, d._policy, d._new
@@ -95,7 +95,10 @@ class Rows(Generic[D]):
                 yield new(zip(names, row, strict=True), device, policy)
 
     def split(self, size: int | Sequence[int]) -> list[D]:
-        """The rows in parts of ``size``, the last one maybe smaller, or of these sizes: views, as ``torch.split``."""
+        """Split the rows into chunks, as ``torch.split``. Each chunk is a view.
+
+        ``size``: the rows per chunk, where the last chunk may be smaller, or a list with the size of each chunk.
+        """
         count, sizes = len(self), _sizes(size)
         if isinstance(sizes, int):
             if sizes < 1:
@@ -106,7 +109,7 @@ class Rows(Generic[D]):
         return [self[end - part : end] for part, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def shuffle(self, generator: torch.Generator | None = None) -> D:
-        """All rows in random order, copied; ``generator`` may be on the CPU or on the device of the dict."""
+        """Return a copy with all rows in random order. ``generator``: on the CPU or on the device of the dict."""
         if not isinstance(cast(object, generator), (torch.Generator, type(None))):
             raise TypeError(f"shuffle takes a torch.Generator, got {type(generator).__name__}")
         where = "cpu" if generator is None else generator.device
@@ -117,7 +120,7 @@ class Rows(Generic[D]):
 
 
 def _sizes(given: Any) -> int | list[int]:
-    # As Python's ints, which do not overflow.
+    # Convert to Python ints: a sum of NumPy ints could overflow.
     with suppress(TypeError):
         return as_int(given)
     try:
@@ -127,7 +130,7 @@ def _sizes(given: Any) -> int | list[int]:
 
 
 def _count_plain(d: TreeDict[Any]) -> int:
-    """`_count` of a dict that holds nothing but plain tensors."""
+    """The number of rows of a dict with plain tensors only. Faster than `_count`."""
     try:
         counts = {tensor.shape[0] for tensor in d.values()}
     except IndexError:
@@ -138,6 +141,7 @@ def _count_plain(d: TreeDict[Any]) -> int:
 
 
 def _count(d: TreeDict[Any]) -> int:
+    """The number of rows. Raises ``ValueError`` with the shapes if the fields do not agree."""
     tensors = d._tensors()
     counts = {tensor.shape[0] if tensor.dim() else -1 for tensor in tensors}
     if len(counts) == 1 and -1 not in counts:
@@ -154,41 +158,41 @@ def _refuse(d: TreeDict[Any]) -> NoReturn:
 
 
 def _index(given: Any, count: int) -> Any:
-    """An int or a tensor of ints, for rows that are there."""
-    # No tuple: of a tensor it would be an index of each dimension.
+    """Validate an index and convert it to an int or a tensor of ints."""
+    # A tuple is rejected: a tensor would read it as one index per dimension.
     if not isinstance(given, (bool, np.bool_, Tensor, np.ndarray, list, range)):
         try:
             at = as_int(given)
         except TypeError:
             raise TypeError(
-                "rows are taken by int, slice, mask or indices (a tensor, array or list), "
-                f"got {type(given).__name__}; fields by d[key]"
+                "rows are indexed by int, slice, mask or indices (a tensor, array or list), "
+                f"got {type(given).__name__}; use d[key] for a field"
             ) from None
         if not -count <= at < count:
             raise IndexError(f"row {at} is out of range, there are {count}")
         return at
     if isinstance(given, (bool, np.bool_)):
-        raise TypeError("rows are taken by int, slice, mask or indices, got one bool")
+        raise TypeError("rows are indexed by int, slice, mask or indices, got one bool")
     if isinstance(given, Tensor):
         tensor = given
     else:
         try:
             tensor = torch.as_tensor(list(given) if isinstance(given, range) else given, device="cpu")
         except (TypeError, ValueError) as error:
-            raise TypeError(f"rows are taken by a mask or by a list of ints; {error}") from error
+            raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
         tensor = tensor if tensor.numel() else tensor.long()
     if tensor.dtype == torch.bool:
         if tensor.shape != (count,):
             raise IndexError(f"a mask for {count} rows has the shape [{count}], got {list(tensor.shape)}")
-        return tensor.nonzero().squeeze(1)  # once, not once a field
+        return tensor.nonzero().squeeze(1)  # here, so that it runs once and not for each field
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 1:
         what = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-        raise TypeError(f"rows are taken by a mask or by a list of ints, got {what}")
+        raise TypeError(f"rows are indexed by a mask or by a list of ints, got {what}")
     return int(tensor) if tensor.dim() == 0 else tensor.long()
 
 
 def _taken(d: Any, index: Any, count: int) -> Any:
-    """Nested dicts too. Of kept objects those that are a list of one for each row give theirs, others are kept."""
+    """Index every field, nested dicts included. A kept list with one element per row is indexed too."""
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, Tensor):
@@ -208,16 +212,21 @@ def _ints(index: Tensor) -> list[int]:
 
 
 def _encoders(d: TreeDict[Any]) -> dict[str, StringEncoder]:
-    """Those of all dicts of the tree by key, of the outermost one that has it."""
+    """The encoders of all dicts of the tree, by key. For the same key, the outermost dict wins."""
     nested = [_encoders(cast("TreeDict[Any]", value)) for value in d.values() if isinstance(value, TreeDict)]
     return {key: encoder for known in (*nested, d._policy.encoders) for key, encoder in known.items()}
 
 
 def _plan_writes(d: TreeDict[Any], values: TreeDict[Any], index: Any, at: Path, writes: list[_Write]) -> None:
+    """Validate all values, and append a write for each field to ``writes``. Changes no tensor."""
     missing, extra = d.keys() - values.keys(), values.keys() - d.keys()
     if missing or extra:
-        what = f"lacks {dotted((*at, min(missing)))}" if missing else f"has {dotted((*at, min(extra)))}, which is new"
-        raise ValueError(f"rows are set from all fields at once; what was given {what}")
+        what = (
+            f"lacks {dotted((*at, min(missing)))}"
+            if missing
+            else f"has {dotted((*at, min(extra)))}, which is not in this dict"
+        )
+        raise ValueError(f"rows are set from all fields at once; the given mapping {what}")
     for key, target in d.items():
         value: Any = values[key]
         path = (*at, key)
@@ -226,7 +235,7 @@ def _plan_writes(d: TreeDict[Any], values: TreeDict[Any], index: Any, at: Path, 
         elif isinstance(target, Tensor) and isinstance(value, Tensor):
             ours, theirs = d._policy.encoder(key), values._policy.encoder(key)
             if ours != theirs and key in d._policy.encoders and key in values._policy.encoders:
-                raise ValueError(f"{dotted(path)} is encoded with {ours!r}, what was given with {theirs!r}")
+                raise ValueError(f"{dotted(path)} is encoded with {ours!r}, the given value with {theirs!r}")
             writes.append((path, target, _fitted(target[index], value, key in d._policy.encoders and ours, path)))
         else:
             raise ValueError(f"{dotted(path)} cannot be set by rows: it is no tensor")
@@ -237,12 +246,12 @@ def _write(path: Path, target: Tensor, index: Any, value: Tensor) -> None:
         target[index] = value
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # a leaf that requires grad, say, or one that was expanded
+    except RuntimeError as error:  # for example, the field is a leaf that requires grad, or an expanded tensor
         raise RuntimeError(f"{dotted(path)}: {error}") from error
 
 
 def _fitted(rows: Tensor, value: Tensor, encoder: object, path: Path) -> Tensor:
-    """A copy of ``value`` in the shape of ``rows``."""
+    """Pad and expand ``value`` to the shape of ``rows``, as a copy. Raises ``ValueError`` if it does not fit."""
     number = padding(encoder, rows, value)
     if number is not None:
         if value.shape[-1] > rows.shape[-1]:

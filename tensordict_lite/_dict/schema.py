@@ -1,4 +1,4 @@
-"""Schemas: what the annotations of a class say its items are, and whether items are that."""
+"""Schemas: read the annotations of a class as fields, and validate items against the fields."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _CLASS_VAR = re.compile(r"""['"]?(\w+\.)*ClassVar\b""")
 
 
 class Field(NamedTuple):
-    """What one annotation says."""
+    """A field, as its annotation declares it."""
 
     kinds: tuple[Any, ...]
-    """The alternatives: classes, or jaxtyping's annotations, which are classes too; ``object`` for anything."""
+    """The alternatives of the annotation: classes and jaxtyping annotations. ``object`` accepts any value."""
     optional: bool
     shown: str
-    """The alternatives, as they stand in messages."""
+    """The alternatives as text, for error messages."""
 
     def takes(self, value: Any) -> bool:
-        """Whether a value is of one of the kinds, its shape and dtype not looked at."""
+        """Whether a value is an instance of one of the kinds. Ignores shape and dtype."""
         if any(_is_kind(value, kind) for kind in self.kinds):
             return True
         if isinstance(value, (Tensor, TreeDict)):
             return False
-        # Only a class that keeps objects comes here. Of a batch it has a list of them; and frameworks may put one of
-        # theirs where a tensor was.
+        # Only kept objects come here. A batch has a list of objects.
         if isinstance(value, list) and all(map(self.takes, cast("list[Any]", value))):
             return True
+        # Frameworks may replace a tensor by an object of their own.
         return value is not None and all(issubclass(kind, Tensor) or _is_shaped(kind) for kind in self.kinds)
 
 
@@ -52,14 +52,15 @@ class Schema:
         self.fields = fields
         self.required = frozenset(name for name, field in fields.items() if not field.optional)
         self.nested = {name: kind for name, field in fields.items() for kind in field.kinds if _is_tree(kind)}
-        # A nested class may be this one, whose schema is not there yet, so its fields are not asked.
+        # A nested dict may have shapes. Its schema cannot be asked: it may be this schema, which is incomplete here.
         self.shaped = bool(self.nested) or any(_is_shaped(kind) for field in fields.values() for kind in field.kinds)
 
     def check_names(self, items: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` for names that are no fields, and for None where there must be something."""
+        """Raise ``TypeError`` for names that are not fields, and for None unless the field accepts any object."""
         unknown = sorted(name for name in items if isinstance(cast(object, name), str) and name not in self.fields)
         if unknown:
-            close = closest(unknown[0], self.fields) or closest(unknown[0], OPTIONS, 0.8)  # as a keyword may be meant
+            # It may be a misspelled option.
+            close = closest(unknown[0], self.fields) or closest(unknown[0], OPTIONS, 0.8)
             option = "the option " if close in OPTIONS else ""
             guess = f", did you mean {option}{close!r}?" if close else "."
             raise TypeError(
@@ -70,17 +71,17 @@ class Schema:
                 raise TypeError(f"{self.name}.{name}: expected {self.fields[name].shown}, got None")
 
     def check_required(self, items: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` for required fields that are not there."""
+        """Raise ``TypeError`` for missing required fields."""
         missing = [name for name in self.fields if name in self.required and name not in items]
         if missing:
             few = f"field {missing[0]!r}" if len(missing) == 1 else f"fields {', '.join(map(repr, missing))}"
             raise TypeError(
-                f"{self.name} lacks the required {few}; what may be absent is declared as "
+                f"{self.name} lacks the required {few}; declare an optional field as "
                 f"`{missing[0]}: {self.fields[missing[0]].shown} | None = None`"
             )
 
     def check_kinds(self, items: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` for a value of another class than its field has. Shapes and dtypes are not looked at."""
+        """Raise ``TypeError`` for a value whose class does not fit its field. Ignores shapes and dtypes."""
         for name, value in items.items():
             field = self.fields[name]
             if not field.takes(value):
@@ -88,32 +89,36 @@ class Schema:
 
 
 def names_of(cls: type) -> dict[str, bool]:
-    """The fields that ``cls`` itself declares, and whether each may be absent. Evaluates no annotation.
+    """The fields that ``cls`` itself declares, without its bases; True for an optional field.
 
-    Raises ``TypeError`` for defaults that are not None.
+    Evaluates no annotation. Raises ``TypeError`` for a default other than None.
     """
     names: dict[str, bool] = {}
     for name, annotation in get_annotations(cls, format=Format.FORWARDREF).items():
-        text = getattr(annotation, "__forward_arg__", annotation)  # a string, if it is not evaluated
+        text = getattr(annotation, "__forward_arg__", annotation)  # a string, if Python did not evaluate it
         if _CLASS_VAR.match(text) if isinstance(text, str) else ClassVar in (text, get_origin(text)):
             continue
         names[name] = name in cls.__dict__
         if cls.__dict__.get(name) is not None:
             raise TypeError(
-                f"{cls.__name__}.{name} has the default {cls.__dict__[name]!r}; the only one is None, "
-                "for a field that may be absent"
+                f"{cls.__name__}.{name} has the default {cls.__dict__[name]!r}; the only default is None, "
+                "for an optional field"
             )
     return names
 
 
 def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str, Any]) -> dict[str, Field]:
-    """The fields that ``cls`` itself declares. ``optional`` tells of each whether it may be absent.
+    """Evaluate the annotations that ``cls`` itself declares.
 
-    ``names`` are those that annotations may use beside the names of their module. Raises ``NameError`` while one uses
-    others, ``TypeError`` for one that is no field's.
+    Args:
+        optional: the names of the fields; True for an optional field.
+        names: local names that annotations may use, in addition to the names of the module.
+
+    Raises: ``NameError`` while an annotation uses an undefined name; ``TypeError`` for an annotation that a field
+    cannot have.
     """
     annotations = get_annotations(cls)
-    # Not of the class itself, whose hints would be those of DeviceDict too, in a module that it is not written in.
+    # `get_type_hints(cls)` would include the bases, and evaluate the annotations of DeviceDict in the wrong module.
     own = SimpleNamespace(__annotations__={name: annotations[name] for name in optional})
     module = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
     inside = {name: value for name, value in vars(cls).items() if name not in optional}
@@ -121,8 +126,8 @@ def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str
         hints = get_type_hints(own, {**module, **names, cls.__name__: cls}, inside, include_extras=True)
     except NameError as error:
         raise NameError(
-            f"{cls.__name__}: an annotation names {error.name!r}, which {cls.__module__} does not have; "
-            "define or import it there, at the top level and at run time too"
+            f"{cls.__name__}: an annotation uses {error.name!r}, which is not defined in {cls.__module__}; "
+            "define or import it at the top level of that module, not only under TYPE_CHECKING"
         ) from error
     return {name: _field(f"{cls.__name__}.{name}", hints[name], absent) for name, absent in optional.items()}
 
@@ -130,12 +135,10 @@ def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str
 def _field(where: str, hint: Any, absent: bool) -> Field:
     kinds = tuple(dict.fromkeys(_kinds(where, hint)))
     if (NoneType in kinds) != absent and object not in kinds:
-        raise TypeError(
-            f"{where}: a field that may be absent is declared as `{where.split('.')[-1]}: ... | None = None`"
-        )
+        raise TypeError(f"{where}: declare an optional field as `{where.split('.')[-1]}: ... | None = None`")
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if sum(map(_is_tree, kinds)) > 1:
-        raise TypeError(f"{where}: of a nested dict the class must be known, and there are several here")
+        raise TypeError(f"{where}: a field takes one class of nested dicts, and this annotation names several")
     return Field(kinds, absent, " | ".join(kind.__name__ for kind in kinds))
 
 
@@ -163,8 +166,8 @@ def _kinds(where: str, hint: Any) -> Iterator[Any]:
 def _kind(where: str, kind: Any) -> Any:
     if not isinstance(kind, type):
         raise TypeError(
-            f"{where}: {kind!r} is not what a field can be annotated with: Tensor, a jaxtyping annotation of one, "
-            "a DeviceDict class, or the class of an object to keep"
+            f"{where}: a field cannot be annotated with {kind!r}; use Tensor, a jaxtyping annotation of a tensor, "
+            "a DeviceDict class, or the class of a kept object"
         )
     if _is_shaped(kind) and not issubclass(cast(Any, kind).array_type, Tensor):
         raise TypeError(
@@ -186,7 +189,7 @@ def _is_tree(kind: Any) -> bool:
 
 
 def _jaxtyping() -> Any:
-    """jaxtyping, if the user imported it, as whoever has annotations of it did."""
+    """The module jaxtyping, or None. A user with jaxtyping annotations has imported it."""
     return sys.modules.get("jaxtyping")
 
 
@@ -204,13 +207,13 @@ def _called(value: Any) -> str:
 
 
 Shaped = tuple[str, Tensor, tuple[Any, ...]]
-"""A tensor: where it stands, as ``Batch.obs.state``, and the annotations that it must fit one of."""
+"""A field to check: its name such as ``Batch.obs.state``, the tensor, and the alternatives of its annotation."""
 
 
 def shape_error(fields: Iterable[Shaped]) -> str:
-    """Why the tensors do not all have dtypes and shapes of their annotations, with dimensions of one name equal.
+    """Check dtypes and shapes with jaxtyping. Return the error message, or ``""`` if all tensors fit.
 
-    Empty if they have. By jaxtyping itself, in one context for all of them.
+    All tensors are checked in one jaxtyping context, so dimensions with the same name must have the same size.
     """
     jaxtyping = _jaxtyping()
     if jaxtyping is None or jaxtyping.config.jaxtyping_disable:
@@ -224,14 +227,14 @@ def shape_error(fields: Iterable[Shaped]) -> str:
             except jaxtyping.AnnotationError as error:
                 if not isinstance(error.__cause__, NameError):
                     raise TypeError(f"{field[0]}: {error}") from error
-                later.append(field)  # one like "n+1", before the field that says what n is
+                later.append(field)  # "n+1", before a field defines n
                 continue
             if reason:
                 return _told(jaxtyping, field, reason, passed)
             passed.append(field)
         for field in later:
             reason = ""
-            with suppress(jaxtyping.AnnotationError):  # the field that says what n is may be absent
+            with suppress(jaxtyping.AnnotationError):  # the optional field that defines n may be absent
                 reason = _reason(field)
             if reason:
                 return _told(jaxtyping, field, reason, passed)
@@ -239,7 +242,7 @@ def shape_error(fields: Iterable[Shaped]) -> str:
 
 
 def _told(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped]) -> str:
-    """The message, with the field that the reason speaks of if it speaks of one."""
+    """The error message. If the field conflicts with an earlier field, the message names that field too."""
     where, value, kinds = field
     expected = " | ".join(kind.__name__ for kind in kinds)
     alone = _disagree(jaxtyping, [field])
@@ -249,12 +252,12 @@ def _told(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped]) 
 
 
 def _context(jaxtyping: Any) -> AbstractContextManager[Any]:
-    """In which dimensions of one name are one dimension, whatever the caller's code calls so."""
+    """A new jaxtyping context, independent of the dimension names that the caller's code uses."""
     return cast("AbstractContextManager[Any]", jaxtyping.jaxtyped("context"))
 
 
 def _reason(field: Shaped) -> str:
-    """Why a tensor does not fit its annotations; empty if it does."""
+    """The reason why a tensor does not fit its annotations; ``""`` if it fits."""
     _, value, kinds = field
     first = ""
     for kind in kinds:
@@ -266,6 +269,7 @@ def _reason(field: Shaped) -> str:
 
 
 def _disagree(jaxtyping: Any, fields: Iterable[Shaped]) -> bool:
+    """Whether these fields alone do not fit their annotations."""
     with _context(jaxtyping), suppress(jaxtyping.AnnotationError):
         return any(map(_reason, fields))
     return False

@@ -1,4 +1,4 @@
-"""`TypedDeviceDict`: a class whose annotations are its fields."""
+"""`TypedDeviceDict`: a dict with a schema, which the annotations of its class declare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .._memory.device import DeviceLike
 from .._tree.missing import NoAttribute
 from .._tree.policy import OPTIONS, Encoders, Objects, OnMismatch, Options
 from .._tree.tree import TreeDict, builtin_dict
-from .._tree.walk import Items, as_dict  # pyright: ignore[reportUnusedImport]  (used where it does not look)
+from .._tree.walk import Items, as_dict  # pyright: ignore[reportUnusedImport]  (used in the `else` branch)
 from .device_dict import DeviceDict
 from .insert import insert
 from .schema import Field, Schema, Shaped, names_of, read_annotations, shape_error
@@ -28,9 +28,8 @@ Given = TypeVar("Given")
 Read = TypeVar("Read")
 
 if TYPE_CHECKING:  # pragma: no cover
-    # What the type checkers take for fields of every class, so that its constructor has the options beside the fields.
-    # A field that is a descriptor may be given as one type and read as another, or, as most here, not be read at all.
-    # (`InitVar` was the alternative: pyright cannot read `batch.device` then.)
+    # Type checkers see the options as fields, so every constructor accepts them. A descriptor can have different types
+    # as an argument and when read. With `InitVar`, pyright could not read `batch.device`.
 
     class _Option(Generic[Given]):
         def __get__(self, instance: None, owner: Any) -> Given | None: ...
@@ -47,45 +46,50 @@ if TYPE_CHECKING:  # pragma: no cover
 
 @dataclass_transform(kw_only_default=True, eq_default=False)
 class _Typed(ABCMeta):
-    """Tells the type checkers that annotations are fields, and keeps instances without other attributes."""
+    """Metaclass: type checkers see the annotations as fields, and instances have no other attributes."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> _Typed:
-        namespace.setdefault("__slots__", ())  # so that a misspelt field cannot be set
+        namespace.setdefault("__slots__", ())  # so that setting a misspelled field raises
         out: Any = super().__new__(cls, name, bases, namespace, **options)
-        with suppress(NameError):  # of what is defined further down; asked again when an instance is made
-            out._schema(sys._getframe(1).f_locals)  # annotations that are strings may name what a function has
+        with suppress(NameError):  # the name may be defined later; the first instance evaluates again
+            out._schema(sys._getframe(1).f_locals)  # string annotations may use local names of a function
         return out
 
 
 class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
-    """A `DeviceDict` whose fields are the annotations of its class, known to type checkers and checked at run time.
+    """A `DeviceDict` with a schema: class annotations declare the fields, for type checkers and for validation.
 
-    ``batch.image`` reads, writes and deletes ``batch["image"]``. A field is annotated as
+    The attribute ``batch.image`` is the item ``batch["image"]``: read, set or delete it. Annotate a field as:
 
-    - ``Tensor``, or with jaxtyping, ``Float[Tensor, "batch 3 h w"]``: its dtype and shape are checked, and dimensions
-      of one name agree across all fields of an instance, those of nested dicts included. jaxtyping is not imported
-      here, and not needed for anything else.
-    - another `TypedDeviceDict`, into which a mapping is converted, or ``DeviceDict`` for any fields.
-    - any other class, for objects, in a class that keeps them; a batch may have a list of them.
-    - ``... | None = None``: may be absent. It then reads as None and is no key; None deletes it.
+    - ``Tensor``: any tensor.
+    - ``Float[Tensor, "batch 3 h w"]`` (jaxtyping): a tensor with this dtype and shape. Dimensions with the same name
+      must have the same size in all fields of an instance, including nested dicts. jaxtyping is optional, and this
+      package does not import it.
+    - another `TypedDeviceDict` class: a nested dict. A mapping is converted to that class.
+    - ``DeviceDict``: a nested dict with any fields.
+    - any other class: an object of that class, or a list of them in a batch. The class needs ``objects="keep"``.
+    - ``... | None = None``: an optional field. While the field is absent, it reads as None and is not a key. Setting it
+      to None deletes it.
 
-    Schemas inherit, and take the options of a `DeviceDict` class: ``class Batch(TypedDeviceDict, dtype=...)``.
+    A subclass inherits the fields. A class can declare the options of `DeviceDict`:
+    ``class Batch(TypedDeviceDict, dtype=...)``.
 
-    Fields are checked wherever values come in from outside: at construction, on set and delete, in `update` (once, at
-    its end), `map`, ``|``, and `collate` with ``cls=``. What is made from a checked dict is not checked again: `to` and
-    its like, `rows` (which have no batch dimension), `stack`, `cat`, copies, pickle, pytree; and if its dtypes and
-    dimensions are no longer those of the schema, it is held to the names and kinds of its fields only. A nested dict
-    that is changed by itself is checked by itself. `select` and `drop` give a plain `DeviceDict`. Nothing is checked
-    while torch.compile traces.
+    Fields are validated when values enter: at construction, on set and delete, in `update` (once, at the end), `map`,
+    ``|``, and `collate` with ``cls=``. These results of a valid dict are not validated again: `to` and the other casts
+    and moves, `rows` (they lack the batch dimension), `stack`, `cat`, copies, pickle and pytree. If such a result no
+    longer has the dtypes or shapes of the schema, later changes validate only names and kinds. A change to a nested
+    dict validates that dict alone. `select` and `drop` return a plain `DeviceDict`. While torch.compile traces, nothing
+    is validated.
 
     Args:
-        data: a mapping or pairs, for frameworks, which rebuild a dict as ``type(d)({...})``; type checkers refuse it,
-            and know `from_dict`.
-        fields: the fields, by keyword; and the options of `DeviceDict`.
+        data: a mapping or an iterable of pairs, for frameworks that rebuild a dict as ``type(d)({...})``. Type checkers
+            reject this argument; use `from_dict` instead.
+        fields: the fields, by keyword, and the options of `DeviceDict`.
 
-    Raises: ``TypeError`` that names the class and the field for one that is missing, unknown, deleted though required,
-    or of another kind; ``ValueError`` for dtypes and dimensions; what `DeviceDict` raises. The dict is unchanged.
-    Cost: that of a `DeviceDict`, and a look at each field; with jaxtyping some microseconds a field.
+    Raises: ``TypeError`` that names the class and the field, if a field is missing, unknown or of another kind, or if a
+    required field is deleted; ``ValueError`` for a wrong dtype or shape; the errors of `DeviceDict`. The dict is
+    unchanged.
+    Cost: as `DeviceDict`, and a check per field. With jaxtyping, some microseconds per field.
 
     >>> import torch
     >>> from torch import Tensor
@@ -107,10 +111,10 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     __slots__ = ()
     __module__ = "tensordict_lite"
-    # Without annotations, which would be looked for in the public module.
-    _own = cast("Mapping[str, bool]", {})  # the fields of one class's own annotations, and whether they may be absent
-    _optional = cast("Mapping[str, bool]", {})  # the same of it and its bases
-    _read = cast("Schema | None", None)  # what those annotations say, once they could be evaluated
+    # No annotations here: they would be evaluated in the public module, where these names are missing.
+    _own = cast("Mapping[str, bool]", {})  # fields that this class itself declares; True if the field is optional
+    _optional = cast("Mapping[str, bool]", {})  # the fields of this class and its bases; True if optional
+    _read = cast("Schema | None", None)  # the schema; None until the annotations can be evaluated
 
     if TYPE_CHECKING:  # pragma: no cover
         device: _Property[DeviceLike, torch.device | None] = _Property()  # pyright: ignore
@@ -128,7 +132,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
             options = {name: given.pop(name) for name in OPTIONS if name in given}
             self._begin(data, device, options)
             items = {**({} if data is None else as_dict(data)), **given}
-            if type(data) is type(self):  # which is held to no more than it fits
+            if type(data) is type(self):  # a copy: a row without its batch dimension stays valid
                 builtin_dict.update(self, data)
             insert(self, items, consent=device is not None)
 
@@ -163,9 +167,9 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         device: DeviceLike | None = None,
         **options: Unpack[Options],
     ) -> Self:
-        """A batch of the items of a mapping, or of pairs, that no type checker knows the fields of.
+        """Create an instance from a mapping or an iterable of pairs whose keys type checkers do not know.
 
-        Raises, and costs, what the constructor does.
+        Raises the errors of the constructor, and has its cost.
 
         >>> class Point(TypedDeviceDict):
         ...     x: Tensor
@@ -174,7 +178,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         """
         return cls(data, device=device, **options)  # pyright: ignore[reportCallIssue]
 
-    # --- validation, of everything that is inserted ---
+    # --- validation ---
 
     _has_fields = True
 
@@ -209,13 +213,16 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         self._check_fields(self, before, shapes)
 
     def _check_fields(self, items: Mapping[str, Any], before: Mapping[str, Any] | None, shapes: bool = True) -> None:
-        """Raise unless ``items`` has every required field, and each value is of its kind and shape."""
+        """Validate the complete set of items: required fields, kinds, dtypes and shapes.
+
+        ``before``: the items before the change. The kinds of unchanged values are not checked again.
+        """
         before = before if isinstance(before, TypedDeviceDict) else {}
         schema = self._schema()
         schema.check_required(items)
         schema.check_kinds({key: value for key, value in items.items() if before.get(key) is not value})
         reason = shape_error(_shaped(type(self), items, schema.name)) if shapes and schema.shaped else ""
-        # A row or a cast of a validated dict did not fit before either. It may be changed.
+        # If the shapes did not fit before the change (a row, a cast), they may stay so.
         if reason and not (before and shape_error(_shaped(type(self), before, schema.name))):
             raise ValueError(reason)
 
@@ -232,7 +239,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
             self._set(key, value)
 
     def _set_path(self, path: Path, value: Any, at: Path = ()) -> None:
-        node: DeviceDict[Any] = self  # the one that will be changed
+        node: DeviceDict[Any] = self  # becomes the nested dict that the insert changes
         for part in path[:-1]:
             inner: Any = builtin_dict.get(node, part)
             if not isinstance(inner, DeviceDict):
@@ -241,7 +248,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         before = None if node is self else self.copy()
         with _undone_if_refused(node):
             super()._set_path(path, value, at)
-            if node is not self:  # which knows nothing of the dimensions here
+            if node is not self:  # the insert validated `node` only, not the dimensions that it shares with `self`
                 self._validate(before)
 
     def __delitem__(self, key: str | Path, /) -> None:
@@ -266,7 +273,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
             name = f"{type(self).__name__}.{key}"
             raise TypeError(f"{name} is required and cannot be deleted; drop({key!r}) gives a DeviceDict without it")
 
-    # --- what is made of it ---
+    # --- classes of nested dicts and subsets ---
 
     @classmethod
     def _nested_class(cls, key: str) -> type[DeviceDict[Any]]:
@@ -277,7 +284,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
 
 def _attribute(name: str, optional: bool) -> Any:
-    """The attribute that is a view of an item."""
+    """A property that reads, sets and deletes the item ``name``."""
 
     def write(self: TypedDeviceDict, value: Any) -> None:
         self[name] = value
@@ -293,8 +300,7 @@ def _attribute(name: str, optional: bool) -> Any:
     def get_or_none(self: TypedDeviceDict) -> Any:
         return builtin_dict.get(self, name)
 
-    # `itemgetter(name)` takes two thirds of the time of `get` (1.4 and 2.2 reads of the item), but torch.compile cannot
-    # trace it.
+    # `itemgetter(name)` would be faster, but torch.compile cannot trace it.
     return property(get_or_none if optional else get, write, delete, f"The item {name!r}.")
 
 
@@ -304,9 +310,9 @@ def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
         if name.startswith("_"):
             raise TypeError(f"{where}: a field cannot start with an underscore; rename it")
         if name in OPTIONS:
-            raise TypeError(f"{where}: a field cannot be named as an option of the constructor; rename it")
+            raise TypeError(f"{where}: a field cannot have the name of a constructor option; rename it")
         if any(_taken(base, name) for base in TypedDeviceDict.__mro__):
-            raise TypeError(f"{where}: a field cannot be named as a method or property of DeviceDict; rename it")
+            raise TypeError(f"{where}: a field cannot have the name of a method or property of DeviceDict; rename it")
         for base in cls.__mro__:
             if _taken(base, name) and name not in base.__dict__.get("_own", {}):
                 raise TypeError(f"{where} is a field, and something else in {base.__name__}; rename one of them")
@@ -317,7 +323,7 @@ def _taken(base: type, name: str) -> bool:
 
 
 def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) -> Iterator[Shaped]:
-    """Every tensor with its annotations, in their order, those of nested dicts that have a schema included."""
+    """Yield every tensor with its annotations, in the order of the schema. Nested typed dicts are included."""
     for name, field in cls._schema().fields.items():
         value = items.get(name)
         if isinstance(value, Tensor):
