@@ -79,7 +79,7 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
         raise TypeError(f"{dotted(path)} is a masked array, and a tensor would show what is masked; use .filled(value)")
     # Most arrays are C-contiguous, writable and aligned. The flag `carray` tests all three at once.
     if not (array.flags.carray and array.dtype.isnative and kind != "c") and not _is_shareable(array):
-        # torch cannot share such memory: an unaligned array may crash, and a write to a read-only array is undefined.
+        # torch cannot share such memory: it raises (negative strides), warns (read-only) or crashes (unaligned).
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     dtype = policy.dtype if kind == "f" else None
     try:

@@ -126,7 +126,7 @@ class Policy:
         return replace(self, encoders={**self.encoders, **encoders})
 
     def carried(self, keys: Iterable[str]) -> Mapping[str, StringEncoder]:
-        """The encoders to take over with the values of ``keys``: by key, and the default encoder unless it is UTF-8."""
+        """The encoders to copy with the values of ``keys``: by key, and the default encoder unless it is ``Utf8()``."""
         if self.default_encoder == Utf8():
             return self.encoders
         return {**dict.fromkeys(keys, self.default_encoder), **self.encoders}
@@ -134,7 +134,7 @@ class Policy:
     def with_default_of(self, other: Policy, keys: Iterable[str]) -> Policy:
         """A policy with the default encoder of ``other`` for each of ``keys`` without an encoder in ``other``.
 
-        Returns this policy if the default encoder of ``other`` is UTF-8. Cost: O(keys), for any number of encoders.
+        Returns this policy if the default encoder of ``other`` is ``Utf8()``. Cost: O(keys), for any number of encoders.
         """
         if other.default_encoder == Utf8():
             return self
