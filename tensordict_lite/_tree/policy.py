@@ -134,7 +134,7 @@ class Policy:
     def with_default_of(self, other: Policy, keys: Iterable[str]) -> Policy:
         """A policy with the default encoder of ``other`` for each of ``keys`` without an encoder in ``other``.
 
-        Returns this policy if the default encoder of ``other`` is ``Utf8()``. Cost: O(keys), for any number of encoders.
+        Returns this policy if the default encoder of ``other`` is ``Utf8()``. Cost: O(keys), not O(encoders).
         """
         if other.default_encoder == Utf8():
             return self

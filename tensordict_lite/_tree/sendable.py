@@ -226,7 +226,7 @@ def arrive(error: Exception, where: str, alone: bool) -> Any:
 
 
 class _Unpinnable:
-    """Replaces a part of a batch and raises in ``pin_memory``: there the DataLoader catches errors and forwards them."""
+    """Replaces a part of a batch. Raises in ``pin_memory``, where the DataLoader catches errors and reports them."""
 
     def __init__(self, error: ExceptionWrapper) -> None:
         self._error = error

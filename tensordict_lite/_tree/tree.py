@@ -196,7 +196,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
 
         Pytree can build a tree with tensors on several devices. Then the device of this dict is None, so that `to`
-        moves all tensors, and the rule applies to each nested dict without a fallback.
+        moves all tensors, and each nested dict gets the device of its own tensors.
         """
         dicts = _dicts_of(self, limit=None)
         devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
@@ -440,7 +440,7 @@ def restore(
 
 
 def _restored(cls: Any, items: dict[str, Any], policy: Any, policies: dict[int, Policy]) -> TreeDict[Any]:
-    """A dict from a pickle; its device is set later. ``policies``: the policies read so far, by the id of their state."""
+    """A dict from a pickle, without its device. ``policies``: the policies read so far, by the id of their state."""
     if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
         raise TypeError(f"expected a DeviceDict class, got {cls!r}")
     own = cast("type[TreeDict[Any]]", cls)
