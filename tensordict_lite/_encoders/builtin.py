@@ -183,7 +183,7 @@ class Vocabulary:
 
     @classmethod
     def fit(cls, strings: Iterable[str], unknown: str | None = None) -> Vocabulary:
-        """Build a vocabulary of the distinct ``strings``. The tokens are sorted, so the order of the data is irrelevant.
+        """Build a vocabulary of the distinct ``strings``. Sorts the tokens, so the order of the data is irrelevant.
 
         If ``unknown`` is not among the strings, it becomes the first token.
 

@@ -91,7 +91,10 @@ class Tokenizer:
         return self.tokenizer.batch_decode(codes["input_ids"], skip_special_tokens=True)
 
     def to_json(self) -> dict[str, Any]:
-        """The state, as JSON values: ``call`` and the files of the tokenizer. Binary files are encoded in base64."""
+        """The state, as JSON values: ``call`` and the files of the tokenizer. Binary files are encoded in base64.
+
+        Raises ``TypeError`` if the tokenizer has no ``save_pretrained``.
+        """
         if not hasattr(self.tokenizer, "save_pretrained"):
             raise TypeError(f"{type(self.tokenizer).__name__} has no save_pretrained, so it has no JSON form")
         with tempfile.TemporaryDirectory() as folder:

@@ -90,7 +90,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """The class of the nested dict at ``key``; None if any class is allowed. See `TypedDeviceDict`."""
         return None
 
-    _has_fields: ClassVar[bool] = False  # `TypedDeviceDict` overrides this attribute and the next methods
+    _has_fields: ClassVar[bool] = False  # `TypedDeviceDict` overrides this attribute and the next four methods
 
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
