@@ -27,9 +27,9 @@ class StringEncoder(Protocol):
 
     - ``code_ndim``: an int, the number of dimensions in the code of a single string. With ``code_ndim``, fields of any
       leading shape can be decoded. Without ``code_ndim``, the first dimension is the number of strings.
-    - ``padding``: a number. Codes may be padded with this number at the end of their last dimension; the padded codes
-      must decode to the same strings. All encoders of the class must decode each other's codes. Requires
-      ``code_dtype``, the dtype of the codes.
+    - ``padding``: a number. The container may pad codes with this number at the end of their last dimension. Padded
+      codes must decode to the same strings, and every instance must decode the codes of every other instance.
+      Requires ``code_dtype``, the dtype of the codes.
     - ``is_data``: True if every instance consists of plain data, so that pickling never fails.
 
     >>> from tensordict_lite import StringEncoder, Utf8

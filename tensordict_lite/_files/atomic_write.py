@@ -31,15 +31,15 @@ _MOST_SWEPT = 1000
 def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
     """Write ``pieces`` to a new file, flush the file to disk, and then rename it to ``path``.
 
-    If an error occurs, the old file at ``path`` is unchanged and no temporary file remains. A process that is killed
-    can leave a temporary file in two cases: on a file system without unnamed files, or while it replaces an old file.
-    No process holds the lock of such a file. The first `atomic_write` of a process in the folder removes it.
+    If an error occurs, the old file at ``path`` is unchanged and no temporary file remains. A killed process can leave
+    a temporary file if the file system has no unnamed files, or if it was replacing an old file. No process holds the
+    lock of such a file. The first `atomic_write` of a process in the folder removes the file.
 
     Raises ``OSError`` if ``path`` exists and is not a regular file, or if the file cannot be written.
     """
     target = os.path.realpath(os.fsdecode(path))
     if os.path.exists(target) and not os.path.isfile(target):
-        raise OSError(f"{os.fsdecode(path)!r} is there and is no regular file, so it cannot be replaced")
+        raise OSError(f"{os.fsdecode(path)!r} exists and is not a regular file, so it cannot be replaced")
     folder = os.path.dirname(target)
     os.stat(os.path.join(folder, ""))  # raises if it is not a folder; a later error would name the temporary file
     _sweep(folder)

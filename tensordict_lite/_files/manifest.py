@@ -1,6 +1,6 @@
 """The manifest: the structure of a dict as JSON data, for files and messages.
 
-A manifest contains the tree, with a number in place of each tensor, and the policies and encoders of the dicts. It
+A manifest contains the tree, the policies and the encoders of the dicts. A number replaces each tensor. A manifest
 names registered encoders, but no class and no function. A file may be damaged or forged, so `Reader` validates every
 part of a manifest before it uses the part.
 """
@@ -30,7 +30,8 @@ _HERE = object()
 Manifest = dict[str, Any]
 Leaves = list[tuple[Path, Any]]
 Instead = Callable[[StringEncoder, "TypeError | None"], Any]
-"""Function that returns the entry of an encoder that has no JSON form, or whose JSON form runs code (error None)."""
+"""Returns the entry of an encoder without a safe JSON form. The second argument is the error of its `to_json`, or
+None if its JSON form runs code."""
 
 
 class InvalidManifest(ValueError):
@@ -38,12 +39,12 @@ class InvalidManifest(ValueError):
 
 
 def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, Leaves, list[TreeDict[Any]]]:
-    """The manifest of a dict, its leaves with their paths in the order of their numbers, and the dicts of the tree.
+    """Build the manifest of a dict. Returns the manifest, the leaves by number with their paths, and all dicts.
 
     Args:
-        instead: returns the entry of an encoder that has no JSON form, or whose JSON form runs code. If it raises
-            ``TypeError``, the path is added to the error.
-        own: do not write the policy of a dict that has the policy of its class.
+        instead: returns the entry of an encoder that has no JSON form, or whose JSON form runs code. If the function
+            raises ``TypeError``, the path is added to the error.
+        own: omit a policy that is the policy of the dict's class.
 
     Raises ``TooDeep``.
     """
@@ -356,7 +357,7 @@ def _at(entries: list[Any], number: Any, what: str) -> Any:
 
 def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     if type(value) is not dict or set(cast("dict[Any, Any]", value)) != set(kinds):
-        invalid(f"{what} has the fields {', '.join(kinds)}, and this has not")
+        invalid(f"expected {what} with the fields {', '.join(kinds)}")
     fields = cast("dict[str, Any]", value)
     for name, kind in kinds.items():
         if kind is not object and type(fields[name]) is not kind:
@@ -369,7 +370,7 @@ def _items(node: Any) -> list[tuple[str, Any]]:
     for item in items:
         pair = cast("list[Any]", item if type(item) is list else [])
         if len(pair) != 2 or type(pair[0]) is not str:
-            invalid("an item of a dict is a key and a value, and one is not")
+            invalid("an item of a dict is not a pair of key and value")
         key, value = pair
         if type(value) not in (int, dict):
             invalid(f"{key!r} is neither a tensor nor a dict")

@@ -209,7 +209,7 @@ def _refuse_irregular(found: os.stat_result, path: str) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"{path!r} is no regular file, and only those can be loaded")
+        raise OSError(f"{path!r} is not a regular file; only regular files can be loaded")
 
 
 def _read_each(file: Any, names: set[Any]) -> dict[Any, Tensor]:

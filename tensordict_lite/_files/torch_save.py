@@ -76,7 +76,7 @@ def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any,
     leaves, classes = cast("list[Any]", leaves), cast("list[Any]", classes)
     reader = Reader(manifest, len(leaves))
     if len(classes) != reader.count:
-        invalid("not each of its dicts has a class")
+        invalid("the number of classes differs from the number of dicts")
     known = _classes(classes)
     values = _values(leaves, {} if buffer is None else from_buffer(buffer, specs))
     devices = {value.device for value in values if isinstance(value, Tensor)}
@@ -113,7 +113,7 @@ def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
                 return kept[0]
         except RecursionError as error:
             raise InvalidManifest("an object in it is nested too deep") from error
-        invalid("it lacks a tensor, or keeps an object that is one, or holds one")
+        invalid("a tensor is missing, or a kept object is or contains a tensor")
 
     return [value(leaf) for leaf in leaves]
 

@@ -76,7 +76,7 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
     if kind not in _NUMBER_KINDS:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise TypeError(f"{dotted(path)} is a masked array, and a tensor would show what is masked; use .filled(value)")
+        raise TypeError(f"{dotted(path)} is a masked array, which a tensor would unmask; use .filled(value)")
     # Most arrays are C-contiguous, writable and aligned. The flag `carray` tests all three at once.
     if not (array.flags.carray and array.dtype.isnative and kind != "c") and not _is_shareable(array):
         # torch cannot share such memory: it raises (negative strides), warns (read-only) or crashes (unaligned).
@@ -125,7 +125,7 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
         tensor = _numbers(value, device, policy, path)
         if not tensor.numel():  # torch reads the length from the first list only and drops the numbers of the others
             raise ValueError(
-                f"{dotted(path)}: expected lists that are rectangular, got an empty one beside one of numbers"
+                f"{dotted(path)}: expected lists that are rectangular, got an empty list next to a list of numbers"
             )
         return Converted(tensor)
     if all(issubclass(kind, str) for kind in kinds):

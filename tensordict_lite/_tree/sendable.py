@@ -199,7 +199,7 @@ def _named(d: TreeDict[Any], error: Exception) -> Exception:
 
 
 def _in_place_of(d: TreeDict[Any], named: Exception, cause: Exception) -> tuple[Any, ...]:
-    """The reduction of the error, if the thread of a queue pickles ``d`` and would drop the error; else raise it."""
+    """The reduction of the error, if a queue's thread pickles ``d`` and would drop the error. Else raises ``named``."""
     feed = _frame_of("_feed")
     dropped = cast(Any, Queue)._on_queue_feeder_error
     if feed is None or feed.f_locals.get("onerror") is not dropped:  # the queue of ProcessPoolExecutor reports errors

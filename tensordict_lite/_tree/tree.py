@@ -30,7 +30,7 @@ builtin_dict: Any = dict
 
 
 PackedState = tuple[Tensor | None, list[Any] | None, dict[int, int]]
-"""The buffer of a packed dict, the specs of its layout, and a mapping from the id of each tensor to its number."""
+"""The buffer of a packed dict, the specs of its layout, and the numbers of its tensors by id."""
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
 """Every subclass by module and qualified name. If two classes have the same name, the last definition."""
 
@@ -196,7 +196,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
 
         Pytree can build a tree with tensors on several devices. Then the device of this dict is None, so that `to`
-        moves all tensors, and each nested dict gets the device of its own tensors.
+        moves all tensors. Each nested dict gets the device of its own tensors.
         """
         dicts = _dicts_of(self, limit=None)
         devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
@@ -358,7 +358,7 @@ def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any
 
 
 def packed_state(d: TreeDict[Any]) -> PackedState:
-    """The buffer of a packed dict, the specs of its tensors, and a mapping from the id of each tensor to its number.
+    """The buffer of a packed dict, the specs of its layout, and the numbers of its tensors by id.
 
     ``(None, None, {})`` for a dict that is not packed.
     """

@@ -188,7 +188,7 @@ class Channel:
 def accepted(schema: Header | str, nbytes: int, src: int) -> Header:
     """The schema, if it is valid and fits a buffer of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
     if isinstance(schema, Header) and schema.nbytes != nbytes:
-        schema = "a buffer that is not as large as its header says"
+        schema = "the size of the buffer differs from its header"
     if isinstance(schema, str):
         raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {schema}")
     return schema
@@ -221,7 +221,7 @@ def ranks_of(group: ProcessGroup) -> list[int]:
 
 @contextmanager
 def error_context(what: str) -> Generator[None]:
-    """Add this rank and ``what`` it was doing to the message of torch's errors, such as the error for a lost peer."""
+    """Add this rank and the operation ``what`` to the message of an error of torch, such as a lost peer."""
     try:
         yield
     except RuntimeError as error:
@@ -262,7 +262,7 @@ def agreed(
         reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
         raise RuntimeError(f"rank {dist.get_rank()}: {reasons}") from errors.first
     if len({marked for _, _, marked, _ in read}) > 1:
-        raise RuntimeError(f"rank {dist.get_rank()}: ranks make this call in different ways, such as with another op")
+        raise RuntimeError(f"rank {dist.get_rank()}: the ranks make this call with different arguments, such as op")
     return made, [(digest, nbytes) for _, digest, _, nbytes in read]
 
 

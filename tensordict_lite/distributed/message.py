@@ -22,8 +22,8 @@ from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
 PREFIX = 5
-"""The number of int64 values in the prefix of a message: whether it is a failure, the digest of the schema, the sizes
-of the text and of the buffer in bytes, and a number that identifies this protocol."""
+"""The number of int64 values in the prefix of a message. The values: a failure flag, the digest of the schema, the size
+of the text in bytes, the size of the buffer in bytes, and a number that identifies this protocol."""
 _MAGIC = 0x7464_6C31
 _LARGEST = 16 << 20
 """The maximum size of a header in bytes, equal to that of the manifest in a file."""
@@ -54,7 +54,7 @@ class Header:
     def build(self, cls: Any, buffer: Tensor) -> Any:
         """Build a dict of class ``cls`` with the tensors in ``buffer``. Reads the manifest once for each class.
 
-        A typed class validates names and kinds, but not shapes: the dict may be a part of the rows of another dict.
+        A typed class validates names and kinds, but not shapes, because `scatter` sends parts of the rows.
         """
         fields = from_buffer(buffer, [(*spec, members) for spec, members in self.groups]) if self.layout.runs else {}
         tensors = [fields[i] for i in range(self.count)]
@@ -81,8 +81,8 @@ class Header:
             return fields
         for mine, theirs in zip(self.paths, other.paths, strict=True):
             if mine != theirs:
-                return f"{dotted(mine)} stands where {dotted(theirs)} is expected, and the order of the keys counts"
-        return "its encoders, options or empty dicts are others"
+                return f"{dotted(mine)} is at the position of {dotted(theirs)}: the order of the keys must match"
+        return "its encoders, options or empty dicts differ"
 
     def _fields(self) -> dict[Path, str]:
         found: dict[int, str] = {}
@@ -195,7 +195,7 @@ def _digest(text: bytes) -> int:
 def read_header(text: bytes, digest: int) -> Header:
     """Parse and validate the text of a header. Raises ``ValueError`` for a damaged header."""
     if _digest(text) != digest:
-        raise ValueError("not a valid message: a header that is not the one announced")
+        raise ValueError("not a valid message: the header does not match its announced digest")
     try:
         header: Any = json.loads(text)
         manifest, listed = header["plan"], header["specs"]
@@ -223,13 +223,13 @@ def prefix_of(schema: Header | None, text: int, device: torch.device) -> Tensor:
 
 
 def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int]:
-    """Whether the message is a failure, the digest of the schema, and the sizes of the text and the buffer in bytes.
+    """The failure flag, the digest of the schema, and the sizes of the text and the buffer in bytes.
 
     Raises ``ValueError`` if the sender is not this package.
     """
     failed, digest, text, buffer, magic = cast("list[int]", cast(Any, prefix).tolist())
     if magic != _MAGIC or failed not in (0, 1) or not 0 <= text <= _LARGEST or buffer < 0:
-        raise ValueError("what came is not from tensordict_lite; do all ranks make the same calls?")
+        raise ValueError("the message is not from tensordict_lite; do all ranks make the same calls?")
     return bool(failed), digest, text, buffer
 
 

@@ -143,7 +143,7 @@ def irecv(
         schema, buffer = received
         different = "" if expected is None else schema.difference(expected)
         if different:
-            raise ValueError(f"rank {dist.get_rank()}: rank {src} sent another schema than like= has: {different}")
+            raise ValueError(f"rank {dist.get_rank()}: rank {src} sent a schema that differs from like=: {different}")
         return cast(Target, target).build(schema, buffer, src)
 
     out = Work(finish)
@@ -205,7 +205,7 @@ def scatter(
     cls: type[D] = DeviceDict,
     device: DeviceLike | None = None,
 ) -> D:
-    """Split the rows of the dict of rank ``src`` into equal parts: one part for each rank, in the order of the group.
+    """Split the rows of the dict of rank ``src`` equally, one part for each rank in the order of the group.
 
     The other ranks ignore their ``d``; pass None. Rank ``src`` returns a view of its rows.
 
@@ -214,8 +214,8 @@ def scatter(
         cls: the class of the result on the other ranks, as in `recv`.
         device: the device of the result on the other ranks, as in `recv`.
 
-    Raises: ``ValueError`` on ``src`` if the parts are not equal and ``uneven`` is False, and ``TypeError`` on ``src``
-    for a dict that cannot be sent. The other ranks raise ``RuntimeError`` that names ``src``.
+    Raises: ``ValueError`` on ``src`` if the parts are not equal and ``uneven`` is False. ``TypeError`` on ``src`` for a
+    dict that cannot be sent. In both cases the other ranks raise ``RuntimeError`` that names ``src``.
     Cost: one `send` from ``src`` to each other rank.
     """
     if dist.get_rank() != src:
@@ -229,7 +229,7 @@ def scatter(
     refused, works = errors.first, list[Work]()
     for message, other in zip(messages, ranks, strict=True):
         if other != src:
-            with errors:  # a peer that is gone costs the others nothing
+            with errors:  # if one peer is lost, the other peers still get their parts
                 works.append(_started(message, Errors(refused), other, _TAG, group))
     errors.results(works)
     return parts[ranks.index(src)]
@@ -309,7 +309,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
 
     Raises: ``ValueError`` for an invalid ``op``, and ``RuntimeError`` on the other ranks. Every rank raises
     ``RuntimeError`` that names the rank and the field, if schemas differ. Every rank raises ``RuntimeError`` that names
-    the field, if its dtype does not support ``op``, such as the mean of integers or the sum of bools.
+    the field, if its dtype does not support ``op``. Integers have no mean, bools no sum, complex numbers no order.
     Cost: one small collective, and one collective for each dtype.
     """
     errors, mark = Errors(), 0
