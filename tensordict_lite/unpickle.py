@@ -1,23 +1,23 @@
-"""The names in pickles and in files of ``torch.save``. This module is part of the file format.
+"""Names that appear in pickles and in files of ``torch.save``. This module is part of the file format.
 
-A pickle names the functions and classes that read it, and whoever unpickles it imports them by that name. So these
-names never change, wherever the definitions are. Everything else that a pickle names is public: `DeviceDict`, the
-encoders, the exceptions, and your own classes.
+A pickle contains the names of functions and classes, and unpickling imports them by name. So these names never change,
+even if a definition moves to another module. Every other name in a pickle is public: `DeviceDict`, the encoders, the
+exceptions, and your own classes.
 
 ========================= ===========================================================================================
 name                      found in
 ========================= ===========================================================================================
 ``restore``               pickles of a `DeviceDict`
-``rebuild``               files of ``torch.save``; the one function that ``torch.load(weights_only=True)`` may call
-``EncodeOnly``            pickles of a dict with a bare callable as an encoder
+``rebuild``               files of ``torch.save``; the only function that ``torch.load(weights_only=True)`` may call
+``EncodeOnly``            pickles of a dict with a plain callable as an encoder
 ``rebuild_tokenizer``     pickles of a `Tokenizer`
 ``Rows``                  pickles of ``d.rows``
 ``Context``, ``Policy``   pickles of the pytree structure of a dict
 ``TooDeep``               pickles of the exception for a dict that is nested too deep
-``arrive``                messages of a process that could not pickle a dict, in its place
+``arrive``                messages that replace a dict that a process could not pickle
 ========================= ===========================================================================================
 
-These names are for unpickling; programs have no use for them.
+Only unpickling uses these names. Do not import them in your programs.
 """
 
 import sys
@@ -41,7 +41,7 @@ __all__ = ["Context", "EncodeOnly", "Policy", "Rows", "TooDeep", "arrive", "rebu
 for _name in __all__:
     globals()[_name].__module__ = __name__
 
-# The names in files of earlier versions: they stay readable, and no new file has them.
+# Names in files of earlier versions. These files stay readable; new files do not contain the names.
 _EARLIER = {
     "tensordict_lite._tree.restore": restore,
     "tensordict_lite._saved.rebuild": rebuild,
@@ -55,5 +55,5 @@ for _earlier, _found in _EARLIER.items():
     _module, _, _name = _earlier.rpartition(".")
     setattr(sys.modules.setdefault(_module, ModuleType(_module)), _name, _found)
 
-# All that torch.load(weights_only=True) may call. It takes data only, and validates it.
+# The only function that torch.load(weights_only=True) may call. It takes data only, and validates the data.
 cast(Any, torch.serialization).add_safe_globals([rebuild, (rebuild, "tensordict_lite._saved.rebuild")])

@@ -64,10 +64,10 @@ class TestWriting:
             assert os.listdir(tmp_path) == ["d"] and load(path)["x"] == 2
         with pytest.raises(FileNotFoundError):
             save({"x": 1}, tmp_path / "nowhere" / "d")
-        with pytest.raises(OSError, match="is there and is no regular file, so it cannot be replaced"):
+        with pytest.raises(OSError, match="exists and is not a regular file, so it cannot be replaced"):
             save({"x": 1}, tmp_path)
         os.mkfifo(tmp_path / "fifo")
-        with pytest.raises(OSError, match="is no regular file"):
+        with pytest.raises(OSError, match="is not a regular file"):
             save({"x": 1}, tmp_path / "fifo")
         assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 

@@ -202,8 +202,8 @@ def errors(rank: int, world: int) -> None:
     elif rank == 1:
         assert "rank 0 could not send: TypeError: 'n.o'" in text(lambda: d_.recv(0), RuntimeError)
         told = text(lambda: d_.recv(0, like=sample(0).drop("i")), ValueError)
-        assert told == "rank 1: rank 0 sent another schema than like= has: 'i' is int64[2], expected nothing there"
-        assert "what came is not from tensordict_lite" in text(lambda: d_.recv(0), RuntimeError)
+        assert told == "rank 1: rank 0 sent a schema that differs from like=: 'i' is int64[2], expected nothing there"
+        assert "the message is not from tensordict_lite" in text(lambda: d_.recv(0), RuntimeError)
         assert text(lambda: d_.recv(0, cls=Typed), TypeError).startswith("Typed has no field 'y'")
     again(rank, world, kept)
     assert d_.broadcast(sample(3) if rank == 0 else None) == sample(3)  # and all goes on
@@ -212,10 +212,10 @@ def errors(rank: int, world: int) -> None:
 def again(rank: int, world: int, kept: DeviceDict) -> None:
     """Errors after which the channels must still be in step, and calls that differ where a look does not show it."""
     told = text(lambda: d_.all_reduce(sample(0), "max" if rank else "min"), RuntimeError)
-    assert told.endswith("ranks make this call in different ways, such as with another op")
+    assert told.endswith("the ranks make this call with different arguments, such as op")
     a, b = torch.ones(2), torch.ones(2) * 10
     told = text(lambda: d_.all_reduce(DeviceDict({"x": a, "y": b} if rank == 0 else {"y": b, "x": a})), RuntimeError)
-    assert "'y' stands where 'x' is expected, and the order of the keys counts" in told
+    assert "'y' is at the position of 'x': the order of the keys must match" in told
     told = text(
         lambda: d_.all_reduce(DeviceDict({"a.b": a, "a": {"b": b}} if rank == 0 else {"a": {"b": b}, "a.b": a})),
         RuntimeError,
@@ -224,7 +224,7 @@ def again(rank: int, world: int, kept: DeviceDict) -> None:
     told = text(
         lambda: d_.all_reduce(DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["a", f"{rank}"])})), RuntimeError
     )
-    assert told.endswith("its encoders, options or empty dicts are others")
+    assert told.endswith("its encoders, options or empty dicts differ")
 
     good, meta = DeviceDict({"x": torch.ones(3)}), DeviceDict({"x": torch.ones(3, device="meta")})
     odd: Any = DeviceDict({"m": torch.eye(4).to_sparse()})
@@ -402,7 +402,7 @@ class TestHeaders:
             == schema.paths
             == [("x",), ("s",), ("n", "y"), ("b",), ("i",)]
         )
-        with pytest.raises(ValueError, match=r"^not a valid message: a header that is not the one announced"):
+        with pytest.raises(ValueError, match=r"^not a valid message: the header does not match its announced digest"):
             read_header(schema.text + b" ", schema.digest)
         for wrong in (b"", b"{}", b"[1]", b'{"plan":{},"specs":[]}', schema.text.replace(b"float32", b"float99"), schema.text.replace(b"[2,3]", b"[2,-3]"), schema.text.replace(b"[2,3]", b"[4611686018427387904,4]"),
                       schema.text.replace(b'"version":1', b'"version":2'), schema.text.replace(b"[0]", b"[1]"), schema.text.replace(b"[0]", b"[true]"), b"[" * 100_000, schema.text.replace(b"[0]", b"[]"), schema.text.replace(b"[3,1]", b"[1]"), schema.text.replace(b'["x",0]', b'["x",1]').replace(b'["s",1]', b'["s",0]')):  # fmt: skip
@@ -424,7 +424,7 @@ class TestHeaders:
             [0, 0, 1 << 40, 0, magic],
             [0, 0, 0, -1, magic],
         ):
-            with pytest.raises(ValueError, match=r"what came is not from tensordict_lite"):
+            with pytest.raises(ValueError, match=r"the message is not from tensordict_lite"):
                 read_prefix(torch.tensor(wrong))
 
     def test_without_a_group(self) -> None:

@@ -125,7 +125,7 @@ def wrong_arguments(rank: int, world: int) -> None:
                 d_.recv(0, **given)
 
         check(rank, world, "send", one_to_one, {1: said})
-    for like, said in ((DeviceDict({"y": 1}), "another schema than like= has"), (5, "like= takes a DeviceDict on")):
+    for like, said in ((DeviceDict({"y": 1}), "a schema that differs from like="), (5, "like= takes a DeviceDict on")):
 
         def unlike(like: Any = like) -> None:
             if rank == 0:

@@ -74,7 +74,7 @@ class TestForgery:
     @pytest.mark.parametrize(("wrong", "message"), [
         ("", "Expecting value"), ("[" * 100_000, "not a valid file"), ("[" * 600_000, "its manifest takes 600000 characters"), ("null", "it does not list its tensors"), (" " * (17 << 20), "its manifest takes"),
         ('{"version": 1e999}', "it does not list its tensors"), ("[]", "it does not list its tensors"), (plan(version=2), "its version is 2, and this package reads version 1; update the package"),
-        (plan(version="1"), "it has no version"), (plan(version=True), "it has no version"), (plan(extra=1), "a manifest has the fields version, root, policies, encoders, and this has not"),
+        (plan(version="1"), "it has no version"), (plan(version=True), "it has no version"), (plan(extra=1), "expected a manifest with the fields version, root, policies, encoders"),
         (plan(root=[]), "'root' of a manifest is no dict"), (plan(root={}), "a dict has the fields policy, items"), (plan(policies={}), "'policies' of a manifest is no list"),
         (plan(root={"policy": 0, "items": [["x"]]}), "an item of a dict is a key and a value"), (plan(root={"policy": 0, "items": [[1, 0]]}), "an item of a dict is a key and a value"),
         (plan(root={"policy": 0, "items": [["x", "y"]]}), "'x' is neither a tensor nor a dict"), (plan(root={"policy": 0, "items": [["x", 0.0]]}), "'x' is neither"), (plan(root={"policy": 0, "items": [["x", True]]}), "'x' is neither"),

@@ -236,7 +236,9 @@ class TestPaths:
             server.bind(str(tmp_path / "s"))
             (tmp_path / "link").symlink_to(tmp_path / "fifo")
             for path in (tmp_path / "fifo", tmp_path / "link", tmp_path / "s", Path("/dev/zero"), Path(os.devnull)):
-                with pytest.raises(OSError, match=f"^{str(path)!r} is no regular file, and only those can be loaded$"):
+                with pytest.raises(
+                    OSError, match=f"^{str(path)!r} is not a regular file; only regular files can be loaded$"
+                ):
                     load(path, keys=keys)
         with pytest.raises(IsADirectoryError, match=str(tmp_path)):
             load(tmp_path, keys=keys)
@@ -245,7 +247,7 @@ class TestPaths:
         os.mkfifo(tmp_path / "fifo")
         regular = os.stat(__file__)
         monkeypatch.setattr(os, "stat", lambda *_, **__: regular)
-        with pytest.raises(OSError, match="is no regular file"):
+        with pytest.raises(OSError, match="is not a regular file"):
             load(tmp_path / "fifo")
 
 

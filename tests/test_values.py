@@ -471,7 +471,7 @@ class TestHostValues:
             (
                 [[], [1, 2]],
                 ValueError,
-                "'x': expected lists that are rectangular, got an empty one beside one of numbers",
+                "'x': expected lists that are rectangular, got an empty list next to a list of numbers",
             ),
             ([np.array([1.5]), ["a"]], TypeError, "'x' is list of ndarray, str, expected a tensor"),
             ([np.array(1), None], TypeError, "'x' is list of NoneType, ndarray, expected a tensor"),

@@ -1,1 +1,1 @@
-"""Strings as tensors, and back."""
+"""String encoders: encode strings as tensors and decode tensors to strings."""

@@ -1,4 +1,4 @@
-"""The four string encoders: small immutable values, compared by value."""
+"""The built-in string encoders `Utf8`, `Vocabulary` and `Hashing`: immutable and compared by value."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def _is_count(value: object, least: int, most: int) -> bool:
 @register_encoder
 @dataclass(frozen=True, slots=True, repr=False)
 class Utf8:
-    """Strings as their UTF-8 bytes: uint8 ``[..., L]``, zero padded; decodes exactly.
+    """Encode strings as their UTF-8 bytes: uint8 ``[..., L]``, padded with zeros. Decoding is exact.
 
-    The default encoder of every key.
+    ``Utf8()`` is the default encoder of every key.
 
     Args:
-        max_length: bytes per string, the width ``L``. None: the width of the longest string encoded together.
+        max_length: the width ``L`` in bytes. None: the width of the longest string in the call.
 
     Raises:
-        ValueError: for a string that holds a NUL or a lone surrogate, or that is over ``max_length`` bytes; nothing
-            is ever cut.
+        ValueError: for a string with a NUL character, with a lone surrogate, or with more than ``max_length`` bytes.
+            Strings are never truncated.
 
-    Cost: two copies of the bytes, no Python loop over characters; decoding copies the field to the CPU.
+    Cost: two copies of the bytes, no Python loop over characters. Decoding copies the field to the CPU.
 
     >>> from tensordict_lite import DeviceDict, Utf8
     >>> d = DeviceDict({"name": ["Ada", "Grace"]})
@@ -75,21 +75,21 @@ class Utf8:
         return "Utf8()" if self.max_length is None else f"Utf8({self.max_length})"
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
-        """uint8 ``[n, L]`` of ``n`` strings."""
+        """The codes of ``n`` strings: uint8 ``[n, L]``."""
         strings = list(strings)
         try:
             encoded = [string.encode() for string in strings]
         except UnicodeEncodeError:
-            encoded = [self._bytes(string) for string in strings]  # says which it is
+            encoded = [self._bytes(string) for string in strings]  # raises an error that names the string
         longest = max(map(len, encoded), default=0)
         width = longest if self.max_length is None else self.max_length
-        # All at once: asked string by string this takes four times as long.
+        # One test of all strings: a test of each string takes four times as long.
         if longest > width or b"\0" in b"".join(encoded):
             for string in strings:
-                self._bytes(string)  # raises for the first that is wrong
+                self._bytes(string)  # raises an error for the first invalid string
         if width == 0:  # NumPy has no zero-width byte strings
             return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")
-        # An `S` array pads with zeros in C; it is writable, so torch shares it without a copy.
+        # NumPy pads an `S` array with zeros in C. The array is writable, so torch shares its memory.
         packed = cast(Any, np.array(encoded, dtype=f"S{width}"))
         return torch.as_tensor(packed.view(np.uint8).reshape(len(encoded), width), device="cpu")
 
@@ -127,24 +127,26 @@ class Utf8:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Utf8:
-        """The encoder of `to_json`'s state."""
+        """Build the encoder from a `to_json` state."""
         return cls(**state)
 
 
 @register_encoder
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Vocabulary:
-    """Strings as their place in a list of tokens: int64 ``[...]``; decodes exactly.
+    """Encode strings as their index in a list of tokens: int64 ``[...]``. Decoding is exact.
 
     Args:
         tokens: the distinct tokens, in the order of their codes.
-        unknown: the token, one of ``tokens``, that any string outside the list becomes. None: such a string raises.
+        unknown: the token that replaces any string outside ``tokens``; it must be in ``tokens``. None: a string outside
+            ``tokens`` raises an error.
 
     Raises:
-        ValueError: for repeated tokens; on encoding, for an unknown string, which is named; on decoding, for a code
-            outside ``0 .. len(tokens) - 1``.
+        ValueError: for repeated tokens, and for an ``unknown`` that is not in ``tokens``. Encoding raises it for a
+            string outside ``tokens`` and names the string. Decoding raises it for a code outside
+            ``0 .. len(tokens) - 1``.
 
-    Cost: one dictionary look-up a string; decoding copies the field to the CPU.
+    Cost: one dictionary lookup per string. Decoding copies the field to the CPU.
 
     >>> from tensordict_lite import DeviceDict, Vocabulary
     >>> d = DeviceDict({"species": ["dog", "cat"]}, encoders={"species": Vocabulary(["cat", "dog"])})
@@ -164,7 +166,7 @@ class Vocabulary:
     unknown: str | None = None
     _codes: dict[str, int] = field(init=False, compare=False)
 
-    # Written out, so that any iterable of tokens is taken and kept as a tuple.
+    # An explicit constructor, because `tokens` may be any iterable and is stored as a tuple.
     def __init__(self, tokens: Iterable[str], unknown: str | None = None) -> None:
         tokens = _strings_only(tokens)
         codes = {token: code for code, token in enumerate(tokens)}
@@ -181,9 +183,9 @@ class Vocabulary:
 
     @classmethod
     def fit(cls, strings: Iterable[str], unknown: str | None = None) -> Vocabulary:
-        """The vocabulary of the distinct ``strings``, sorted, so that it does not depend on the order of the data.
+        """Build a vocabulary of the distinct ``strings``. Sorts the tokens, so the order of the data is irrelevant.
 
-        With ``unknown=`` that token comes first, if the data does not hold it.
+        If ``unknown`` is not among the strings, it becomes the first token.
 
         >>> from tensordict_lite import Vocabulary
         >>> Vocabulary.fit(["dog", "cat", "dog"], unknown="<unk>")
@@ -199,7 +201,7 @@ class Vocabulary:
         return token in self._codes
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
-        """int64 ``[n]`` of ``n`` strings."""
+        """The codes of ``n`` strings: int64 ``[n]``."""
         codes = self._codes
         if self.unknown is not None:
             other = codes[self.unknown]
@@ -226,11 +228,11 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Vocabulary:
-        """The encoder of `to_json`'s state."""
+        """Build the encoder from a `to_json` state."""
         return cls(**state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.tokens, self.unknown)  # the look-up table is made again, not sent
+        return type(self), (self.tokens, self.unknown)  # the constructor rebuilds the lookup table
 
     def __repr__(self) -> str:
         shown = repr(list(self.tokens)) if len(self) <= 6 else f"<{len(self)} tokens>"
@@ -240,16 +242,20 @@ class Vocabulary:
 @register_encoder
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """Strings as a hash in ``0 .. buckets - 1``: int64 ``[...]``; one way.
+    """Encode strings as a hash in ``0 .. buckets - 1``: int64 ``[...]``. A hash cannot be decoded.
 
-    The same code in every process and on every platform: BLAKE2b (RFC 7693) of the UTF-8 bytes, 8-byte digest, the
-    seed as the salt, little-endian, modulo ``buckets``.
+    Every process and every platform computes the same codes: BLAKE2b (RFC 7693) of the UTF-8 bytes with an 8-byte
+    digest and the seed as the salt. The digest is read as a little-endian integer, modulo ``buckets``.
 
     Args:
-        buckets: how many codes there are, 1 or more.
-        seed: another seed is another, independent hash function; ``0 <= seed < 2**64``.
+        buckets: the number of codes, from 1 to ``2**63``.
+        seed: selects an independent hash function; ``0 <= seed < 2**64``.
 
-    Cost: about one microsecond a string. Decoding raises ``TypeError``.
+    Raises:
+        ValueError: for ``buckets`` or ``seed`` outside its range.
+        TypeError: on decoding.
+
+    Cost: about one microsecond per string.
 
     >>> from tensordict_lite import Hashing
     >>> Hashing(1000).encode(["cat", "dog", "cat"])
@@ -271,7 +277,7 @@ class Hashing:
             raise ValueError(f"seed is a whole number from 0 to 2**64 - 1, got {seed!r}")
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
-        """int64 ``[n]`` of ``n`` strings."""
+        """The codes of ``n`` strings: int64 ``[n]``."""
         salt = self.seed.to_bytes(8, "little")
         digests = (
             hashlib.blake2b(string.encode("utf-8", "surrogatepass"), digest_size=8, salt=salt).digest()
@@ -281,7 +287,7 @@ class Hashing:
         return torch.tensor(codes, dtype=torch.int64, device="cpu")
 
     def decode(self, codes: Tensor, /) -> list[str]:
-        """Raises ``TypeError``: a hash cannot be undone."""
+        """Raises ``TypeError``, since a hash cannot be decoded."""
         raise TypeError(f"{self!r} is one way and cannot be decoded; use Vocabulary to get strings back")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -293,5 +299,5 @@ class Hashing:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Hashing:
-        """The encoder of `to_json`'s state."""
+        """Build the encoder from a `to_json` state."""
         return cls(**state)

@@ -1,4 +1,4 @@
-"""String encoders: what one is, how each has a name in JSON, and nested lists of strings in and out of it."""
+"""The `StringEncoder` protocol, the JSON form of encoders, and the encoding of nested lists of strings."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ Codes = Tensor | Mapping[str, Tensor]
 
 @runtime_checkable
 class StringEncoder(Protocol):
-    """What turns strings into tensors and back; any object with these two methods is one.
+    """Protocol of an object that encodes strings as tensors and decodes them. Two methods are required.
 
-    `encode` gets a flat sequence of ``n`` strings and returns a CPU tensor whose first dimension is ``n``, or a
-    mapping of such tensors. `decode` gets codes of that form and returns ``n`` strings.
+    `encode` takes a flat sequence of ``n`` strings. It returns a CPU tensor whose first dimension is ``n``, or a
+    mapping of such tensors. `decode` takes codes of the same form and returns ``n`` strings.
 
-    A class of encoders may have these attributes too:
+    An encoder class may also define these attributes:
 
-    - ``code_ndim``: an int, the number of dimensions that one string takes in the codes. Fields of any leading shape
-      can then be decoded. Without it the first dimension counts the strings.
-    - ``padding``: a number. Codes may be filled up with it at the end of their last dimension, and decode as before.
-      Encoders of one such class decode each other's codes. Goes with ``code_dtype``, the dtype of the codes.
-    - ``is_data``: True promises that an instance consists of plain data, so that it can always be pickled.
+    - ``code_ndim``: an int, the number of dimensions in the code of a single string. With ``code_ndim``, fields of any
+      leading shape can be decoded. Without ``code_ndim``, the first dimension is the number of strings.
+    - ``padding``: a number. The container may pad codes with this number at the end of their last dimension. Padded
+      codes must decode to the same strings, and every instance must decode the codes of every other instance.
+      Requires ``code_dtype``, the dtype of the codes.
+    - ``is_data``: True if every instance consists of plain data, so that pickling never fails.
 
     >>> from tensordict_lite import StringEncoder, Utf8
     >>> isinstance(Utf8(), StringEncoder)
@@ -37,17 +38,17 @@ class StringEncoder(Protocol):
     """
 
     def encode(self, strings: Sequence[str], /) -> Codes:
-        """Codes of ``n`` strings, on the CPU, with first dimension ``n``."""
+        """The codes of ``n`` strings, on the CPU. The first dimension of each tensor is ``n``."""
         ...
 
     def decode(self, codes: Any, /) -> list[str]:
-        """The strings of codes whose first dimension counts them."""
+        """The ``n`` strings of codes. The first dimension of each tensor is ``n``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeOnly:
-    """A bare callable given as an encoder: it encodes, and nothing can be decoded."""
+    """Wraps a plain callable as an encoder. It can encode strings, but `decode` raises ``TypeError``."""
 
     function: Callable[[Sequence[str]], Codes]
 
@@ -62,7 +63,7 @@ class EncodeOnly:
 
 
 def padding(encoder: object, *codes: object) -> int | None:
-    """The number that fills up ``codes`` of an encoder; None if one of them cannot be filled up."""
+    """The padding number for ``codes`` of an encoder; None if one of the codes cannot be padded."""
     number: int | None = getattr(encoder, "padding", None)
     if number is None:
         return None
@@ -77,7 +78,10 @@ def decode_alike(a: StringEncoder, b: StringEncoder) -> bool:
 
 
 def as_encoder(given: object) -> StringEncoder:
-    """``given`` itself if it encodes and decodes, wrapped if it is a bare callable."""
+    """``given`` itself if it is a `StringEncoder`; a plain callable is wrapped in `EncodeOnly`.
+
+    Raises ``TypeError`` for a class and for any other object.
+    """
     if isinstance(given, type):
         raise TypeError(f"an encoder is an instance, got the class {given.__name__}; call it: {given.__name__}(...)")
     if isinstance(given, StringEncoder):
@@ -90,18 +94,18 @@ def as_encoder(given: object) -> StringEncoder:
     )
 
 
-# --- the JSON form: a registered name and plain data, never an import path ---
+# --- the JSON form: a registered name and plain data. It contains no import path. ---
 
 _registry: dict[str, type[Any]] = {}
 _E = TypeVar("_E", bound=type[Any])
 
 
 def register_encoder(cls: _E) -> _E:
-    """Class decorator that gives an encoder class a JSON form, under its attribute ``name``.
+    """Class decorator: register an encoder class, so that its instances can be saved and sent.
 
-    The class needs ``name`` (a string, unique), ``to_json(self) -> dict`` of JSON values and a classmethod
-    ``from_json(cls, state)``. Raises ``TypeError`` for what lacks one of them, ``ValueError`` if another class has the
-    name.
+    The class needs three attributes: ``name``, a unique string; ``to_json(self)``, which returns a dict of JSON values;
+    and the classmethod ``from_json(cls, state)``. Raises ``TypeError`` if one of them is missing. Raises ``ValueError``
+    if another class has the same name.
 
     >>> from tensordict_lite import encoder_from_json, encoder_to_json, register_encoder
     >>> @register_encoder
@@ -130,15 +134,19 @@ def register_encoder(cls: _E) -> _E:
 
 
 def runs_code(encoder: object) -> bool:
-    """Whether making an encoder from its JSON form, or this JSON form, runs more than this package: ``runs_code``."""
+    """Whether building this encoder from its JSON form runs code outside this package.
+
+    ``encoder``: an encoder or its JSON form. The encoder class declares this with its attribute ``runs_code``.
+    """
     name: Any = cast(Any, encoder).get("name") if isinstance(encoder, Mapping) else getattr(encoder, "name", None)
     return isinstance(name, str) and getattr(_registry.get(name), "runs_code", False) is True
 
 
 def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
-    """The JSON form of an encoder: its registered name and its state, plain JSON values throughout.
+    """The JSON form of an encoder: its registered name and its state, as plain JSON values.
 
-    Raises ``TypeError`` for one whose class is not registered (a bare callable, say). Cost: the size of the encoder.
+    Raises ``TypeError`` if the class of the encoder is not registered, for example for a plain callable. Cost:
+    proportional to the size of the encoder.
 
     >>> from tensordict_lite import Vocabulary, encoder_to_json
     >>> encoder_to_json(Vocabulary(["cat", "dog"]))
@@ -150,9 +158,10 @@ def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
 
 
 def encoder_from_json(data: Mapping[str, Any]) -> StringEncoder:
-    """The encoder of a JSON form. What names no registered encoder, or does not fit it, is a ``ValueError``.
+    """Build an encoder from its JSON form.
 
-    Nothing that ``data`` names is imported.
+    Raises ``ValueError`` if no encoder is registered under the name, or if ``data`` is malformed. Imports nothing that
+    ``data`` names.
 
     >>> from tensordict_lite import encoder_from_json
     >>> encoder_from_json({"name": "hashing", "buckets": 16, "seed": 0})
@@ -175,9 +184,9 @@ def encoder_from_json(data: Mapping[str, Any]) -> StringEncoder:
 
 
 def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
-    """The strings of a ``str``, a string array or a rectangular nested list, in order, and its shape.
+    """Flatten a ``str``, a string array or a rectangular nested list: its strings in order, and its shape.
 
-    Raises ``TypeError`` for an item that is no string and ``ValueError`` for a ragged list; both name the index.
+    Raises ``TypeError`` for an item that is not a string, and ``ValueError`` for a ragged list. Both name the index.
     """
     if isinstance(value, str):
         return [value], ()
@@ -216,7 +225,10 @@ def _collect(value: Any, shape: tuple[int, ...], index: tuple[int, ...], out: li
 
 
 def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, ...]) -> Codes:
-    """Encode ``strings`` and give the codes their leading ``shape``; a wrong result of the encoder raises TypeError."""
+    """Encode ``strings`` and reshape the codes to the leading ``shape``.
+
+    Raises ``TypeError`` if the encoder returns anything but tensors whose first dimension is the number of strings.
+    """
     codes = encoder.encode(strings)
     if isinstance(codes, Mapping):
         return {key: _leading(encoder, value, strings, shape) for key, value in codes.items()}
@@ -238,7 +250,7 @@ def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tupl
 
 
 def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
-    """The strings of ``codes``: a ``str``, or lists nested as the leading dimensions are."""
+    """Decode ``codes`` to a ``str``, or to nested lists with one level for each leading dimension."""
     ndim: int | None = getattr(encoder, "code_ndim", None)
     if isinstance(codes, Mapping):
         first = next(iter(codes.values()), None)
@@ -246,7 +258,7 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
             raise TypeError(f"{short(encoder)} decodes tensors, got a nested dict that is not codes")
     else:
         first = codes
-    # Without code_ndim only the first dimension is known to count strings.
+    # Without code_ndim, the first dimension is the number of strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)
     if lead < 0:
         raise ValueError(f"{encoder!r} decodes codes of {ndim} dimensions or more, got shape {list(first.shape)}")
@@ -270,20 +282,20 @@ def _nest(strings: list[str], shape: tuple[int, ...]) -> Any:
 
 
 def short(encoder: object) -> str:
-    """The repr of an encoder, cut: anybody's may be in a message."""
+    """The repr of an encoder, truncated for messages: the repr of a user's encoder may be long."""
     text = repr(encoder)
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def tensor_codes(encoder: object, codes: object) -> Tensor:
-    """``codes`` if it is a tensor; ``TypeError`` otherwise."""
+    """Return ``codes``. Raises ``TypeError`` unless it is a tensor."""
     if not isinstance(codes, Tensor):
         raise TypeError(f"{encoder!r} decodes a tensor of codes, got {type(codes).__name__}")
     return codes
 
 
 def integer_codes(encoder: object, codes: Tensor) -> list[int]:
-    """1-d integer codes as Python ints; ``TypeError`` for codes of another kind."""
+    """1-d integer codes as Python ints. Raises ``TypeError`` unless the codes are a tensor of integers."""
     tensor_codes(encoder, codes)
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
         raise TypeError(f"{encoder!r} decodes integer codes, got {dtype_name(codes.dtype)}")

@@ -1,4 +1,4 @@
-"""The encoder that wraps a Hugging Face tokenizer."""
+"""`Tokenizer`, the encoder that wraps a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -15,25 +15,32 @@ from torch import Tensor
 
 from .protocol import register_encoder
 
-# What a tokenizer's files say of its last call and of where it came from, and is not part of what it is.
+# Fields in a tokenizer's files that describe its last call and its origin. Equal tokenizers may differ in them.
 _PASSING = {"tokenizer.json": ("padding", "truncation"), "tokenizer_config.json": ("is_local", "local_files_only")}
 
 
 @register_encoder
 class Tokenizer:
-    """Strings as a nested dict of what a Hugging Face tokenizer gives: ``input_ids``, ``attention_mask``, ...
+    """Encode strings with a Hugging Face tokenizer, as a nested dict: ``input_ids``, ``attention_mask``, ...
 
-    Each is int64 ``[..., L]``, padded to the longest string encoded together unless ``call`` says otherwise.
+    Each tensor is int64 ``[..., L]``. ``L`` is the length of the longest string in the call, unless ``call`` sets
+    another padding.
 
     Args:
-        tokenizer: any tokenizer of ``transformers``, which the caller imported; this package does not need it.
-        call: keyword arguments of every call (``truncation``, ``max_length``, ...); ``padding`` is True unless given.
+        tokenizer: any tokenizer of ``transformers``. This package does not require ``transformers``.
+        call: keyword arguments for every call of the tokenizer, such as ``truncation`` or ``max_length``. ``padding``
+            is True by default.
 
-    Raises: ``TypeError`` for what is no tokenizer; on encoding, ``ValueError`` for an empty list, and what the
-    tokenizer raises. Cost: the tokenizer's; comparing two that are not one object, and the JSON form, write files.
+    Raises:
+        TypeError: for an object that is not a tokenizer, and for ``return_tensors`` in ``call``.
+        ValueError: on encoding an empty list. Errors of the tokenizer are not changed.
 
-    Equal to another with an equal tokenizer and call. The JSON form holds the files that ``save_pretrained`` writes.
-    Decoding is ``batch_decode(input_ids, skip_special_tokens=True)`` and as exact as the tokenizer is.
+    Cost: the cost of the tokenizer. The JSON form writes temporary files, and so does a comparison of encoders with
+    different tokenizer objects.
+
+    Two encoders are equal if their tokenizers and their ``call`` are equal. The JSON form contains the files that
+    ``save_pretrained`` writes. Decoding calls ``batch_decode(input_ids, skip_special_tokens=True)``; the tokenizer
+    determines whether the result is exact.
 
     Example (``bert`` is a ``transformers`` tokenizer)::
 
@@ -42,7 +49,7 @@ class Tokenizer:
         d.decode("text")           # ['a cat', 'dogs']
 
     >>> from tensordict_lite import DeviceDict, Tokenizer
-    >>> class Characters:  # anything that is called and decodes as a tokenizer does
+    >>> class Characters:  # any class with the methods of a tokenizer
     ...     def __call__(self, strings, return_tensors, padding):
     ...         return {"input_ids": torch.tensor([[ord(c) for c in s] for s in strings])}
     ...     def batch_decode(self, ids, skip_special_tokens):
@@ -72,7 +79,7 @@ class Tokenizer:
         raise AttributeError(f"a Tokenizer is immutable; make another instead of setting {name!r}")
 
     def encode(self, strings: Sequence[str], /) -> Mapping[str, Tensor]:
-        """The tokenizer's tensors for ``n`` strings, each ``[n, L]``."""
+        """The tensors of the tokenizer for ``n`` strings, each ``[n, L]``."""
         if not strings:
             raise ValueError("no strings to tokenize, so the width of their codes is not known")
         return {**self.tokenizer(list(strings), return_tensors="pt", **self.call)}
@@ -84,7 +91,10 @@ class Tokenizer:
         return self.tokenizer.batch_decode(codes["input_ids"], skip_special_tokens=True)
 
     def to_json(self) -> dict[str, Any]:
-        """The state, as JSON values: the call, and the tokenizer's own files, text as it is and others in base64."""
+        """The state, as JSON values: ``call`` and the files of the tokenizer. Binary files are encoded in base64.
+
+        Raises ``TypeError`` if the tokenizer has no ``save_pretrained``.
+        """
         if not hasattr(self.tokenizer, "save_pretrained"):
             raise TypeError(f"{type(self.tokenizer).__name__} has no save_pretrained, so it has no JSON form")
         with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +105,10 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Tokenizer:
-        """The encoder of `to_json`'s state. ``ImportError`` without ``transformers``, whose code alone is run."""
+        """The encoder from a `to_json` state. Runs code of ``transformers`` only.
+
+        Raises ``ImportError`` if ``transformers`` is not installed, and ``ValueError`` for a file outside the folder.
+        """
         try:
             transformers: Any = importlib.import_module("transformers")  # optional, and slow to import
         except ImportError as error:
@@ -135,7 +148,7 @@ class Tokenizer:
 
 
 def rebuild_tokenizer(tokenizer: Any, call: dict[str, Any]) -> Tokenizer:
-    """The encoder that a pickle describes."""
+    """Rebuild the encoder from a pickle."""
     return Tokenizer(tokenizer, **call)
 
 

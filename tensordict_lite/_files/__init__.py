@@ -1,1 +1,1 @@
-"""A dict as plain data, and as a file."""
+"""Save dicts to files and load them: the manifest, safetensors files and ``torch.save`` files."""

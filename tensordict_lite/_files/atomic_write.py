@@ -1,4 +1,4 @@
-"""A file that is replaced whole or not at all."""
+"""Write a file atomically: the new file replaces the old file completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _BUFFER = 1 << 20
 _PREFIX = f".tensordict_lite-{blake2b(platform.node().encode(), digest_size=4).hexdigest()}-"
-"""Of temporary names. With the machine's name, as the locks of some network file systems hold on one machine only."""
+"""Prefix of temporary files. It depends on the host name: some network file systems lock files on one host only."""
 _SUFFIX = ".tmp"
 _swept: set[tuple[int, str]] = set()
-"""The folders that a process has swept. Once is enough for what others left, and a folder may hold many files."""
+"""Process ids and folders that were swept. Each process sweeps a folder once, since a folder may hold many files."""
 _MOST_SWEPT = 1000
+"""The size at which `_swept` is cleared."""
 
 
 def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file of these pieces, which takes the place of ``path`` when it is whole and on the disk.
+    """Write ``pieces`` to a new file, flush the file to disk, and then rename it to ``path``.
 
-    If anything fails, what was at ``path`` is still there and nothing else is left. A process that is killed can leave
-    a temporary file, where there are no files without names, or in the moment in which an older file is replaced.
-    Nobody else holds the lock of such a file then, and the first `atomic_write` of a process in that folder removes it.
+    If an error occurs, the old file at ``path`` is unchanged and no temporary file remains. A killed process can leave
+    a temporary file if the file system has no unnamed files, or if it was replacing an old file. No process holds the
+    lock of such a file. The first `atomic_write` of a process in the folder removes the file.
+
+    Raises ``OSError`` if ``path`` exists and is not a regular file, or if the file cannot be written.
     """
     target = os.path.realpath(os.fsdecode(path))
     if os.path.exists(target) and not os.path.isfile(target):
-        raise OSError(f"{os.fsdecode(path)!r} is there and is no regular file, so it cannot be replaced")
+        raise OSError(f"{os.fsdecode(path)!r} exists and is not a regular file, so it cannot be replaced")
     folder = os.path.dirname(target)
-    os.stat(os.path.join(folder, ""))  # raises for what is no folder; later the error would name the file beside
+    os.stat(os.path.join(folder, ""))  # raises if it is not a folder; a later error would name the temporary file
     _sweep(folder)
     beside = _temporary(folder)
     file: IO[bytes] | None = None
@@ -58,17 +61,17 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
                 _lock(file)
                 _link(file, beside)
             if fcntl is None:
-                file.close()  # Windows renames no open file; elsewhere the lock is held until the file has its name
+                file.close()  # Windows cannot rename an open file; other systems hold the lock until the rename
             os.replace(beside, target)
         file.close()
     except BaseException:
-        # An interrupt may come between any two steps, so what was done is not known but looked for.
+        # An interrupt may occur between any two steps, so remove the temporary file whether or not it exists.
         with suppress(OSError):
             os.unlink(beside)
         if file is not None:
-            cast(Any, file).raw.close()  # without a flush, whose error would hide this one
+            cast(Any, file).raw.close()  # no flush, because an error of the flush would hide this error
         raise
-    with suppress(OSError):  # the new name is on the disk too, where a folder can be opened
+    with suppress(OSError):  # flush the new name to disk too, on systems that can open a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -81,7 +84,10 @@ def _temporary(folder: str) -> str:
 
 
 def _nameless(folder: str) -> IO[bytes] | None:
-    """A new file in ``folder`` without a name, of which nothing is left if the process is killed; None without such."""
+    """A new unnamed file in ``folder``; None if the system has no unnamed files.
+
+    The system deletes an unnamed file if the process is killed.
+    """
     try:
         file = open(folder, "wb", buffering=_BUFFER, opener=_open_nameless)  # noqa: SIM115
     except (AttributeError, OSError):  # not Linux, or not this file system
@@ -97,7 +103,7 @@ def _open_nameless(folder: str, _: int) -> int:
 
 
 def _new(path: str) -> IO[bytes] | None:
-    """A new file at ``path``, locked; None if somebody who sweeps has locked it first, and so removes it."""
+    """A new locked file at ``path``; None if the sweep of another process locked the file first and removes it."""
     file = open(path, "xb", buffering=_BUFFER)  # noqa: SIM115
     if _lock(file) and os.fstat(file.fileno()).st_nlink:
         return file
@@ -106,20 +112,20 @@ def _new(path: str) -> IO[bytes] | None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock an open file until it is closed; False if somebody else has locked it. True where there are no locks."""
+    """Lock an open file until it is closed. False if another process has locked it; True on systems without locks."""
     if fcntl is not None:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # not on this file system, and so nobody sweeps there
+        except OSError:  # the file system has no locks, so no process sweeps there
             pass
     return True
 
 
 def _link(file: IO[bytes], path: str) -> bool:
-    """Give a file without a name this one; False if it is taken."""
-    # With a folder's descriptor, which is not needed for the path: only then does Python ask to follow the link.
+    """Give an unnamed file the name ``path``; False if ``path`` exists."""
+    # Python follows the link only if `src_dir_fd` is given. The path itself does not need the descriptor.
     folder = os.open(os.path.dirname(path), os.O_PATH)
     try:
         os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=folder, follow_symlinks=True)
@@ -131,7 +137,7 @@ def _link(file: IO[bytes], path: str) -> bool:
 
 
 def _sweep(folder: str) -> None:
-    """Remove the temporary files in ``folder`` that no living process holds the lock of."""
+    """Remove the temporary files in ``folder`` that no living process has locked."""
     key = os.getpid(), folder
     if fcntl is None or key in _swept:
         return
@@ -147,8 +153,8 @@ def _sweep(folder: str) -> None:
 def _remove_dead(path: str) -> None:
     lock: Any = fcntl
     with suppress(OSError), open(path, "rb+", opener=_open_found) as file:
-        lock.flock(file.fileno(), lock.LOCK_EX | lock.LOCK_NB)  # raises if a living process has it, or without locks
-        # Its writer may have given it its name before the lock was free; then this one is nobody's.
+        lock.flock(file.fileno(), lock.LOCK_EX | lock.LOCK_NB)  # raises if a process has the lock, or without locks
+        # The writer may have renamed the file just before it released the lock. Then `path` is not this file any more.
         if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
             os.unlink(path)
 

@@ -1,7 +1,7 @@
-"""The manifest: a dict without its tensors as plain data, for files and messages.
+"""The manifest: the structure of a dict as JSON data, for files and messages.
 
-A manifest is JSON data: the tree, with a number in place of each tensor, and the policies and encoders of its dicts. It
-names no class and no function, only registered encoders. A file may be damaged or forged, so `Reader` validates every
+A manifest contains the tree, the policies and the encoders of the dicts. A number replaces each tensor. A manifest
+names registered encoders, but no class and no function. A file may be damaged or forged, so `Reader` validates every
 part of a manifest before it uses the part.
 """
 
@@ -22,7 +22,7 @@ from .._tree.tree import TreeDict
 
 VERSION = 1
 OF_ITS_CLASS = -1
-"""Stands for the number of a policy: the dict has the policy of its class."""
+"""Replaces the number of a policy if the dict has the policy of its class."""
 _HERE = object()
 """Marks the end of a path in a tree of keys."""
 
@@ -30,20 +30,21 @@ _HERE = object()
 Manifest = dict[str, Any]
 Leaves = list[tuple[Path, Any]]
 Instead = Callable[[StringEncoder, "TypeError | None"], Any]
-"""The entry of an encoder whose JSON form runs code (the error is None), or that has no JSON form."""
+"""Returns the entry of an encoder without a safe JSON form. The second argument is the error of its `to_json`, or
+None if its JSON form runs code."""
 
 
 class InvalidManifest(ValueError):
-    """The reason why data is no manifest. Whoever reads the data says whether it is a file or a message."""
+    """The reason why data is not a valid manifest. The caller adds whether the data is a file or a message."""
 
 
 def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, Leaves, list[TreeDict[Any]]]:
-    """The manifest of a dict, the values that its numbers stand for with their paths, and the dicts of the tree.
+    """Build the manifest of a dict. Returns the manifest, the leaves by number with their paths, and all dicts.
 
     Args:
-        instead: gives the entry of an encoder for which the manifest has no JSON form. If it raises ``TypeError``, the
-            error gets the path.
-        own: leave the policy of a class to the class.
+        instead: returns the entry of an encoder that has no JSON form, or whose JSON form runs code. If the function
+            raises ``TypeError``, the path is added to the error.
+        own: omit a policy that is the policy of the dict's class.
 
     Raises ``TooDeep``.
     """
@@ -94,7 +95,7 @@ def _encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
 
 
 def _plain(key: str) -> str:
-    """The key as a ``str`` itself, if its class is derived from ``str``, such as an enum or a NumPy string."""
+    """The key as a plain ``str``. Its class may be a subclass of ``str``, such as an enum or a NumPy string."""
     return key if type(key) is str else str.__str__(key)
 
 
@@ -115,20 +116,21 @@ class _Table:
 
 
 class Reader:
-    """A manifest that is not trusted, since it comes from a file or from another process.
+    """Validate and read a manifest from a file or from another process.
 
     Args:
         manifest: the data.
-        count: how many tensors and objects there are; the manifest must have the number of each once.
-        given: encoders of the caller for some keys, or for all. They replace those of the manifest, which are not read.
+        count: the number of tensors and objects. The manifest must contain each number below ``count`` exactly once.
+        given: encoders of the caller for some keys or for all keys. They replace the encoders in the manifest, and the
+            replaced encoders are not read.
 
-    Raises `InvalidManifest` for data that is no manifest, here and in its methods.
+    The constructor and the methods raise `InvalidManifest` if the data is not a valid manifest.
     """
 
     numbers: list[int]
     """The numbers of the tensors, in the order of the tree."""
     count: int
-    """How many dicts there are."""
+    """The number of dicts in the tree."""
 
     def __init__(self, manifest: Any, count: int, given: Encoders | None = None) -> None:
         version = cast("dict[Any, Any]", manifest).get("version") if isinstance(manifest, dict) else None
@@ -150,7 +152,7 @@ class Reader:
             invalid(f"its tree does not have each of the {count} tensors once")
 
     def keep(self, paths: Sequence[Path], owner: str) -> None:
-        """Keep the values at these paths only. Raises ``KeyError`` for a path that is not in the ``owner``."""
+        """Keep only the values at these paths. Raises ``KeyError`` for a missing path; the message names ``owner``."""
         asked: dict[Any, Any] = {}
         for path in paths:
             inside = asked
@@ -172,16 +174,16 @@ class Reader:
         device: torch.device | None,
         own: bool,
     ) -> TreeDict[Any]:
-        """Build the dict, each dict of the tree on ``device``. The values are not validated.
+        """Build the dict. Every dict of the tree is on ``device``. Does not validate the values.
 
         Args:
-            choose: gives the class of a dict from the class of its parent, None for the root, and its key. It is called
-                in the order of the tree.
-            leaf: gives the tensor or object of a number.
-            own: take the policies of the manifest as they are; else a class with options of its own keeps these, and
-                takes only the encoders of the manifest.
+            choose: returns the class of a dict, given the class of its parent (None for the root) and its key. It is
+                called in the order of the tree.
+            leaf: returns the tensor or object with a number.
+            own: use the policies of the manifest unchanged. If False, a class with its own options keeps its options
+                and takes only the encoders from the manifest.
 
-        Raises `InvalidManifest` for an object in a dict whose policy keeps none.
+        Raises `InvalidManifest` for an object in a dict whose policy does not allow objects.
         """
         return self._build(self._root, choose(None, ""), choose, leaf, device, own)
 
@@ -225,7 +227,7 @@ class Reader:
         policy = self._known[number]
         if own or not cls._has_policy():
             return policy
-        if (number, cls) not in self._merged:  # once, however many dicts of a file share the policy
+        if (number, cls) not in self._merged:  # merged once for all dicts that share the policy
             self._merged[number, cls] = cls._class_policy.with_encoders(policy.encoders)
         return self._merged[number, cls].with_default_of(policy, keys)
 
@@ -255,7 +257,7 @@ class Reader:
 
 
 _TENSOR = torch.empty(0, device="meta")
-"""Stands for any tensor."""
+"""Placeholder for any tensor."""
 
 
 def _names_in(node: Any) -> dict[str, Any]:
@@ -276,9 +278,10 @@ def _made(entry: dict[Any, Any], key: str) -> StringEncoder:
 
 
 def choose_from(cls: Any) -> Callable[[Any, str], Any]:
-    """The ``choose`` of `Reader.build` for a root of class ``cls``.
+    """The argument ``choose`` of `Reader.build` for a root of class ``cls``.
 
-    A nested dict has the class that the class of its parent declares for the key, else the class of its parent.
+    A nested dict gets the class that the class of its parent declares for the key. If no class is declared, the nested
+    dict gets the class of its parent.
     """
 
     def choose(parent: Any, key: str) -> Any:
@@ -301,9 +304,10 @@ def paths_of(manifest: Manifest) -> list[Path]:
 
 
 def _kept(node: Any, asked: Mapping[Any, Any], everything: bool, at: Path, found: set[Path]) -> Any:
-    """A dict of the manifest with only the items that are asked for, or ``everything``.
+    """A dict of the manifest with only the items in ``asked``, or all items if ``everything`` is True.
 
-    ``asked`` is a tree of keys, with `_HERE` where a path ends. Paths that end here are added to ``found``.
+    ``asked`` is a tree of keys; `_HERE` marks the end of a path. The paths that end in this dict are added to
+    ``found``.
     """
     items: list[Any] = []
     for key, value in node["items"]:
@@ -321,7 +325,10 @@ def _kept(node: Any, asked: Mapping[Any, Any], everything: bool, at: Path, found
 
 
 def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:
-    """Refuse a list or dict that is in two places, as a pickle can have it: walks could take exponential time."""
+    """Raise `InvalidManifest` if a list or dict occurs twice, as a forged pickle allows.
+
+    A walk over such data could take exponential time.
+    """
     if type(value) not in (list, dict):
         return
     if id(value) in seen:
@@ -350,7 +357,7 @@ def _at(entries: list[Any], number: Any, what: str) -> Any:
 
 def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     if type(value) is not dict or set(cast("dict[Any, Any]", value)) != set(kinds):
-        invalid(f"{what} has the fields {', '.join(kinds)}, and this has not")
+        invalid(f"expected {what} with the fields {', '.join(kinds)}")
     fields = cast("dict[str, Any]", value)
     for name, kind in kinds.items():
         if kind is not object and type(fields[name]) is not kind:
@@ -363,7 +370,7 @@ def _items(node: Any) -> list[tuple[str, Any]]:
     for item in items:
         pair = cast("list[Any]", item if type(item) is list else [])
         if len(pair) != 2 or type(pair[0]) is not str:
-            invalid("an item of a dict is a key and a value, and one is not")
+            invalid("an item of a dict is not a pair of key and value")
         key, value = pair
         if type(value) not in (int, dict):
             invalid(f"{key!r} is neither a tensor nor a dict")

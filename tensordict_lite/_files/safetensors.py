@@ -1,9 +1,11 @@
-"""Files: a dict as a safetensors file, and back.
+"""Save a dict as a safetensors file, and load it.
 
-The format is that of https://github.com/huggingface/safetensors: the length of a JSON header, the header, the bytes of
-the tensors. Reading, and so checking, is the library's. Writing is done here, since the library's writer gives the file
-its name before its bytes are on the disk, leaves its temporary file behind when it is killed, and wants all tensors on
-the host at once.
+The format is https://github.com/huggingface/safetensors: the length of a JSON header, the header, and the bytes of the
+tensors. The safetensors library reads and validates files. This module writes files, because the writer of the library
+
+- renames the file before its bytes are on disk,
+- leaves its temporary file if the process is killed,
+- needs all tensors on the host at the same time.
 """
 
 from __future__ import annotations
@@ -39,21 +41,21 @@ from .manifest import Manifest, Reader, choose_from, describe, invalid
 MANIFEST = "tensordict_lite"
 """The key of the manifest in the metadata."""
 _MAX_MANIFEST = 16 << 20
-"""Characters. No legitimate manifest is near it. Parsing a forged one takes at most some hundred MB."""
+"""The largest manifest in characters, far above any real manifest. Parsing takes at most a few hundred MB."""
 _MAX_BRACKETS = 500_000
-"""Brackets in a manifest. A tensor takes one. Empty lists grow most when they are parsed: 2 characters to 64 bytes."""
+"""The largest number of brackets. A tensor needs one. Parsing expands an empty list most: 2 characters to 64 bytes."""
 _AT_ONCE = 64 << 20
-"""Bytes of tensors of a device that `write` has on the host at the same time."""
+"""The number of bytes that `write` copies from a device to the host at a time."""
 _PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 """Dtypes that safetensors has no name for. They are stored as pairs of real numbers."""
 _STORED = {name: dtype for name, dtype in DTYPES.items() if name not in _PAIRS}
 
 
 def _library() -> Any:
-    """safetensors, which is optional."""
+    """Import safetensors, which is optional. Raises ``ImportError`` if it is missing or too old."""
     try:
         library = importlib.import_module("safetensors")
-        library.TensorSpec  # noqa: B018  (versions before 0.8 have none)
+        library.TensorSpec  # noqa: B018  (versions before 0.8 do not have this class)
     except (ImportError, AttributeError) as error:
         raise ImportError('files need safetensors: pip install "safetensors>=0.8"') from error
     return library
@@ -79,7 +81,7 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
             f"the structure and encoders of this dict take {len(text)} characters, and a file holds {_MAX_MANIFEST}; "
             "save fewer fields to a file, or give large encoders a registered name of their own"
         )
-    # Wide dtypes first, so that each tensor is aligned.
+    # Tensors with a large item size come first, so that every tensor is aligned.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {MANIFEST: text}}
     end = 0
@@ -91,7 +93,7 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
         code = specs(dtype=dtype, shape=shape, data_ptr=0, data_len=end - start).dtype
         header[names[i]] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)  # so that the bytes begin aligned
+    encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)  # align the first tensor
     data = map(_bytes_of, _on_host(tensors[i] for i in order))
     atomic_write(path, chain([len(encoded).to_bytes(8, "little") + encoded], data))
 
@@ -99,7 +101,7 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
 def _by_name(encoder: StringEncoder, error: TypeError | None) -> dict[str, Any]:
     if error is not None:
         raise TypeError(f"{error}; or save(d.to_dict(), path), the tensors alone") from error
-    return {"name": cast(Any, encoder).name}  # loading asks the caller for it, since it would run code
+    return {"name": cast(Any, encoder).name}  # the user passes this encoder to load(): building it would run code
 
 
 def _refuse_unwritable(leaves: Sequence[tuple[Path, Any]]) -> None:
@@ -120,7 +122,7 @@ def _refuse_unwritable(leaves: Sequence[tuple[Path, Any]]) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """A name for each tensor: its dotted path, with a number if another tensor has that name."""
+    """A name for each tensor: its dotted path, with a number if another tensor already has the same name."""
     taken = {"__metadata__"}
     counts: dict[str, int] = {}
     names: list[str] = []
@@ -135,7 +137,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors on the CPU. They are copied in parts of about `_AT_ONCE` bytes."""
+    """Copy the tensors to the CPU, in chunks of about `_AT_ONCE` bytes."""
     waiting: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:
@@ -162,13 +164,13 @@ def read(
     keys: Sequence[str | Path] | None,
     encoders: Encoders | None,
 ) -> Any:
-    """Load a dict of class ``cls``, which has not validated it yet: see `DeviceDict.load`."""
+    """Load a dict of class ``cls`` without validating it against the class: see `DeviceDict.load`."""
     library = _library()
     paths = None if keys is None else _paths(keys)
-    Policy().override(encoders)  # raises if an argument is wrong, which is not the file's fault
+    Policy().override(encoders)  # raises for an invalid argument, before any error can blame the file
     path = os.fsdecode(path)
     with _opened(path) as opened:
-        # Through the open file: another file may take the name between reading the header and the tensors.
+        # Read through the open file, since `path` may be replaced between reading the header and the tensors.
         same = f"/proc/self/fd/{opened.fileno()}"
         linked = os.path.exists(same)
         of = _named(path, opened)
@@ -188,11 +190,11 @@ def read(
 
 
 def _opened(path: str) -> BufferedReader:
-    """Open the file. Raises ``OSError`` if it is not regular: opening a pipe would wait for a writer."""
+    """Open a regular file. Raises ``OSError`` for any other kind of file: opening a pipe would wait for a writer."""
     _refuse_irregular(os.stat(path), path)
     opened = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     try:
-        _refuse_irregular(os.fstat(opened.fileno()), path)  # another file may have taken the name
+        _refuse_irregular(os.fstat(opened.fileno()), path)  # `path` may have been replaced
     except OSError:
         opened.close()
         raise
@@ -207,7 +209,7 @@ def _refuse_irregular(found: os.stat_result, path: str) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"{path!r} is no regular file, and only those can be loaded")
+        raise OSError(f"{path!r} is not a regular file; only regular files can be loaded")
 
 
 def _read_each(file: Any, names: set[Any]) -> dict[Any, Tensor]:
@@ -215,10 +217,10 @@ def _read_each(file: Any, names: set[Any]) -> dict[Any, Tensor]:
 
 
 def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any]) -> dict[Any, Tensor]:
-    """The named tensors of a file that the library has validated, mapped from the file.
+    """Map the named tensors of a file into memory. The library has validated the file.
 
-    Each tensor has a storage of its own, a slice of one mapping, so that pickle and copies write that tensor only. This
-    takes 4 us a tensor; the library takes 11 us.
+    Each tensor has its own storage, a slice of one mapping, so pickle and copies write this tensor only. Takes 4 us per
+    tensor; the library takes 11 us.
     """
     dtypes = {
         library.TensorSpec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype: dtype for name, dtype in _STORED.items()
@@ -226,12 +228,12 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any
     memory = cast(Any, torch.UntypedStorage).from_file(path, False, os.fstat(opened.fileno()).st_size)
     start = 8 + int.from_bytes(opened.read(8), "little")
     out: dict[Any, Tensor] = {}
-    for name in file.offset_keys():  # the tensors lie side by side, which the library has checked
+    for name in file.offset_keys():  # the tensors are contiguous in the file, as the library has validated
         part = file.get_slice(name)
         shape, dtype = tuple(part.get_shape()), dtypes.get(part.get_dtype())
         if len(shape) > MAX_DIMENSIONS:
             invalid(f"{name[:60]!r} has {len(shape)} dimensions")
-        if dtype is None:  # one that only the library knows the size of
+        if dtype is None:  # only the library knows the item size of this dtype
             return _read_each(file, names)
         end = start + prod(shape) * dtype.itemsize
         if name not in names:
@@ -246,8 +248,8 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any
 
 
 def _named(path: str, opened: BufferedReader) -> str:
-    """The file, as an error names it."""
-    saved = b"data.pkl" in opened.peek(512)[:512]  # the first file of the archive
+    """The name of the file for errors, with a hint if ``torch.save`` wrote the file."""
+    saved = b"data.pkl" in opened.peek(512)[:512]  # the first entry of the zip archive
     return f"{path}{' (a file of torch.save: torch.load reads it)' if saved else ''}"
 
 
@@ -263,8 +265,11 @@ def _invalid(of: str, *errors: type[Exception]) -> Generator[None]:
 
 
 def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Manifest, list[tuple[Any, Any]]]:
-    """The manifest of a file, and for each number in it the name of the tensor and the dtype of its pairs, or None."""
-    if MANIFEST not in metadata:  # a file of another program: one level, with its names as keys
+    """The manifest of a file, and the stored name of each tensor with its complex dtype.
+
+    The dtype is None unless the tensor is stored as pairs of real numbers.
+    """
+    if MANIFEST not in metadata:  # another program wrote the file: a flat dict, with the tensor names as keys
         manifest, _, _ = describe(TreeDict[Any]._new((), None, Policy()), _by_name, own=False)
         manifest["root"]["items"] = [[name, i] for i, name in enumerate(names)]
         return manifest, [(name, None) for name in names]
@@ -291,7 +296,7 @@ def _brackets(text: str) -> int:
 
 
 def _as(tensor: Tensor, pairs: str | None) -> Tensor:
-    """A tensor of a file; ``pairs``: the complex dtype that it is stored for, or None."""
+    """A tensor of a file in its own dtype. ``pairs``: the complex dtype if the tensor is stored as pairs, else None."""
     if pairs is None:
         return _aligned(tensor, tensor.itemsize)
     if tensor.dtype is not _PAIRS[pairs] or not tensor.dim() or tensor.shape[-1] != 2:
@@ -300,11 +305,11 @@ def _as(tensor: Tensor, pairs: str | None) -> Tensor:
 
 
 def _aligned(tensor: Tensor, size: int) -> Tensor:
-    """The tensor, or a copy if it does not begin on a multiple of ``size`` bytes: not every writer aligns."""
+    """The tensor, or a copy if its address is not a multiple of ``size`` bytes. Not every program aligns tensors."""
     if tensor.data_ptr() % size == 0:
         return tensor
     out = torch.empty_like(tensor)
-    out.untyped_storage().copy_(tensor.untyped_storage())  # byte by byte: other kernels need alignment
+    out.untyped_storage().copy_(tensor.untyped_storage())  # copies bytes; kernels for wider dtypes need aligned memory
     return out
 
 

@@ -1,8 +1,8 @@
-"""The form of a dict in a file of ``torch.save``, which ``torch.load(weights_only=True)`` reads without setup.
+"""The form of a dict in a file of ``torch.save``. ``torch.load(weights_only=True)`` reads the file without setup.
 
-That loader calls only functions on a list of safe ones, and no class of yours is on it. So the file holds data, and the
-name of one function, `rebuild`, that takes data only and validates it. A class is written as its name, and found among
-the classes that are defined. Nothing is imported.
+``weights_only=True`` allows only functions and classes on an allowlist, and the classes of users are not on that list.
+So the file contains plain data and the name of one function, `rebuild`, which takes data only and validates it. A class
+is saved as its name. `rebuild` looks up the name among the defined classes and imports nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from .._tree.tree import TreeDict, class_named, name_of, packed_state
 from .manifest import InvalidManifest, Reader, describe, invalid
 
 PROTOCOL = 2
-"""The pickle protocol of ``torch.save``. In other protocols pickle writes the class itself, and imports it."""
+"""The pickle protocol of ``torch.save``. With any other protocol, the pickle names the class and imports it."""
 
 
 class NotKept(ValueError):
-    """A dict with an object that its policy does not keep, as pytree can put there; `rebuild` would refuse it."""
+    """Raised for a dict with an object that its policy does not allow. Pytree can insert one; `rebuild` would raise."""
 
 
 def reduce_saved(d: TreeDict[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`rebuild` and its arguments: the reduction of ``d`` for pickle. Raises ``TooDeep`` and `NotKept`."""
+    """The reduction of ``d`` for pickle: `rebuild` and its arguments. Raises ``TooDeep`` and `NotKept`."""
     compacted = d._compacted()
-    manifest, leaves, nodes = describe(compacted, lambda encoder, _: encoder, own=True)  # pickled itself
+    # Pickle writes an encoder without a safe JSON form as an object.
+    manifest, leaves, nodes = describe(compacted, lambda encoder, _: encoder, own=True)
     seen: dict[int, object] = {}
     for node in nodes if any(not isinstance(value, Tensor) for _, value in leaves) else ():
         for value in node.values():
@@ -47,7 +48,10 @@ def reduce_saved(d: TreeDict[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def _may_keep(value: Any, seen: dict[int, object]) -> bool:
-    """Whether an object is no mapping and holds no tensor. Objects that are ``seen`` already are not searched again."""
+    """Whether an object may be kept: it is not a mapping and contains no tensor.
+
+    ``seen``: objects that were searched before, by id. They are not searched again.
+    """
     try:
         return not isinstance(value, Mapping) and find_tensor(value, seen) is None
     except TooDeep:
@@ -55,10 +59,10 @@ def _may_keep(value: Any, seen: dict[int, object]) -> bool:
 
 
 def rebuild(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, specs: Any) -> Any:
-    """The dict that `reduce_saved` describes, on the device that its tensors were loaded to.
+    """Rebuild a dict from the arguments of `reduce_saved`, on the device of the loaded tensors.
 
-    Takes data only and validates it, since a file may hold anything. Raises ``InvalidFileError``, and ``ValueError``
-    for a class that is not defined.
+    Takes data only, and validates the data, since a file may be damaged or forged. Raises ``InvalidFileError`` for
+    invalid data, and ``ValueError`` for a class that is not defined.
     """
     try:
         return _rebuilt(manifest, classes, leaves, device, buffer, specs)
@@ -72,7 +76,7 @@ def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any,
     leaves, classes = cast("list[Any]", leaves), cast("list[Any]", classes)
     reader = Reader(manifest, len(leaves))
     if len(classes) != reader.count:
-        invalid("not each of its dicts has a class")
+        invalid("the number of classes differs from the number of dicts")
     known = _classes(classes)
     values = _values(leaves, {} if buffer is None else from_buffer(buffer, specs))
     devices = {value.device for value in values if isinstance(value, Tensor)}
@@ -86,7 +90,7 @@ def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any,
 
 
 def _classes(names: list[Any]) -> Iterator[type[Any]]:
-    found: dict[str, type[Any]] = {}  # by name, as each lookup takes time
+    found: dict[str, type[Any]] = {}  # by name: each class is looked up once
     for name in names:
         if not isinstance(name, str) or name not in found:
             found[name] = class_named(name)
@@ -94,7 +98,7 @@ def _classes(names: list[Any]) -> Iterator[type[Any]]:
 
 
 def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
-    """The values of a manifest by number: tensors, also those in the buffer, and objects that may be kept."""
+    """The leaves by number: tensors, including slices of the buffer, and objects that may be kept."""
     seen: dict[int, object] = {}
 
     def value(leaf: Any) -> Any:
@@ -109,13 +113,13 @@ def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
                 return kept[0]
         except RecursionError as error:
             raise InvalidManifest("an object in it is nested too deep") from error
-        invalid("it lacks a tensor, or keeps an object that is one, or holds one")
+        invalid("a tensor is missing, or a kept object is or contains a tensor")
 
     return [value(leaf) for leaf in leaves]
 
 
 def _device(name: str) -> torch.device:
-    """The device for a dict without tensors. Asks no driver, as the device may be absent here."""
+    """The device for a dict without tensors. Does not query a driver: this machine may not have the device."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""A tree of dicts on one device: its state, its copies, and what its values may be."""
+"""A tree of dicts on one device: state, copies, options and conversion of values."""

@@ -1,4 +1,4 @@
-"""Columns of pandas and Arrow, by what their user imported: neither is imported here."""
+"""Convert columns of pandas and Arrow. This module imports neither library; it uses them if the user imported them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def table_columns(data: object) -> Mapping[str, Any] | None:
-    """The columns of an Arrow table or record batch by name; None for anything else.
+    """The columns of an Arrow table or record batch by name; None for any other object.
 
-    (A DataFrame has ``keys`` and needs no help.) Raises ``ValueError`` for a name that two columns have.
+    A DataFrame already has ``keys``, so it gives None. Raises ``ValueError`` if two columns have the same name.
     """
     arrow: Any = sys.modules.get("pyarrow")
     if arrow is None or not isinstance(data, (arrow.Table, arrow.RecordBatch)):
@@ -24,11 +24,14 @@ def table_columns(data: object) -> Mapping[str, Any] | None:
 
 
 def column_values(value: object) -> Any:
-    """The values of a pandas or Arrow column, as an array, or as a list where that would change them; else None."""
+    """The values of a pandas or Arrow column as an array. None for any other object.
+
+    An Arrow column becomes a list if an array would change its values.
+    """
     pandas: Any = sys.modules.get("pandas")
     if pandas is not None and isinstance(value, (pandas.Series, pandas.Index, pandas.api.extensions.ExtensionArray)):
         series = pandas.Series(value)
-        # A nullable column would become another dtype, with NaN for what is missing. As objects, that is refused.
+        # NumPy would change the dtype and store missing values as NaN. In an object array they raise an error later.
         nullable = isinstance(series.dtype, pandas.api.extensions.ExtensionDtype) and series.isna().any()
         return series.to_numpy(dtype=object) if nullable else series.to_numpy()
     arrow: Any = sys.modules.get("pyarrow")
@@ -36,5 +39,5 @@ def column_values(value: object) -> Any:
         return None
     column: Any = value
     primitive = arrow.types.is_primitive(column.type) and not arrow.types.is_temporal(column.type)
-    # With nulls an array would be of another dtype, with NaN for them; in a list they are None, which is refused.
+    # An array would change the dtype and store nulls as NaN. In a list they are None, which raises an error later.
     return column.to_numpy(zero_copy_only=False) if primitive and not column.null_count else column.to_pylist()

@@ -1,4 +1,4 @@
-"""When two trees of tensors are the same."""
+"""Compare two trees of tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Tensor], bool]) -> bool:
-    """Whether two trees have the same keys, tensors that are the ``same``, and equal objects.
+    """Whether two trees have the same keys, tensors for which ``same`` returns True, and equal objects.
 
-    A tensor equals a value that is none if that value says so.
+    A tensor and an object are equal if the ``__eq__`` of the object returns True.
     """
     if len(a) != len(b):
         return False
@@ -37,9 +37,9 @@ def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Te
 
 
 def _equals_tensor(value: object, tensor: Tensor) -> bool:
-    """Whether a value that is no tensor says that it equals one, as ``unittest.mock.ANY`` does.
+    """Whether the ``__eq__`` of an object returns True for a tensor, as that of ``unittest.mock.ANY`` does.
 
-    Only a bool counts. NumPy would compare the elements, and read them from the device for it.
+    Only the bool True counts. A NumPy value is never equal: NumPy would copy the tensor from the device to compare.
     """
     if isinstance(value, (np.ndarray, np.generic)):
         return False
@@ -48,12 +48,15 @@ def _equals_tensor(value: object, tensor: Tensor) -> bool:
 
 def _same_object(x: Any, y: Any) -> bool:
     if any(isinstance(value, np.ndarray) for value in (x, y)):
-        return np.array_equal(x, y)  # where == would broadcast
+        return np.array_equal(x, y)  # == would broadcast
     return bool(np.all(x == y))
 
 
 def values_agree(x: Tensor, y: Tensor, compare: Callable[[Tensor, Tensor], bool]) -> bool:
-    """Whether dtype, layout and shape agree, and ``compare`` finds the values so, as dense tensors on one device."""
+    """Whether dtype, layout and shape are equal and ``compare`` returns True for the values.
+
+    ``compare`` gets dense tensors on one device. Tensors on meta have no values, so they are never equal.
+    """
     if x.dtype != y.dtype or x.layout != y.layout or x.is_nested != y.is_nested or x.is_meta or y.is_meta:
         return False
     if x.is_nested:
@@ -71,6 +74,6 @@ def values_agree(x: Tensor, y: Tensor, compare: Callable[[Tensor, Tensor], bool]
 
 
 def equal(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors agree in dtype, layout, shape and every value. NaN equals only itself."""
-    # As in a dict: what is identical is equal, NaN and tensors without values too.
+    """Whether two tensors are one object, or have equal dtype, layout, shape and values. NaN is not equal to NaN."""
+    # As in a dict, an object equals itself: a tensor with NaN and a tensor on meta too.
     return x is y or values_agree(x, y, torch.equal)

@@ -1,4 +1,4 @@
-"""One host value -> what a dict stores for it. Tensors and mappings are the caller's, all else is decided here."""
+"""Convert one host value to the value that a dict stores. The caller handles tensors and mappings."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of str
 
 
 class Converted(NamedTuple):
-    """What a value becomes: a tensor, the codes of strings (maybe a mapping of them), or the object itself."""
+    """The result of a conversion: a tensor, the codes of strings (a tensor or a mapping), or the object itself."""
 
     value: Any
     encoder: StringEncoder | None = None
 
 
 def convert(value: Any, device: torch.device, policy: Policy, path: Path) -> Converted:
-    """What ``value``, which is neither a tensor nor a mapping, is stored as at ``path`` of a dict on ``device``.
+    """Convert ``value`` for ``path`` of a dict on ``device``. ``value`` is neither a tensor nor a mapping.
 
-    Raises ``TypeError`` or ``ValueError`` that name the path. Codes of strings are left on the CPU.
+    Raises ``TypeError`` or ``ValueError``; both name the path. The codes of strings stay on the CPU.
     """
     if isinstance(value, str):
         return _strings(value, policy, path)
@@ -68,7 +68,7 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
     kind = array.dtype.kind
     if kind in _STRING_KINDS:
         return _strings(array, policy, path)
-    if kind == "O":  # what pandas keeps strings in
+    if kind == "O":  # pandas stores strings in object arrays
         items: Any = array.tolist()
         if array.ndim:
             return _sequence(items, device, policy, path, value)
@@ -76,10 +76,10 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
     if kind not in _NUMBER_KINDS:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise TypeError(f"{dotted(path)} is a masked array, and a tensor would show what is masked; use .filled(value)")
-    # Most arrays are C-contiguous, writable and aligned, which the flag `carray` tells in one look.
+        raise TypeError(f"{dotted(path)} is a masked array, which a tensor would unmask; use .filled(value)")
+    # Most arrays are C-contiguous, writable and aligned. The flag `carray` tests all three at once.
     if not (array.flags.carray and array.dtype.isnative and kind != "c") and not _is_shareable(array):
-        # Sharing such memory is an error in torch, or, read-only, a warning and a trap, or, unaligned, a crash.
+        # torch cannot share such memory: it raises (negative strides), warns (read-only) or crashes (unaligned).
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     dtype = policy.dtype if kind == "f" else None
     try:
@@ -89,7 +89,7 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
 
 
 def _is_shareable(array: np.ndarray[Any, Any]) -> bool:
-    """Whether a tensor can use the memory of an array. For complex128 torch wants alignment to 16, and NumPy to 8."""
+    """Whether a tensor can share the memory of an array. torch aligns complex128 to 16 bytes, NumPy to 8."""
     aligned = array.flags.aligned if array.dtype.kind != "c" else array.ctypes.data % array.itemsize == 0
     strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
     return aligned and array.flags.writeable and array.dtype.isnative and strides_fit
@@ -97,14 +97,14 @@ def _is_shareable(array: np.ndarray[Any, Any]) -> bool:
 
 def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Tensor:
     try:
-        # torch.tensor, not as_tensor: under torch.compile the latter makes a constant of every number it is given.
+        # torch.compile turns every number that is passed to torch.as_tensor into a constant, so use torch.tensor.
         tensor = torch.tensor(value, device=device)
         if policy.dtype is not None and tensor.is_floating_point() and tensor.dtype != policy.dtype:
-            # From the Python numbers again: casting the first result would keep only its precision.
+            # Convert the Python numbers again: a cast of the first result would lose precision.
             tensor = torch.tensor(value, dtype=policy.dtype, device=device)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "verflow" not in str(error):
-            raise  # out of memory, say, is not about the value
+            raise  # another error, such as out of memory, has nothing to do with the value
         raise ValueError(
             f"{dotted(path)}: expected numbers that torch can hold, in lists that are rectangular; torch says: {error}"
         ) from error
@@ -115,7 +115,7 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
     try:
         kinds = _item_types(value)
     except TooDeep:
-        if policy.objects == "keep":  # one that holds itself can be kept
+        if policy.objects == "keep":  # a list that contains itself can be kept
             return _object(given, policy, path)
         raise ValueError(f"{dotted(path)} is a list that {_TOO_DEEP}, or holds itself") from None
     if not kinds:
@@ -123,9 +123,9 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
         return _strings(value, policy, path) if encoded else Converted(_numbers(value, device, policy, path))
     if all(issubclass(kind, _NUMBERS) for kind in kinds):
         tensor = _numbers(value, device, policy, path)
-        if not tensor.numel():  # torch goes by the first list alone, and drops the numbers of the others
+        if not tensor.numel():  # torch reads the length from the first list only and drops the numbers of the others
             raise ValueError(
-                f"{dotted(path)}: expected lists that are rectangular, got an empty one beside one of numbers"
+                f"{dotted(path)}: expected lists that are rectangular, got an empty list next to a list of numbers"
             )
         return Converted(tensor)
     if all(issubclass(kind, str) for kind in kinds):
@@ -136,23 +136,23 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
         raise TypeError(f"{dotted(path)} holds masked values, which a tensor would show; fill them first")
     if any(issubclass(kind, np.ndarray) for kind in kinds):
         try:
-            # Through one array: torch reads a list of arrays number by number, and warns that it does.
+            # One array first: torch converts a list of arrays number by number, which is slow, and warns about it.
             array = np.asarray(value)
         except ValueError as error:
             raise ValueError(f"{dotted(path)}: the arrays in this list differ in shape; {error}") from error
         fits = array.dtype.kind in _NUMBER_KINDS
         return _array(array, device, policy, path, given) if fits else _object(given, policy, path)
     if policy.objects == "error" and any(issubclass(kind, str) for kind in kinds):
-        return _strings(value, policy, path)  # raises, and names the item that is no string
+        return _strings(value, policy, path)  # raises an error that names the item that is not a string
     return _object(given, policy, path)
 
 
 def _item_types(value: Iterable[Any]) -> set[type]:
-    """The types of the items of nested lists and tuples. ``TooDeep`` for ones without an end."""
+    """The types of the items of nested lists and tuples. Raises ``TooDeep`` for lists that contain themselves."""
     kinds: set[type] = set()
     level: Iterable[Any] = (value,)
     for _ in range(DEPTH):
-        inside: dict[int, Any] = {}  # each list once, as it may be in many places
+        inside: dict[int, Any] = {}  # by id: each list is visited once, even if it occurs several times
         for one in level:
             found = set(map(type, one))
             nested: set[type] = {kind for kind in found if issubclass(kind, (list, tuple))}
@@ -198,14 +198,14 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
 
 
 def find_tensor(value: object, seen: dict[int, object] | None = None) -> str | None:
-    """Where in ``value``, through the standard containers, dataclasses and modules, a tensor is; None if nowhere.
+    """The position of the first tensor found in ``value``, such as ``[0]['x']``; None if there is no tensor.
 
-    ``TooDeep`` for what is nested so deep that it could not be pickled or copied. ``seen`` has the objects that were
-    searched before; each is searched once.
+    Searches standard containers, dataclasses and modules. Raises ``TooDeep`` if ``value`` is nested so deep that
+    pickle or copy would fail. ``seen``: objects that were searched before, by id; each object is searched once.
     """
-    # An object may lead back to itself. They are kept, as the id of one that is gone is used again.
+    # An object may contain itself. `seen` keeps the objects alive, since Python reuses the id of a deleted object.
     seen = {} if seen is None else seen
-    level: list[tuple[Any, object]] = [((), value)]  # each with its way from the top: (..., key)
+    level: list[tuple[Any, object]] = [((), value)]  # each object with its keys as nested pairs: (..., key)
     for _ in range(DEPTH + 1):
         deeper: list[tuple[Any, object]] = []
         for way, one in level:
@@ -221,7 +221,7 @@ def find_tensor(value: object, seen: dict[int, object] | None = None) -> str | N
 
 
 def _indexed(way: Any) -> str:
-    """``[0]['x']`` for the way ``(((), 0), 'x')``."""
+    """The nested pairs ``(((), 0), 'x')`` as text: ``[0]['x']``."""
     keys: list[str] = []
     while way:
         way, key = way
@@ -230,7 +230,7 @@ def _indexed(way: Any) -> str:
 
 
 def _inside(value: object) -> Iterable[tuple[Any, Any]]:
-    """The items of a container with their keys; none of anything else."""
+    """The keys and items of a container; empty for any other object."""
     inside = cast(Any, value)
     if isinstance(value, torch.nn.Module):
         return inside.state_dict(keep_vars=True).items()

@@ -1,4 +1,4 @@
-"""Errors of a lookup that finds nothing: what is not there, in which dict, and what is near it."""
+"""Errors for missing keys and attributes. Each message names the missing key, the dict and the closest key."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from .._errors import Path, dotted
 
 _LISTED = 10
-"""Keys that a message lists."""
+"""The largest number of keys in a message."""
 
 
 class MissingKeyError(KeyError):
     """A key or path that is not in a `DeviceDict` or a file. The message names the closest key.
 
-    A ``KeyError`` whose ``args[0]`` is the key, as for a dict, and whose ``str`` is a sentence. It holds names only, no
-    tensor and no dict.
+    A ``KeyError``: ``args[0]`` is the key, as for a dict, and ``str(error)`` is a sentence. The exception holds names
+    only. It keeps no tensor and no dict alive.
 
     >>> from tensordict_lite import DeviceDict, MissingKeyError
     >>> d = DeviceDict({"image": 1.0})
@@ -31,7 +31,7 @@ class MissingKeyError(KeyError):
     ('imgae',) 'imgae' is not in this DeviceDict; did you mean 'image'?
     """
 
-    # One positional argument, and nothing required beside it: DataLoader re-creates a worker's exception from its text.
+    # Every argument is optional: DataLoader re-creates the exception of a worker from its text alone.
     def __init__(
         self,
         key: Any = "",
@@ -54,7 +54,10 @@ class MissingKeyError(KeyError):
 
 
 def _explained(owner: str, path: Path, depth: int, known: tuple[str, ...], paths: tuple[Path, ...]) -> str:
-    """That the key at ``depth`` of a path is not among the ``known`` ones, and which of the ``paths`` may be meant."""
+    """The message for a path whose key at ``depth`` is missing.
+
+    ``known``: the keys of the dict at that depth. ``paths``: paths that the user may mean.
+    """
     at, name = path[:depth], path[depth]
     text = f"{dotted(path)} is not in {owner}"
     if len(path) > 1:
@@ -71,11 +74,11 @@ def _explained(owner: str, path: Path, depth: int, known: tuple[str, ...], paths
 
 
 def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyError:
-    """The error for a ``key``, or path, that is not in ``tree``, which messages call ``owner``.
+    """The error for a ``key`` or path that is not in ``tree``. The message calls the tree ``owner``.
 
-    Cost: a look at the keys of one dict. The close keys are searched for when the message is read.
+    Cost: one pass over the keys of one dict. The search for similar keys runs only when the message is read.
     """
-    if torch.compiler.is_compiling():  # which cannot trace an exception with a constructor of its own
+    if torch.compiler.is_compiling():  # the compiler cannot trace an exception class with its own constructor
         return KeyError(key)
     owner = owner or f"this {type(tree).__name__}"
     path: tuple[Any, ...] = cast(Any, key) if isinstance(key, tuple) else (key,)
@@ -84,7 +87,7 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
     node: Any = tree
     for depth, part in enumerate(path):
         at = path[:depth]
-        if not isinstance(node, dict):  # as every mapping in a DeviceDict is
+        if not isinstance(node, dict):  # every mapping in a DeviceDict is a dict
             return MissingKeyError(key, text=_blocked(path, depth, cast(object, node), owner))
         if not isinstance(part, str):
             return MissingKeyError(key, text=f"{no_key(part)}{f' in {dotted(at)}' if at else ''}{rows_hint(part)}")
@@ -99,19 +102,19 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
 
 
 def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The one of the ``known`` names that is most like ``name``; empty if none is."""
+    """The name in ``known`` that is most similar to ``name``; empty if no name is similar."""
     return next(iter(get_close_matches(name, list(known), 1, likeness)), "")
 
 
 def no_key(given: Any) -> str:
-    """That something is no key; its type, and its value if that is short."""
+    """The message for an object that is not a key. It shows the type, and the value if its repr is short."""
     kind = cast("type[Any]", type(given))
     shown = f"{given!r} of type " if kind in (bool, int, float, slice, bytes, tuple, NoneType) else ""
     return f"keys are str, got {shown}{kind.__name__}"
 
 
 def rows_hint(index: Any) -> str:
-    """The way to rows, for what is an index of them."""
+    """The hint to use ``d.rows`` if ``index`` can index rows; else empty."""
     if type(index) is slice:
         ends = ["" if end is None else str(end) for end in (index.start, index.stop, index.step)]
         return f"; rows are d.rows[{':'.join(ends if index.step is not None else ends[:2])}]"
@@ -138,9 +141,10 @@ def _blocked(path: tuple[Any, ...], depth: int, value: object, owner: str) -> st
 
 
 class NoAttribute:
-    """A name that a tensor or a TensorDict has and a `DeviceDict` has not: an ``AttributeError`` that says what to use.
+    """Descriptor for a name that tensors or TensorDicts have, but `DeviceDict` does not.
 
-    A ``__getattr__`` would take every name, but makes each attribute take four times as long.
+    Access raises an ``AttributeError`` that names the replacement. A ``__getattr__`` could handle every name, but it
+    makes each attribute access 4x slower.
     """
 
     def __init__(self, instead: str) -> None:

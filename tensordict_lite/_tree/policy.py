@@ -1,4 +1,4 @@
-"""What a dict does with values that are not tensors of its device: one immutable value, shared by a whole tree."""
+"""The options of a dict: how it converts values that are not tensors on its device. Immutable, shared by a tree."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .._memory.buffer import DTYPES
 from .missing import closest
 
 Encoders = Mapping[str, Any] | StringEncoder | Any
-"""What ``encoders=`` takes: key to encoder or callable, or one encoder or callable for every key."""
+"""The type of ``encoders=``: a mapping from key to encoder or callable, or one encoder or callable for every key."""
 OnMismatch = Literal["error", "move"]
 Objects = Literal["error", "keep"]
 
 
 class Options(TypedDict, total=False):
-    """The options of an instance or of a class. None is the same as leaving one out."""
+    """The options of an instance or of a class. An option that is None counts as not given."""
 
     encoders: Encoders | None
     on_mismatch: OnMismatch | None
@@ -31,11 +31,11 @@ class Options(TypedDict, total=False):
 
 
 OPTIONS = ("device", *Options.__annotations__)
-"""The keywords of the constructor. All but the first are options of a class too."""
+"""The keywords of the constructor. A class takes the same options, except ``device``."""
 
 
 class _Setting(NamedTuple):
-    """How an option with one value is validated, and how files hold it. A value that is wrong raises."""
+    """The functions that validate an option, convert it to JSON and read it back. Each raises for an invalid value."""
 
     check: Callable[[Any], Any]
     to_json: Callable[[Any], Any]
@@ -73,11 +73,14 @@ SETTINGS = {
     "objects": _choice("objects", "error", "keep"),
     "dtype": _Setting(_floating, _dtype_to_json, _dtype_from_json),
 }
-"""The options but ``encoders``. A new one is a line here, in `Options` and in `Policy`."""
+"""Every option except ``encoders``. To add an option, add a line here, in `Options` and in `Policy`."""
 
 
 def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:
-    """Raise ``TypeError`` for a keyword that is no option: of the constructor, or where a class is ``declared``."""
+    """Raise ``TypeError`` for a keyword that is not an option.
+
+    ``declared``: the keyword stands in a class statement, not in a call of the constructor.
+    """
     options = OPTIONS[1:] if declared else OPTIONS
     close = closest(name, options)
     guess = f", did you mean {close!r}?" if close else ";"
@@ -90,7 +93,7 @@ def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The options of a `DeviceDict`. Never mutated: a change makes another policy."""
+    """The options of a `DeviceDict`. Immutable: each method that changes an option returns a new policy."""
 
     encoders: Mapping[str, StringEncoder] = field(default_factory=dict[str, StringEncoder])
     default_encoder: StringEncoder = field(default_factory=Utf8)
@@ -99,7 +102,7 @@ class Policy:
     dtype: torch.dtype | None = None
 
     def override(self, encoders: Encoders | None = None, **settings: Any) -> Policy:
-        """This policy with the options that are not None validated and set; encoders are merged by key."""
+        """A policy with the given options validated and set. None counts as not given. Encoders are merged by key."""
         changes: dict[str, Any] = {
             name: SETTINGS[name].check(value) for name, value in settings.items() if value is not None
         }
@@ -117,21 +120,21 @@ class Policy:
         return replace(self, **changes) if changes else self
 
     def with_encoders(self, encoders: Mapping[str, StringEncoder]) -> Policy:
-        """This policy with the encoders of some keys set; itself if they are already so."""
+        """A policy with these encoders set. Returns this policy if the encoders are already set."""
         if all(self.encoders.get(key) == encoder for key, encoder in encoders.items()):
             return self
         return replace(self, encoders={**self.encoders, **encoders})
 
     def carried(self, keys: Iterable[str]) -> Mapping[str, StringEncoder]:
-        """The encoders that go along with the values of ``keys``: those by key, and the one for every key, if given."""
+        """The encoders to copy with the values of ``keys``: by key, and the default encoder unless it is ``Utf8()``."""
         if self.default_encoder == Utf8():
             return self.encoders
         return {**dict.fromkeys(keys, self.default_encoder), **self.encoders}
 
     def with_default_of(self, other: Policy, keys: Iterable[str]) -> Policy:
-        """This policy, with the default encoder of another one, if given, for those of ``keys`` that it has none for.
+        """A policy with the default encoder of ``other`` for each of ``keys`` without an encoder in ``other``.
 
-        Cost: the keys, however many encoders there are.
+        Returns this policy if the default encoder of ``other`` is ``Utf8()``. Cost: O(keys), not O(encoders).
         """
         if other.default_encoder == Utf8():
             return self
@@ -143,24 +146,24 @@ class Policy:
         return self.encoders.get(key, self.default_encoder)
 
     def settings(self) -> dict[str, Any]:
-        """The options but the encoders, by name."""
+        """Every option except the encoders, by name."""
         return {name: getattr(self, name) for name in SETTINGS}
 
     def to_state(self) -> dict[str, Any]:
-        """Plain data and encoders, for pickle, which then writes an encoder once however many dicts share it."""
+        """The state for pickle: plain data and encoders. Pickle writes an encoder once if several dicts share it."""
         return {"encoders": dict(self.encoders), "default_encoder": self.default_encoder, **self.settings()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Policy:
-        """The policy of `to_state`, every option validated again."""
+        """The policy from a `to_state` result. Validates every option again."""
         policy = cls(default_encoder=as_encoder(state["default_encoder"]))
         return policy.override(state["encoders"], **{name: state[name] for name in SETTINGS})
 
     def settings_to_json(self) -> dict[str, Any]:
-        """`settings` as JSON values."""
+        """The `settings` as JSON values."""
         return {name: SETTINGS[name].to_json(value) for name, value in self.settings().items()}
 
 
 def settings_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`Policy.settings` from JSON values. ``ValueError`` for a value that is wrong."""
+    """`Policy.settings` from JSON values. Raises ``ValueError`` for an invalid value."""
     return {name: setting.from_json(data[name]) for name, setting in SETTINGS.items()}

@@ -1,4 +1,4 @@
-"""Register classes with PyTorch's pytree, which DDP, vmap, export and tree_map use."""
+"""Register classes as pytree nodes. DDP, vmap, export and tree_map use PyTorch's pytree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
+from torch.utils import _pytree as pytree  # the supported versions of torch have no public name for this module
 
 from .policy import Policy
 
@@ -16,8 +16,8 @@ from .policy import Policy
 class Context:
     """The keys, device and policy of a dict: everything except its values.
 
-    Two contexts are equal if their keys are, so that one tree_map can take dicts on two devices. The device is used to
-    rebuild a dict without tensors, the policy to rebuild the encoders and options.
+    Two contexts are equal if their keys are equal, so one tree_map can take dicts on two devices. To unflatten a dict
+    without tensors, pytree needs the device. The policy holds the encoders and options.
     """
 
     keys: tuple[str, ...]
@@ -26,10 +26,10 @@ class Context:
 
 
 def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Callable[..., Any]) -> None:
-    """Register ``cls``. Each subclass needs its own call, since pytree looks a type up by identity.
+    """Register ``cls`` as a pytree node. Each subclass needs its own call, since pytree looks up the exact type.
 
-    ``flatten`` gives the context of an instance. ``unflatten(cls, items, context)`` builds an instance from pairs. It
-    must not validate: torch puts leaves of every kind into the tree (None, ints, specs, vmap's batched tensors).
+    ``flatten`` returns the context of an instance. ``unflatten(cls, items, context)`` builds an instance from pairs of
+    key and value. It must not validate them: torch inserts leaves such as None, ints, specs and vmap's batched tensors.
     """
 
     def flat(d: Any) -> tuple[list[Any], Context]:

@@ -1,8 +1,7 @@
-"""Pickle a dict for another process, or send the error if that fails.
+"""Pickle a dict for another process. If pickling fails, send the error instead of the dict.
 
-DataLoader workers send through ``multiprocessing.Queue``, which pickles in a thread. That thread drops an object that
-cannot be pickled, and the receiver would wait for ever. So a dict that may fail is pickled here first, and if it fails
-the error is sent in its place.
+A DataLoader worker sends batches through a ``multiprocessing.Queue``, which pickles them in a thread. That thread drops
+an object that cannot be pickled, and the receiver waits forever. So this module first pickles every dict that may fail.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._utils import ExceptionWrapper  # what a DataLoader raises where it arrives
+from torch._utils import ExceptionWrapper  # a DataLoader raises the error inside when it receives one
 from torch.utils.data import get_worker_info
 
 from .._encoders.protocol import EncodeOnly, StringEncoder
@@ -29,24 +28,23 @@ from .walk import only_tensors
 
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _DEPTH = 32
-"""Levels of nesting that pickle takes for sure, whatever container holds the dict."""
+"""The depth of nesting that pickle always supports, even if another container holds the dict."""
 _look = attrgetter("layout", "requires_grad")
 _PLAIN = {(torch.strided, False)}
 _has_names: Callable[[Tensor], bool] | None = getattr(Tensor, "has_names", None)
-"""In some versions of torch a tensor can have named dimensions. Such a tensor cannot be pickled."""
+"""Tests for named dimensions, which some versions of torch have. A tensor with named dimensions cannot be pickled."""
 _DEVICES = ("cpu", "cuda")
-"""Devices whose memory other processes can open."""
+"""Devices whose memory can be shared between processes."""
 _KEPT = 32
 _pickled: list[object] = []
-"""The encoders that this process pickled last. To try a large one again would take longer than its batch."""
+"""The last encoders that this process pickled. A second trial of a large encoder may take longer than the batch."""
 
 
 def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     """The reduction of ``d`` for another process.
 
-    If it cannot be pickled, raises an error that names the field or class. In the thread of a queue, which would drop
-    the error, returns the reduction of the error instead. Cost: a look at each field; a dict that is not plain is
-    pickled here.
+    Raises an error that names the field or class if ``d`` cannot be pickled. The thread of a queue would drop the
+    error: there, returns the reduction of the error. Cost: O(fields). A dict that is not plain is pickled here.
     """
     try:
         state = packed_state(d)
@@ -61,9 +59,9 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
 
 
 def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:
-    """Whether ``d`` can be pickled for sure: plain tensors, ``str`` keys, known encoders, classes found by name.
+    """Whether pickling ``d`` cannot fail: plain tensors, ``str`` keys, known encoders, importable classes.
 
-    ``packed``: the ids of tensors in the buffer of a packed dict, which is plain.
+    ``packed``: the ids of the tensors in the buffer of a packed dict. They need no test.
     """
     if not depth or set(map(type, d)) - {str} or not _is_importable(type(d)):
         return False
@@ -151,18 +149,18 @@ def _remember(encoder: StringEncoder) -> None:
 
 
 def _function(encoder: StringEncoder) -> object:
-    return encoder.function if isinstance(encoder, EncodeOnly) else encoder  # each batch has a wrapper of its own
+    return encoder.function if isinstance(encoder, EncodeOnly) else encoder  # each batch has its own wrapper object
 
 
 class _Pickler(ForkingPickler):
-    """Pickles the inside of a dict. Nested dicts are not tried one by one."""
+    """Pickles a dict. Its nested dicts are pickled directly, without a trial for each of them."""
 
     def reducer_override(self, obj: Any) -> Any:
         return reduce_args(cast("TreeDict[Any]", obj)) if isinstance(obj, TreeDict) else NotImplemented
 
 
 class _Trial(_Pickler):
-    """Leaves out tensors that take file descriptors or shared memory, which only a receiver could free."""
+    """Skips tensors, because pickling them allocates shared memory or file descriptors that only a receiver frees."""
 
     def persistent_id(self, obj: Any) -> Any:
         is_storage = isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu"
@@ -185,7 +183,7 @@ def _try(obj: Any, what: str, way_out: str) -> None:
 
 
 def _named(d: TreeDict[Any], error: Exception) -> Exception:
-    """The error to raise if ``error`` came from pickling ``d``: it names the field or class."""
+    """The error to raise after pickling ``d`` raised ``error``. It names the field or class."""
     try:
         refuse_unsendable(d)
     except TypeError as named:
@@ -201,34 +199,34 @@ def _named(d: TreeDict[Any], error: Exception) -> Exception:
 
 
 def _in_place_of(d: TreeDict[Any], named: Exception, cause: Exception) -> tuple[Any, ...]:
-    """The reduction of the error, if the thread of a queue pickles ``d`` and would drop it; else raise the error."""
+    """The reduction of the error, if a queue's thread pickles ``d`` and would drop the error. Else raises ``named``."""
     feed = _frame_of("_feed")
     dropped = cast(Any, Queue)._on_queue_feeder_error
-    if feed is None or feed.f_locals.get("onerror") is not dropped:  # that of a ProcessPoolExecutor reports errors
+    if feed is None or feed.f_locals.get("onerror") is not dropped:  # the queue of ProcessPoolExecutor reports errors
         raise named from cause
     worker = get_worker_info()
     where = "in a process that sends to this one" if worker is None else f"in DataLoader worker process {worker.id}"
-    message = feed.f_locals.get("obj")  # of a DataLoader: (index, batch)
+    message = feed.f_locals.get("obj")  # a DataLoader sends (index, batch)
     alone = worker is not None and type(message) is tuple and len(cast(Any, message)) == 2 and message[1] is d
     return arrive, (named, where, alone)
 
 
 def arrive(error: Exception, where: str, alone: bool) -> Any:
-    """Raise the error of the sender in the process that receives.
+    """Raise the error of the sender in the receiver.
 
-    ``alone``: the dict was the whole batch of a DataLoader. Then return an `ExceptionWrapper`, which the DataLoader
-    raises itself; it does not look for one inside a batch.
+    ``alone``: the dict was the whole batch of a DataLoader. Then return an `ExceptionWrapper`, and the DataLoader
+    raises its error. The DataLoader does not search for wrappers inside a batch.
     """
     wrapped = ExceptionWrapper((type(error), error, None), where)  # pyright: ignore[reportArgumentType]
     if alone:
         return wrapped
-    if _frame_of("_pin_memory_loop") is not None:  # an exception here would end the thread unseen
+    if _frame_of("_pin_memory_loop") is not None:  # an exception here would end the thread silently
         return _Unpinnable(wrapped)
     wrapped.reraise()
 
 
 class _Unpinnable:
-    """Replaces a part of a batch. Raises when the DataLoader pins it, as then the DataLoader catches errors."""
+    """Replaces a part of a batch. Raises in ``pin_memory``, where the DataLoader catches errors and reports them."""
 
     def __init__(self, error: ExceptionWrapper) -> None:
         self._error = error
@@ -238,7 +236,7 @@ class _Unpinnable:
 
 
 def _frame_of(function: str) -> FrameType | None:
-    """The frame of ``function`` on the stack of this thread; None if it is not there."""
+    """The innermost frame of ``function`` on the stack of this thread; None if there is none."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back

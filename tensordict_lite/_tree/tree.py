@@ -1,4 +1,4 @@
-"""A tree of dicts on one device: its state and its copies, and how pickle and pytree take it. Validates no values."""
+"""`TreeDict`, a tree of dicts on one device: state, copies, pickle and pytree support. It does not validate values."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from .walk import leaves, only_tensors
 
 V = TypeVar("V", default=Tensor)
 
-# The methods of `dict` that the classes here override. `Any` for the type checkers. A global for the class and not for
-# each method, because torch.compile can trace `dict.update(d, ...)` only through the class.
+# For methods of `dict` that the classes here override. `Any` is for the type checkers. The global holds the class, not
+# its methods, because torch.compile can trace `dict.update(d, ...)` only through the class.
 builtin_dict: Any = dict
 
 
 PackedState = tuple[Tensor | None, list[Any] | None, dict[int, int]]
-"""The buffer of a packed dict, the specs of its layout, and the number of each tensor by its id."""
+"""The buffer of a packed dict, the specs of its layout, and the numbers of its tensors by id."""
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
-"""Every subclass by its module and qualified name; the last one, if two have the same name."""
+"""Every subclass by module and qualified name. If two classes have the same name, the last definition."""
 
 
 class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
-    """The base of `DeviceDict`: state and structure.
+    """The base class of `DeviceDict`: state and structure.
 
-    Two dicts never share structure. A mapping is inserted by value: its tensors are shared, its nested dicts are new.
-    So no dict changes under another one, and no cycle can arise.
+    Two dicts never share structure. Inserting a mapping shares its tensors and copies its nested dicts. So a change of
+    one dict never changes another dict, and no dict can contain itself.
     """
 
     __slots__ = ("__weakref__", "_device", "_policy")
-    _device: torch.device | None  # resolved; None before the first tensor or nested dict; see `_infer_device` too
+    _device: torch.device | None  # resolved; None before the first tensor or nested dict; see also `_infer_device`
     _policy: Policy
     _class_options: ClassVar[Mapping[str, Any]]  # the options that this class itself declares
     _class_policy: ClassVar[Policy] = Policy()
@@ -61,11 +61,11 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             refuse_option(cls.__name__, next(iter(kwargs)), declared=True)
         _classes[name_of(cls)] = cls
         pytree.register(cls, _context, _unflatten)
-        # Processes that share memory get the storage itself; `__reduce__` would copy fields of a larger storage.
+        # A process that shares memory gets the storage itself. `__reduce__` would copy slices of a larger storage.
         ForkingPickler.register(cls, cls._sent)
         if len(options) > len(kwargs):
             cls._class_options = {name: value for name, value in options.items() if name not in kwargs}
-        # The options of all bases, where the more derived class wins.
+        # Merge the options of all bases. The options of a derived class replace those of its bases.
         given = [base.__dict__["_class_options"] for base in cls.__mro__ if "_class_options" in base.__dict__]
         if given:
             policy = Policy()
@@ -79,23 +79,29 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @classmethod
     def _policy_of_copy(cls, policy: Policy, keys: Iterable[str]) -> Policy:
-        """The policy of an instance made of a dict with ``policy`` and ``keys``: the class's options come first."""
+        """The policy of an instance of this class, copied from a dict with ``policy`` and ``keys``.
+
+        A class with options uses its own options, and takes only encoders from ``policy``.
+        """
         return cls._class_policy.with_encoders(policy.carried(keys)) if cls._has_policy() else policy
 
     @classmethod
     def _nested_class(cls, key: str) -> type[Any] | None:
-        """The class of the nested dict at ``key``; None if it may be any. See `TypedDeviceDict`."""
+        """The class of the nested dict at ``key``; None if any class is allowed. See `TypedDeviceDict`."""
         return None
 
-    _has_fields: ClassVar[bool] = False  # see `TypedDeviceDict`, which overrides the next four
+    _has_fields: ClassVar[bool] = False  # `TypedDeviceDict` overrides this attribute and the next four methods
 
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``data`` without the fields whose value is None and may be absent."""
+        """``data`` without optional fields whose value is None."""
         return data
 
     def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
-        """``data`` without what means "absent". Raise ``TypeError`` for what is no field; ``at``: the path of self."""
+        """``data`` without values that mean "absent". ``at``: the path of self.
+
+        Raises ``TypeError`` for a key that is not a field.
+        """
         return data
 
     def _commit(
@@ -105,8 +111,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         encoders: Mapping[str, StringEncoder] | None,
         removed: Sequence[str] = (),
     ) -> None:
-        """Store items that were converted, take their device and encoders, and remove some keys."""
-        # Preparing runs the code of others (encoders, `items` of a mapping, `__array__`), which may have written here.
+        """Store the converted items, set their device and encoders, and remove the keys in ``removed``."""
+        # Conversion runs code of the user (encoders, `items` of a mapping, `__array__`), which may write to this dict.
         before = self._device
         if before is not device and before is not None and device is not None and before != device:
             keys = ", ".join(map(repr, staged))
@@ -116,7 +122,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 expected=before,
                 actual=device,
             )
-        if encoders:  # Comparing encoders can raise, so it comes before the first change.
+        if encoders:  # first, because comparing encoders can raise, and an error must leave the dict unchanged
             self._policy = self._policy.with_encoders(encoders)
         for key in removed:
             builtin_dict.pop(self, key)
@@ -125,7 +131,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             self._device = device
 
     def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
-        """Raise unless the items of this dict, and of dicts in it, fit their class; ``before``: what they replace."""
+        """Validate the items of this dict and of its nested dicts against their classes.
+
+        ``before``: the items that they replace. ``shapes``: validate shapes too.
+        """
         for key, value in self.items():
             if isinstance(value, TreeDict):
                 nested = before.get(key) if isinstance(before, Mapping) else None
@@ -133,7 +142,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
-        """An instance with these items, not validated. Does not run ``__init__``."""
+        """An instance with these items. Does not validate them and does not run ``__init__``."""
         out = cls.__new__(cls)
         out._device = device
         out._policy = policy
@@ -141,7 +150,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return out
 
     def _untyped_subset(self, items: Any) -> Self:
-        """A dict for some of the items; of a typed dict one without a schema, which only holds for all of them."""
+        """A dict for some of the items. A subset of a typed dict has no schema, since fields may be missing."""
         return self._new(items, self._device, self._policy)
 
     def _tensors(self) -> list[Tensor]:
@@ -157,14 +166,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         for value in values:
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, TreeDict):  # not any mapping, which pytree may put here as a leaf
+            elif isinstance(value, TreeDict):  # pytree may insert another mapping as a leaf
                 found += cast("TreeDict[Any]", value)._tensors()
         return found, False
 
     def _replace_tensors(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
-        """The same tree on ``device`` with other tensors, in the order of `_tensors`. Not validated.
+        """The same tree on ``device`` with other tensors, in the order of `_tensors`. Does not validate them.
 
-        ``flat``: the caller knows that all values are plain tensors.
+        ``flat``: all values are plain tensors, so the test is skipped.
         """
         if flat or only_tensors(self.values()):
             return self._new(zip(self, tensors, strict=True), device, self._policy)
@@ -184,10 +193,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._new(items, device, self._policy)
 
     def _infer_device(self, fallback: torch.device | None) -> None:
-        """Give every dict of the tree the device of the tree's tensors; without any tensor, ``fallback``.
+        """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
 
-        Pytree can put tensors of several devices here. Then this dict has the device None, so that `to` moves them
-        together, and each nested dict has the device of its own tensors.
+        Pytree can build a tree with tensors on several devices. Then the device of this dict is None, so that `to`
+        moves all tensors. Each nested dict gets the device of its own tensors.
         """
         dicts = _dicts_of(self, limit=None)
         devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
@@ -201,7 +210,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             one._device = device
 
     def copy(self) -> Self:
-        """A new dict with the same tensors: structure copied at every level, no tensor copied.
+        """A new dict with the same tensors. Copies the structure at every level and no tensor.
 
         >>> from tensordict_lite import DeviceDict
         >>> d = DeviceDict({"obs": {"x": 1}})
@@ -224,16 +233,16 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without this, pickle sets the items of a dict subclass one by one before it restores any state.
+        # By default, pickle sets the items of a dict subclass one by one, before it restores any state.
         return reduce_args(self._compacted())
 
     @staticmethod
     def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
-        """The reduction between processes that share memory."""
+        """The reduction for a process that shares memory with this one."""
         return reduce_args(d)
 
     def _compacted(self) -> Self:
-        """This dict, or a packed copy if a tensor is part of a larger storage, since pickle writes whole storages."""
+        """This dict, or a packed copy if a tensor is a slice of a larger storage. Pickle writes whole storages."""
         device, tensors = self._device, self._tensors()
         if device is None or not (can_pack(device) and are_slices(tensors)):
             return self
@@ -261,14 +270,20 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 def kind_nested(
     outer: type[TreeDict[Any]], key: str, kind: type[Any], given: Policy | None, keys: Iterable[str], policy: Policy
 ) -> tuple[type[Any], Policy]:
-    """The class and policy of the dict at ``key`` of an ``outer`` with ``policy``, if made of an instance of ``kind``.
+    """The class and policy of a nested dict that is built from a mapping.
 
-    ``given``: the policy of that instance, and None of a plain mapping; ``keys``: its keys.
+    Args:
+        outer: the class of the parent dict.
+        key: the key of the nested dict.
+        kind: the class of the mapping.
+        given: the policy of the mapping; None for a plain mapping.
+        keys: the keys of the mapping.
+        policy: the policy of the parent dict.
     """
     of: Any = kind
     asked: Any = outer._nested_class(key) or (TreeDict if issubclass(kind, TreeDict) else outer)
     of_its_class = issubclass(kind, asked)
-    made: Any = of if of_its_class else asked  # no cast: torch.compile loses the class in one
+    made: Any = of if of_its_class else asked  # no cast(), because torch.compile loses the class in a cast
     if made is not outer and made._has_policy():
         policy = made._class_policy
     if given is not None:
@@ -283,9 +298,9 @@ def tensor_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
 
 
 def _dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]:
-    """Every dict of the tree, each after the dict that holds it.
+    """Every dict of the tree. A parent comes before its nested dicts.
 
-    Raises ``TooDeep`` for a dict nested ``limit`` levels deep: trees that pytree or a pickle made were not validated.
+    Raises ``TooDeep`` for a dict nested ``limit`` levels deep: trees from pytree or pickle were not validated.
     """
     found: list[TreeDict[Any]] = []
     left: list[tuple[Path, TreeDict[Any]]] = [((), d)]
@@ -295,7 +310,7 @@ def _dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]
         if limit is not None and len(at) >= limit:
             refuse_deeper(at)
         for key, value in one.items():
-            if type(value) is not Tensor and isinstance(value, TreeDict):  # the second check takes ten times as long
+            if type(value) is not Tensor and isinstance(value, TreeDict):  # isinstance takes 10x longer than `is`
                 left.append(((*at, key), cast("TreeDict[Any]", value)))
     return found
 
@@ -330,7 +345,7 @@ def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], conte
 
 
 def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any, ...]:
-    """`restore` and its arguments: the reduction of ``d`` for pickle. A packed dict is written as its buffer.
+    """The reduction of ``d`` for pickle: `restore` and its arguments. Pickle writes the buffer of a packed dict.
 
     ``state``: the result of `packed_state`, if the caller has it. Raises ``TooDeep``.
     """
@@ -343,7 +358,7 @@ def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any
 
 
 def packed_state(d: TreeDict[Any]) -> PackedState:
-    """The buffer of a packed dict, the specs of the tensors in it, and the number of each tensor by its id.
+    """The buffer of a packed dict, the specs of its layout, and the numbers of its tensors by id.
 
     ``(None, None, {})`` for a dict that is not packed.
     """
@@ -361,19 +376,19 @@ def name_of(cls: type[Any]) -> str:
 
 
 def class_named(name: Any) -> type[Any]:
-    """The class that is defined under a name; ``ValueError`` if there is none. Imports nothing."""
-    if isinstance(name, str) and not name.startswith("tensordict_lite._"):  # private bases are no classes of dicts
+    """The class with this name. Raises ``ValueError`` if no class has this name. Imports no module."""
+    if isinstance(name, str) and not name.startswith("tensordict_lite._"):  # the private base classes are excluded
         cls = _classes.get(name)
         if cls is not None and name_of(cls) == name:
             return cls
-        for cls in list(_classes.values()):  # a class whose `__module__` was changed after it was defined
+        for cls in list(_classes.values()):  # the `__module__` of a class may change after its definition
             if name_of(cls) == name:
                 return cls
     raise ValueError(f"the class {str(name)[:200]!r} of a saved dict is not defined here; import its module first")
 
 
 def _policy_state(d: TreeDict[Any], states: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
-    """The policy of a dict for pickle; None if it is that of the class. Dicts that share a policy share the state."""
+    """The policy of a dict for pickle; None if it is the policy of its class. Dicts with one policy share one state."""
     policy = d._policy
     if policy is d._class_policy:
         return None
@@ -383,10 +398,10 @@ def _policy_state(d: TreeDict[Any], states: dict[int, dict[str, Any]]) -> dict[s
 
 
 def _packed_items(d: TreeDict[Any], numbers: Mapping[int, int], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The items of a packed dict as pickle writes them.
+    """The items of a packed dict in the form that pickle writes.
 
-    A tensor in the buffer is its number, a nested dict is the list ``[class, items, policy]``, and any other value
-    stands in a tuple.
+    A tensor in the buffer becomes its number. A nested dict becomes a list ``[class, items, policy]``. Any other value
+    becomes a tuple ``(value,)``.
     """
     items: dict[str, Any] = {}
     for key, value in d.items():
@@ -406,9 +421,9 @@ def restore(
     buffer: Tensor | None = None,
     specs: list[Any] | None = None,
 ) -> Any:
-    """The dict that `reduce_args` describes, on the device that its tensors were loaded to.
+    """Rebuild a dict from the arguments of `reduce_args`, on the device of the loaded tensors.
 
-    Takes data only and validates its form, since a file may hold anything.
+    Takes data only, and validates the form of the data, since a file may be damaged or forged.
     """
     fallback = None if device is None else canonical(torch.device(device))
     try:
@@ -425,7 +440,7 @@ def restore(
 
 
 def _restored(cls: Any, items: dict[str, Any], policy: Any, policies: dict[int, Policy]) -> TreeDict[Any]:
-    """A dict of a pickle, whose device is not known yet. ``policies``: those already read, by the id of their state."""
+    """A dict from a pickle, without its device. ``policies``: the policies read so far, by the id of their state."""
     if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
         raise TypeError(f"expected a DeviceDict class, got {cls!r}")
     own = cast("type[TreeDict[Any]]", cls)
@@ -450,7 +465,7 @@ def _refuse_unless_dict(items: Any) -> None:
 def _unpacked(
     cls: Any, items: Any, policy: Any, fields: Mapping[int, Tensor], policies: dict[int, Policy]
 ) -> TreeDict[Any]:
-    """The dict whose items `_packed_items` gave. ``fields``: the tensors of the buffer by their numbers."""
+    """Rebuild a dict from the items of `_packed_items`. ``fields``: the tensors of the buffer, by number."""
     _refuse_unless_dict(items)
     out: dict[str, Any] = {}
     for key, value in items.items():

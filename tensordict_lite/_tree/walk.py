@@ -1,4 +1,4 @@
-"""Walks over plain mappings of tensors, and the checks of what comes in as one."""
+"""Walk over mappings of tensors, and validate mappings that the user passes in."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 def only_tensors(values: Iterable[Any]) -> bool:
     """Whether every value is a plain tensor: no nested dict, object or tensor subclass."""
-    for value in values:  # noqa: SIM110  (a generator under all() costs twice this loop)
+    for value in values:  # noqa: SIM110  (all() with a generator takes twice as long)
         if type(value) is not Tensor:
             return False
     return True
 
 
 def as_dict(data: Items) -> Mapping[str, Any]:
-    """``data`` as a mapping that can be walked twice. What is neither a mapping nor pairs raises as in ``dict``."""
+    """``data`` as a mapping that can be iterated twice.
+
+    Raises ``TypeError`` or ``ValueError``, as ``dict`` does, unless ``data`` is a mapping or an iterable of pairs.
+    """
     if type(data) is dict:
         return cast("dict[str, Any]", data)
-    if isinstance(data, Mapping):  # through items(), which a subclass of dict may have of its own
+    if isinstance(data, Mapping):  # items() is called because a subclass of dict may override it
         return dict(cast("Mapping[str, Any]", data).items())
     columns = table_columns(data)
     if columns is not None:
         return columns
-    if hasattr(data, "keys"):  # dict's own protocol: a table whose iteration gives names alone
+    if hasattr(data, "keys"):  # the protocol of dict(), for tables that iterate over column names only
         return dict(cast("Mapping[str, Any]", data))
     expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(cast(object, data)).__name__}"
     if isinstance(data, torch.nn.Module):
         raise TypeError(f"{expected}; give it the state_dict()")
-    if isinstance(data, (Tensor, np.ndarray)):  # which may be walked as pairs of its numbers
+    if isinstance(data, (Tensor, np.ndarray)):  # an array of shape [n, 2] would pass as pairs
         raise TypeError(f'{expected}; give the value a key: {{"x": value}}')
     if not isinstance(cast(object, data), Iterable):
         raise TypeError(expected)
-    pairs = list(data)  # apart from the next line: an error of a caller's generator is the caller's
+    pairs = list(data)  # outside of `try`: an error in the caller's generator keeps its message
     try:
         return dict(pairs)
-    except (TypeError, ValueError) as error:  # of the kind that dict raises
+    except (TypeError, ValueError) as error:  # raised again as the type that dict() raises
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{expected}: {error}") from error
 
@@ -63,11 +66,14 @@ def refuse_key(key: Any, at: Path, rows: str = "") -> NoReturn:
 
 
 def refuse_optimizer(data: Mapping[Any, Any], at: Path) -> None:
-    """Raise ``TypeError`` if ``data``, which cannot be stored, holds the state of an optimizer, or a part of it."""
+    """Raise ``TypeError`` if ``data`` holds the state of an optimizer or a part of it.
+
+    Call it for data that was refused for another reason: this message is more helpful.
+    """
     groups = data.get("param_groups")
     if isinstance(groups, list):
         found = any(isinstance(group, Mapping) and "params" in group for group in cast("list[Any]", groups))
-    else:  # what is under "state", by itself
+    else:  # the value of "state" alone
         found = any(
             isinstance(value, Mapping) and ("step" in value or "momentum_buffer" in value)
             for key, value in data.items()
@@ -85,7 +91,7 @@ def refuse_optimizer(data: Mapping[Any, Any], at: Path) -> None:
 
 def all_on(data: Mapping[str, Any], device: torch.device | None) -> bool:
     """Whether every key is a ``str`` and every value a tensor on ``device``."""
-    # One Python loop: measured against C loops over map(type, ...) and attrgetter, 0.65x at 8 fields, 0.87x at 100.
+    # One Python loop takes 0.65x the time of several C loops over map() at 8 fields, and 0.87x at 100.
     on_cpu = device is CPU
     for key, value in data.items():
         plain = type(value) is Tensor
@@ -97,7 +103,7 @@ def all_on(data: Mapping[str, Any], device: torch.device | None) -> bool:
 
 
 def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
-    """Every tensor, depth first. ``TooDeep`` for what is nested deeper than a `DeviceDict` may be."""
+    """Every tensor, depth first. Raises ``TooDeep`` if ``data`` is nested deeper than a `DeviceDict` may be."""
     refuse_deeper(at)
     found: list[Tensor] = []
     for key, value in data.items():
@@ -109,7 +115,7 @@ def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
 
 
 def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The path and value of every item that is no mapping, depth first."""
+    """The path and value of every leaf, depth first. A leaf is a value that is not a mapping."""
     for key, value in data.items():
         if isinstance(value, Mapping):
             yield from leaves(cast("Mapping[str, Any]", value), (*at, key))
@@ -118,7 +124,7 @@ def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]
 
 
 def components(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold a tensor's elements: itself, or the indices and values of a sparse one."""
+    """The tensors that hold the elements: a dense tensor itself, or the indices and values of a sparse tensor."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -129,5 +135,5 @@ def components(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one, of its indices and values."""
+    """The size of a tensor's elements in bytes. For a sparse tensor, the size of its indices and values."""
     return sum(part.numel() * part.element_size() for part in components(tensor))

@@ -1,14 +1,17 @@
-"""Whole dicts over `torch.distributed`: one message for the tensors of a dict, whatever the number of its fields.
+"""Send and receive whole dicts with `torch.distributed`: one buffer for all tensors, for any number of fields.
 
-Gloo, NCCL and whatever else `torch.distributed` runs on do the work; this is how a dict crosses them. Its tensors are
-packed into one buffer. A few numbers go ahead of it and, when a schema is new on a channel, a header that says
-what lies where: JSON, bounded, and checked as a file is, never pickle. So a receiver needs to know nothing.
+Every backend of `torch.distributed` works, such as Gloo and NCCL. The sender packs the tensors of a dict into one
+buffer. A prefix of a few numbers precedes the buffer. If the schema is new on a channel, a header follows the prefix.
+The header contains the tree and the layout of the buffer, so the receiver needs no schema in advance. It is JSON with a
+maximum size, never pickle, and it is validated like a file.
 
-Ranks are global ranks and ``group`` is a process group, as in `torch.distributed`: None for the default one, a
-sub-group, or ``mesh.get_group()``. What one rank has against its own dict is raised on every rank that takes part.
-After an error every rank is in step: none waits for another, and the next call works. A peer that is gone is torch's
-own error, with the rank and the call in front, and timeouts are those of the group. Kept objects, sparse tensors and
-encoders without a registered form cannot be sent; gradients do not flow.
+Ranks are global ranks. ``group`` is a process group, as in `torch.distributed`: None for the default group, a subgroup,
+or ``mesh.get_group()``. If the dict of one rank is invalid, every rank in the call raises an error. After an error no
+rank waits for another rank, and the next call works. If a peer is lost, torch raises its own error. The message begins
+with the rank and the call. The timeouts of the group apply.
+
+Kept objects, sparse tensors and encoders without a registered JSON form cannot be sent. Gradients do not flow through
+these functions.
 
 >>> import tempfile
 >>> import torch.distributed as dist

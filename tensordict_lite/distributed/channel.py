@@ -1,4 +1,4 @@
-"""Channels: the tensors of a message through a process group, and the schemas that both ends remember."""
+"""Channels: send the tensors of a message through a process group, and cache the schemas on both sides."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ProcessGroup = Any
 M = TypeVar("M", Header, Message, Header | Message)
 dist: Any = torch.distributed  # half of its functions have no types
 _KEPT = 64
-"""Schemas that a channel remembers. Both ends forget the same ones, as both see the same messages in the same order."""
+"""The size of the schema cache. Both sides evict the same schemas, because both see the same messages in order."""
 _UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
 _channels: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dict[int, Header | str], list[Any]]]] = (
     WeakKeyDictionary()
 )
-"""By process group, so that one that is made after another was destroyed knows nothing; then by what the channel is:
-the schemas that it knows, and the receives that are under way."""
+"""By process group, then by the arguments of the channel: its cached schemas and its pending receives. A new process
+group starts with an empty cache."""
 
 
 class Work:
-    """A transfer under way, as `torch.distributed`'s: ``wait()`` returns when it is done, with what was received."""
+    """An asynchronous transfer, like ``torch.distributed.Work``. ``wait()`` blocks and returns the received dict."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish: Callable[[], Any] | None = finish
@@ -39,7 +39,10 @@ class Work:
         self._error: Exception | None = None
 
     def wait(self) -> Any:
-        """Wait for the end: None of `isend`, the dict of `irecv`. Raises what the transfer does; again, the same."""
+        """Wait for the transfer. Returns None for `isend` and the dict for `irecv`.
+
+        Raises the errors of `send` or `recv`. A second call returns or raises the same.
+        """
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
@@ -52,10 +55,10 @@ class Work:
 
 
 class Errors:
-    """The first error of this rank in one call. The rank raises it when it has done its part, so that no rank waits.
+    """The first error of this rank in one call. The rank raises it after its last message, so that no rank waits.
 
-    Whatever can fail on one rank alone runs in ``with errors:``. A rank that has an error before its first message
-    sends the text of the error in place of a dict. A rank that receives takes every message that is sent to it.
+    Code that can fail on one rank only runs in ``with errors:``. If an error occurs before the first message, the rank
+    sends the text of the error instead of a dict. A receiver always receives every message that is sent to it.
     """
 
     def __init__(self, first: Exception | None = None) -> None:
@@ -72,16 +75,16 @@ class Errors:
         return True
 
     def raise_first(self) -> None:
-        """Raise the error, if there is one. Called when no other rank waits for this one any more."""
+        """Raise the first error, if any. Call it when no other rank waits for this rank."""
         first, self.first = self.first, None
         try:
             if first is not None:
                 raise first
         finally:
-            del first  # or this frame and the error would keep each other, and the tensors of the call, alive
+            del first  # else a reference cycle of frame and error keeps the tensors of the call alive
 
     def results(self, works: list[Work]) -> list[Any]:
-        """What each transfer gives. All are awaited before an error is raised."""
+        """The result of each transfer. Waits for all transfers before it raises an error."""
         out: list[Any] = []
         for work in works:
             with self:
@@ -91,7 +94,7 @@ class Errors:
 
 
 class Target:
-    """The class and the device of a dict that is received. Raises ``TypeError`` or torch's error if they are wrong."""
+    """The class and device of a received dict. Raises ``TypeError`` for the class, torch's error for the device."""
 
     def __init__(self, cls: Any, device: DeviceLike | None) -> None:
         if not (isinstance(cls, type) and issubclass(cls, DeviceDict)):
@@ -100,16 +103,16 @@ class Target:
         self.device = None if device is None else resolve(device)
 
     def build(self, schema: Header, buffer: Tensor, src: int) -> Any:
-        """The dict that rank ``src`` sent."""
+        """Build the dict that rank ``src`` sent. Raises ``RuntimeError`` if its manifest is invalid."""
         buffer = buffer if self.device is None else transfer([buffer], self.device)[0]
         try:
             return schema.build(self.cls, buffer)
-        except InvalidManifest as error:  # an encoder that is not registered here, say
+        except InvalidManifest as error:  # for example an encoder that is not registered on this rank
             raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: not a valid message: {error}") from error
 
 
 class Channel:
-    """One way through a group: to or from one rank, or among all of them."""
+    """A route of messages in a process group: to one rank, from one rank, or among all ranks."""
 
     def __init__(self, group: ProcessGroup, *of: Any) -> None:
         state = _channels.setdefault(process_group(group), {}).setdefault(of, ({}, []))
@@ -119,16 +122,16 @@ class Channel:
         self.comm_device = comm_device(group)
 
     def remember(self, digest: int, schema: Header | str) -> None:
-        """Make a schema, or the reason why it is refused, the last one used."""
+        """Cache a schema, or the reason why it is invalid, as the most recently used entry."""
         self.known.pop(digest, None)
         self.known[digest] = schema
         if len(self.known) > _KEPT:
             del self.known[next(iter(self.known))]
 
     def learn(self, text: bytes, digest: int) -> Header | str:
-        """The schema of a header, or the reason why it is refused.
+        """The schema of a header, or the reason why the header is invalid.
 
-        Both are remembered: the other ranks cannot know of the refusal, and do not send the header again.
+        Caches the reason too: the other ranks do not know of the error and do not send the header again.
         """
         try:
             schema = read_header(text, digest)
@@ -138,9 +141,9 @@ class Channel:
         return schema
 
     def tensors_of(self, message: Message | None, errors: Errors) -> list[Tensor]:
-        """The tensors given for a message: a prefix, a header if the schema is new, a buffer if there are bytes.
+        """The tensors to send: a prefix, a header if the schema is new, and the buffer unless it is empty.
 
-        After an error, with no message: a prefix and the text of the error.
+        Without a message, after an error: a prefix and the text of the error.
         """
         with errors:
             if message is not None:
@@ -149,7 +152,7 @@ class Channel:
                 header = [as_tensor(text, self.comm_device)] if text else []
                 buffer = [transfer([message.buffer], self.comm_device)[0]] if schema.nbytes else []
                 out = [prefix_of(schema, len(text), self.comm_device), *header, *buffer]
-                self.remember(schema.digest, schema)  # when nothing can fail any more
+                self.remember(schema.digest, schema)  # last, because nothing can fail after it
                 return out
         assert errors.first is not None
         text = failure(errors.first)
@@ -159,7 +162,10 @@ class Channel:
         return torch.zeros(PREFIX, dtype=torch.int64, device=self.comm_device)
 
     def receive(self, prefix: Tensor, take: Callable[[Tensor], Any], src: int) -> tuple[Header, Tensor]:
-        """The schema and the buffer of the message that a prefix begins. ``take`` receives into a tensor."""
+        """Receive the rest of a message after its prefix: the schema and the buffer. ``take`` receives into a tensor.
+
+        Raises ``RuntimeError`` that names rank ``src`` if the sender failed or the message is invalid.
+        """
         rank = dist.get_rank()
         try:
             failed, digest, size, nbytes = read_prefix(prefix)
@@ -175,14 +181,14 @@ class Channel:
             self.remember(digest, schema)
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.comm_device)
         if nbytes:
-            take(buffer)  # after a refusal too, or the next message would begin with this buffer
+            take(buffer)  # also if the schema is invalid; else the next receive would read this buffer as its prefix
         return accepted(schema, nbytes, src), buffer
 
 
 def accepted(schema: Header | str, nbytes: int, src: int) -> Header:
     """The schema, if it is valid and fits a buffer of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
     if isinstance(schema, Header) and schema.nbytes != nbytes:
-        schema = "a buffer that is not as large as its header says"
+        schema = "the size of the buffer differs from its header"
     if isinstance(schema, str):
         raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {schema}")
     return schema
@@ -192,13 +198,13 @@ def process_group(group: ProcessGroup) -> Any:
     pg = dist.group.WORLD if group is None else group
     if pg is None:
         raise RuntimeError("there is no process group; call torch.distributed.init_process_group first")
-    if not isinstance(pg, dist.ProcessGroup):  # what new_group gives to those outside
+    if not isinstance(pg, dist.ProcessGroup):  # new_group returns another object on ranks outside the group
         raise ValueError(f"rank {dist.get_rank()} is not in this group")
     return pg
 
 
 def comm_device(group: ProcessGroup) -> torch.device:
-    """The device of what crosses a group: the CPU if its backend takes it there, else the current accelerator."""
+    """The device of tensors that a group sends: the CPU if its backend supports it, else the current accelerator."""
     if "cpu:" in str(dist.get_backend_config(process_group(group))):
         return resolve("cpu")
     return resolve(torch.accelerator.current_accelerator() or "cuda")
@@ -209,13 +215,13 @@ def as_tensor(text: bytes, device: torch.device) -> Tensor:
 
 
 def ranks_of(group: ProcessGroup) -> list[int]:
-    """The global ranks of a group, in its order."""
+    """The global ranks of a group, in the order of the group."""
     return dist.get_process_group_ranks(process_group(group))
 
 
 @contextmanager
 def error_context(what: str) -> Generator[None]:
-    """An error of torch's own, as when a peer is gone, with the rank that it is raised on and what it was doing."""
+    """Add this rank and the operation ``what`` to the message of an error of torch, such as a lost peer."""
     try:
         yield
     except RuntimeError as error:
@@ -228,10 +234,15 @@ def error_context(what: str) -> Generator[None]:
 def agreed(
     make: Callable[[], M], errors: Errors, group: ProcessGroup, mark: int = 0
 ) -> tuple[M, list[tuple[int, int]]]:
-    """What ``make`` gives, and the digest and the bytes of the dict of each rank, if no rank has an error.
+    """Call ``make`` on every rank. Returns its result, and the digest and size in bytes of the dict of each rank.
 
-    Else every rank raises a ``RuntimeError`` that names the rank and the error. ``errors``: those of the arguments of
-    this rank, which raises them as they are. ``mark``: a number that must be the same on every rank.
+    If a rank has an error, every rank raises a ``RuntimeError`` that names the rank and the error.
+
+    Args:
+        make: returns the message or the header of this rank.
+        errors: the errors in the arguments of this rank. This rank raises them unchanged.
+        group: the process group.
+        mark: a number that must be equal on all ranks. Else every rank raises a ``RuntimeError``.
     """
     device, ranks = comm_device(group), ranks_of(group)
     arguments = errors.first
@@ -251,12 +262,12 @@ def agreed(
         reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
         raise RuntimeError(f"rank {dist.get_rank()}: {reasons}") from errors.first
     if len({marked for _, _, marked, _ in read}) > 1:
-        raise RuntimeError(f"rank {dist.get_rank()}: ranks make this call in different ways, such as with another op")
+        raise RuntimeError(f"rank {dist.get_rank()}: the ranks make this call with different arguments, such as op")
     return made, [(digest, nbytes) for _, digest, _, nbytes in read]
 
 
 def texts_of_all(mine: bytes, group: ProcessGroup) -> list[bytes]:
-    """A text of each rank, on every rank."""
+    """Gather one text from each rank on every rank."""
     device = comm_device(group)
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in ranks_of(group)]

@@ -1,4 +1,4 @@
-"""A dict as a message: a header, which is its schema, and one buffer with its tensors."""
+"""Convert a dict to a message and back: a header with the schema, and one buffer with the tensors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
 PREFIX = 5
-"""How many int64 numbers begin a message: whether it is a failure, the digest of the schema, the sizes of the text and
-of the buffer that follow, and a number that identifies this protocol."""
+"""The number of int64 values in the prefix of a message. The values: a failure flag, the digest of the schema, the size
+of the text in bytes, the size of the buffer in bytes, and a number that identifies this protocol."""
 _MAGIC = 0x7464_6C31
 _LARGEST = 16 << 20
-"""Bytes of a header, as for the manifest of a file."""
+"""The maximum size of a header in bytes, equal to that of the manifest in a file."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Header:
     groups: list[Group]
     layout: Layout
     count: int
-    """How many tensors there are."""
+    """The number of tensors."""
     _built: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     @property
@@ -52,9 +52,9 @@ class Header:
         return paths_of(self.manifest)
 
     def build(self, cls: Any, buffer: Tensor) -> Any:
-        """The dict of class ``cls`` with the tensors in ``buffer``. The manifest is read once for each class.
+        """Build a dict of class ``cls`` with the tensors in ``buffer``. Reads the manifest once for each class.
 
-        A typed class validates names and kinds but no shapes, since the dict may be a row of one that had them.
+        A typed class validates names and kinds, but not shapes, because `scatter` sends parts of the rows.
         """
         fields = from_buffer(buffer, [(*spec, members) for spec, members in self.groups]) if self.layout.runs else {}
         tensors = [fields[i] for i in range(self.count)]
@@ -66,7 +66,7 @@ class Header:
         return out
 
     def difference(self, other: Header) -> str:
-        """Describe the first field that differs from ``other``; empty if none does. The order does not count."""
+        """Describe the first field that differs from ``other``; empty if no field differs. Ignores the order."""
         mine, theirs = self._fields(), other._fields()
         for path in [*theirs, *mine]:
             if mine.get(path) != theirs.get(path):
@@ -75,14 +75,14 @@ class Header:
         return ""
 
     def strict_difference(self, other: Header) -> str:
-        """As `difference`, where the order of the fields, encoders, options and empty dicts count too."""
+        """Like `difference`, but also compares the order of the fields, the encoders, the options and empty dicts."""
         fields = self.difference(other)
         if fields or self.digest == other.digest:
             return fields
         for mine, theirs in zip(self.paths, other.paths, strict=True):
             if mine != theirs:
-                return f"{dotted(mine)} stands where {dotted(theirs)} is expected, and the order of the keys counts"
-        return "its encoders, options or empty dicts are others"
+                return f"{dotted(mine)} is at the position of {dotted(theirs)}: the order of the keys must match"
+        return "its encoders, options or empty dicts differ"
 
     def _fields(self) -> dict[Path, str]:
         found: dict[int, str] = {}
@@ -94,7 +94,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Message:
-    """A dict, ready to be sent."""
+    """The header and the buffer of a dict, ready to send."""
 
     schema: Header
     buffer: Tensor
@@ -104,9 +104,9 @@ _known: dict[Any, tuple[Any, Header]] = {}
 
 
 def message_of(d: TreeDict[Any]) -> Message:
-    """The message of a dict. Raises ``TypeError`` or ``ValueError`` that name what cannot be sent.
+    """The message of a dict. Raises ``TypeError`` or ``ValueError`` that names the field that cannot be sent.
 
-    Cost: one copy of the tensors, none if they are packed; a schema is described once.
+    Cost: one copy of the tensors; no copy if the dict is packed. The header of a schema is built once.
     """
     tensors, groups, unpackable = _arranged(d)
     schema = _sendable(tensors, _schema(d, tensors, groups, unpackable))
@@ -121,13 +121,13 @@ def message_of(d: TreeDict[Any]) -> Message:
 
 
 def header_to_send(d: TreeDict[Any]) -> Header:
-    """The schema of a dict, which has to be sendable. Raises as `message_of`. Copies nothing."""
+    """The header of a dict, without its buffer. Raises the errors of `message_of`. Copies no tensor."""
     tensors, groups, unpackable = _arranged(d)
     return _sendable(tensors, _schema(d, tensors, groups, unpackable))
 
 
 def header_for(d: TreeDict[Any]) -> Header:
-    """The schema of a dict, which may be one on meta. Raises ``TypeError`` or ``ValueError`` as `message_of`."""
+    """The header of a dict; the dict may be on meta. Raises ``TypeError`` or ``ValueError`` like `message_of`."""
     return _schema(d, *_arranged(d))
 
 
@@ -158,7 +158,7 @@ def _schema(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpack
 
 
 def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
-    """The keys and policies of a tree: equal for trees whose tensors alone differ."""
+    """The keys and policies of a tree. Two trees that differ only in their tensors have the same result."""
     if only_tensors(d.values()):
         return (*d, id(d._policy))
     nested = ((key, _shape_of(cast("TreeDict[Any]", v)) if isinstance(v, TreeDict) else None) for key, v in d.items())
@@ -193,9 +193,9 @@ def _digest(text: bytes) -> int:
 
 
 def read_header(text: bytes, digest: int) -> Header:
-    """The schema of a header. Raises ``ValueError`` for a header that is damaged."""
+    """Parse and validate the text of a header. Raises ``ValueError`` for a damaged header."""
     if _digest(text) != digest:
-        raise ValueError("not a valid message: a header that is not the one announced")
+        raise ValueError("not a valid message: the header does not match its announced digest")
     try:
         header: Any = json.loads(text)
         manifest, listed = header["plan"], header["specs"]
@@ -217,16 +217,19 @@ def read_header(text: bytes, digest: int) -> Header:
 
 
 def prefix_of(schema: Header | None, text: int, device: torch.device) -> Tensor:
-    """The numbers that begin a message with ``text`` bytes of text. Without a schema the message is a failure."""
+    """The prefix of a message with ``text`` bytes of text. If ``schema`` is None, the message is a failure."""
     known = (0, 0) if schema is None else (schema.digest, schema.nbytes)
     return torch.tensor([schema is None, known[0], text, known[1], _MAGIC], device=device)
 
 
 def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int]:
-    """Whether the message is a failure, the digest, and the sizes of the text and of the buffer."""
+    """The failure flag, the digest of the schema, and the sizes of the text and the buffer in bytes.
+
+    Raises ``ValueError`` if the sender is not this package.
+    """
     failed, digest, text, buffer, magic = cast("list[int]", cast(Any, prefix).tolist())
     if magic != _MAGIC or failed not in (0, 1) or not 0 <= text <= _LARGEST or buffer < 0:
-        raise ValueError("what came is not from tensordict_lite; do all ranks make the same calls?")
+        raise ValueError("the message is not from tensordict_lite; do all ranks make the same calls?")
     return bool(failed), digest, text, buffer
 
 

@@ -1,4 +1,4 @@
-"""The verbs: what each rank calls."""
+"""The public functions: point-to-point and collective communication of dicts."""
 
 from __future__ import annotations
 
@@ -34,23 +34,28 @@ Op = Literal["sum", "mean", "max", "min"]
 _OPS = ("sum", "mean", "max", "min")
 _ALL = "every rank"
 _TAG = 0x7464
-"""Of the messages of `scatter` and `gather`, apart from those of `send`."""
+"""The tag of messages from `scatter` and `gather`. It keeps them separate from the messages of `send`."""
 
 
-# --- one to one ---
+# --- point to point ---
 
 
 def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None) -> None:
-    """Send a dict to rank ``dst``, which calls `recv`: two messages, three when the schema is new to it.
+    """Send a dict to rank ``dst``. Rank ``dst`` calls `recv`.
 
-    Raises: ``TypeError`` that names what cannot be sent, and the receiver a ``RuntimeError`` with that text.
-    Cost: one copy of the tensors, none if they are packed.
+    Raises: ``TypeError`` that names the field that cannot be sent. The receiver raises a ``RuntimeError`` with the same
+    text.
+    Cost: two messages, or three if the schema is new to ``dst``. One copy of the tensors; no copy if the dict is
+    packed.
     """
     isend(d, dst, tag, group).wait()
 
 
 def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None) -> Work:
-    """`send`, returning at once: the dict must not change before ``wait()``, which raises what `send` does."""
+    """Send a dict asynchronously, like `send`. Do not change the dict before ``wait()`` returns.
+
+    ``wait()`` raises the errors of `send`.
+    """
     errors = Errors()
     message: Message | None = None
     with errors:
@@ -59,7 +64,7 @@ def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None
 
 
 def _started(message: Message | None, errors: Errors, dst: int, tag: int, group: ProcessGroup) -> Work:
-    """A message on its way, or the text of an error, which ``wait()`` then raises here too."""
+    """Start to send a message, or the text of an error if there is no message. ``wait()`` raises that error."""
     with error_context(f"send to rank {dst}"):
         parts = Channel(group, "to", dst, tag).tensors_of(message, errors)
         works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
@@ -68,7 +73,7 @@ def _started(message: Message | None, errors: Errors, dst: int, tag: int, group:
         for work in works:
             with errors, error_context(f"send to rank {dst}"):
                 work.wait()
-        parts.clear()  # which had to live until now
+        parts.clear()  # the tensors had to stay alive until the transfer was complete
         errors.raise_first()
 
     return Work(finish)
@@ -83,14 +88,15 @@ def recv(
     cls: type[D] = DeviceDict,
     device: DeviceLike | None = None,
 ) -> D:
-    """The dict that rank ``src`` sends.
+    """Receive a dict from rank ``src``. Rank ``src`` calls `send`.
 
     Args:
-        like: a dict with the schema that is expected; another one is a ``ValueError`` that names the field.
-        cls: the class of the result; a typed one checks the names and kinds of its fields.
-        device: where the result goes; None: the device that the group communicates on.
+        like: a dict with the expected schema. It may be on meta. None accepts any schema.
+        cls: the class of the result. A `TypedDeviceDict` class validates the names and kinds of its fields.
+        device: the device of the result. None: the device that the group communicates on.
 
-    Raises: ``RuntimeError`` that names the rank, for an error of the sender and for a header that is none.
+    Raises: ``RuntimeError`` that names the rank, if the sender raised an error or the header is invalid. ``ValueError``
+    that names the field, if the schema differs from the schema of ``like``.
     """
     return cast(D, irecv(src, tag, like, group, cls=cls, device=device).wait())
 
@@ -104,7 +110,7 @@ def irecv(
     cls: type[D] = DeviceDict,
     device: DeviceLike | None = None,
 ) -> Work:
-    """`recv`, whose first message is awaited from now on; ``wait()`` takes the rest and returns the dict."""
+    """Receive a dict asynchronously, like `recv`. ``wait()`` receives the rest of the message and returns the dict."""
     channel = Channel(group, "from", src, tag)
     errors = Errors()
     target, expected = None, None
@@ -117,14 +123,14 @@ def irecv(
         with error_context(f"receive from rank {src}"):
             return dist.irecv(prefix, src, group=group, tag=tag)
 
-    # Messages come in their order, each in several parts. So one that is behind another awaits nothing before that has
-    # all of its own.
+    # Messages arrive in order, and each has several parts. So a receive starts only after all parts of the earlier
+    # messages were received.
     earlier = list(channel.pending)
     first = None if earlier else post()
 
     def finish() -> DeviceDict[Any]:
         for work in earlier:
-            with suppress(Exception):  # it raises to whoever waits for it
+            with suppress(Exception):  # the `wait()` of the earlier receive raises the error to its caller
                 work.wait()
         received: Any = None
         try:
@@ -137,7 +143,7 @@ def irecv(
         schema, buffer = received
         different = "" if expected is None else schema.difference(expected)
         if different:
-            raise ValueError(f"rank {dist.get_rank()}: rank {src} sent another schema than like= has: {different}")
+            raise ValueError(f"rank {dist.get_rank()}: rank {src} sent a schema that differs from like=: {different}")
         return cast(Target, target).build(schema, buffer, src)
 
     out = Work(finish)
@@ -145,7 +151,7 @@ def irecv(
     return out
 
 
-# --- one to all, all to one, all to all ---
+# --- collectives ---
 
 
 def broadcast(
@@ -156,12 +162,13 @@ def broadcast(
     cls: type[D] = DeviceDict,
     device: DeviceLike | None = None,
 ) -> D:
-    """The dict of rank ``src`` on every rank; what others give is not looked at, None will do.
+    """Broadcast the dict of rank ``src`` to every rank. The other ranks ignore their ``d``; pass None.
 
-    On ``src`` the dict itself is returned. ``cls`` and ``device`` are as for `recv`.
+    Rank ``src`` returns ``d`` itself. ``cls`` and ``device`` have the same meaning as in `recv`.
 
-    Raises: ``TypeError`` for what cannot be sent, on ``src``, and ``RuntimeError`` that names ``src`` on the others.
-    Cost: two collectives, three for a new schema; one copy of the tensors, none if they are packed.
+    Raises: ``TypeError`` on ``src`` for a dict that cannot be sent. The other ranks raise ``RuntimeError`` that names
+    ``src``.
+    Cost: two collectives, or three for a new schema. One copy of the tensors; no copy if the dict is packed.
     """
     errors, channel = Errors(), Channel(group, "broadcast", src)
 
@@ -198,12 +205,18 @@ def scatter(
     cls: type[D] = DeviceDict,
     device: DeviceLike | None = None,
 ) -> D:
-    """Equal parts of the rows of rank ``src``'s dict, one for each rank of the group, in its order.
+    """Split the rows of the dict of rank ``src`` equally, one part for each rank in the order of the group.
+
+    The other ranks ignore their ``d``; pass None. Rank ``src`` returns a view of its rows.
 
     Args:
-        uneven: rows that cannot be dealt evenly are a ``ValueError``, or, if True, the first ranks get one more.
+        uneven: allow a number of rows that the number of ranks does not divide. The first ranks get one more row.
+        cls: the class of the result on the other ranks, as in `recv`.
+        device: the device of the result on the other ranks, as in `recv`.
 
-    On ``src`` the result is a view of its rows. Otherwise as `broadcast`; each other rank gets messages of its own.
+    Raises: ``ValueError`` on ``src`` if the parts are not equal and ``uneven`` is False. ``TypeError`` on ``src`` for a
+    dict that cannot be sent. In both cases the other ranks raise ``RuntimeError`` that names ``src``.
+    Cost: one `send` from ``src`` to each other rank.
     """
     if dist.get_rank() != src:
         return recv(src, _TAG, None, group, cls=cls, device=device)
@@ -216,7 +229,7 @@ def scatter(
     refused, works = errors.first, list[Work]()
     for message, other in zip(messages, ranks, strict=True):
         if other != src:
-            with errors:  # a peer that is gone costs the others nothing
+            with errors:  # if one peer is lost, the other peers still get their parts
                 works.append(_started(message, Errors(refused), other, _TAG, group))
     errors.results(works)
     return parts[ranks.index(src)]
@@ -225,12 +238,12 @@ def scatter(
 def gather(
     d: D, dst: int = 0, group: ProcessGroup = None, *, cls: type[D] | None = None, device: DeviceLike | None = None
 ) -> list[D] | None:
-    """The dicts of all ranks on rank ``dst``, in the order of the group's ranks, and None on the others.
+    """Gather the dicts of all ranks on rank ``dst``, in the order of the group. The other ranks return None.
 
-    They may differ in fields and sizes. ``cls`` is the class of what arrives; None: that of ``d``.
+    The dicts may differ in fields and sizes. ``cls`` is the class of the received dicts; None: the class of ``d``.
 
-    Raises: what a rank has against its dict or its arguments, on every rank. What rank ``dst`` has against a dict that
-    arrives, it raises alone, after it received all.
+    Raises: an error on every rank, if the dict or the arguments of one rank are invalid. If a received dict is invalid,
+    only rank ``dst`` raises, after it has received all dicts.
     Cost: one small collective, and a `send` from each rank.
     """
     errors, here = Errors(), dist.get_rank() == dst
@@ -256,11 +269,13 @@ def gather(
 def all_gather(
     d: D, group: ProcessGroup = None, *, cls: type[D] | None = None, device: DeviceLike | None = None
 ) -> list[D]:
-    """The dicts of all ranks on every rank, in the order of the group's ranks; one's own is the dict itself.
+    """Gather the dicts of all ranks on every rank, in the order of the group. The entry of this rank is ``d`` itself.
 
-    They may differ in fields and sizes. ``cls`` is the class of what arrives; None: that of ``d``.
+    The dicts may differ in fields and sizes. ``cls`` is the class of the received dicts; None: the class of ``d``.
 
-    Raises: as `gather`. Cost: two collectives, four when a schema is new; each rank sends as much as the largest dict.
+    Raises: an error on every rank, if the dict or the arguments of one rank are invalid. If a received dict is invalid
+    on one rank, only this rank raises, after the last collective.
+    Cost: two collectives, or four if a schema is new. Each rank sends as many bytes as the largest dict has.
     """
     channel, errors = Channel(group, "all"), Errors()
     target: Any = None
@@ -288,12 +303,14 @@ def all_gather(
 
 
 def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
-    """A new dict of the elementwise sum, mean, maximum or minimum over all ranks, whose dicts have one schema.
+    """Reduce the dicts of all ranks to a new dict: the elementwise sum, mean, maximum or minimum.
 
-    Raises: ``ValueError`` for another ``op``, and ``RuntimeError`` on the other ranks; on every rank, ``RuntimeError``
-    that names the rank and the field where schemas differ, or the field whose dtype has no such reduction (the mean of
-    integers, the sum of bools).
-    Cost: one small collective, and one for each dtype.
+    All dicts must have the same schema: fields in the same order, dtypes, shapes, encoders and options.
+
+    Raises: ``ValueError`` for an invalid ``op``, and ``RuntimeError`` on the other ranks. Every rank raises
+    ``RuntimeError`` that names the rank and the field, if schemas differ. Every rank raises ``RuntimeError`` that names
+    the field, if its dtype does not support ``op``. Integers have no mean, bools no sum, complex numbers no order.
+    Cost: one small collective, and one collective for each dtype.
     """
     errors, mark = Errors(), 0
     with errors:
@@ -320,7 +337,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
                 flat = _reduced(flat, op, group)
             parts = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
             for i, part in zip(members, parts, strict=True):
-                out[i] = part.reshape(tensors[i].shape).data  # with a version counter of its own
+                out[i] = part.reshape(tensors[i].shape).data  # .data has its own version counter
     return d._replace_tensors(out, d._device)
 
 
@@ -331,19 +348,19 @@ def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[A
 
 
 def _made(d: Any, verb: str, here: bool) -> Message | Header:
-    """The message of a dict, or, where it stays, its schema."""
+    """The message of a dict. ``here``: the dict stays on this rank, so return its header only."""
     return header_to_send(_checked(d, verb, _ALL)) if here else message_of(_checked(d, verb, _ALL))
 
 
 def _class_of(d: Any, cls: Any) -> Any:
-    """The class of what arrives: None is that of ``d``."""
+    """The class of the received dicts: ``cls``, or the class of ``d`` if ``cls`` is None."""
     if cls is None and isinstance(d, DeviceDict):
         return type(cast("DeviceDict[Any]", d))
     return DeviceDict if cls is None else cls
 
 
 def _dealt(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:
-    """The rows of ``d`` in so many parts, the first ones maybe one row larger."""
+    """Split the rows of ``d`` into ``count`` parts. If ``uneven``, the first parts may have one more row."""
     each, more = divmod(len(d.rows), count)
     if more and not uneven:
         raise ValueError(f"{len(d.rows)} rows cannot be dealt evenly to {count} ranks; give uneven=True, or other rows")
@@ -375,11 +392,11 @@ def _irreducible(dtype: torch.dtype, op: Op) -> str:
 
 
 def _reduced(flat: Tensor, op: Op, group: ProcessGroup) -> Tensor:
-    """``flat``, which is overwritten, over all ranks."""
+    """Reduce ``flat`` over all ranks. Overwrites ``flat``."""
     kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     home = canonical(flat.device)
     flat = transfer([flat], comm_device(group))[0]
-    # Some backends know neither bools nor complex numbers.
+    # Some backends support neither bools nor complex numbers.
     view = (
         flat.view(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat) if flat.is_complex() else flat
     )
