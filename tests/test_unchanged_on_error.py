@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary
 
@@ -206,7 +207,7 @@ class TestWrittenToMeanwhile:
 def test_a_dict_on_several_devices_takes_nothing_more() -> None:
     """A pytree function can put tensors of two devices into one dict. It is refused any tensor until it is moved."""
     made = iter([torch.zeros(1), torch.zeros(1, device="meta")])
-    d = torch.utils._pytree.tree_map(lambda _: next(made), DeviceDict({"x": 1, "y": 2}))
+    d = pytree.tree_map(lambda _: next(made), DeviceDict({"x": 1, "y": 2}))
     assert d.device is None
     before = dict(d)
     with pytest.raises(DeviceMismatchError) as told:

@@ -38,22 +38,23 @@ def insert(
         consent: True: move tensors that are on other devices. False: follow ``on_mismatch``.
         at: the path of ``d`` in the caller's tree, for error messages.
     """
-    given = d._given(data, at) if d._has_fields else data
+    given, removed = data, ()
+    if d._has_fields:
+        given = d._given(data, at)
+        if given is not data:  # None deletes an optional field
+            removed = [key for key in data if key not in given and key in d]
     device = d._device
-    first = next(iter(given.values()), None)
     if device is None:
         if d and d._tensors():  # see `_infer_device`
             raise DeviceMismatchError(f"this {type(d).__name__} has tensors on several devices; .to(device) it first")
+        first = next(iter(given.values()), None)
         device = canonical(first.device) if type(first) is Tensor else None
-    if (first is None or isinstance(first, Tensor)) and all_on(given, device):  # fast path
-        staged, used = given, encoders
+    # The fast path is for tensors. One value from the host, as in `d["x"] = array`, is not searched for them.
+    if (len(given) != 1 or isinstance(next(iter(given.values())), Tensor)) and all_on(given, device):
+        d._commit(given, device, encoders, removed)
     else:
         staged, device, used = _prepare(d, given, consent, at)
-        used = {**used, **encoders} if encoders else used
-    if given is data:
-        d._commit(staged, device, used)
-    else:  # None deletes an optional field
-        d._commit(staged, device, used, [key for key in data if key not in given and key in d])
+        d._commit(staged, device, {**used, **encoders} if encoders else used, removed)
 
 
 def _prepare(
