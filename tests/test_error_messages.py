@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import sys
@@ -370,3 +371,24 @@ def test_wrong_options_of_collate() -> None:
         'collate takes a mapping from keys to fill values as pad=, as {"ids": 0}, got 0',
         lambda: call([{"x": 1}], pad=0),
     )
+
+
+def test_errors_about_arguments_name_public_classes() -> None:
+    """Python names the class that defines a method. A private base class must not appear in a message."""
+    messages: list[str] = []
+
+    class Point(TypedDeviceDict):
+        x: torch.Tensor
+
+    for d in (DeviceDict({"x": 1}), Point(x=torch.zeros(1))):
+        for name in dir(type(d)):
+            method = getattr(d, name, None)
+            if name.startswith("_") or not inspect.ismethod(method):
+                continue
+            for args, options in (((None,) * 20, {}), ((), {"not_an_option": 1})):
+                try:
+                    method(*args, **options)
+                except Exception as error:
+                    messages.append(str(error))
+    assert len(messages) > 40
+    assert not [text for text in messages if re.search(r"TreeDict|\b_\w+\(|tensordict_lite\._", text)]

@@ -33,6 +33,7 @@ from .._tree.walk import (
     as_dict,
     components,
     nbytes,
+    only_tensors,
     refuse_key,
 )
 from .arguments import to_arguments
@@ -291,6 +292,20 @@ class DeviceDict(TreeDict[V]):
         out = self._new((), self._device, self._policy)
         out.update({**cast("Mapping[str, Any]", other), **self})
         return out
+
+    def copy(self) -> Self:
+        """A new dict with the same tensors. Copies the structure at every level and no tensor.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"obs": {"x": 1}})
+        >>> c = d.copy()
+        >>> del c["obs", "x"]
+        >>> d["obs", "x"] is not None
+        True
+        """
+        if only_tensors(self.values()):
+            return self._new(self, self._device, self._policy)
+        return self._map_tensors(lambda tensor: tensor, self._device)
 
     @classmethod
     def fromkeys(cls, keys: Iterable[str], value: Any = None, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]

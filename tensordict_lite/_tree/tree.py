@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ClassVar, Generic, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -209,19 +209,11 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         for one in dicts:
             one._device = device
 
-    def copy(self) -> Self:
-        """A new dict with the same tensors. Copies the structure at every level and no tensor.
+    if TYPE_CHECKING:  # pragma: no cover
 
-        >>> from tensordict_lite import DeviceDict
-        >>> d = DeviceDict({"obs": {"x": 1}})
-        >>> c = d.copy()
-        >>> del c["obs", "x"]
-        >>> d["obs", "x"] is not None
-        True
-        """
-        if only_tensors(self.values()):
-            return self._new(self, self._device, self._policy)
-        return self._map_tensors(lambda tensor: tensor, self._device)
+        def copy(
+            self,
+        ) -> Self: ...  # Defined in `DeviceDict`, so that errors about its arguments name the public class.
 
     def __copy__(self) -> Self:
         return self.copy()
