@@ -26,6 +26,8 @@ from tensordict_lite import (
     save,
 )
 from tensordict_lite._errors import DEPTH
+from tensordict_lite._files.manifest import describe, paths_of
+from tensordict_lite._files.safetensors import _invalid  # pyright: ignore[reportPrivateUsage]
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -288,3 +290,21 @@ class TestLinear:
         (tmp_path / "d").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
         with pytest.raises(InvalidFileError, match="'x' has 65 dimensions"):
             load(tmp_path / "d")
+
+
+def test_brackets_of_both_kinds_count(tmp_path: Path) -> None:
+    with pytest.raises(InvalidFileError, match="its manifest takes 1800000 characters"):
+        load(forged(tmp_path / "d", '[{"a":' * 300_000))
+
+
+def test_memory_that_is_short_is_not_the_fault_of_the_file() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"^short$"), _invalid("d", RuntimeError):
+        raise torch.OutOfMemoryError("short")
+
+
+def test_equal_encoders_share_an_entry() -> None:
+    d = DeviceDict({"s": "a"}, encoders={"s": Hashing(8)})
+    d["n"] = DeviceDict({"t": "a"}, encoders={"t": Hashing(8)})
+    manifest, leaves, _ = describe(d, lambda encoder, error: None, own=False)
+    assert len(manifest["encoders"]) == 1
+    assert paths_of(manifest) == [path for path, _ in leaves] == [("s",), ("n", "t")]

@@ -493,3 +493,34 @@ class TestOddMappings:
         with pytest.raises(TypeError, match="this DeviceDict is already constructed; use update to add items"):
             d.__init__({"y": torch.zeros(1, device="meta")})  # type: ignore[misc]
         d._check()
+
+
+def test_init_is_refused_once_there_is_a_device_or_an_item() -> None:
+    for d in (DeviceDict(device="cpu"), DeviceDict({"k": None}, objects="keep")):
+        before = dict(d)
+        with pytest.raises(TypeError, match="is made already"):
+            d.__init__({"y": 1})  # type: ignore[misc]
+        assert dict(d) == before
+    empty: DeviceDict[Any] = DeviceDict()
+    empty.__init__({"y": 1})  # type: ignore[misc]
+    assert list(empty) == ["y"]
+
+
+def test_a_tensor_in_place_is_stored_by_its_path_and_under_no_other_key() -> None:
+    d: DeviceDict[Any] = DeviceDict({"x": 1})
+    d["n", "y"] = torch.zeros(1)
+    assert list(d) == ["x", "n"] and list(d["n"]) == ["y"]
+    with pytest.raises(TypeError, match="keys are str, got 3 of type int"):
+        d[3] = torch.zeros(1)  # type: ignore[index]
+    assert list(d) == ["x", "n"]
+
+
+def test_deleting_what_is_missing_raises() -> None:
+    d: DeviceDict[Any] = DeviceDict({"x": 1, "n": {"y": 2}})
+    with pytest.raises(KeyError) as told:
+        del d["z"]
+    assert "'z' is not in" in str(told.value)
+    with pytest.raises(KeyError) as told:
+        del d["n", "z"]
+    assert "'n.z' is not in" in str(told.value)
+    assert d == DeviceDict({"x": 1, "n": {"y": 2}})

@@ -318,3 +318,10 @@ class TestPolicyAsData:
         assert str(told.value) == (
             "class Sub has no option 'zzzz'; its options are encoders, on_mismatch, objects, dtype"
         )
+
+
+def test_an_update_adds_the_encoders_it_brings_to_those_it_encodes_with() -> None:
+    d = DeviceDict({"x": 1}, encoders=A)
+    d.update(DeviceDict({"s": "b"}, encoders={"s": B}), t="a")
+    assert d.encoders == {"s": B, "t": A}
+    assert d.decode("s") == "b" and d.decode("t") == "a"

@@ -674,3 +674,16 @@ class TestCompiled:
         expected = operation(batch())
         assert type(got) is type(expected)
         assert torch.equal(got, expected) if isinstance(got, Tensor) else got == expected
+
+
+class Codes(TypedDeviceDict):
+    ids: Tensor
+
+
+class Text(TypedDeviceDict, encoders={"text": lambda strings: {"idz": torch.ones(len(strings))}}):
+    text: Codes
+
+
+def test_codes_that_do_not_fit_the_field_are_told_with_its_path() -> None:
+    with pytest.raises(TypeError, match=r"^'text': Codes has no field 'idz', did you mean 'ids'\?"):
+        Text.from_dict({"text": "a"})

@@ -490,3 +490,17 @@ class TestHostValues:
         for value in ([np.ma.array([1, 9], mask=[0, 1]), np.ma.array([1, 2])], [1.0, np.ma.masked]):  # pyright: ignore[reportArgumentType, reportCallIssue]
             with pytest.raises(TypeError, match="'x' holds masked values, which a tensor would show; fill them first"):
                 DeviceDict({"x": value})
+
+
+def test_a_nested_device_dict_decides_the_device_and_moves_with_the_rest(device: torch.device) -> None:
+    nested = DeviceDict({"m": DeviceDict({"x": torch.ones(2, device=device)})})
+    made = DeviceDict({"n": nested, "y": torch.ones(1, device=device)})
+    made._check()
+    assert made.device == device and made["n", "m", "x"] is nested["m", "x"]
+    for moved in (
+        DeviceDict({"n": nested}, device="cpu"),
+        DeviceDict({"y": torch.ones(1), "n": nested}, on_mismatch="move"),
+    ):
+        moved._check()
+        assert moved.device == torch.device("cpu") and moved["n", "m", "x"].tolist() == [1.0, 1.0]
+        assert nested.device == device
