@@ -498,7 +498,7 @@ class TestOddMappings:
 def test_init_is_refused_once_there_is_a_device_or_an_item() -> None:
     for d in (DeviceDict(device="cpu"), DeviceDict({"k": None}, objects="keep")):
         before = dict(d)
-        with pytest.raises(TypeError, match="is made already"):
+        with pytest.raises(TypeError, match="is already constructed"):
             d.__init__({"y": 1})  # type: ignore[misc]
         assert dict(d) == before
     empty: DeviceDict[Any] = DeviceDict()
