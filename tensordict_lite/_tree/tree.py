@@ -17,7 +17,7 @@ from .._errors import DEPTH, DeviceMismatchError, Path, dotted, refuse_deeper
 from .._memory.buffer import buffer_of
 from .._memory.device import CPU, canonical, resolve
 from .._memory.packed import are_slices, can_pack, from_buffer, materialize, pack, packed_layout
-from .._tree import pytree
+from . import pytree
 from .compare import agree, equal
 from .policy import OPTIONS, Options, Policy, refuse_option
 from .walk import leaves, only_tensors
@@ -48,10 +48,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     _class_options: ClassVar[Mapping[str, Any]]  # the options that this class itself declares
     _class_policy: ClassVar[Policy] = Policy()
 
-    def __init_subclass__(
-        cls,
-        **options: Unpack[Options],
-    ) -> None:
+    def __init_subclass__(cls, **options: Unpack[Options]) -> None:
         kwargs = {name: value for name, value in options.items() if name not in OPTIONS[1:]}
         try:
             super().__init_subclass__(**kwargs)
