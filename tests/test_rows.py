@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
+from tensordict_lite._memory.buffer import PACKABLE
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):
@@ -170,7 +171,7 @@ class TestRows:
             ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError, "the given mapping has 'n.z', which is not in this dict"),
             ({"x": torch.ones(3), "n": {"y": 1}}, ValueError, "'x': expected [2] for these rows, got [3]"),
             ({"x": torch.ones(2), "n": {"y": [1, 2]}}, ValueError, "'n.y': expected [] for these rows, got [2]"),
-            ({"x": torch.ones(2), "n": 1}, ValueError, "'n' cannot be set by rows: it is no tensor"),
+            ({"x": torch.ones(2), "n": 1}, ValueError, "'n' is a nested dict; its rows cannot be set from a int"),
             ({"x": torch.ones(2, device="meta"), "n": {"y": 1}}, DeviceMismatchError, "'x' is on meta"),
             ([1], TypeError, "rows are set from a mapping with the keys of the dict, got list"),
         ],
@@ -182,6 +183,101 @@ class TestRows:
         with pytest.raises(error) as caught:
             d.rows[1] = other
         assert message in str(caught.value) and not d["x"].any() and not d["n", "y"].any()
+
+    @pytest.mark.parametrize("dtype", sorted(PACKABLE, key=str), ids=str)
+    def test_every_dtype_can_be_set(self, dtype: torch.dtype) -> None:
+        data = torch.arange(5 * 3 * dtype.itemsize).to(torch.uint8).remainder(2)
+        d = DeviceDict({"x": data.view(dtype).reshape(5, 3), "y": data.view(dtype)[:5].clone()})
+        for index in (
+            1,
+            slice(1, 4, 2),
+            [4, 0],
+            [-1, -3],
+            [True, False, False, True, False],
+            np.array([2], dtype=np.int8),
+        ):
+            part, target = d.rows[index].clone(), d.new_zeros()
+            before = target.clone()
+            target.rows[index] = part
+            for key in ("x", "y"):
+                got, at = target[key], torch.arange(5)[index if not isinstance(index, list) else torch.tensor(index)]
+                assert torch.equal(got[at].reshape(-1).view(torch.uint8), part[key].reshape(-1).view(torch.uint8))
+                rest = [i for i in range(5) if i not in at.reshape(-1).tolist()]
+                assert torch.equal(got[rest].view(torch.uint8), before[key][rest].view(torch.uint8))
+
+    def test_values_that_share_memory_are_copied_first(self) -> None:
+        """Storages may share memory without being one storage, and an index may be a field of the dict."""
+        array = np.arange(6.0)
+        d = DeviceDict({"x": torch.from_numpy(array)[:4], "y": torch.arange(4.0)})
+        d.rows[1:4] = {"x": torch.from_numpy(array[:3]), "y": d["y"][:3]}
+        assert d["x"].tolist() == [0, 0, 1, 2] == d["y"].tolist()
+        swapped = DeviceDict({"a": torch.zeros(3), "b": torch.ones(3)}).pack()
+        swapped.rows[0] = {"a": swapped["b"][0], "b": swapped["a"][0]}
+        assert (swapped["a"][0], swapped["b"][0]) == (1, 0) and swapped.is_packed
+        d = DeviceDict({"i": [2, 0, 1], "x": [0, 0, 0]})
+        d.rows[d["i"]] = {"i": [5, 6, 7], "x": [1, 2, 3]}
+        assert d["i"].tolist() == [6, 7, 5] and d["x"].tolist() == [2, 3, 1]
+
+    def test_kept_objects_are_set(self) -> None:
+        d = batch()
+        d.rows[0] = {**batch().rows[1], "o": {2}}
+        assert d["o"][:2] == [{2}, None] and d["n", "id"].tolist()[0] == 1 and d.decode("name")[0] == "n1"
+        d.rows[[0, -1]] = {**batch().rows[[1, 2]], "o": [7, [8]]}
+        assert d["o"] == [7, None, None, None, None, [8]], "objects as they are, numbers too"
+        d.rows[1:3] = d.rows[0:1].rows[[0, 0]]
+        assert d["o"][:3] == [7, 7, 7]
+        for other, error, message in (
+            (
+                {**d.rows[0], "meta": 1},
+                ValueError,
+                "'meta' is a kept object and not one per row, so rows cannot set it; pass the same object",
+            ),
+            (
+                {**d.rows[0], "o": [torch.ones(1)]},
+                TypeError,
+                "'o' is a kept list, which holds no tensors; the given value holds a tensor at [0]",
+            ),
+            (
+                {**d.rows[0], "o": torch.ones(1)},
+                TypeError,
+                "'o' is a kept list, which holds no tensors; the given value is a tensor",
+            ),
+        ):
+            with pytest.raises(error) as caught:
+                d.rows[0] = other
+            assert str(caught.value) == message
+        with pytest.raises(ValueError, match=r"^'o': expected a list of 2 objects for these rows, got \[1\]$"):
+            d.rows[0:2] = {**d.rows[0:2], "o": [1]}
+
+    def test_autograd_sees_what_is_set(self) -> None:
+        w = torch.ones(2, requires_grad=True)
+        d = DeviceDict({"x": torch.zeros(3, 2), "y": torch.zeros(3)})
+        d.rows[1] = {"x": w * 2, "y": w.sum()}
+        (d["x"].sum() + d["y"].sum()).backward()
+        assert w.grad is not None and w.grad.tolist() == [3, 3]
+        for row in DeviceDict({"x": torch.zeros(3, 2)}).rows:
+            row["x"].copy_(w)
+            assert row["x"].requires_grad
+        saved = torch.ones(3, requires_grad=True)
+        d = DeviceDict({"x": torch.ones(3), "y": torch.ones(3)}).pack()
+        product = saved * d["x"]
+        d.rows[0] = {"x": 5.0, "y": 5.0}
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+    @pytest.mark.parametrize("index", [0, slice(0, 1), [0]])
+    def test_what_cannot_be_written_leaves_the_dict_as_it_was(self, index: Any) -> None:
+        with torch.inference_mode():
+            inference = torch.zeros(2)
+        for bad, message in (
+            (torch.zeros(2, requires_grad=True), "^'w': .* leaf"),
+            (inference, "^'w': Inplace update to inference tensor"),
+            (torch.zeros(1).expand(2), r"^'w' is an expanded tensor, whose rows share memory; clone\(\) it first$"),
+        ):
+            d = DeviceDict({"x": torch.zeros(2), "w": bad, "y": torch.zeros(2)})
+            with pytest.raises((RuntimeError, ValueError), match=message):
+                d.rows[index] = {"x": [1.0], "w": [1.0], "y": [1.0]} if index != 0 else {"x": 1.0, "w": 1.0, "y": 1.0}
+            assert not d["x"].any() and not d["y"].any()
 
     def test_split_in_sizes(self) -> None:
         d = DeviceDict({"x": torch.arange(6)})

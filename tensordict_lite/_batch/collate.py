@@ -20,6 +20,7 @@ from torch.utils.data._utils import collate as torch_collate  # PyTorch document
 
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import place_codes
+from .._dict.rows import Rows
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
 from .._memory.buffer import clear_gaps, flat_over, new_buffer, regions, views_of
 from .._memory.device import CPU, canonical
@@ -87,17 +88,20 @@ def collate(
     tensor([[1, 2, 3],
             [4, 0, 0]])
     """
-    if not isinstance(samples, (list, tuple)):
+    rows = samples if isinstance(samples, Rows) and not pad else None
+    if rows is None and not isinstance(samples, (list, tuple)):
         if isinstance(samples, (Mapping, str)) or not isinstance(cast(object, samples), Iterable):
             raise TypeError(f"collate takes a list of samples, got {described(samples)}; for one sample write [sample]")
         samples = list(samples)
-    if not samples:
+    if rows is None and not samples:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
     if not isinstance(cast(object, cls), type) or not issubclass(cast(Any, cls), DeviceDict):
         shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
     if not isinstance(cast(object, pad), (Mapping, type(None))):
         raise TypeError(f'collate takes a mapping from keys to fill values as pad=, as {{"ids": 0}}, got {pad!r}')
+    if rows is not None:
+        return _batch_of(cast("Rows[Any]", rows)._dict, cls, encoders, objects, pack)
     if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
         raise TypeError(
@@ -117,9 +121,24 @@ def collate(
         builtin_dict.__setitem__(owner, path[-1], tensor)
     if cls is not DeviceDict:
         batch._validate()
+    _refuse_in_worker(batch)
+    return cast(D, batch)
+
+
+def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
+    """The dict that rows view, as ``cls`` and with these options. `Rows.__getitems__` made it from the samples."""
+    kind = cast(Any, type(cast(object, d)) if isinstance(d, cls) else cls)
+    batch: Any = d
+    if not (kind is type(d) and encoders is objects is None):
+        batch = kind(d, encoders=encoders, objects=objects)
+    _refuse_in_worker(batch)
+    return batch if pack else batch.clone()
+
+
+def _refuse_in_worker(batch: DeviceDict[Any]) -> None:
+    """In a worker, raise the error that names the field or class if ``batch`` cannot be sent."""
     if get_worker_info() is not None and not is_plain(batch):
         refuse_unsendable(batch)
-    return cast(D, batch)
 
 
 def _device_of(sample: Mapping[str, Any]) -> torch.device:

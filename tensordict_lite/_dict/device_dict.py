@@ -32,6 +32,7 @@ from .._tree.walk import (
     Items,
     as_dict,
     components,
+    leaves,
     nbytes,
     only_tensors,
     refuse_key,
@@ -55,7 +56,8 @@ class DeviceDict(TreeDict[V]):
     ``fromkeys``, `select`, `drop`, `map`, `flatten`, `unflatten`, `to_dict`, `allclose`, ``nbytes``.
     **Device**: ``device``, ``is_cuda``, `to`, `cpu`, `cuda`, `numpy`, `pin_memory`, `is_pinned`, `share_memory_`,
     `record_stream`, `pack`, ``is_packed``.
-    **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `requires_grad_`, `contiguous`.
+    **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `new_zeros`, `new_empty`, `requires_grad_`,
+    `contiguous`.
     **Strings**: `decode`, ``encoders``. **Batch**: `rows`. **Files**: `save`, `load`.
 
     Each kind of value is stored as follows. Any other value raises ``TypeError``.
@@ -730,6 +732,36 @@ class DeviceDict(TreeDict[V]):
         tensors, flat = self._tensors_and_kind()
         return self._replace_tensors(clone(tensors, self._device, plain=flat), self._device, flat)
 
+    def new_zeros(self, *lead: int) -> Self:
+        """Create a dict of zeros with the same keys, dtypes and encoders. The dimensions ``lead`` precede every shape.
+
+        For example, ``step.new_zeros(128)`` is a rollout buffer for 128 dicts like ``step``.
+
+        Raises: ``TypeError`` that names the field for kept objects, which have no zero; torch's error for a dimension
+            that is not an int from 0. Cost: the memory of the new tensors.
+
+        >>> step = DeviceDict({"obs": [1.0, 2.0], "done": False})
+        >>> buffer = step.new_zeros(128)
+        >>> buffer.rows[0] = step
+        >>> buffer["obs"].shape, buffer["done"].dtype
+        (torch.Size([128, 2]), torch.bool)
+        """
+        return self._new_like(Tensor.new_zeros, lead)
+
+    def new_empty(self, *lead: int) -> Self:
+        """Create a dict as `new_zeros` does, of tensors whose memory is not initialized.
+
+        >>> DeviceDict({"obs": [1.0, 2.0]}).new_empty(128, 8)["obs"].shape
+        torch.Size([128, 8, 2])
+        """
+        return self._new_like(Tensor.new_empty, lead)
+
+    def _new_like(self, create: Callable[..., Tensor], lead: Sequence[int]) -> Self:
+        for path, value in leaves(self):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{dotted(path)} is a kept {type(value).__name__}, which has no zero; drop it first")
+        return self._map_tensors(lambda tensor: create(tensor, (*lead, *tensor.shape)), self._device)
+
     def contiguous(self) -> Self:
         """Make every tensor contiguous. Cost: a copy of each tensor that is not contiguous.
 
@@ -766,6 +798,10 @@ class DeviceDict(TreeDict[V]):
         - ``d.rows[index] = other``: write rows in place, all fields at once.
         - ``d.rows.split(n)``, ``d.rows.split(sizes)``: a list of views.
         - ``d.rows.shuffle(generator=None)``: a copy in random order.
+        - ``d.rows.batches(size, shuffle=, drop_last=, generator=)``: an iterator of batches.
+        - ``d.rows.flatten(dims=2)``: merge the first dimensions.
+        - ``d.rows.group_by(key)``: a dict from each distinct value to its rows.
+        - ``DataLoader(d.rows, batch_size)``: ``d.rows`` is a dataset that copies all rows of a batch at once.
 
         Each result is a dict of the same class, with the same encoders. A kept list with one element per row is indexed
         like a tensor. Other kept objects stay as they are.

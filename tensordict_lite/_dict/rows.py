@@ -1,26 +1,24 @@
-"""The batch view of a dict: index the first dimension of all fields at once."""
+"""The batch view of a dict: read, write, split and iterate over the first dimension of all fields at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .._encoders.protocol import StringEncoder, padding
-from .._errors import Path, dotted, dtype_name
+from .._encoders.protocol import decode_nested, padding
+from .._errors import Path, dotted
+from .._memory.rows import take_batch, take_rows
 from .._tree.tree import TreeDict, tensor_paths
+from .row_index import integers, row_index
+from .row_writes import set_rows
 
 D = TypeVar("D", bound=TreeDict[Any])
-
-_Write = tuple[Path, Tensor, Tensor]
-"""The path of a field, its tensor, and the value to write into its rows."""
 
 _CHUNK = 64
 """Rows per ``unbind`` call in iteration. One call per field makes many views, which halves the time per view."""
@@ -41,58 +39,109 @@ class Rows(Generic[D]):
     def __getitem__(self, index: Any) -> D:
         """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
 
-        Ints and slices give views. Masks and indices (tensor, array or list) give copies. Raises ``IndexError`` for a
-        row that is out of range, ``TypeError`` for an invalid index.
+        Ints and slices give views. Masks and indices (tensor, array, list or range) give copies. Raises ``IndexError``
+        for a row that is out of range, ``TypeError`` for an invalid index. Indices that are on an accelerator are
+        checked by the kernels of torch only.
         """
         d = self._dict
         flat = set(map(type, d.values())) == {Tensor}
         count = _count_plain(d) if flat else _count(d)
-        at = index if type(index) is slice else _index(index, count)
+        at = index if type(index) is slice else row_index(index, count, d._device)
+        if isinstance(at, Tensor):
+            return _copied(d, at, count, take_rows)
         if flat:  # fast path: every value is a plain tensor
             return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
-        return _taken(d, at, count)
+        return _taken(d, lambda tensor: tensor[at], lambda kept: kept[at], count)
+
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
+        """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.
+
+        A ``collate_fn`` gets the rows as a sequence. `collate` and torch's ``default_collate`` return the batch itself.
+        In a DataLoader worker the batch is packed.
+
+        Args:
+            indices: a mask or indices, as for ``d.rows[indices]``.
+
+        Raises: the errors of ``d.rows[indices]``. Cost: a copy of these rows.
+
+        >>> from torch.utils.data import DataLoader
+        >>> from tensordict_lite import DeviceDict
+        >>> table = DeviceDict({"x": range(6), "name": list("abcdef")})
+        >>> [batch.decode("name") for batch in DataLoader(table.rows, batch_size=4)]
+        [['a', 'b', 'c', 'd'], ['e', 'f']]
+        """
+        d = self._dict
+        count = _count(d)
+        at = row_index(indices, count, d._device)
+        if not isinstance(at, Tensor):
+            raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
+        return Rows(_copied(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write ``other`` into these rows, in place. ``other`` must have the keys of the dict, all of them.
 
-        Values are converted as by ``d[key] = value``, copied, and broadcast as by ``tensor[index] = value``. Strings
-        are padded to the width of their field. Raises ``ValueError`` for keys, shapes, dtypes or encoders that do not
-        fit, and the errors of ``d[key] = value``. After an error the dict is unchanged.
+        Values are converted as by ``d[key] = value``, and broadcast as by ``tensor[index] = value``. Strings are padded
+        to the width of their field. A kept list with one object per row takes an object, or a list of objects. Values
+        that share memory with the dict are copied first. Raises ``ValueError`` for keys, shapes, dtypes or encoders
+        that do not fit, and the errors of ``d[key] = value``. After an error the dict is unchanged.
         """
         d = self._dict
         count = _count(d)
-        at = index if type(index) is slice else _index(index, count)
-        if not isinstance(cast(object, other), Mapping):
-            raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
-        values = d._untyped_subset(())
-        values._policy = d._policy.with_encoders(_encoders(d))
-        values.update(other)
-        writes: list[_Write] = []
-        _plan_writes(d, values, at, (), writes)
-        before = [target[at].clone() for _, target, _ in writes]
-        done = 0
-        try:
-            for path, target, value in writes:
-                _write(path, target, at, value)
-                done += 1
-        except BaseException:
-            for (_, target, _), old in zip(writes[:done], before, strict=False):
-                target[at] = old
-            raise
+        set_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
     def __iter__(self) -> Iterator[D]:
-        """Yield every row as ``d.rows[i]``. Autograd rejects in-place writes of tensors that require grad into them."""
+        """Yield every row as ``d.rows[i]``."""
         d = self._dict
         count = _count(d)
         tensors, flat = d._tensors_and_kind()
-        if not flat or not tensors or any(tensor.requires_grad for tensor in tensors):
-            # Autograd rejects in-place writes to views of `unbind` if the tensor requires grad. Index views allow them.
+        if not flat or not tensors or torch.is_grad_enabled():
+            # Autograd rejects in-place writes of tensors that require grad into views of `unbind`.
             yield from (self[i] for i in range(count))
             return
         names, device, policy, new = list(d), d._device, d._policy, d._new
         for start in range(0, count, _CHUNK):
             for row in zip(*(tensor[start : start + _CHUNK].unbind() for tensor in tensors), strict=True):
                 yield new(zip(names, row, strict=True), device, policy)
+
+    def batches(
+        self,
+        size: int,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[D]:
+        """Iterate over batches of rows in this process, without a DataLoader.
+
+        Args:
+            size: the rows per batch. The last batch may be smaller.
+            shuffle: visit the rows in random order. The batches are copies. Without it they are views.
+            drop_last: leave out a last batch that is smaller.
+            generator: for the random order, on the CPU or on the device of the dict.
+
+        Raises: ``ValueError`` for a size below 1, ``TypeError`` for arguments of another type; the error of ``len``.
+        Cost: one permutation, and one copy of each batch with ``shuffle``; no synchronization.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> [batch["x"].tolist() for batch in DeviceDict({"x": range(5)}).rows.batches(2)]
+        [[0, 1], [2, 3], [4]]
+        """
+        try:
+            size = as_int(size)
+        except TypeError:
+            raise TypeError(f"batches takes a size, got {size!r}") from None
+        if size < 1:
+            raise ValueError(f"batches takes a size of at least 1, got {size}")
+        count = len(self)
+        end = count - count % size if drop_last else count
+        if not shuffle:
+            if generator is not None:
+                raise TypeError("batches takes a generator with shuffle=True only")
+            return (self[start : min(start + size, end)] for start in range(0, end, size))
+        d = self._dict
+        order = self._permutation("batches", generator)[:end]
+        parts = cast("Sequence[Tensor]", cast(Any, order).split(size)) if end else ()
+        return (_copied(d, at, count, take_rows) for at in parts)
 
     def split(self, size: int | Sequence[int]) -> list[D]:
         """Split the rows into chunks, as ``torch.split``. Each chunk is a view.
@@ -110,10 +159,73 @@ class Rows(Generic[D]):
 
     def shuffle(self, generator: torch.Generator | None = None) -> D:
         """Return a copy with all rows in random order. ``generator``: on the CPU or on the device of the dict."""
+        d = self._dict
+        return _copied(d, self._permutation("shuffle", generator), len(self), take_rows)
+
+    def flatten(self, dims: int = 2) -> D:
+        """Merge the first ``dims`` dimensions of every field into one: ``[T, B, ...]`` becomes ``[T * B, ...]``.
+
+        Fields are views where torch can make a view, as by ``Tensor.flatten``. Raises ``ValueError`` if a field has
+        fewer dimensions or the fields do not share them, ``TypeError`` for a kept list with one object per row.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> rollout = DeviceDict({"obs": [1.0, 2.0], "done": False}).new_zeros(128, 8)
+        >>> rollout.rows.flatten()["obs"].shape
+        torch.Size([1024, 2])
+        """
+        try:
+            dims = as_int(dims)
+        except TypeError:
+            raise TypeError(f"flatten takes a number of dimensions, got {dims!r}") from None
+        if dims < 1:
+            raise ValueError(f"flatten takes at least 1 dimension, got {dims}")
+        d = self._dict
+        count = _count(d)
+        lead = d._tensors()[0].shape[:dims]
+        _refuse_flatten(d, dims, lead, count, ())
+        return d._map_tensors(lambda tensor: tensor.flatten(0, dims - 1), d._device)
+
+    def group_by(self, key: str | Path) -> dict[Any, D]:
+        """Group the rows by the values of a field: a dict from each distinct value to its rows, sorted by value.
+
+        Strings are decoded. The groups keep the order of their rows. They are views of one copy of all rows.
+
+        Args:
+            key: the key or path of a field with one value per row: a number, or an encoded string.
+
+        Raises: ``KeyError`` for a missing key, ``TypeError`` or ``ValueError`` for a field that has no single value per
+        row or that cannot be decoded. Cost: a sort and a copy of all rows, with a synchronization.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"species": ["cat", "dog", "cat"], "mass": [4.0, 20.0, 5.0]})
+        >>> {species: part["mass"].tolist() for species, part in d.rows.group_by("species").items()}
+        {'cat': [4.0, 5.0], 'dog': [20.0]}
+        """
+        d = self._dict
+        count = _count(d)
+        path = key if isinstance(key, tuple) else (key,)
+        field: Any = d[cast(Any, key)]
+        if not isinstance(field, Tensor):
+            raise TypeError(f"{dotted(path)} is a {type(field).__name__}; rows are grouped by a tensor field")
+        owner: Any = cast(Any, d)[path[:-1]] if path[1:] else d
+        encoder = owner._policy.encoders.get(path[-1])
+        if field.dim() - (padding(encoder, field) is not None) != 1:
+            raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are grouped by one value per row")
+        if not count:
+            return {}
+        found: Any = cast(Any, torch).unique(field.detach(), dim=0, return_inverse=True, return_counts=True)
+        distinct, which, counts = found
+        values: Any = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
+        ordered = _copied(d, which.argsort(stable=True), count, take_rows)
+        return dict(zip(values, Rows(ordered).split(integers(counts)), strict=True))
+
+    def _permutation(self, method: str, generator: torch.Generator | None) -> Tensor:
+        """A random order of the rows, on the device of the dict."""
         if not isinstance(cast(object, generator), (torch.Generator, type(None))):
-            raise TypeError(f"shuffle takes a torch.Generator, got {type(generator).__name__}")
+            raise TypeError(f"{method} takes a torch.Generator, got {type(generator).__name__}")
         where = "cpu" if generator is None else generator.device
-        return self[torch.randperm(len(self), generator=generator, device=where)]
+        order = torch.randperm(len(self), generator=generator, device=where)
+        return order if self._dict._device is None else order.to(self._dict._device)
 
     def __repr__(self) -> str:
         return f"{type(self._dict).__name__}.rows({len(self)})"
@@ -135,14 +247,16 @@ def _count_plain(d: TreeDict[Any]) -> int:
         counts = {tensor.shape[0] for tensor in d.values()}
     except IndexError:
         _refuse(d)
-    if len(counts) > 1:
+    if len(counts) != 1:
         _refuse(d)
     return counts.pop()
 
 
 def _count(d: TreeDict[Any]) -> int:
     """The number of rows. Raises ``ValueError`` with the shapes if the fields do not agree."""
-    tensors = d._tensors()
+    tensors, flat = d._tensors_and_kind()
+    if flat:
+        return _count_plain(d)
     counts = {tensor.shape[0] if tensor.dim() else -1 for tensor in tensors}
     if len(counts) == 1 and -1 not in counts:
         return counts.pop()
@@ -157,114 +271,43 @@ def _refuse(d: TreeDict[Any]) -> NoReturn:
     )
 
 
-def _index(given: Any, count: int) -> Any:
-    """Validate an index and convert it to an int or a tensor of ints."""
-    # A tuple is rejected: a tensor would read it as one index per dimension.
-    if not isinstance(given, (bool, np.bool_, Tensor, np.ndarray, list, range)):
-        try:
-            at = as_int(given)
-        except TypeError:
-            raise TypeError(
-                "rows are indexed by int, slice, mask or indices (a tensor, array or list), "
-                f"got {type(given).__name__}; use d[key] for a field"
-            ) from None
-        if not -count <= at < count:
-            raise IndexError(f"row {at} is out of range, there are {count}")
-        return at
-    if isinstance(given, (bool, np.bool_)):
-        raise TypeError("rows are indexed by int, slice, mask or indices, got one bool")
-    if isinstance(given, Tensor):
-        tensor = given
-    else:
-        try:
-            tensor = torch.as_tensor(list(given) if isinstance(given, range) else given, device="cpu")
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
-        tensor = tensor if tensor.numel() else tensor.long()
-    if tensor.dtype == torch.bool:
-        if tensor.shape != (count,):
-            raise IndexError(f"a mask for {count} rows has the shape [{count}], got {list(tensor.shape)}")
-        return tensor.nonzero().squeeze(1)  # here, so that it runs once and not for each field
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 1:
-        what = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-        raise TypeError(f"rows are indexed by a mask or by a list of ints, got {what}")
-    return int(tensor) if tensor.dim() == 0 else tensor.long()
+def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int, at: Path) -> None:
+    """Raise the error for the first field of which the first ``dims`` dimensions are not ``lead``."""
+    for key, value in d.items():
+        path = (*at, key)
+        if isinstance(value, TreeDict):
+            _refuse_flatten(cast("TreeDict[Any]", value), dims, lead, count, path)
+        elif isinstance(value, Tensor):
+            own = value.dim() - (padding(d._policy.encoders.get(key), value) is not None)
+            if own < dims or value.shape[:dims] != lead:
+                raise ValueError(
+                    f"{dotted(path)} has the shape {list(value.shape)}; flatten({dims}) needs fields that agree on "
+                    f"their first {dims} dimensions, the first field has {list(lead)}"
+                )
+        elif isinstance(value, list) and len(cast("list[Any]", value)) == count:
+            raise TypeError(f"{dotted(path)} is a kept list, which has no dimensions to flatten; drop it first")
 
 
-def _taken(d: Any, index: Any, count: int) -> Any:
-    """Index every field, nested dicts included. A kept list with one element per row is indexed too."""
+def _copied(d: D, index: Tensor, count: int, take: Callable[[Sequence[Tensor], Tensor], list[Tensor]]) -> D:
+    """The rows at ``index`` as new tensors, which ``take`` makes of all tensors of the tree."""
+    tensors, flat = d._tensors_and_kind()
+    made = take(tensors, index)
+    if flat:
+        return d._new(zip(d, made, strict=True), d._device, d._policy)
+    left = iter(made)
+    return _taken(d, lambda _: next(left), lambda kept: [kept[i] for i in integers(index)], count)
+
+
+def _taken(d: Any, take: Callable[[Tensor], Tensor], pick: Callable[[list[Any]], Any], count: int) -> Any:
+    """The same tree with ``take(tensor)`` for every tensor, and ``pick(kept)`` for kept lists with one item per row."""
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, Tensor):
-            items[key] = value[index]
+            items[key] = take(value)
         elif isinstance(value, TreeDict):
-            items[key] = _taken(value, index, count)
+            items[key] = _taken(value, take, pick, count)
         elif isinstance(value, list) and len(cast("list[Any]", value)) == count:
-            listed = cast("list[Any]", value)
-            items[key] = [listed[i] for i in _ints(index)] if isinstance(index, Tensor) else listed[index]
+            items[key] = pick(cast("list[Any]", value))
         else:
             items[key] = value
     return d._new(items, d._device, d._policy)
-
-
-def _ints(index: Tensor) -> list[int]:
-    return cast("list[int]", cast(Any, index).tolist())
-
-
-def _encoders(d: TreeDict[Any]) -> dict[str, StringEncoder]:
-    """The encoders of all dicts of the tree, by key. For the same key, the outermost dict wins."""
-    nested = [_encoders(cast("TreeDict[Any]", value)) for value in d.values() if isinstance(value, TreeDict)]
-    return {key: encoder for known in (*nested, d._policy.encoders) for key, encoder in known.items()}
-
-
-def _plan_writes(d: TreeDict[Any], values: TreeDict[Any], index: Any, at: Path, writes: list[_Write]) -> None:
-    """Validate all values, and append a write for each field to ``writes``. Changes no tensor."""
-    missing, extra = d.keys() - values.keys(), values.keys() - d.keys()
-    if missing or extra:
-        what = (
-            f"lacks {dotted((*at, min(missing)))}"
-            if missing
-            else f"has {dotted((*at, min(extra)))}, which is not in this dict"
-        )
-        raise ValueError(f"rows are set from all fields at once; the given mapping {what}")
-    for key, target in d.items():
-        value: Any = values[key]
-        path = (*at, key)
-        if isinstance(target, TreeDict) and isinstance(value, TreeDict):
-            _plan_writes(cast("TreeDict[Any]", target), cast("TreeDict[Any]", value), index, path, writes)
-        elif isinstance(target, Tensor) and isinstance(value, Tensor):
-            ours, theirs = d._policy.encoder(key), values._policy.encoder(key)
-            if ours != theirs and key in d._policy.encoders and key in values._policy.encoders:
-                raise ValueError(f"{dotted(path)} is encoded with {ours!r}, the given value with {theirs!r}")
-            writes.append((path, target, _fitted(target[index], value, key in d._policy.encoders and ours, path)))
-        else:
-            raise ValueError(f"{dotted(path)} cannot be set by rows: it is no tensor")
-
-
-def _write(path: Path, target: Tensor, index: Any, value: Tensor) -> None:
-    try:
-        target[index] = value
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # for example, the field is a leaf that requires grad, or an expanded tensor
-        raise RuntimeError(f"{dotted(path)}: {error}") from error
-
-
-def _fitted(rows: Tensor, value: Tensor, encoder: object, path: Path) -> Tensor:
-    """Pad and expand ``value`` to the shape of ``rows``, as a copy. Raises ``ValueError`` if it does not fit."""
-    number = padding(encoder, rows, value)
-    if number is not None:
-        if value.shape[-1] > rows.shape[-1]:
-            raise ValueError(
-                f"{dotted(path)}: a string of {value.shape[-1]} bytes does not fit this field of {rows.shape[-1]}"
-            )
-        value = F.pad(value, (0, rows.shape[-1] - value.shape[-1]), value=number)
-    if not torch.can_cast(value.dtype, rows.dtype):
-        raise ValueError(f"{dotted(path)}: {value.dtype} cannot be written into {rows.dtype}; convert it first")
-    try:
-        return value.expand(rows.shape).clone()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        message = f"{dotted(path)}: expected {list(rows.shape)} for these rows, got {list(value.shape)}"
-        raise ValueError(message) from error

@@ -1,0 +1,92 @@
+"""Validate an index of rows: an int, a mask or indices."""
+
+from __future__ import annotations
+
+from operator import index as as_int
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._errors import dtype_name
+from .._memory.packed import intercepted
+
+
+def row_index(given: Any, count: int, device: torch.device | None) -> int | Tensor:
+    """Convert an index of ``count`` rows to an int, or to int64[n] on ``device`` with numbers from 0 to ``count``.
+
+    Raises ``TypeError`` for an invalid index, ``IndexError`` for a row that is out of range. Indices on an accelerator
+    are not compared with ``count``, as that would synchronize; the kernels of torch check them.
+    """
+    if isinstance(given, Tensor):
+        at = given
+    elif isinstance(given, (list, range, np.ndarray)):
+        at = _from_host(given)
+    else:
+        return _one_row(given, count)
+    if at.dtype == torch.bool and at.dim():
+        if at.shape != (count,):
+            raise IndexError(f"a mask for {count} rows has the shape [{count}], got {list(at.shape)}")
+        at = at.nonzero().squeeze(1)
+    elif at.is_floating_point() or at.is_complex() or at.dim() > 1 or at.dtype == torch.bool:
+        what = f"{dtype_name(at.dtype)}{list(at.shape)}"
+        raise TypeError(f"rows are indexed by a mask or by a list of ints, got {what}")
+    elif not at.dim():
+        return _one_row(int(at), count)
+    else:
+        at = _from_zero(at.long(), count)
+    return at if device is None else at.to(device)
+
+
+def _one_row(given: Any, count: int) -> int:
+    if isinstance(given, (bool, np.bool_)):
+        raise TypeError("rows are indexed by int, slice, mask or indices, got one bool")
+    try:
+        at = as_int(given)
+    except TypeError:
+        # A tuple is rejected too: a tensor would read it as one index per dimension.
+        raise TypeError(
+            "rows are indexed by int, slice, mask or indices (a tensor, array or list), "
+            f"got {type(given).__name__}; use d[key] for a field"
+        ) from None
+    if not -count <= at < count:
+        raise IndexError(f"row {at} is out of range, there are {count}")
+    return at
+
+
+def _from_host(given: Any) -> Tensor:
+    """A tensor on the CPU. NumPy converts a list of ints four times as fast as torch."""
+    array = np.arange(given.start, given.stop, given.step) if isinstance(given, range) else None
+    try:
+        array = np.asarray(given) if array is None else array
+        if not array.size and array.ndim == 1:
+            array = array.astype(np.int64)
+        if array.dtype.kind in "biu":
+            # The flag tests all that torch needs at once: C-contiguous, aligned and writable.
+            return cast(Any, torch).from_numpy(array if array.flags.carray and array.dtype.isnative else _native(array))
+        return torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
+
+
+def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def _from_zero(at: Tensor, count: int) -> Tensor:
+    """The indices with negative ones counted from the end."""
+    if at.is_cpu and not intercepted():
+        if not at.numel():
+            return at
+        low, high = int(at.min()), int(at.max())
+        if low < -count or high >= count:
+            raise IndexError(f"row {high if high >= count else low} is out of range, there are {count}")
+        if low >= 0:
+            return at
+    return torch.where(at < 0, at + count, at)
+
+
+def integers(index: Tensor) -> list[int]:
+    """The numbers of an index as Python ints. Synchronizes."""
+    return cast("list[int]", cast(Any, index).tolist())

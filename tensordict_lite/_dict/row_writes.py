@@ -1,0 +1,181 @@
+"""Write a mapping into rows of a dict. All values are validated before the first one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._encoders.protocol import padding
+from .._errors import DEPTH, Path, TooDeep, described, dotted
+from .._memory.device import CPU
+from .._memory.rows import Index, can_write, share_memory, write_rows
+from .._tree.convert import find_tensor
+from .._tree.tree import TreeDict
+from .insert import insert
+from .row_index import integers
+
+
+def set_rows(d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: int) -> None:
+    """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing."""
+    if not isinstance(cast(object, other), Mapping):
+        raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
+    plan = _Plan(index, count)
+    plan.add_dict(d, other, ())
+    plan.run()
+
+
+class _Plan:
+    """The validated writes of one call: tensors with their values, and kept lists with their objects."""
+
+    def __init__(self, index: Index, count: int) -> None:
+        self.index, self.count = index, count
+        if isinstance(index, Tensor):
+            self.lead: tuple[int, ...] = (len(index),)
+        else:
+            self.lead = (len(range(count)[index]),) if isinstance(index, slice) else ()
+        self.paths: list[Path] = []
+        self.targets: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.objects: list[tuple[list[Any], Any]] = []
+
+    def add_dict(self, d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:
+        """Validate the values of ``other`` for all fields of ``d``, at the path ``at``."""
+        if d.keys() != other.keys():
+            _refuse_keys(d, other, at)
+        on_cpu, lead = d._device is CPU, self.lead
+        encoders: Mapping[str, object] = other._policy.encoders if isinstance(other, TreeDict) else {}
+        for key, target in d.items():
+            value: Any = other[key]
+            # Most values fit as they are: a tensor of the same dtype on the same device, of the shape of the rows.
+            fits = (
+                type(value) is Tensor
+                and type(target) is Tensor
+                and value.dtype is target.dtype
+                and (value.is_cpu if on_cpu else value.device == target.device)
+                and value.shape == lead + target.shape[1:]
+            )
+            if key in encoders and d._policy.encoders.get(key, encoders[key]) != encoders[key]:
+                ours = d._policy.encoders[key]
+                raise ValueError(
+                    f"{dotted((*at, key))} is encoded with {ours!r}, the given value with {encoders[key]!r}"
+                )
+            if fits:
+                self.paths.append((*at, key))
+                self.targets.append(target)
+                self.values.append(value)
+            else:
+                self.add(d, key, target, value, (*at, key))
+
+    def add(self, d: TreeDict[Any], key: str, target: Any, value: Any, path: Path) -> None:
+        """Convert and validate one value for a field of ``d``."""
+        if not isinstance(target, (Tensor, TreeDict)):
+            self.add_objects(target, value, path)
+            return
+        given = value
+        if not (isinstance(target, TreeDict) and isinstance(value, Mapping)):
+            converted = d._untyped_subset(())
+            insert(converted, {key: value}, at=path[:-1])
+            value = converted[key]
+        if isinstance(target, TreeDict) and isinstance(value, Mapping):
+            self.add_dict(cast("TreeDict[Any]", target), cast("Mapping[str, Any]", value), path)
+        elif isinstance(target, Tensor) and isinstance(value, Tensor):
+            shape = (*self.lead, *target.shape[1:])
+            self.paths.append(path)
+            self.targets.append(target)
+            self.values.append(_fitted(target.dtype, shape, value, d._policy.encoders.get(key), path))
+        else:
+            what = "a nested dict" if isinstance(target, TreeDict) else "a tensor"
+            raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")
+
+    def add_objects(self, target: object, value: Any, path: Path) -> None:
+        """Validate objects for a kept list with one object per row. Any other kept object belongs to no row."""
+        kept = cast("list[Any]", target)
+        given: Any = value
+        if not isinstance(target, list) or len(kept) != self.count:
+            if value is not target:
+                raise ValueError(
+                    f"{dotted(path)} is a kept object and not one per row, so rows cannot set it; pass the same object"
+                )
+            return
+        if self.lead and not (isinstance(value, list) and len(cast("list[Any]", value)) == self.lead[0]):
+            raise ValueError(
+                f"{dotted(path)}: expected a list of {self.lead[0]} objects for these rows, got {value!r:.60}"
+            )
+        try:
+            tensor_at = find_tensor(given)
+        except TooDeep:
+            raise ValueError(f"{dotted(path)} is nested more than {DEPTH} levels deep; flatten it first") from None
+        if tensor_at is not None:
+            where = f"holds a tensor at {tensor_at}" if tensor_at else "is a tensor"
+            raise TypeError(f"{dotted(path)} is a kept list, which holds no tensors; the given value {where}")
+        self.objects.append((kept, list(given) if self.lead else given))
+
+    def run(self) -> None:
+        """Write all values and objects."""
+        for path, target in zip(self.paths, self.targets, strict=True):
+            if target.dim() and len(target) > 1 and target.layout is torch.strided and not target.stride(0):
+                raise ValueError(f"{dotted(path)} is an expanded tensor, whose rows share memory; clone() it first")
+        index, targets, values = self.index, self.targets, self.values
+        if share_memory(targets, values):
+            values = [value.clone() for value in values]
+        if isinstance(index, Tensor) and share_memory(targets, [index]):
+            index = index.clone()
+        if can_write(targets, values):
+            write_rows(targets, index, values)
+        else:
+            self.run_each(index, values)
+        for kept, value in self.objects:
+            if isinstance(index, Tensor):
+                for i, item in zip(integers(index), value, strict=True):
+                    kept[i] = item
+            else:
+                kept[index] = value
+
+    def run_each(self, index: Index, values: Sequence[Tensor]) -> None:
+        """Write one field at a time, as a write can fail. Then undo the writes before it."""
+        before = [target[index].clone() for target in self.targets]
+        done = 0
+        try:
+            for path, target, value in zip(self.paths, self.targets, values, strict=True):
+                try:
+                    target[index] = value
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # for example, the field is a leaf that requires grad, or is expanded
+                    raise RuntimeError(f"{dotted(path)}: {error}") from error
+                done += 1
+        except BaseException:
+            for target, old in zip(self.targets[:done], before, strict=False):
+                target[index] = old
+            raise
+
+
+def _refuse_keys(d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:
+    missing, extra = d.keys() - other.keys(), other.keys() - d.keys()
+    what = f"lacks {dotted((*at, min(missing)))}" if missing else ""
+    what = what or f"has {dotted((*at, str(min(extra, key=str))))}, which is not in this dict"
+    raise ValueError(f"rows are set from all fields at once; the given mapping {what}")
+
+
+def _fitted(dtype: torch.dtype, shape: Sequence[int], value: Tensor, encoder: object, path: Path) -> Tensor:
+    """Pad and expand ``value`` to ``shape``. Raises ``ValueError`` if it does not fit."""
+    number = None if encoder is None or not shape else padding(encoder, value)
+    if number is not None:
+        if value.shape[-1] > shape[-1]:
+            raise ValueError(
+                f"{dotted(path)}: a string of {value.shape[-1]} bytes does not fit this field of {shape[-1]}"
+            )
+        value = F.pad(value, (0, shape[-1] - value.shape[-1]), value=number)
+    if not torch.can_cast(value.dtype, dtype):
+        raise ValueError(f"{dotted(path)}: {value.dtype} cannot be written into {dtype}; convert it first")
+    try:
+        return value.expand(shape)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        message = f"{dotted(path)}: expected {list(shape)} for these rows, got {list(value.shape)}"
+        raise ValueError(message) from error
