@@ -185,6 +185,7 @@ class TestRows:
         assert message in str(caught.value) and not d["x"].any() and not d["n", "y"].any()
 
     @pytest.mark.parametrize("dtype", sorted(PACKABLE, key=str), ids=str)
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
     def test_every_dtype_can_be_set(self, dtype: torch.dtype) -> None:
         data = torch.arange(5 * 3 * dtype.itemsize).to(torch.uint8).remainder(2)
         d = DeviceDict({"x": data.view(dtype).reshape(5, 3), "y": data.view(dtype)[:5].clone()})

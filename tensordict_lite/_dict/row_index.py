@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import dtype_name
+from .._memory.device import CPU
 from .._memory.packed import intercepted
 
 
@@ -19,6 +20,9 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
     Raises ``TypeError`` for an invalid index, ``IndexError`` for a row that is out of range. Indices on an accelerator
     are not compared with ``count``, as that would synchronize; the kernels of torch check them.
     """
+    if type(given) is Tensor and given.dtype is torch.int64 and given.dim() == 1:  # most indices
+        at = _from_zero(given, count)
+        return at if at.is_cpu and device is CPU else at.to(device)
     if isinstance(given, Tensor):
         at = given
     elif isinstance(given, (list, range, np.ndarray)):
@@ -79,7 +83,7 @@ def _from_zero(at: Tensor, count: int) -> Tensor:
     if at.is_cpu and not intercepted():
         if not at.numel():
             return at
-        low, high = int(at.min()), int(at.max())
+        low, high = [bound.item() for bound in torch.aminmax(at)]
         if low < -count or high >= count:
             raise IndexError(f"row {high if high >= count else low} is out of range, there are {count}")
         if low >= 0:

@@ -12,14 +12,18 @@ from torch.nn import functional as F
 from .._encoders.protocol import padding
 from .._errors import DEPTH, Path, TooDeep, described, dotted
 from .._memory.device import CPU
-from .._memory.rows import Index, can_write, share_memory, write_rows
+from .._memory.packed import intercepted
+from .._memory.rows import copy_rows, set_rows, share_memory
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict
 from .insert import insert
 from .row_index import integers
 
+Index = int | slice | Tensor
+"""The rows to write: one row, a slice, or int64[n] on the device of the dict."""
 
-def set_rows(d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: int) -> None:
+
+def write_rows(d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: int) -> None:
     """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing."""
     if not isinstance(cast(object, other), Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
@@ -37,55 +41,65 @@ class _Plan:
             self.lead: tuple[int, ...] = (len(index),)
         else:
             self.lead = (len(range(count)[index]),) if isinstance(index, slice) else ()
-        self.paths: list[Path] = []
+        self.paths: list[tuple[Path, str]] = []  # of the dict that has the target, and the key of the target
         self.targets: list[Tensor] = []
+        self.rows: list[Tensor] = []  # the views to write into; the targets themselves for an index that gives copies
         self.values: list[Tensor] = []
         self.objects: list[tuple[list[Any], Any]] = []
+        self.can_fail = intercepted()
 
     def add_dict(self, d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:
         """Validate the values of ``other`` for all fields of ``d``, at the path ``at``."""
         if d.keys() != other.keys():
             _refuse_keys(d, other, at)
-        on_cpu, lead = d._device is CPU, self.lead
-        encoders: Mapping[str, object] = other._policy.encoders if isinstance(other, TreeDict) else {}
+        if isinstance(other, TreeDict) and other._policy is not d._policy:
+            _refuse_encoders(d._policy.encoders, other._policy.encoders, d, at)
+        index = None if isinstance(self.index, Tensor) else self.index
+        on_cpu, strided, inference = d._device is CPU, torch.strided, torch.is_inference_mode_enabled()
         for key, target in d.items():
             value: Any = other[key]
             # Most values fit as they are: a tensor of the same dtype on the same device, of the shape of the rows.
-            fits = (
+            if not (
                 type(value) is Tensor
                 and type(target) is Tensor
                 and value.dtype is target.dtype
                 and (value.is_cpu if on_cpu else value.device == target.device)
-                and value.shape == lead + target.shape[1:]
-            )
-            if key in encoders and d._policy.encoders.get(key, encoders[key]) != encoders[key]:
-                ours = d._policy.encoders[key]
-                raise ValueError(
-                    f"{dotted((*at, key))} is encoded with {ours!r}, the given value with {encoders[key]!r}"
-                )
-            if fits:
-                self.paths.append((*at, key))
-                self.targets.append(target)
-                self.values.append(value)
-            else:
-                self.add(d, key, target, value, (*at, key))
+                and target.layout is strided
+            ):
+                self.add(d, key, target, value, at)
+                continue
+            row = target if index is None else target[index]
+            if value.shape != (row.shape if index is not None else self.lead + target.shape[1:]):
+                self.add(d, key, target, value, at)
+                continue
+            self.paths.append((at, key))
+            self.targets.append(target)
+            self.rows.append(row)
+            self.values.append(value)
+            # The conditions of `_is_simple`, written out: a call for each field takes a tenth of the whole time.
+            simple = target.is_contiguous() and not target.requires_grad and (inference or not target.is_inference())
+            if value.requires_grad or not simple:
+                self.can_fail = True
 
-    def add(self, d: TreeDict[Any], key: str, target: Any, value: Any, path: Path) -> None:
+    def add(self, d: TreeDict[Any], key: str, target: Any, value: Any, at: Path) -> None:
         """Convert and validate one value for a field of ``d``."""
+        path = (*at, key)
         if not isinstance(target, (Tensor, TreeDict)):
             self.add_objects(target, value, path)
             return
         given = value
         if not (isinstance(target, TreeDict) and isinstance(value, Mapping)):
             converted = d._untyped_subset(())
-            insert(converted, {key: value}, at=path[:-1])
+            insert(converted, {key: value}, at=at)
             value = converted[key]
         if isinstance(target, TreeDict) and isinstance(value, Mapping):
             self.add_dict(cast("TreeDict[Any]", target), cast("Mapping[str, Any]", value), path)
         elif isinstance(target, Tensor) and isinstance(value, Tensor):
             shape = (*self.lead, *target.shape[1:])
-            self.paths.append(path)
+            self.paths.append((at, key))
             self.targets.append(target)
+            self.rows.append(target if isinstance(self.index, Tensor) else target[self.index])
+            self.can_fail = self.can_fail or not _is_simple(target) or value.requires_grad
             self.values.append(_fitted(target.dtype, shape, value, d._policy.encoders.get(key), path))
         else:
             what = "a nested dict" if isinstance(target, TreeDict) else "a tensor"
@@ -116,18 +130,18 @@ class _Plan:
 
     def run(self) -> None:
         """Write all values and objects."""
-        for path, target in zip(self.paths, self.targets, strict=True):
-            if target.dim() and len(target) > 1 and target.layout is torch.strided and not target.stride(0):
-                raise ValueError(f"{dotted(path)} is an expanded tensor, whose rows share memory; clone() it first")
         index, targets, values = self.index, self.targets, self.values
         if share_memory(targets, values):
             values = [value.clone() for value in values]
         if isinstance(index, Tensor) and share_memory(targets, [index]):
             index = index.clone()
-        if can_write(targets, values):
-            write_rows(targets, index, values)
-        else:
+        if self.can_fail:
             self.run_each(index, values)
+        elif isinstance(index, Tensor):
+            for target, value in zip(targets, values, strict=True):
+                set_rows(target, index, value)
+        else:
+            copy_rows(self.rows, values)
         for kept, value in self.objects:
             if isinstance(index, Tensor):
                 for i, item in zip(integers(index), value, strict=True):
@@ -137,12 +151,19 @@ class _Plan:
 
     def run_each(self, index: Index, values: Sequence[Tensor]) -> None:
         """Write one field at a time, as a write can fail. Then undo the writes before it."""
+        paths = [(*at, key) for at, key in self.paths]
+        for path, target in zip(paths, self.targets, strict=True):
+            if target.layout is torch.strided and len(target) > 1 and not target.stride(0):
+                raise ValueError(f"{dotted(path)} is an expanded tensor, whose rows share memory; clone() it first")
         before = [target[index].clone() for target in self.targets]
         done = 0
         try:
-            for path, target, value in zip(self.paths, self.targets, values, strict=True):
+            for path, target, value in zip(paths, self.targets, values, strict=True):
                 try:
-                    target[index] = value
+                    if isinstance(index, Tensor) and type(target) is Tensor:
+                        set_rows(target, index, value)
+                    else:
+                        target[index] = value
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:  # for example, the field is a leaf that requires grad, or is expanded
@@ -152,6 +173,23 @@ class _Plan:
             for target, old in zip(self.targets[:done], before, strict=False):
                 target[index] = old
             raise
+
+
+def _is_simple(target: Tensor) -> bool:
+    """Whether no write into a tensor can fail. It can for tensors of autograd or inference mode, and expanded ones."""
+    return (
+        type(target) is Tensor
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and not target.requires_grad
+        and (torch.is_inference_mode_enabled() or not target.is_inference())
+    )
+
+
+def _refuse_encoders(ours: Mapping[str, object], theirs: Mapping[str, object], d: TreeDict[Any], at: Path) -> None:
+    for key, encoder in theirs.items():
+        if key in d and key in ours and ours[key] != encoder:
+            raise ValueError(f"{dotted((*at, key))} is encoded with {ours[key]!r}, the given value with {encoder!r}")
 
 
 def _refuse_keys(d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:

@@ -16,7 +16,7 @@ from .._errors import Path, dotted
 from .._memory.rows import take_batch, take_rows
 from .._tree.tree import TreeDict, tensor_paths
 from .row_index import integers, row_index
-from .row_writes import set_rows
+from .row_writes import write_rows
 
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -87,7 +87,7 @@ class Rows(Generic[D]):
         """
         d = self._dict
         count = _count(d)
-        set_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
+        write_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
     def __iter__(self) -> Iterator[D]:
         """Yield every row as ``d.rows[i]``."""
