@@ -115,13 +115,13 @@ def split(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
 
 @lru_cache(maxsize=1024)  # every batch has the same few shapes, and the computation takes 2 us
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> Sizes:
-    """The stride that ``torch.empty_like`` gives for this shape and stride.
+    """The stride that ``torch.empty_like`` gives for this shape and stride; row-major for an expanded tensor.
 
-    That is ``stride`` itself if it has no gap and no overlap, as for a transposed or channels_last tensor. Else it is
-    dense, with the dimensions in the same order. If a dimension is expanded, it is row-major.
+    That is ``stride`` itself if it has no gap and no overlap, as for a transposed or channels_last tensor. Otherwise
+    the result is dense, with the dimensions in the same order.
     """
     wide = [i for i, size in enumerate(shape) if size != 1]  # torch never uses the strides of the others
-    order = sorted(wide, key=lambda i: (stride[i], -i))  # from the innermost
+    order = sorted(wide, key=lambda i: (stride[i], shape[i], -i))  # from the innermost; ties in torch's order
     if 0 in shape or all(stride[i] == expected for i, expected in zip(order, _products(shape, order), strict=True)):
         return tuple(stride)
     if 0 in (stride[i] for i in wide):

@@ -13,13 +13,13 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
+from threading import main_thread
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper  # a DataLoader raises the error inside when it receives one
-from torch.utils.data import get_worker_info
 
 from .._encoders.protocol import EncodeOnly, StringEncoder
 from .._errors import Path, TooDeep, dotted
@@ -199,45 +199,39 @@ def _named(d: TreeDict[Any], error: Exception) -> Exception:
 
 
 def _in_place_of(d: TreeDict[Any], named: Exception, cause: Exception) -> tuple[Any, ...]:
-    """The reduction of the error, if a queue's thread pickles ``d`` and would drop the error. Else raises ``named``."""
-    feed = _frame_of("_feed")
+    """Send the error instead of the dict if a queue's thread pickles the dict, since that thread drops errors.
+
+    In any other thread, raises ``named``. For a message of a DataLoader, the whole batch is replaced: an error inside
+    the batch would end its unpickling, and the DataLoader would wait for the batch forever.
+    """
+    feed = _frame_of("_feed", sys._getframe())
     dropped = cast(Any, Queue)._on_queue_feeder_error
     if feed is None or feed.f_locals.get("onerror") is not dropped:  # the queue of ProcessPoolExecutor reports errors
         raise named from cause
-    worker = get_worker_info()
-    where = "in a process that sends to this one" if worker is None else f"in DataLoader worker process {worker.id}"
-    message = feed.f_locals.get("obj")  # a DataLoader sends (index, batch)
-    alone = worker is not None and type(message) is tuple and len(cast(Any, message)) == 2 and message[1] is d
-    return arrive, (named, where, alone)
+    waiting = feed.f_locals["buffer"]  # the messages that the thread sends next
+    loop = _frame_of("_worker_loop", sys._current_frames().get(main_thread().ident or 0))
+    if loop is None or getattr(loop.f_locals.get("data_queue"), "_buffer", None) is not waiting:
+        return arrive, (named, "in a process that sends to this one")
+    named.__cause__ = None  # the message is complete without the traceback of the trial
+    batch = _wrapped(named, f"in DataLoader worker process {loop.f_locals['worker_id']}")
+    index, content = feed.f_locals["obj"]
+    # The StatefulDataLoader of torchdata sends the state of the worker beside the batch.
+    stateful = loop.f_globals["__name__"].startswith("torchdata.")
+    waiting.appendleft((index, (batch, *content[1:]) if stateful else batch))
+    raise IndexError  # the thread takes this error for an empty buffer, and continues with the new message
 
 
-def arrive(error: Exception, where: str, alone: bool) -> Any:
-    """Raise the error of the sender in the receiver.
-
-    ``alone``: the dict was the whole batch of a DataLoader. Then return an `ExceptionWrapper`, and the DataLoader
-    raises its error. The DataLoader does not search for wrappers inside a batch.
-    """
-    wrapped = ExceptionWrapper((type(error), error, None), where)  # pyright: ignore[reportArgumentType]
-    if alone:
-        return wrapped
-    if _frame_of("_pin_memory_loop") is not None:  # an exception here would end the thread silently
-        return _Unpinnable(wrapped)
-    wrapped.reraise()
+def arrive(error: Exception, where: str) -> None:
+    """Raise the error of the sender in the receiver."""
+    _wrapped(error, where).reraise()
 
 
-class _Unpinnable:
-    """Replaces a part of a batch. Raises in ``pin_memory``, where the DataLoader catches errors and reports them."""
-
-    def __init__(self, error: ExceptionWrapper) -> None:
-        self._error = error
-
-    def pin_memory(self, device: object = None) -> None:
-        self._error.reraise()
+def _wrapped(error: Exception, where: str) -> ExceptionWrapper:
+    return ExceptionWrapper((type(error), error, None), where)  # pyright: ignore[reportArgumentType]
 
 
-def _frame_of(function: str) -> FrameType | None:
-    """The innermost frame of ``function`` on the stack of this thread; None if there is none."""
-    frame = sys._getframe()
+def _frame_of(function: str, frame: FrameType | None) -> FrameType | None:
+    """The innermost call of ``function`` on the stack that ends at ``frame``; None if there is none."""
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
     return frame
