@@ -10,7 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensordict_lite._memory.layout import ALIGNMENT, Group, aligned, cast_groups, dense_stride, lay_out, row_major, split
+from tensordict_lite._memory.layout import (
+    ALIGNMENT,
+    Group,
+    aligned,
+    cast_groups,
+    dense_stride,
+    lay_out,
+    row_major,
+    split,
+)
 
 F, D, L, B = torch.float32, torch.float64, torch.int64, torch.bool
 
