@@ -898,7 +898,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict.from_tensordict(TensorDict({"x": torch.ones(2)}, batch_size=[2]))["x"]
         tensor([1., 1.])
         """
-        return cls(_plain(td), **options)
+        return cls(_nested_items(td), **options)
 
     def to_tensordict(self, batch_size: Sequence[int] | None = None) -> Any:
         """Return a ``tensordict.TensorDict`` of the same tensors on the same device. Needs ``tensordict``.
@@ -993,14 +993,14 @@ class DeviceDict(TreeDict[V]):
         insert(self, {path[0]: value}, at=at)  # pyright: ignore[reportGeneralTypeIssues]  (it is not empty)
 
 
-def _plain(td: Any) -> dict[str, Any]:
+def _nested_items(td: Any) -> dict[str, Any]:
     """A plain nested dict of the items of a TensorDict. ``td[key]`` unwraps non-tensor data."""
     if not hasattr(td, "keys"):
         raise TypeError(f"expected a TensorDict or another mapping, got {type(td).__name__}")
     out: dict[str, Any] = {}
     for key in td.keys():  # noqa: SIM118  (iterating a TensorDict gives its rows)
         value = td[key]
-        out[key] = _plain(value) if hasattr(value, "keys") else value
+        out[key] = _nested_items(value) if hasattr(value, "keys") else value
     return out
 
 

@@ -61,7 +61,7 @@ def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, L
     def policy(one: Policy, at: Path) -> dict[str, Any]:
         default = one.default_encoder
         return {
-            "encoders": {_plain(key): number(given, (*at, key)) for key, given in one.encoders.items()},
+            "encoders": {_plain_str(key): number(given, (*at, key)) for key, given in one.encoders.items()},
             "default": None if default == Utf8() else number(default, (*at, "*")),
             **one.settings_to_json(),
         }
@@ -72,9 +72,9 @@ def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, L
         items: list[Any] = []
         for key, value in one.items():
             if isinstance(value, TreeDict):
-                items.append([_plain(key), node(cast("TreeDict[Any]", value), (*at, key))])
+                items.append([_plain_str(key), node(cast("TreeDict[Any]", value), (*at, key))])
             else:
-                items.append([_plain(key), len(leaves)])
+                items.append([_plain_str(key), len(leaves)])
                 leaves.append(((*at, key), value))
         of_its_class = own and one._policy is one._class_policy
         given = OF_ITS_CLASS if of_its_class else policies.number(one._policy, lambda: policy(one._policy, at))
@@ -94,7 +94,7 @@ def _encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
         return instead(encoder, error)
 
 
-def _plain(key: str) -> str:
+def _plain_str(key: str) -> str:
     """The key as a plain ``str``. Its class may be a subclass of ``str``, such as an enum or a NumPy string."""
     return key if type(key) is str else str.__str__(key)
 
