@@ -23,7 +23,7 @@ from torch._utils import ExceptionWrapper  # a DataLoader raises the error insid
 
 from .._encoders.protocol import EncodeOnly, StringEncoder
 from .._errors import Path, TooDeep, dotted
-from .tree import TreeDict, packed_state, reduce_args
+from .tree import TreeDict, dicts_of, packed_state, reduce_args
 from .walk import only_tensors
 
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -43,8 +43,8 @@ _pickled: list[object] = []
 def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     """The reduction of ``d`` for another process.
 
-    Raises an error that names the field or class if ``d`` cannot be pickled. The thread of a queue would drop the
-    error: there, returns the reduction of the error. Cost: O(fields). A dict that is not plain is pickled here.
+    Raises an error that names the field or class if ``d`` cannot be pickled. In the thread of a queue, which drops
+    errors, sends the error to the receiver. Cost: O(fields). A dict that is not plain is pickled here.
     """
     try:
         state = packed_state(d)
@@ -53,8 +53,9 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
         data = _dumps(_Pickler, d)
     except Exception as error:
         return _in_place_of(d, _named(d, error), error)
-    for _, encoder in _encoders(d, ()):
-        _remember(encoder)
+    for one in dicts_of(d):
+        for _, encoder in _encoders(one, ()):
+            _remember(encoder)
     return pickle.loads, (data,)
 
 
@@ -67,7 +68,7 @@ def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH)
         return False
     if d._device is None or d._device.type not in _DEVICES:
         return False
-    if d._policy is not d._class_policy and not all(_is_known(encoder) for _, encoder in _encoders(d, (), deep=False)):
+    if d._policy is not d._class_policy and not all(_is_known(encoder) for _, encoder in _encoders(d, ())):
         return False
     left = [value for value in d.values() if id(value) not in packed] if packed else d.values()
     if only_tensors(left):
@@ -92,7 +93,7 @@ def refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
         where = f"{dotted(at)}: the" if at else "the"
         _try(cls, f"{where} class {cls.__qualname__}", "define it at the top of a module")
     if d._policy is not d._class_policy:
-        for path, encoder in _encoders(d, at, deep=False):
+        for path, encoder in _encoders(d, at):
             if not _is_known(encoder):
                 which = f"{dotted(path)}: the" if path else "the default"
                 _try(encoder, f"{which} encoder {encoder!r}", "use a function or class of a module")
@@ -128,14 +129,11 @@ def _is_importable(cls: type[Any]) -> bool:
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
-def _encoders(d: TreeDict[Any], at: Path, *, deep: bool = True) -> Iterator[tuple[Path, StringEncoder]]:
-    """The encoders of ``d`` with the paths of their keys; the path of the default encoder is empty."""
+def _encoders(d: TreeDict[Any], at: Path) -> Iterator[tuple[Path, StringEncoder]]:
+    """The encoders of ``d`` with the paths of their keys. The path of the default encoder is empty."""
     for key, encoder in d._policy.encoders.items():
         yield (*at, key), encoder
     yield (), d._policy.default_encoder
-    for key, value in d.items() if deep else ():
-        if isinstance(value, TreeDict):
-            yield from _encoders(cast("TreeDict[Any]", value), (*at, key))
 
 
 def _is_known(encoder: StringEncoder) -> bool:
