@@ -88,7 +88,7 @@ class TestForgery:
         (plan(root={"policy": 1, "items": [["x", 0]]}), "it has no policy 1"), (plan(root={"policy": -1, "items": [["x", 0]]}), "it has no policy -1"), (nested(DEPTH), f"it is nested {DEPTH} levels deep or more"),
         (nested(300), f"it is nested {DEPTH} levels deep or more"), (plan(tensors=["y"]), "its tree and its tensors have different names"), (plan(tensors=["x", "x"]), "its tree and its tensors have different names"),
         (plan(tensors=[["x", "float32"]]), "its list of tensors is damaged"), (plan(tensors=[["x"]]), "its list of tensors is damaged"), (plan(tensors=[["x", []]]), "its list of tensors is damaged"),
-        (plan(tensors=[["x", "complex128"]]), "complex128 is stored as pairs of torch.float64, got torch.float32 of shape [2]"), (plan(tensors=[[{}, None]]), "its tree and its tensors have different names"),
+        (plan(tensors=[["x", "complex128"]]), "complex128 is stored as pairs of torch.float64, got torch.float32 of shape [2]"), (plan(tensors=[[{}, None]]), "its tree and its tensors have different names"), (plan(tensors=["x", [3, None]]), "its tree and its tensors have different names"),
         (with_policy(on_mismatch="explode"), "on_mismatch is 'error' or 'move', got 'explode'"), (with_policy(objects=3), "objects is 'error' or 'keep', got 3"), (with_policy(dtype="int64"), "'int64' is no dtype of host values"),
         (with_policy(dtype=[]), "[] is no dtype of host values"), (with_policy(encoders={"x": 0}), "it has no encoder 0"), (with_policy(default="x"), "it has no encoder 'x'"), (with_policy(encoders=[]), "'encoders' of a policy is no dict"),
         ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "os.system"}]}, "the encoder of 'x': no encoder is registered as 'os.system'; known are"),
@@ -430,6 +430,7 @@ class TestReading:
 
         class Spy:
             def __init__(self, *args: Any, **kwargs: Any) -> None:
+                assert args[0].startswith("/proc/self/fd/"), "the open file, since the path may be replaced"
                 self.file = real(*args, **kwargs)
 
             def __enter__(self) -> Spy:
@@ -448,6 +449,45 @@ class TestReading:
 
         monkeypatch.setattr(safetensors, "safe_open", Spy)
         assert load(path) == d and read == ["e"]
+
+    @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mapped files are listed in /proc only")
+    def test_an_aligned_tensor_is_the_mapped_memory(self, tmp_path: Path) -> None:
+        path = saved(DeviceDict({"x": torch.arange(3.0), "y": torch.ones(2)}), tmp_path / "d")
+        d = load(path)
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+        spans = [[int(end, 16) for end in line[0].split("-")] for line in maps]
+        assert all(any(start <= x.data_ptr() < end for start, end in spans) for x in d.values())
+
+    def test_a_default_device_has_no_effect(self, tmp_path: Path) -> None:
+        path = saved(DeviceDict({"x": torch.arange(3.0), "e": torch.zeros(0)}, device="cpu"), tmp_path / "d")
+        with torch.device("meta"):
+            d = load(path)
+        assert d.device == torch.device("cpu") and d["x"].tolist() == [0, 1, 2]
+
+    def test_the_most_dimensions(self, tmp_path: Path) -> None:
+        d = DeviceDict({"x": torch.ones([1] * 64)})
+        assert load(saved(d, tmp_path / "d")) == d
+
+    @pytest.mark.parametrize("shape", [(), (3,), (2, 1)])
+    def test_pairs_that_are_none(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+        path = forged(
+            tmp_path / "d", plan(tensors=[["x", "complex128"]]), {"x": torch.ones(shape, dtype=torch.float64)}
+        )
+        with pytest.raises(InvalidFileError) as caught:
+            load(path)
+        expected = f"complex128 is stored as pairs of torch.float64, got torch.float64 of shape {list(shape)}"
+        assert str(caught.value) == f"{path}: not a valid file: {expected}"
+
+    def test_a_manifest_of_the_largest_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, text = forged(tmp_path / "d", plan()), json.dumps(plan())
+        monkeypatch.setattr(reading, "_MAX_MANIFEST", len(text))
+        monkeypatch.setattr(reading, "_MAX_BRACKETS", text.count("[") + text.count("{"))
+        assert load(path) == {"x": torch.ones(2)}
+        for limit in ("_MAX_MANIFEST", "_MAX_BRACKETS"):
+            with monkeypatch.context() as patch:
+                patch.setattr(reading, limit, getattr(reading, limit) - 1)
+                with pytest.raises(InvalidFileError, match=f"its manifest takes {len(text)} characters"):
+                    load(path)
 
     def test_a_write_to_a_loaded_dict_does_not_change_the_file(self, tmp_path: Path) -> None:
         path = saved(DeviceDict({"x": torch.ones(1000)}), tmp_path / "d")
