@@ -23,6 +23,7 @@ from tensordict_lite import (
     DeviceDict,
     Hashing,
     InvalidFileError,
+    Tokenizer,
     Utf8,
     load,
     save,
@@ -288,12 +289,6 @@ class TestLinear:
         assert again.encoders == expected and again["0"].encoders["y"] == Hashing(8) and "x" not in again["0"].encoders  # pyright: ignore[reportAttributeAccessIssue]
         assert pickle.loads(pickle.dumps(again))._policy == again._policy == again.clone()._policy
 
-    def test_many_dimensions_are_refused(self, tmp_path: Path) -> None:
-        header = json.dumps({"x": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}).encode()
-        (tmp_path / "d").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
-        with pytest.raises(InvalidFileError, match="'x' has 65 dimensions"):
-            load(tmp_path / "d")
-
 
 def test_brackets_of_both_kinds_count(tmp_path: Path) -> None:
     with pytest.raises(InvalidFileError, match="its manifest takes 1800000 characters"):
@@ -464,6 +459,12 @@ class TestReading:
             d = load(path)
         assert d.device == torch.device("cpu") and d["x"].tolist() == [0, 1, 2]
 
+    def test_many_dimensions_are_refused(self, tmp_path: Path) -> None:
+        header = json.dumps({"x": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}}).encode()
+        (tmp_path / "d").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+        with pytest.raises(InvalidFileError, match="'x' has 65 dimensions"):
+            load(tmp_path / "d")
+
     def test_the_most_dimensions(self, tmp_path: Path) -> None:
         d = DeviceDict({"x": torch.ones([1] * 64)})
         assert load(saved(d, tmp_path / "d")) == d
@@ -493,3 +494,26 @@ class TestReading:
         path = saved(DeviceDict({"x": torch.ones(1000)}), tmp_path / "d")
         load(path)["x"].zero_()
         assert load(path)["x"].sum() == 1000
+
+
+def test_files_are_written_on_little_endian_machines_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "byteorder", "big")
+    with pytest.raises(NotImplementedError, match=r"^files are written on little-endian machines only$"):
+        save({"x": 1.0}, tmp_path / "d")
+    assert not os.listdir(tmp_path)
+
+
+class Characters:
+    def __call__(self, strings: list[str], **_: Any) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([[ord(c) for c in string] for string in strings])}
+
+    def batch_decode(self, ids: Tensor, **_: Any) -> list[str]:
+        return ["".join(map(chr, row)) for row in ids.tolist()]
+
+
+def test_a_tokenizer_is_given_to_load(tmp_path: Path) -> None:
+    encoder = Tokenizer(Characters())
+    path = saved(DeviceDict({"n": {"t": ["ab", "cd"]}}, encoders={"t": encoder}), tmp_path / "d")
+    with pytest.raises(InvalidFileError, match=r"'t' was encoded with a tokenizer, which is not made from a file"):
+        load(path)
+    assert load(path, encoders={"t": encoder}).decode(("n", "t")) == ["ab", "cd"]

@@ -402,3 +402,33 @@ class Big:
 
     def decode(self, codes: Any) -> list[str]:
         return [""] * len(codes)
+
+
+class Unsteady:
+    """Its first pickle fails, and the second does not."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def __reduce__(self) -> Any:
+        self.tries += 1
+        if self.tries == 1:
+            raise ValueError("not yet")
+        return Unsteady, ()
+
+
+class TestOtherErrors:
+    def test_an_error_that_the_trial_does_not_repeat(self) -> None:
+        with pytest.raises(TypeError, match=r"^this Keeps cannot be sent to another process: not yet$"):
+            ForkingPickler.dumps(Keeps({"o": Unsteady()}))
+
+    def test_too_deep_to_search(self) -> None:
+        d = DeviceDict({"x": torch.ones(2)})
+        for _ in range(2000):
+            d = DeviceDict._new({"a": d}, d.device, DeviceDict._class_policy)
+        message = r"^this DeviceDict is nested too deep to be sent to another process; send d\.flatten\(\)$"
+        with pytest.raises(ValueError, match=message):
+            ForkingPickler.dumps(d)
+
+    def test_a_device_without_shared_memory_is_tried(self) -> None:
+        assert not sendable_module.is_plain(DeviceDict({"x": torch.ones(1, device="meta")}))

@@ -187,3 +187,25 @@ def rebuild_of(*arguments: Any) -> Any:
 
 def len_of(strings: Any) -> Tensor:
     return torch.tensor([len(s) for s in strings])
+
+
+def test_each_dict_on_its_own_device() -> None:
+    d = DeviceDict({"x": torch.ones(1), "n": {"y": torch.ones(1)}})
+    leaves, spec = torch.utils._pytree.tree_flatten(d)
+    again = torch_saved_and_loaded(torch.utils._pytree.tree_unflatten([leaves[0], leaves[1].to("meta")], spec))
+    assert again._device is None and again["n"].device == torch.device("meta")
+
+
+def test_a_dict_without_tensors_keeps_a_device_that_is_not_here() -> None:
+    rebuild, (made, classes, leaves, _, buffer, specs) = DeviceDict({"n": {}}).__reduce_ex__(2)
+    again = rebuild(made, classes, leaves, "cuda:5", buffer, specs)
+    assert again.device == again["n"].device == torch.device("cuda:5")
+
+
+def test_an_object_that_is_too_deep_to_search() -> None:
+    deep = torch.nn.Sequential()
+    for _ in range(2000):
+        deep = torch.nn.Sequential(deep)
+    rebuild, (made, classes, leaves, device, buffer, specs) = Keeping({"o": 1}).__reduce_ex__(2)
+    with pytest.raises(InvalidFileError, match=r"^not a valid file: an object in it is nested too deep$"):
+        rebuild(made, classes, [(deep,), *leaves[1:]], device, buffer, specs)

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 try:
     import fcntl
-except ImportError:  # Windows
+except ImportError:  # pragma: no cover  (Windows)
     fcntl = None
 
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -155,7 +155,7 @@ def _remove_dead(path: str) -> None:
     with suppress(OSError), open(path, "rb+", opener=_open_found) as file:
         lock.flock(file.fileno(), lock.LOCK_EX | lock.LOCK_NB)  # raises if a process has the lock, or without locks
         # The writer may have renamed the file just before it released the lock. Then `path` is not this file any more.
-        if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
+        if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):  # pragma: no branch  (a race)
             os.unlink(path)
 
 

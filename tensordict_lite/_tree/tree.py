@@ -92,14 +92,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """``data`` without optional fields whose value is None."""
-        return data
+        return data  # pragma: no cover  (called for typed dicts only)
 
     def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
         """``data`` without values that mean "absent". ``at``: the path of self.
 
         Raises ``TypeError`` for a key that is not a field.
         """
-        return data
+        return data  # pragma: no cover  (called for typed dicts only)
 
     def _commit(
         self,
@@ -228,7 +228,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     @staticmethod
     def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
         """The reduction for a process that shares memory with this one."""
-        return reduce_args(d)
+        return reduce_args(d)  # pragma: no cover  (`DeviceDict` overrides this method)
 
     def _compacted(self) -> Self:
         """This dict, or a packed copy if a tensor is a slice of a larger storage. Pickle writes whole storages."""
