@@ -361,7 +361,7 @@ class TestHuggingFace:
     def test_a_file_outside_the_folder_is_refused(self, tokenizer: Any) -> None:
         data = encoder_to_json(Tokenizer(tokenizer))
         data["files"]["../evil"] = {"text": ""}
-        with pytest.raises(ValueError, match="lies inside its folder"):
+        with pytest.raises(ValueError, match="must be inside its folder"):
             encoder_from_json(data)
 
     def test_without_wrapping_the_way_out_is_told(self, tokenizer: Any) -> None:

@@ -81,21 +81,21 @@ class TestForgery:
         ("", "Expecting value"), ("[" * 100_000, ""), ("[" * 600_000, "its manifest takes 600000 characters"), ("null", "it does not list its tensors"), (" " * (17 << 20), "its manifest takes"),
         ('{"version": 1e999}', "it does not list its tensors"), ("[]", "it does not list its tensors"), (plan(version=2), "its version is 2, and this package reads version 1; update the package"),
         (plan(version="1"), "it has no version"), (plan(version=True), "it has no version"), (plan(extra=1), "expected a manifest with the fields version, root, policies, encoders"),
-        (plan(root=[]), "'root' of a manifest is no dict"), (plan(root={}), "expected a dict with the fields policy, items"), (plan(policies={}), "'policies' of a manifest is no list"),
+        (plan(root=[]), "'root' of a manifest is not a dict"), (plan(root={}), "expected a dict with the fields policy, items"), (plan(policies={}), "'policies' of a manifest is not a list"),
         (plan(root={"policy": 0, "items": [["x"]]}), "an item of a dict is not a pair of key and value"), (plan(root={"policy": 0, "items": [[1, 0]]}), "an item of a dict is not a pair of key and value"),
         (plan(root={"policy": 0, "items": [["x", "y"]]}), "'x' is neither a tensor nor a dict"), (plan(root={"policy": 0, "items": [["x", 0.0]]}), "'x' is neither"), (plan(root={"policy": 0, "items": [["x", True]]}), "'x' is neither"),
-        (plan(root={"policy": 0, "items": [["x", 1]]}), "its tree does not have each of the 1 tensors once"), (plan(root={"policy": 0, "items": [["x", 0], ["y", 0]]}), "its tree does not have each"),
-        (plan(root={"policy": 0, "items": []}), "its tree does not have each of the 1 tensors once"), (plan(root={"policy": 0, "items": [["x", 0], ["x", {"policy": 0, "items": []}]]}), "a dict has a key twice"),
+        (plan(root={"policy": 0, "items": [["x", 1]]}), "its tree does not contain each of the 1 tensors exactly once"), (plan(root={"policy": 0, "items": [["x", 0], ["y", 0]]}), "its tree does not contain each of the 1 tensors exactly once"),
+        (plan(root={"policy": 0, "items": []}), "its tree does not contain each of the 1 tensors exactly once"), (plan(root={"policy": 0, "items": [["x", 0], ["x", {"policy": 0, "items": []}]]}), "a dict has a key twice"),
         (plan(root={"policy": 1, "items": [["x", 0]]}), "it has no policy 1"), (plan(root={"policy": -1, "items": [["x", 0]]}), "it has no policy -1"), (nested(DEPTH), f"it is nested {DEPTH} levels deep or more"),
         (nested(300), f"it is nested {DEPTH} levels deep or more"), (plan(tensors=["y"]), "its tree and its tensors have different names"), (plan(tensors=["x", "x"]), "its tree and its tensors have different names"),
         (plan(tensors=[["x", "float32"]]), "its list of tensors is damaged"), (plan(tensors=[["x"]]), "its list of tensors is damaged"), (plan(tensors=[["x", []]]), "its list of tensors is damaged"),
         (plan(tensors=[["x", "complex128"]]), "complex128 is stored as pairs of torch.float64, got torch.float32 of shape [2]"), (plan(tensors=[[{}, None]]), "its tree and its tensors have different names"), (plan(tensors=["x", [3, None]]), "its tree and its tensors have different names"),
         (with_policy(on_mismatch="explode"), "on_mismatch is 'error' or 'move', got 'explode'"), (with_policy(objects=3), "objects is 'error' or 'keep', got 3"), (with_policy(dtype="int64"), "'int64' is no dtype of host values"),
-        (with_policy(dtype=[]), "[] is no dtype of host values"), (with_policy(encoders={"x": 0}), "it has no encoder 0"), (with_policy(default="x"), "it has no encoder 'x'"), (with_policy(encoders=[]), "'encoders' of a policy is no dict"),
+        (with_policy(dtype=[]), "[] is no dtype of host values"), (with_policy(encoders={"x": 0}), "it has no encoder 0"), (with_policy(default="x"), "it has no encoder 'x'"), (with_policy(encoders=[]), "'encoders' of a policy is not a dict"),
         ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "os.system"}]}, "the encoder of 'x': no encoder is registered as 'os.system'; known are"),
-        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": ["utf8"]}]}, "the encoder of 'x': no encoder is registered as ['utf8']"), ({**with_policy(encoders={"x": 0}), "encoders": ["utf8"]}, "what it has for 'x' is no encoder"),
+        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": ["utf8"]}]}, "the encoder of 'x': no encoder is registered as ['utf8']"), ({**with_policy(encoders={"x": 0}), "encoders": ["utf8"]}, "its entry for 'x' is not an encoder"),
         ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "utf8", "max_length": "x"}]}, "the encoder of 'x':"), ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "vocabulary", "tokens": 3, "unknown": None}]}, "the encoder of 'x':"),
-        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "tokenizer", "files": {}, "call": {}}]}, "'x' was encoded with a tokenizer, which is not made from a file, since that would run what the file says; give it: load(..., encoders={'x': ...})"),
+        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "tokenizer", "files": {}, "call": {}}]}, "'x' was encoded with a tokenizer; load does not build it, since that would run code that the file names; pass it: load(..., encoders={'x': ...})"),
     ])  # fmt: skip
     def test_every_part_is_checked(self, tmp_path: Path, wrong: Any, message: str) -> None:
         with pytest.raises(InvalidFileError) as caught:
@@ -514,6 +514,6 @@ class Characters:
 def test_a_tokenizer_is_given_to_load(tmp_path: Path) -> None:
     encoder = Tokenizer(Characters())
     path = saved(DeviceDict({"n": {"t": ["ab", "cd"]}}, encoders={"t": encoder}), tmp_path / "d")
-    with pytest.raises(InvalidFileError, match=r"'t' was encoded with a tokenizer, which is not made from a file"):
+    with pytest.raises(InvalidFileError, match=r"'t' was encoded with a tokenizer; load does not build it"):
         load(path)
     assert load(path, encoders={"t": encoder}).decode(("n", "t")) == ["ab", "cd"]

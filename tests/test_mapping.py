@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -541,6 +542,15 @@ def test_a_subclass_of_str_is_a_key() -> None:
     d = DeviceDict({"y": 1})
     d[Key("x")] = 2.0
     assert d["x"].tolist() == 2 and d._check() is None
+
+
+def test_a_batch_size_of_a_tensordict_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(TensorDict=lambda source, batch_size, device: (source, batch_size, device))
+    monkeypatch.setitem(sys.modules, "tensordict", fake)
+    d = DeviceDict({"x": torch.ones(3, 2)})
+    for given, expected in (([3, 2], [3, 2]), (None, [3])):
+        source, batch_size, device = d.to_tensordict(given)
+        assert type(source) is dict and list(batch_size) == expected and device == d.device
 
 
 def test_tensordict_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT = 64
-"""Every field starts at a multiple of this many bytes, the size of a cache line. torch aligns tensors on the CPU no
-better, so every kernel and all compiled code accepts the fields."""
+"""Every field starts at a multiple of this many bytes, the size of a cache line. torch aligns CPU tensors to the same
+multiple, so every kernel accepts the fields."""
 
 Sizes = tuple[int, ...]
 Spec = tuple[torch.dtype, Sizes, Sizes]
@@ -50,15 +50,15 @@ class Layout(NamedTuple):
 
     @property
     def groups(self) -> list[Group]:
-        """The groups from which `lay_out` makes this layout."""
+        """The groups of specs. `lay_out` makes this layout from them."""
         return [((run.dtype, run.shape, run.stride), run.members) for run in self.runs]
 
 
 def lay_out(groups: Iterable[Group]) -> Layout:
     """Compute the layout of these tensors: equal specs next to each other, dense strides, every field aligned.
 
-    A layout depends on the specs alone. So it can be compared with the addresses of tensors, or computed by a receiver.
-    Equal fields are next to each other because one ``unbind`` then makes views of all of them.
+    A layout depends on the specs alone. So `is_packed` can compare it with addresses, and a receiver can compute it.
+    Fields with equal specs are next to each other, so that one ``unbind`` makes views of all of them.
     """
     merged: dict[Spec, list[int]] = {}
     for (dtype, shape, stride), members in groups:

@@ -132,7 +132,7 @@ class Policy:
         return {**dict.fromkeys(keys, self.default_encoder), **self.encoders}
 
     def with_default_of(self, other: Policy, keys: Iterable[str]) -> Policy:
-        """A policy with the default encoder of ``other`` for each of ``keys`` without an encoder in ``other``.
+        """Set the default encoder of ``other`` for each of ``keys`` that has no encoder in ``other``.
 
         Returns this policy if the default encoder of ``other`` is ``Utf8()``. Cost: O(keys), not O(encoders).
         """
