@@ -423,8 +423,7 @@ class TestPolicy:
         [
             ({"on_mismatch": "copy"}, ValueError, "on_mismatch is 'error' or 'move', got 'copy'"),
             ({"objects": True}, ValueError, "objects is 'error' or 'keep', got True"),
-            ({"dtype": torch.int64}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; "
-             "got torch.int64"),
+            ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64"),
             ({"dtype": "float32"}, TypeError, "got 'float32'"),
             ({"encoders": {("a", "b"): Utf8()}}, TypeError, "encoders= maps keys, which are str, to encoders; got the key "
              "('a', 'b'). A key's encoder serves that key in nested dicts too"),

@@ -32,7 +32,7 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
     """Write ``pieces`` to a new file, flush the file to disk, and then rename it to ``path``.
 
     If an error occurs, the old file at ``path`` is unchanged and no temporary file remains. A killed process can leave
-    a temporary file if the file system has no unnamed files, or if it was replacing an old file. No process holds the
+    a temporary file: while it replaces an old file, or if the file system has no unnamed files. No process holds the
     lock of such a file. The first `atomic_write` of a process in the folder removes the file.
 
     Raises ``OSError`` if ``path`` exists and is not a regular file, or if the file cannot be written.

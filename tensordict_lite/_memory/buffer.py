@@ -88,7 +88,7 @@ def copy_into(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> list
 def clear_gaps(buffer: Tensor, layout: Layout) -> Tensor:
     """Fill the gaps between the fields with zeros. Returns ``buffer``.
 
-    Then equal fields are pickled and saved as equal bytes, and no old content of the memory is sent or saved.
+    Then equal dicts are pickled and saved as equal bytes. No old content of the memory is sent or saved.
     """
     gaps = [run for run in layout.runs if run.step > run.nbytes]
     if layout.nbytes <= _CLEAR_ALL_LIMIT * len(gaps):

@@ -2,8 +2,8 @@
 
 No flag records that tensors are packed. They are packed if they lie in one storage exactly as their layout says. So no
 operation on a field or on the dict can leave a stale flag. A packed dict that a framework flattens and unflattens is
-still packed. A stored reference to the buffer would need the same test at every use, because ``t.data = ...`` and
-``t.set_()`` change a field silently.
+still packed. A stored reference to the buffer would need the same test at every use: ``t.data = ...`` and ``t.set_()``
+change a field silently.
 """
 
 from __future__ import annotations
@@ -248,14 +248,14 @@ def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
     """
     buffer = materialize(buffer)
     if not (type(buffer) is Tensor and packable(buffer) and buffer.dtype == torch.uint8 and buffer.dim() == 1):
-        raise ValueError("a packed dict whose storage is damaged")
+        raise ValueError("the storage of a packed dict is damaged")
     if type(specs) is not list or not all(is_saved_group(group) for group in cast("list[Any]", specs)):
-        raise ValueError("a packed dict whose layout is damaged")
+        raise ValueError("the layout of a packed dict is damaged")
     groups = [((dtype, shape, stride), members) for dtype, shape, stride, members in cast("list[Any]", specs)]
     layout = lay_out(groups)
     indices = layout.members
     if buffer.untyped_storage().nbytes() != layout.nbytes or len(set(indices)) != len(indices):
-        raise ValueError("a packed dict whose layout does not fit its storage")
+        raise ValueError("the layout of a packed dict does not fit its storage")
     storage = buffer.untyped_storage()
     if buffer.is_cpu and storage.data_ptr() % max((run.dtype.itemsize for run in layout.runs), default=1):
         # A memory-mapped file that torch did not write may be misaligned, and kernels would crash.

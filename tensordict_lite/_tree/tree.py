@@ -424,7 +424,7 @@ def restore(
         dicts_of(out)
         out._infer_device(fallback)
     except RecursionError as error:
-        raise ValueError("a dict that holds itself, or is nested too deep") from error
+        raise ValueError("a dict holds itself, or is nested too deep") from error
     return out
 
 
@@ -467,5 +467,5 @@ def _unpacked(
         elif kind is tuple and len(value) == 1:
             out[key] = value[0]
         else:
-            raise ValueError(f"a packed dict whose item {key!r} is damaged")
+            raise ValueError(f"the item {key!r} of a packed dict is damaged")
     return _restored(cls, out, policy, policies)

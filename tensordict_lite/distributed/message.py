@@ -22,9 +22,10 @@ from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
 PREFIX = 5
-"""The number of int64 values in the prefix of a message. The values: a failure flag, the digest of the schema, the size
-of the text in bytes, the size of the buffer in bytes, and a number that identifies this protocol."""
+"""The number of int64 values in the prefix of a message: a failure flag, the digest of the schema, the size of the text
+in bytes, the size of the buffer in bytes, and `_MAGIC`."""
 _MAGIC = 0x7464_6C31
+"""Identifies this protocol."""
 _LARGEST = 16 << 20
 """The maximum size of a header in bytes, equal to that of the manifest in a file."""
 
