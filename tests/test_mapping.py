@@ -7,7 +7,7 @@ import sys
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import ANY
 
 import numpy as np
@@ -558,4 +558,4 @@ def test_tensordict_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"^to_tensordict needs TensorDict: pip install tensordict$"):
         DeviceDict({"x": 1}).to_tensordict()
     with pytest.raises(TypeError, match=r"^expected a TensorDict or another mapping, got int$"):
-        DeviceDict.from_tensordict(3)
+        DeviceDict.from_tensordict(cast(Any, 3))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from files import Batch, Keeping, Obs, Typed, sample, torch_saved_and_loaded
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tensordict_lite import (
     DeviceDict,
@@ -193,8 +194,8 @@ def len_of(strings: Any) -> Tensor:
 
 def test_each_dict_on_its_own_device() -> None:
     d = DeviceDict({"x": torch.ones(1), "n": {"y": torch.ones(1)}})
-    leaves, spec = torch.utils._pytree.tree_flatten(d)
-    again = torch_saved_and_loaded(torch.utils._pytree.tree_unflatten([leaves[0], leaves[1].to("meta")], spec))
+    leaves, spec = pytree.tree_flatten(d)
+    again = torch_saved_and_loaded(pytree.tree_unflatten([leaves[0], leaves[1].to("meta")], spec))
     assert again._device is None and again["n"].device == torch.device("meta")
 
 

@@ -690,8 +690,11 @@ def test_codes_that_do_not_fit_the_field_are_told_with_its_path() -> None:
         Text.from_dict({"text": "a"})
 
 
+Image = TypeAliasType("Image", Tensor)
+
+
 def test_an_alias_of_a_type_is_that_type() -> None:
-    scope: dict[str, Any] = {"TypedDeviceDict": TypedDeviceDict, "Image": TypeAliasType("Image", Tensor)}
+    scope: dict[str, Any] = {"TypedDeviceDict": TypedDeviceDict, "Image": Image}
     exec("class Aliased(TypedDeviceDict):\n    x: Image\n", scope)
     assert scope["Aliased"](x=torch.ones(2))["x"].tolist() == [1, 1]
     with pytest.raises(TypeError, match="Aliased"):

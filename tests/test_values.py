@@ -509,7 +509,7 @@ def test_columns_with_missing_values_are_named() -> None:
     pandas = pytest.importorskip("pandas")
     with pytest.raises(TypeError, match=r"^'x' is list of .*; fill missing values first"):
         DeviceDict({"x": pandas.Series([1, None], dtype="Int64")})
-    kept = DeviceDict({"x": pandas.Series([1, None], dtype="Int64")}, objects="keep")
+    kept: Any = DeviceDict({"x": pandas.Series([1, None], dtype="Int64")}, objects="keep")
     assert kept["x"].isna().tolist() == [False, True]
     assert DeviceDict({"s": pandas.Series(["a", "b"], dtype="string")}).decode("s") == ["a", "b"]
 
