@@ -690,12 +690,12 @@ def test_codes_that_do_not_fit_the_field_are_told_with_its_path() -> None:
         Text.from_dict({"text": "a"})
 
 
-Image = TypeAliasType("Image", Tensor)
+Pixels = TypeAliasType("Pixels", Tensor)
 
 
 def test_an_alias_of_a_type_is_that_type() -> None:
-    scope: dict[str, Any] = {"TypedDeviceDict": TypedDeviceDict, "Image": Image}
-    exec("class Aliased(TypedDeviceDict):\n    x: Image\n", scope)
+    scope: dict[str, Any] = {"TypedDeviceDict": TypedDeviceDict, "Pixels": Pixels}
+    exec("class Aliased(TypedDeviceDict):\n    x: Pixels\n", scope)
     assert scope["Aliased"](x=torch.ones(2))["x"].tolist() == [1, 1]
     with pytest.raises(TypeError, match="Aliased"):
         scope["Aliased"](x=None)
