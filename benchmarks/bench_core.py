@@ -1,9 +1,9 @@
-"""What `DeviceDict` costs beside a plain dict and beside TensorDict: the core operations, as ratios of times.
+"""Compare the core operations of `DeviceDict` with a plain dict and with TensorDict, as ratios of times.
 
     python benchmarks/bench_core.py [--quick] [--rounds N] [--json PATH]
 
-Fields are small (float32[2], on the CPU), so that it is the containers that are timed. In every round the contenders of
-an operation are timed right after each other and their ratio is taken, so that other load on the machine cancels out.
+The fields are small (float32[2], on the CPU), so the time is that of the container. In every round, the contenders of
+an operation are timed one right after the other. The ratio of the two times cancels other load on the machine.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ except ImportError:
     TensorDict = None
 
 OURS, DICT, PEER, SMALL, ITEM = "ours", "dict", "TensorDict", "ours at 8", "ours[key]"
-CONTAINERS = {OURS: "d", DICT: "s", PEER: "td"}  # their names in the statements
-ABOUT_ONE = 1.2  # what still counts as ~1: on a busy machine the medians of equal statements of 15 ns may differ so
+CONTAINERS = {OURS: "d", DICT: "s", PEER: "td"}  # the names of the contenders in statements
+ABOUT_ONE = 1.2  # the largest ratio that counts as ~1: on a busy machine, equal statements of 15 ns differ so much
 
 
 @dataclass(frozen=True)
 class Goal:
-    """To take at most ``limit`` times as long as ``against``; None: about as long."""
+    """The goal of an operation: at most ``limit`` times the time of ``against``. None: about the same time."""
 
     against: str
     limit: float | None = None
@@ -44,16 +44,16 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """An operation: the statement of each contender, ours where it is not given, with ``{}`` for the container."""
+    """An operation: the statement of each contender; by default the statement of ours. ``{}`` is the container."""
 
     name: str
     ours: str
     plain: str = ""
     peer: str = ""
     goals: tuple[Goal, ...] = ()
-    result: str = ""  # what shows that the statement did its work, where it is no expression
+    result: str = ""  # an expression that is true if the statement did its work; for a statement that is no expression
     sizes: tuple[int, ...] = (8, 100)
-    item: str = ""  # reading a field of ours by its key
+    item: str = ""  # reads a field of DeviceDict
 
     def statements(self) -> dict[str, str]:
         codes = {OURS: self.ours, DICT: self.plain or self.ours}
@@ -92,8 +92,8 @@ ROWS = (
 
 
 def scope(size: int) -> dict[str, Any]:
-    """What the statements name: three equal containers, and two sets of other tensors for the same keys."""
-    # Interned, as literals are: finding an equal but other string takes up to twice as long, by their addresses.
+    """The variables of the statements: three equal containers, and two sets of other tensors with the same keys."""
+    # Intern the keys, as Python interns literals: finding an equal str with another address takes up to twice as long.
     keys = [sys.intern(f"k{i}") for i in range(size)]
     s, first, second = ({key: torch.rand(2) for key in keys} for _ in range(3))
     known: dict[str, Any] = {"s": s, "d": DeviceDict(s), "torch": torch, "DeviceDict": DeviceDict}
@@ -110,7 +110,7 @@ def scope(size: int) -> dict[str, Any]:
 
 
 def timers(row: Row, size: int) -> dict[str, Timer]:
-    """A timer for each contender, after an assertion that all do the same."""
+    """A timer for each contender. First asserts that all statements have the same result."""
     known, statements, results = scope(size), row.statements(), {}
     for who, code in statements.items():
         if row.result:
@@ -121,8 +121,8 @@ def timers(row: Row, size: int) -> dict[str, Timer]:
 
 
 def import_seconds(module: str) -> float:
-    """Of importing ``module`` after torch, in a fresh interpreter."""
-    # Not with torch.utils.benchmark: it repeats a statement in one process, where a second import does nothing.
+    """The seconds that the import of ``module`` takes after torch, in a new interpreter."""
+    # Not torch.utils.benchmark: it repeats a statement in one process, where a second import does nothing.
     (seconds,) = fresh(
         "-c", f"import time, torch; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
     )
@@ -130,7 +130,7 @@ def import_seconds(module: str) -> float:
 
 
 def line(name: str, size: int | None, seconds: Mapping[str, list[float]], goals: tuple[Goal, ...]) -> dict[str, Any]:
-    """A line of the results. ``seconds`` are by contender, one number a round."""
+    """A line of the results. ``seconds``: for each contender, one number for each round."""
     others = {who: times for who, times in seconds.items() if who != OURS}
     ratios = {who: ratio(seconds[OURS], times) for who, times in others.items()}
     met = {str(g): ratios[g.against]["median"] <= (g.limit or ABOUT_ONE) for g in goals if g.against in ratios}
@@ -157,7 +157,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def core_lines(rounds: int) -> list[dict[str, Any]]:
-    """Of every operation and size, the ratios and the goals."""
+    """The ratios and goals of every operation and size."""
     cases = {(row, size): timers(row, size) for row in ROWS for size in row.sizes}
     seconds = interleaved(cases, rounds)
     lines = []
@@ -176,7 +176,7 @@ def main() -> None:
     lines = core_lines(args.rounds)
     if TensorDict is not None:
         pairs = [(import_seconds("tensordict_lite"), import_seconds("tensordict")) for _ in range(args.rounds + 1)]
-        imports = {OURS: [x for x, _ in pairs[1:]], PEER: [y for _, y in pairs[1:]]}  # the first fills file caches
+        imports = {OURS: [x for x, _ in pairs[1:]], PEER: [y for _, y in pairs[1:]]}  # the first call fills file caches
         lines.append(line("import, after torch", None, imports, (Goal(PEER, 0.05),)))
 
     print(table(lines))

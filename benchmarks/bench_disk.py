@@ -1,9 +1,9 @@
-"""What saving and loading cost beside safetensors itself, `torch.save` and TensorDict's memory-mapped files.
+"""Compare saving and loading with safetensors, `torch.save` and the memory-mapped files of TensorDict.
 
     python benchmarks/bench_disk.py [--quick] [--rounds N] [--json PATH] [--folder PATH]
 
-Loading is timed with a look at every value, as a file that is mapped into memory has not been read yet; the row "open"
-is without it. Files stay in the page cache, so that it is the programs that are timed and not the disk.
+The time of loading includes one read of every value, because a memory-mapped file is read only then. The row "open" is
+the time without this read. Files stay in the page cache, so the speed of the disk has no effect.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ except ImportError:
 
 OURS, LIBRARY, SYNCED, TORCH, PEER = "ours", "safetensors", "safetensors, fsync", "torch.save", "TensorDict memmap"
 SIZES = {"4 x 40 MB": (4, 10_000_000), "200 x 2 KB": (200, 512)}
-GOAL = 1.05  # times the library
+GOAL = 1.05  # times the time of the library
 
 
 def synced(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """As safe as ours: on the disk before the old file is gone."""
+    """Write as safely as `DeviceDict.save`: the new file is on disk before the old file is replaced."""
     save_file(tensors, f"{path}.new")
     with open(f"{path}.new", "rb") as file:
         os.fsync(file.fileno())
@@ -45,7 +45,7 @@ def look(d: Any) -> None:
 
 
 def timers(count: int, size: int, folder: Path) -> dict[str, dict[str, Timer]]:
-    """Of every operation, a timer for each contender, after an assertion that all read what was written."""
+    """A timer for each contender of every operation. First asserts that all read what was written."""
     tensors = {f"k{i}": torch.rand(size) for i in range(count)}
     paths = {who: folder / who.replace(" ", "_") for who in (OURS, LIBRARY, SYNCED, TORCH, PEER)}
     known: dict[str, Any] = {"d": DeviceDict(tensors), "tensors": tensors, "paths": paths, "torch": torch, "load": load}

@@ -1,8 +1,8 @@
-"""Whole dicts between two gloo ranks, beside a loop over the fields, pickled objects and TensorDict.
+"""Send whole dicts between two gloo ranks. Compare with a loop over the fields, pickled objects and TensorDict.
 
     python benchmarks/bench_distributed.py [--quick] [--rounds N] [--json PATH]
 
-Many calls are timed on rank 0 from one barrier to another, the contenders in turn; their ratio is taken in every round.
+Rank 0 times many calls between two barriers, the contenders one after the other. A ratio is taken in every round.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ except ImportError:
 
 OURS, LOOP, OBJECTS, PEER = "ours", "loop", "objects", "TensorDict"
 SIZES = {"10 x 64 B": (10, 16), "100 x 64 B": (100, 16), "4 x 4 MB": (4, 1_000_000)}
-GOAL = 10  # times the loop, at 100 small fields
+GOAL = 10  # times the time of the loop, at 100 small fields
 Calls = dict[str, Callable[[], Any]]
 
 
 def calls(rank: int, count: int, size: int) -> dict[str, Calls]:
-    """Of every operation the contenders, which all ranks call."""
+    """The contenders of every operation. All ranks call them."""
     torch.manual_seed(rank)
     tensors = {f"k{i}": torch.rand(size) for i in range(count)}
     d, root = DeviceDict(tensors), rank == 0

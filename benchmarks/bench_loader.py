@@ -1,11 +1,11 @@
-"""What samples of many fields cost a DataLoader: batches a second, file descriptors, rows, and copies behind compute.
+"""Measure a DataLoader with samples of many fields: batches per second, file descriptors, rows, and overlapped copies.
 
     python benchmarks/bench_loader.py [--quick] [--rounds N] [--json PATH]
 
-The samples are in memory, and nothing reads the batches, so that collating and sending is what is timed. All processes
-compute with one thread. In every round the contenders of a case are timed right after each other and the ratio of their
-times is taken, so that other load on the machine cancels out. tensordict is left out if it is not installed, and the
-part that needs a GPU without one.
+The samples are in memory and nothing reads the batches, so the time is that of collating and sending. All processes
+use one thread. In every round, the contenders of a case are timed one right after the other. The ratio of their times
+cancels other load on the machine. If tensordict is not installed, it is left out. Without a GPU, the part that needs
+one is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensordict_lite import DeviceDict, collate, prefetch, stack
 
-sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already; runpy has not
+sys.path.insert(0, str(Path(__file__).parent))  # runpy does not add the folder of the script to sys.path
 from common import Seconds, aligned, cause, in_turn, interleaved, parser, ratio, same, setting, write
 
 try:
@@ -38,24 +38,24 @@ try:
 except ImportError:
     TensorDict = None
 
-ROWS = 32  # of a batch
-WARM = 5  # batches taken before a measurement, more than the workers have ready
-SECONDS = 0.3  # that the batches of one measurement take, about
-HELD = 64  # batches, for their file descriptors
-STEPS = 100  # of the loop on the GPU
+ROWS = 32  # rows of a batch
+WARM = 5  # batches taken before a measurement: more than the workers prefetch
+SECONDS = 0.3  # seconds of one measurement, about
+HELD = 64  # batches to count file descriptors
+STEPS = 100  # iterations of the loop on the GPU
 Fields = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Size:
-    """So many fields of one dtype and shape."""
+    """A number of fields with one dtype and shape."""
 
     count: int
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
     def samples(self, count: int) -> list[Fields]:
-        """So many, the same ones at every call."""
+        """A number of samples. Every call returns the same samples."""
         generator = torch.Generator().manual_seed(0)
         keys = [sys.intern(f"k{i}") for i in range(self.count)]  # interned, as literals are
 
@@ -67,7 +67,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Contender:
-    """``sample`` makes what the dataset gives of the fields, ``collate`` a batch of such samples."""
+    """``sample`` makes a sample of the dataset from the fields. ``collate`` makes a batch of samples."""
 
     name: str
     sample: Callable[[Fields], Any]
@@ -76,7 +76,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Samples(Dataset[Any]):
-    """Each process makes them for itself when it first needs them."""
+    """A dataset in memory. Each process makes the samples when it first needs them."""
 
     size: Size
     sample: Callable[[Fields], Any]
@@ -98,7 +98,7 @@ def consolidated(samples: list[Any]) -> Any:
 
 
 def joined(fields: Fields) -> Tensor:
-    """One tensor of as many bytes: the least that a loader can do."""
+    """One tensor with all bytes of the sample: the minimum work of a loader."""
     return torch.cat([field.flatten() for field in fields.values()])
 
 
@@ -110,8 +110,8 @@ CONTENDERS = (
     Contender("TensorDict consolidated", as_peer, consolidated),
     Contender(ONE, joined, default_collate),
 )
-Goals = Mapping[str, float]  # by contender: how many times as long as ours it takes at least
-LOADED: dict[str, tuple[Size, Goals]] = {  # the goals are those with workers
+Goals = Mapping[str, float]  # by contender: the smallest ratio of its time to ours
+LOADED: dict[str, tuple[Size, Goals]] = {  # these goals are for loaders with workers
     "8 x 64 float32": (Size(8, (64,)), {DICT: 2.5, ONE: 0.8}),
     "40 x 16 float32": (Size(40, (16,)), {DICT: 10, ONE: 0.6}),
     "200 x 4 float32": (Size(200, (4,)), {DICT: 20}),
@@ -122,7 +122,7 @@ WORKERS: dict[int, Goals | None] = {0: {DICT: 1}, 1: None, 2: None}  # None: the
 
 @dataclass(frozen=True)
 class Operation:
-    """What is done with a batch, or to make one: an expression of each contender."""
+    """An operation that uses or makes a batch: one expression for each contender."""
 
     name: str
     ours: str
@@ -146,7 +146,7 @@ OPERATIONS = (
 
 
 class Bench:
-    """Runs the parts, and keeps what they give and what was left out."""
+    """Run the parts. Keep the results, and the contenders that were left out."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -154,13 +154,13 @@ class Bench:
         self.left_out: dict[str, str] = {}
 
     def leave_out(self, where: str, who: str, error: Exception) -> None:
-        """A peer that fails is left out, with the reason; ours may not fail."""
+        """Leave out a peer that fails, and report the reason. An error of our own contender is raised."""
         if who == OURS:
             raise error
         self.left_out[f"{who} in {where}"] = cause(error)
 
     def loaders(self, where: str, size: Size, workers: int) -> dict[str, Iterator[Any]]:
-        """Endless batches of each contender, after assertions that the first are equal."""
+        """Endless batches of each contender. First asserts that the first batches are equal."""
         expected = default_collate(size.samples(ROWS))
         out: dict[str, Iterator[Any]] = {}
         for one in CONTENDERS:
@@ -215,30 +215,30 @@ class Bench:
         self.lines.append({**line, "goals": met})
 
     def descriptors(self) -> dict[str, Any]:
-        """How many file descriptors a process holds more when it holds batches that a worker sent."""
+        """The number of file descriptors that a process adds when it holds batches of a worker."""
         size, goal, growth = Size(50, (16,)), HELD + 16, {}
         where = f"file descriptors of {HELD} batches of {size.count} fields"
         for who, batches in self.loaders(where, size, 1).items():
             try:
-                gc.collect()  # batches in reference cycles have descriptors too
+                gc.collect()  # batches in reference cycles keep file descriptors too
                 before = len(os.listdir("/dev/fd"))
                 held = [next(batches) for _ in range(HELD)]
                 growth[who] = len(os.listdir("/dev/fd")) - before
                 del held
-            except Exception as error:  # there may be too few for a peer
+            except Exception as error:  # a peer may need more file descriptors than the system allows
                 self.leave_out(where, who, error)
         return {"batches": HELD, "fields": size.count, "growth": growth, "goal": goal, "met": growth[OURS] <= goal}
 
 
 def batches_of(one: Contender, size: Size, workers: int) -> Iterator[Any]:
-    """Without an end, so that the workers live as long as the iterator."""
+    """Endless batches, so that the workers live as long as the iterator."""
     turns = cycle([range(ROWS), range(ROWS, 2 * ROWS)])
     samples = Samples(size, one.sample)
     return iter(DataLoader(samples, batch_sampler=turns, num_workers=workers, collate_fn=one.collate))
 
 
 def per_batch(batches: Iterator[Any], count: int) -> float:
-    """The seconds that one takes, of so many; each is dropped before the next is taken."""
+    """The mean seconds per batch over ``count`` batches. Each batch is dropped before the next is taken."""
     for _ in range(WARM):
         next(batches)
     start = perf_counter()
@@ -248,18 +248,18 @@ def per_batch(batches: Iterator[Any], count: int) -> float:
 
 
 def seconds_of(loaders: Mapping[str, Iterator[Any]], rounds: int, workers: int) -> Seconds:
-    """What a batch of each takes, in every round."""
+    """The seconds per batch of each contender, in every round."""
     counts = {who: max(WARM, round(SECONDS / per_batch(loader, WARM))) for who, loader in loaders.items()}
     seconds: Seconds = {who: [] for who in loaders}
     for i in range(rounds):
         for who in in_turn(loaders, i):
             seconds[who].append(per_batch(loaders[who], counts[who]))
-            sleep(2 * workers * seconds[who][-1])  # its workers get their next batches ready, then they wait
+            sleep(2 * workers * seconds[who][-1])  # the workers prefetch the next batches, and then they wait
     return seconds
 
 
 def scope(size: Size) -> dict[str, Any]:
-    """What the statements name: the samples and the batch of each contender."""
+    """The variables of the statements: the samples and the batch of each contender."""
     ss = size.samples(ROWS)
     known = {"torch": torch, "stack": stack, "ss": ss, "s": default_collate(ss)}
     known |= {"ds": list(map(DeviceDict, ss)), "d": collate(ss)}
@@ -274,7 +274,7 @@ def plain(x: Any) -> Any:
 
 
 def overlap(device: torch.device, rounds: int) -> dict[str, Any]:
-    """The share of the copies that ``prefetch`` hides behind the compute, which takes about as long as they do."""
+    """The share of the copy time that ``prefetch`` overlaps with compute of about the same length."""
     samples = Size(20, (512, 1024)).samples(4)
     batches = [DeviceDict(sample).pack().pin_memory() for sample in samples]  # 40 MB each
     assert all(batch.is_packed and batch.is_pinned() for batch in batches)
@@ -299,7 +299,7 @@ def overlap(device: torch.device, rounds: int) -> dict[str, Any]:
         "plain loop": "for batch in loader: compute(batch.to(device, non_blocking=True), times)",
     }
 
-    def timer(code: str) -> Timer:  # its own clock would wait for the device once more
+    def timer(code: str) -> Timer:  # the clock of Timer would synchronize with the device once more
         return Timer(f"{code}\nsynchronize()", setup="synchronize()", timer=perf_counter, globals=known)
 
     for batch, sample in zip(prefetch(loader, device), samples, strict=False):
@@ -340,7 +340,7 @@ def yes(met: bool) -> str:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """A line for each contender, with its time as a multiple of ours, and the goal that is about it."""
+    """A line for each contender: its time as a multiple of ours, and its goal."""
     rows = [["operation", "fields", "contender", "a second", f"/ {OURS}", "goal", "met"]]
     for one in lines:
         where = [one["operation"], one["fields"]]
@@ -357,7 +357,7 @@ def main() -> None:
     args = parser("A DataLoader of samples with many fields, beside a plain dict and TensorDict.").parse_args()
     torch.set_num_threads(1)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a batch of 200 fields that is not packed needs 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a batch of 200 fields needs 200 if it is not packed
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     gpu = None if device is None else torch.cuda.get_device_name(device)
     measured = setting(tensordict=TensorDict) | ({"gpu": gpu} if gpu else {})
@@ -387,7 +387,7 @@ def main() -> None:
         shares = ", ".join(f"{who} {shown(share)}" for who, share in overlapped["hidden"].items())
         print(f"share of the copy that is hidden: {shares}")
         print(f"goal: prefetch >= {overlapped['goal']}: {yes(overlapped['met'])}")
-        bench.lines.append(overlapped.pop("line"))  # for the picture
+        bench.lines.append(overlapped.pop("line"))  # for the plot
     for what, reason in bench.left_out.items():
         print(f"left out: {what}: {reason}")
     results = {"rounds": args.rounds, "left_out": bench.left_out, "results": bench.lines}

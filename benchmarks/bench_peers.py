@@ -1,12 +1,11 @@
-"""Every operation of DeviceDict beside what else holds a batch: one table of ratios, on this machine.
+"""Compare every operation of DeviceDict with other containers of a batch: one table of ratios, on this machine.
 
     python benchmarks/bench_peers.py [--fields 40] [--times] [--quick] [--rounds N] [--json PATH]
 
-The batch has 32 rows; a field is float32[32, 16]. Each contender does an operation in its own way that gives an
-equal result, which is asserted before anything is timed; an operation that it does not have is empty. In every
-round the contenders are timed right after each other and the ratio of their times is taken, so that other load on the
-machine cancels out. All compute with one thread. What is not installed is left out and named, but safetensors, which
-the files need.
+The batch has 32 rows; a field is float32[32, 16]. Before the timing, an assertion checks that all contenders give equal
+results. The cell of an operation that a contender does not have is empty. In every round, the contenders are timed one
+right after the other. The ratio of their times cancels other load on the machine. All contenders use one thread.
+Packages that are not installed are left out and named. Only safetensors is required, for the files.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.utils.benchmark import Compare, Measurement, TaskSpec, Timer
 from torch.utils.data import default_collate
 
-sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already; a spawned process has not
+sys.path.insert(0, str(Path(__file__).parent))  # a spawned process does not have the folder of the script in sys.path
 import bench_loader
 import peers
 from common import Seconds, aligned, cause, fresh, in_turn, interleaved, parser, ratio, same, setting, write
@@ -38,10 +37,10 @@ from memory import peak_growth
 from peers import OURS, ROWS, Contender, Row, make, names, plain, scope
 
 WIDTH = 16
-AROUND = "around it"  # the table of times of what is not done to the container alone
+AROUND = "around it"  # the key of the table of times that are not operations of the container
 LARGE = 32768  # the width of a field of 4 MiB, for peak memory
-FRESH = 3  # at most so many rounds of imports, which take seconds
-MESSAGES = 20  # through the queue, in one round
+FRESH = 3  # the most rounds of imports, which take seconds
+MESSAGES = 20  # batches through the queue in one round
 
 
 IMPORTING = """
@@ -55,7 +54,7 @@ print(perf_counter() - start, "nan" if grown is None else grown)
 
 
 class Bench:
-    """Runs the parts, and keeps what they measured and what was left out."""
+    """Run the parts. Keep the measurements, and the contenders that were left out."""
 
     def __init__(self, count: int, rounds: int, folder: str) -> None:
         self.rounds, self.folder = rounds, folder
@@ -75,13 +74,13 @@ class Bench:
         return {one: code for one, code in row.codes.items() if one in self.scopes}
 
     def leave_out(self, row: Row, one: Contender, error: Exception) -> None:
-        """A peer that fails is left out, with the reason; ours may not fail."""
+        """Leave out a peer that fails, and report the reason. An error of our own contender is raised."""
         if one is OURS:
             raise error
         self.left_out[f"{one.name} in {row.name!r}"] = cause(error)
 
     def statements(self, rows: Sequence[Row], label: str) -> None:
-        """What a timer can repeat."""
+        """The operations that a timer can repeat."""
         cases: dict[str, dict[str, Timer]] = {}
         for row in rows:
             cases[row.name], expected = {}, None
@@ -107,7 +106,7 @@ class Bench:
         self.statements(peers.FILES, AROUND)
 
     def loader(self) -> None:
-        """How long a batch takes that a worker collates, the samples being in memory."""
+        """The seconds per batch that a worker collates from samples in memory."""
         loaders: dict[str, Any] = {}
         for one, code in self.present(peers.COLLATED).items():
             known = self.scopes[one]
@@ -123,7 +122,7 @@ class Bench:
         self.keep(peers.COLLATED.name, bench_loader.seconds_of(loaders, self.rounds, workers=1))
 
     def queue(self) -> None:
-        """How long it takes until another process has a new batch and has said so."""
+        """The seconds until another process has received a new batch and confirmed it."""
         context = torch.multiprocessing.get_context("spawn")
         there, back = context.SimpleQueue(), context.SimpleQueue()
         receiver = context.Process(target=receive, args=(there, back), daemon=True)
@@ -158,10 +157,10 @@ class Bench:
         self.keep(peers.QUEUED.name, seconds)
 
     def imports(self) -> None:
-        """Of each package, after torch, in a fresh interpreter: the time, and the memory."""
+        """The time and the memory of importing each package after torch, in a new interpreter."""
         codes = {one.name: code for one, code in self.present(peers.IMPORT).items()}
         measured: dict[str, list[list[float]]] = {who: [] for who in codes}
-        for i in range(-1, min(self.rounds, FRESH)):  # the first fills file caches
+        for i in range(-1, min(self.rounds, FRESH)):  # the first call fills file caches
             for who in in_turn(measured, i):
                 numbers = fresh("-c", IMPORTING.format(codes[who]))
                 measured[who] += [numbers] if i >= 0 else []
@@ -171,16 +170,16 @@ class Bench:
             self.keep(f"{peers.IMPORT.name}, peak memory", memory, unit="bytes")
 
     def memory(self) -> None:
-        """How much the resident memory grows at most while a statement runs, in a fresh interpreter."""
+        """The peak growth of the resident memory while a statement runs, in a new interpreter."""
         for row in peers.MEASURED:
             grown: dict[str, list[float]] = {}
             for one in self.present(row):
-                try:  # once, as it hardly differs
+                try:  # once, because it hardly varies
                     grown[one.name] = fresh(__file__, "--fields", str(len(self.batch)), "--peak", row.name, one.name)
                 except subprocess.CalledProcessError as error:
                     self.leave_out(row, one, error)
             if any(map(isnan, chain(*grown.values()))):
-                self.left_out["peak memory"] = "this system does not tell"
+                self.left_out["peak memory"] = "this system does not report it"
                 return
             self.keep(f"{row.name}, peak memory", grown, unit="bytes")
 
@@ -197,14 +196,14 @@ class Bench:
 
 
 def receive(there: Any, back: Any) -> None:
-    """In the other process: hold each batch until the next one, and send it back where that is asked for."""
+    """Run in the other process: hold each batch until the next one arrives, and send it back if asked."""
     while (message := there.get()) is not None:
         checked, batch = message
         back.put(batch if checked else None)
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each operation: what the others take, as multiples of what ours takes."""
+    """A line for each operation: the times of the others as multiples of our time."""
     columns = [
         one.name for one in peers.CONTENDERS if one is not OURS and any(one.name in line["ratios"] for line in lines)
     ]
@@ -217,7 +216,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def short(value: float) -> str:
-    """With two digits, or with all of those before the point."""
+    """Format a number with two digits, or with all digits before the point."""
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
@@ -256,7 +255,7 @@ def main() -> None:
 
 
 def peak(operation: str, who: str, count: int) -> float:
-    """How many bytes more a statement takes at most, beside its container of large fields."""
+    """The peak memory of a statement in bytes, without the container of large fields itself."""
     code = next(row for row in peers.MEASURED if row.name == operation).codes
     one = next(one for one in code if one.name == who)
     known = names(one)

@@ -1,10 +1,10 @@
-"""What it costs to move a dict of tensors: to a device and back, into one storage, and from another process.
+"""Measure moves of a dict of tensors: to a device and back, into one storage, and from another process.
 
     python benchmarks/bench_transfer.py [--device cuda] [--sweep] [--quick] [--rounds N] [--json PATH]
 
-Without such a device the part that needs one is left out, as are the peers (tensordict, accelerate) that are not
-installed. In every round the contenders of a case are timed right after each other and the ratio of their times is
-taken, so that other load on the machine cancels out.
+Parts that need a missing device are left out, and so are peers (tensordict, accelerate) that are not installed. In
+every round, the contenders of a case are timed one right after the other. The ratio of their times cancels other load
+on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.benchmark import Timer
 
 from tensordict_lite import DeviceDict, _transfer
 
-sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already; runpy has not
+sys.path.insert(0, str(Path(__file__).parent))  # runpy does not add the folder of the script to sys.path
 from common import Seconds, aligned, cause, in_turn, interleaved, parser, ratio, same, setting, write
 
 try:
@@ -39,31 +39,31 @@ except ImportError:
     send_to_device = None
 
 CPU = torch.device("cpu")
-MESSAGES = 5  # loaded from each contender in one round
+MESSAGES = 5  # pickles loaded from each contender in one round
 Fields = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``code`` is timed: what it does with ``x``, which ``make`` gives of the fields, and for a move with ``to``."""
+    """``code`` is timed. ``make`` makes its variable ``x`` from the fields. A move also has the variable ``to``."""
 
     name: str
     make: Callable[[Fields], Any]
     code: str = "x.to(to)"
-    waits: bool = False  # the code leaves copies under way, so that a synchronisation belongs to it
+    waits: bool = False  # copies are still running after the code, so a synchronization belongs to it
 
 
 @dataclass(frozen=True)
 class Goal:
-    """That the fastest of ``against`` takes at least ``least`` times as long as ``ours``."""
+    """The fastest of ``against`` takes at least ``least`` times as long as ``ours``."""
 
     ours: str
     against: tuple[Contender, ...]
     least: float
-    only: str = ""  # for this size; else for all
+    only: str = ""  # for this size; None: for all sizes
 
     def among(self, seconds: Seconds) -> dict[str, Any] | None:
-        """The goal, with the one of the contenders that is meant and whether it is met; None if there is none."""
+        """The goal, with the contender that it is about and whether it is met. None if that contender is left out."""
         present = [one.name for one in self.against if one.name in seconds]
         if self.ours not in seconds or not present:
             return None
@@ -74,25 +74,25 @@ class Goal:
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that contenders are compared in, for dicts of some sizes."""
+    """One operation that the contenders are compared in, for dicts of some sizes."""
 
     name: str
     contenders: tuple[Contender, ...]
     goals: tuple[Goal, ...]
     sizes: tuple[str, ...]
-    start: Callable[[Tensor], Tensor] = lambda tensor: tensor  # puts a field where the operation takes it from
+    start: Callable[[Tensor], Tensor] = lambda tensor: tensor  # puts a field on the source device of the operation
     end: torch.device = CPU
-    waits: bool = False  # whether every contender is timed until the device is done
+    waits: bool = False  # whether the timing of every contender ends with a synchronization
 
 
 def equal(count: int, *shape: int) -> Fields:
-    """So many fields of float32, the same ones at every call."""
+    """A number of float32 fields with one shape. Every call returns the same values."""
     generator = torch.Generator().manual_seed(0)
     return {f"k{i}": torch.rand(shape, generator=generator) for i in range(count)}
 
 
 def differing() -> Fields:
-    """20 small fields, no two alike."""
+    """20 small fields, all with different shapes."""
     dtypes = (torch.float32, torch.int64, torch.bool)
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randint(2, (1 + i, 1 + i % 4), generator=generator) for i in range(20)]
@@ -100,7 +100,7 @@ def differing() -> Fields:
 
 
 def batch() -> Fields:
-    """A batch of images with what belongs to it."""
+    """A batch of images with its labels and other fields."""
     return {"image": torch.arange(64 * 3 * 448 * 448).to(torch.uint8).view(64, 3, 448, 448), **differing()}
 
 
@@ -116,17 +116,17 @@ MOVED = ("8 x 2 KB", "40 x 2 KB", "200 x 2 KB", "4 x 40 MB", "38 MB + 20 small")
 
 
 def all_bytes(fields: Fields) -> Tensor:
-    """One tensor of as many bytes: the least that a move can take."""
+    """One tensor with all bytes of the fields: the minimum work of a move."""
     return torch.cat([field.flatten().view(torch.uint8) for field in fields.values()])
 
 
 def as_peer(fields: Fields) -> Any:
-    """A TensorDict that knows its device: without, it would be consolidated on the host."""
+    """A TensorDict with a device. Without a device it would be consolidated on the host."""
     return TensorDict(fields, batch_size=[], device=next(iter(fields.values())).device)
 
 
 def tensors(x: Any) -> Fields:
-    """What a contender holds or gives, as a plain dict."""
+    """The tensors in the container or result of a contender, as a plain dict."""
     return {"": x} if isinstance(x, Tensor) else dict(x.items())
 
 
@@ -142,7 +142,7 @@ PEER_PACKED = Contender("TensorDict consolidated", lambda s: as_peer(s).consolid
 SENT = Contender("accelerate", dict, "send_to_device(x, to)")
 ONE = Contender("one tensor", all_bytes)
 
-IN_PINNED = {  # packing gives pageable memory, so what is packed is pinned after
+IN_PINNED = {  # pack gives pageable memory, so pin the packed dict
     PACKED: replace(PACKED, make=lambda s: DeviceDict(s).pack().pin_memory()),
     PEER_PACKED: replace(PEER_PACKED, make=lambda s: as_peer(s).consolidate(pin_memory=True)),
     ONE: replace(ONE, make=lambda s: all_bytes(s).pin_memory()),
@@ -150,13 +150,13 @@ IN_PINNED = {  # packing gives pageable memory, so what is packed is pinned afte
 AS_LOOP = tuple(Goal(ours.name, (LOOP, PINNING, WAITING), 1) for ours in (PACKED, UNPACKED))
 TO_MOVE = (
     Goal(PACKED.name, (ONE,), 0.9),  # the share of the limit
-    *AS_LOOP,  # all loops have the whole result when they are done
-    Goal(UNPACKED.name, (PEER, PEER_PINNING, SENT), 4, only="40 x 2 KB"),  # of the peers those that nobody packed
+    *AS_LOOP,  # every loop has the whole result when it ends
+    Goal(UNPACKED.name, (PEER, PEER_PINNING, SENT), 4, only="40 x 2 KB"),  # peers that are not packed
 )
 
 
 def moves(device: torch.device) -> list[Operation]:
-    """Those to the device and back."""
+    """The operations to the device and back."""
     all_but_loop = (PEER, PEER_PACKED, SENT, ONE)
     from_pageable = (PACKED, UNPACKED, LOOP, PINNING, PEER_PINNING, *all_but_loop)
     either = (PACKED, UNPACKED, LOOP, WAITING, *all_but_loop)
@@ -194,7 +194,7 @@ UNPICKLE = Operation(
 
 
 class Bench:
-    """Runs operations, and keeps what they give and what was left out."""
+    """Run the operations. Keep the results, and the contenders that were left out."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -202,17 +202,17 @@ class Bench:
         self.left_out: dict[str, str] = {}
 
     def missing(self, one: Contender) -> bool:
-        """Whether a contender's package is not installed."""
+        """Whether the package of a contender is not installed."""
         return TensorDict is None if one.name.startswith("TensorDict") else send_to_device is None and one is SENT
 
     def leave_out(self, operation: Operation, one: Contender, error: Exception) -> None:
-        """A peer that fails is left out, with the reason; ours may not fail."""
+        """Leave out a peer that fails, and report the reason. An error of our own contender is raised."""
         if one.name.startswith("ours"):
             raise error
         self.left_out[f"{one.name} in {operation.name}"] = cause(error)
 
     def timers(self, operation: Operation, size: str, synchronize: Callable[[], None]) -> dict[str, Timer]:
-        """A timer for each contender, after assertions that all begin and end in the same places, with equal values."""
+        """A timer for each contender. First asserts that all start and end on the same devices, with equal values."""
         source = SIZES[size]()
         placed = {key: operation.start(field) for key, field in source.items()}
         memory = {(field.device, field.is_pinned()) for field in placed.values()}
@@ -235,22 +235,22 @@ class Bench:
                 self.leave_out(operation, one, error)
                 continue
             code = f"{one.code}; synchronize()" if operation.waits or one.waits else one.code
-            # Timer's own clock would wait for the device. Here the statement does, or it is not to be waited for.
+            # The clock of Timer would synchronize. Here the statement synchronizes itself, or must not.
             out[one.name] = Timer(code, setup="synchronize()", timer=perf_counter, globals=known)
         return out
 
     def time(self, operation: Operation, synchronize: Callable[[], None] = lambda: None) -> None:
-        for size in operation.sizes:  # one after the other, as some are large
+        for size in operation.sizes:  # one after the other, because some are large
             timers = self.timers(operation, size, synchronize)
             self.keep(operation, size, interleaved({size: timers}, self.rounds)[size])
 
     def time_unpickling(self, operation: Operation) -> None:
-        """Time the receiver's half alone of what a queue does: a process that stays alive sends the pickles."""
+        """Time only the receiving half of a queue. A process that stays alive sends the pickles."""
         context = torch.multiprocessing.get_context("spawn")
         near, far = context.Pipe()
         sender = context.Process(target=send_pickles, args=(far,), daemon=True)
         sender.start()
-        far.close()  # so that nobody waits for a sender that has died
+        far.close()  # so that no process waits for a sender that has died
         for size in operation.sizes:
             expected, contenders, nbytes = SIZES[size](), {}, {}
             for one in operation.contenders:
@@ -288,7 +288,7 @@ class Bench:
 
 
 def send_pickles(connection: Connection) -> None:
-    """In the other process: for each request make a dict anew, as a loader does, and send what a queue would."""
+    """Run in the other process: for each request, make a new dict as a loader does, and send its pickle."""
     makers = {one.name: one.make for one in UNPICKLE.contenders}
     while request := connection.recv():
         name, size = request
@@ -301,7 +301,7 @@ def send_pickles(connection: Connection) -> None:
 
 
 def receive(connection: Connection, one: Contender, size: str) -> bytes:
-    """A new pickle. Each can be loaded once, as the file descriptors in it are handed over once."""
+    """Receive a new pickle. A pickle can be loaded once, because its file descriptors are passed once."""
     connection.send((one.name, size))
     message = connection.recv()
     if isinstance(message, str):
@@ -310,7 +310,7 @@ def receive(connection: Connection, one: Contender, size: str) -> bytes:
 
 
 def load_seconds(connection: Connection, one: Contender, size: str) -> float:
-    """Of loading one new pickle. Timer would load one several times."""
+    """The seconds to load one new pickle. A Timer would load one pickle several times."""
     message = receive(connection, one, size)
     start = perf_counter()
     result = ForkingPickler.loads(message)
@@ -320,13 +320,13 @@ def load_seconds(connection: Connection, one: Contender, size: str) -> float:
 
 
 def sweep(device: torch.device, rounds: int, synchronize: Callable[[], None]) -> str:
-    """The plain loop's time over that of ours unpacked, by the size of 40 equal fields and by what is gathered."""
+    """The time of the plain loop divided by our unpacked time, for 40 equal fields of different sizes."""
     as_is, everything, nothing = (
         (_transfer.COALESCED_TENSOR, _transfer.COALESCED_BUFFER),
         (1 << 40, 1 << 40),
         (-1, _transfer.COALESCED_BUFFER),
     )
-    ways = {"as it is": as_is, "all gathered": everything, "none gathered": nothing}
+    ways = {"as it is": as_is, "all coalesced": everything, "none coalesced": nothing}
     rows = [["loop / ours unpacked", "KiB a field", *ways]]
     for name, to in (("H2D", device), ("D2H", CPU)):
         for kib in (1, 4, 16, 32, 64, 128, 256):
@@ -349,7 +349,7 @@ def shown(r: Mapping[str, float] | None) -> str:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """A line for each contender, with its time as a multiple of ours, and the goals that are about it."""
+    """A line for each contender: its time as a multiple of ours, and its goals."""
     weigh = any("pickle_bytes" in one for one in lines)
     head = ["operation", "fields", "contender", f"/ {PACKED.name}", f"/ {UNPACKED.name}", *["pickle"] * weigh]
     rows = [[*head, "goal", "met"]]
@@ -370,10 +370,10 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def found(name: str) -> torch.device | None:
-    """The device, made the current one; None if it is not there."""
+    """The device, made the current device. None if it does not exist."""
     try:
         device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):  # the latter from a torch that was built without it
+    except (RuntimeError, AssertionError):  # the second if torch was built without the device
         return None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -383,7 +383,7 @@ def found(name: str) -> torch.device | None:
 def main() -> None:
     options = parser("Moving a dict of tensors beside loops, TensorDict and accelerate, as ratios.")
     options.add_argument("--device", default="cuda", help="the device to move to and from (cuda)")
-    options.add_argument("--sweep", action="store_true", help="only weigh which fields to gather, by their size")
+    options.add_argument("--sweep", action="store_true", help="only measure which fields to coalesce, by their size")
     args = options.parse_args()
     measured = setting(tensordict=TensorDict, accelerate=send_to_device)
     device = None if args.device == "cpu" else found(args.device)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds of timing, ratios, tables and the setting that they were measured in."""
+"""Shared parts of the benchmarks: rounds of timing, ratios, tables, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.benchmark import Timer
 
-SECONDS = 0.04  # spent on one contender in one round
+SECONDS = 0.04  # seconds for one contender in one round
 Case = TypeVar("Case", bound=Hashable)
-Seconds = dict[str, list[float]]  # by contender, one number a round
+Seconds = dict[str, list[float]]  # by contender: one number for each round
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """The options of every benchmark."""
     out = argparse.ArgumentParser(description=description)
     out.add_argument("--rounds", type=int, default=9, help="how often each statement is timed (9)")
     out.add_argument("--quick", action="store_const", dest="rounds", const=3, help="three rounds, for a first look")
@@ -34,7 +34,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def setting(**peers: Any) -> dict[str, str | None]:
-    """The processor, and the versions: those of ``peers`` by package, None for one that could not be imported."""
+    """The processor and the versions. ``peers``: version by package, None for a package that cannot be imported."""
     cpuinfo = Path("/proc/cpuinfo")
     cpu = re.findall(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "") or [platform.processor()]
     out = {"cpu": cpu[0] or "unknown", "python": platform.python_version(), "torch": torch.__version__}
@@ -42,7 +42,7 @@ def setting(**peers: Any) -> dict[str, str | None]:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Whether two results are equal: keys in order, and for each leaf type, dtype, shape, device and values."""
+    """Whether two results are equal: the keys in order; and type, dtype, shape, device and values of each leaf."""
     if isinstance(x, Mapping):
         return isinstance(y, Mapping) and same(list(x.items()), list(y.items()))
     if isinstance(x, (list, tuple)):
@@ -54,7 +54,7 @@ def same(x: Any, y: Any) -> bool:
 
 
 def interleaved(cases: Mapping[Case, Mapping[str, Timer]], rounds: int) -> dict[Case, Seconds]:
-    """The median time of each contender in each round, those of a case timed right after each other."""
+    """The median time of each contender in each round. The contenders are timed one right after the other."""
     seconds: dict[Case, Seconds] = {case: {who: [] for who in cases[case]} for case in cases}
     for i in range(rounds):
         for case, contenders in cases.items():
@@ -64,12 +64,12 @@ def interleaved(cases: Mapping[Case, Mapping[str, Timer]], rounds: int) -> dict[
 
 
 def in_turn(contenders: Mapping[str, Any], i: int) -> list[str]:
-    """Their names in the order of round ``i``, so that none is always the first."""
+    """The names of the contenders in the order of round ``i``. Each round begins with another contender."""
     return list(reversed(contenders) if i % 2 else contenders)
 
 
 def fresh(*arguments: str) -> list[float]:
-    """The numbers that a fresh interpreter prints; it finds the benchmarks, and what earlier calls compiled."""
+    """The numbers that a new interpreter prints. It can import the benchmarks, and it caches bytecode."""
     left_alone = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     command, env = [sys.executable, *arguments], {**left_alone, "PYTHONPATH": path}
@@ -79,24 +79,24 @@ def fresh(*arguments: str) -> list[float]:
 
 
 def cause(error: Exception) -> str:
-    """Why a contender is left out, in a line."""
+    """The reason why a contender is left out, in one line."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Of two contenders' times, round by round, so that other load on the machine cancels out."""
+    """The ratio of the times of two contenders in each round. Other load on the machine cancels out."""
     values = [x / y for x, y in zip(over, under, strict=True)]
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table of text, its columns as wide as their widest cell."""
+    """Format a table as text. Each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def ratio_table(lines: Sequence[Mapping[str, Any]], heading: str, goal: str, against: str) -> str:
-    """A line for each contender of each line: the ratio, and for the one that the goal is about whether it is met."""
+    """A line for each contender of each operation: the ratio, and whether its goal is met."""
     rows = [["operation", "fields", heading, "", goal]]
     for line in lines:
         where = [line["operation"], line["fields"]]

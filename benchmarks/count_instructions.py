@@ -20,8 +20,8 @@ import torch
 
 from tensordict_lite import DeviceDict, collate, stack
 
-BLOCKS = 5  # measured for each operation; the guard keeps the least, which no rare event has disturbed
-CALLS = 20  # in a block
+BLOCKS = 5  # measurements of each operation; the guard takes the smallest, which no rare event has disturbed
+CALLS = 20  # calls in a block
 WARM_UP = 100  # calls before the first block: CPython 3.11 specializes a function's bytecode while it runs
 
 EMPTY = "empty loop"
@@ -84,7 +84,7 @@ def loop(statement: str, known: dict[str, Any]) -> Callable[[int], None]:
 
 
 def start_callgrind(sockets: str) -> None:
-    """Switch Callgrind on. It is off while torch is imported, as the import takes three times as long with it."""
+    """Switch Callgrind on. It is off during the import of torch, which would take three times as long."""
     command = ["vgdb", f"--vgdb-prefix={sockets}", f"--pid={os.getpid()}", "instrumentation", "on"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     # Poll, as a busy process answers vgdb by itself. A sleeping one must be traced, which containers often forbid.

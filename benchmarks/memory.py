@@ -1,4 +1,4 @@
-"""How much the memory of this process grows while code runs, on Linux."""
+"""Measure how much the memory of this process grows while code runs, on Linux."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_growth(code: str, known: dict[str, Any]) -> int | None:
-    """Of the resident memory at most, in bytes, while ``code`` runs; None where the system does not tell.
+    """The peak growth of the resident memory while ``code`` runs, in bytes. None if the system does not report it.
 
-    Not from ``resource.getrusage``: its peak begins with that of the process that started this one.
+    ``resource.getrusage`` cannot be used: its peak includes that of the parent process.
     """
     try:
-        RESET.write_text("5")  # the peak begins anew (Linux, proc(5))
+        RESET.write_text("5")  # reset the peak (Linux, proc(5))
         before = int(re.findall(r"VmRSS:\s*(\d+) kB", STATUS.read_text())[0])
     except OSError:
         exec(code, known)

@@ -1,9 +1,9 @@
-"""What becomes of a module that gives its outputs in one container or another, under DDP and FSDP2: a table.
+"""Show which containers work as the output of a module under DDP and FSDP2: a table.
 
     python benchmarks/outputs.py [--json PATH]
 
-On two gloo ranks a linear layer is wrapped, called on other inputs on each rank and run backward. It trains if its
-gradient is then the mean of those of the ranks. Nothing is timed.
+On two gloo ranks, a linear layer is wrapped, called with different inputs on each rank, and run backward. The container
+works if the gradient is the mean of the gradients of the ranks. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEPS = 2
 
 
 class Net(nn.Module):
-    """Gives ``{"y": [2, 1], "extra": [2, 1]}`` of ``[2, 2]``."""
+    """Returns ``{"y": [2, 1], "extra": [2, 1]}`` for an input ``[2, 2]``."""
 
     def __init__(self, contain: Callable[[dict[str, Tensor]], Any]) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Net(nn.Module):
 
 
 def sharded(net: Net) -> nn.Module:
-    """A model of which the net is a part whose parameters are freed after its forward."""
+    """A model that contains the net. FSDP frees the parameters of the net after its forward."""
     fully_shard(net, reshard_after_forward=True)
     return fully_shard(nn.Sequential(net))
 
 
-UNUSED = "DDP, find_unused_parameters"  # there, the other layer stays out of the loss
+UNUSED = "DDP, find_unused_parameters"  # there, the other layer is not part of the loss
 WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
     "DDP": DistributedDataParallel,
     UNUSED: partial(DistributedDataParallel, find_unused_parameters=True),
@@ -97,11 +97,11 @@ def on_rank(rank: int, wrapper: str, who: str, folder: str) -> None:
     except Exception as error:
         said = shorten(f"{type(error).__name__}: {error}", 80)
     Path(folder, str(rank)).write_text(said)
-    os._exit(0)  # the other rank may be waiting in a call that never ends for it
+    os._exit(0)  # the other rank may wait for this rank forever
 
 
 def tried(wrapper: str, one: Contender) -> str:
-    """What the ranks say."""
+    """The results of the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.start_processes(on_rank, (wrapper, one.name, folder), nprocs=2, join=False, start_method="spawn")
         for process in ranks.processes:

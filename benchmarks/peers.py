@@ -1,4 +1,4 @@
-"""What bench_peers.py compares: the contenders, and each operation as they do it."""
+"""The contenders of bench_peers.py, and the statement of each contender for each operation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils.data import default_collate
 
 from tensordict_lite import DeviceDict
 
-ROWS = 32  # of the batch
+ROWS = 32  # rows of the batch
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``package`` is its distribution, ``imports`` the import statement, ``make`` the container of the fields ``s``."""
+    """``package``: the distribution. ``imports``: the import statement. ``make``: the container of the fields ``s``."""
 
     name: str
     package: str = ""
@@ -29,7 +29,7 @@ class Contender:
 
 OURS = Contender("DeviceDict", "", "from tensordict_lite import DeviceDict, collate, load, stack", "DeviceDict(s)")
 DICT = Contender("dict")
-PACKED = Contender("dict, packed")  # by hand, as can be done with fields of one dtype
+PACKED = Contender("dict, packed")  # packed by hand, which is possible for fields of one dtype
 PEER = Contender(
     "TensorDict",
     "tensordict",
@@ -46,15 +46,15 @@ CONTAINERS = (OURS, DICT, PEER, BATCH, FEATURE)
 
 @dataclass(frozen=True)
 class Row:
-    """An operation: the statement of each contender, about its container ``x``."""
+    """An operation: one statement for each contender. ``x`` is the container."""
 
     name: str
     codes: Mapping[Contender, str]
-    result: str = ""  # what shows that the statement did its work, where it is no expression
+    result: str = ""  # an expression that is true if the statement did its work; for a statement that is no expression
 
 
 def everywhere(code: str, but: Mapping[Contender, str] | None = None) -> dict[Contender, str]:
-    """One statement for every container, but for some."""
+    """One statement for every container, with exceptions."""
     return {**dict.fromkeys(CONTAINERS, code), **(but or {})}
 
 
@@ -68,7 +68,7 @@ CAST = Row(
         DICT: LOOP % "v.to(torch.float64)",
         PEER: "x.to(torch.float64)",
         BATCH: "x.to_torch(dtype=torch.float64)",
-        FEATURE: "copy(x).to(torch.float64)",  # as `to` changes it in place
+        FEATURE: "copy(x).to(torch.float64)",  # because `to` changes it in place
         TREE: MAP % "v.to(torch.float64)",
     },
 )
@@ -123,7 +123,7 @@ CONTAINER = (
         },
     ),
 )
-# Strings as padded bytes, and back.
+# Strings to padded bytes, and back.
 STRINGS = (
     Row("1000 strings in", {OURS: 'DeviceDict({"k": strings})["k"]', DICT: "as_bytes(strings)"}),
     Row("1000 strings out", {OURS: 'texts.decode("k")', DICT: "as_strings(codes)"}),
@@ -150,23 +150,23 @@ COLLATED = Row(
         FEATURE: "default_collate",
     },
 )
-# What is put into the queue, made anew for every message.
+# The object put into the queue, made anew for every message.
 QUEUED = Row(
     "through a queue", everywhere("x", {OURS: "x.pack()", PACKED: "packed_by_hand(x)", PEER: "x.consolidate()"})
 )
 IMPORT = Row("import, beside torch", {one: one.imports for one in (OURS, PEER, BATCH, FEATURE, SENT)})
-MEASURED = (CAST, PACK)  # with large fields, for their peak memory
+MEASURED = (CAST, PACK)  # with large fields, for peak memory
 
 
 def packed_by_hand(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In one storage, as fields of one dtype can be with two calls of torch."""
+    """The fields in one storage. For fields of one dtype, this takes two calls of torch."""
     together = torch.cat([v.flatten() for v in fields.values()])
     parts = together.split([v.numel() for v in fields.values()])
     return {k: part.view(v.shape) for part, (k, v) in zip(parts, fields.items(), strict=True)}
 
 
 def as_bytes(strings: Sequence[str]) -> Tensor:
-    """uint8 ``[n, L]``, as NumPy pads them. It does not see a NUL, which would be lost."""
+    """uint8 ``[n, L]``, padded by NumPy. A NUL at the end of a string would be lost."""
     array = np.array([string.encode() for string in strings])
     return torch.from_numpy(array.view(np.uint8).reshape(len(strings), -1))
 
@@ -176,21 +176,21 @@ def as_strings(codes: Tensor) -> list[str]:
 
 
 def read(x: Any) -> Any:
-    """Look at every value, as a file that is mapped into memory has not been read yet."""
+    """Read every value, because a memory-mapped file is read only then."""
     for value in x.values():
         value.sum()
     return x
 
 
 def names(one: Contender) -> dict[str, Any]:
-    """What the statements of a contender name beside tensors; raises ImportError if it is not installed."""
+    """The variables of a contender's statements, except tensors. Raises ImportError if its package is missing."""
     known: dict[str, Any] = {"torch": torch, "read": read, "packed_by_hand": packed_by_hand}
     exec(f"from copy import copy, deepcopy\n{one.imports}", known)
     return known | {"default_collate": default_collate}
 
 
 def scope(one: Contender, fields: Mapping[str, Tensor], folder: str) -> dict[str, Any]:
-    """All that the statements of a contender name."""
+    """All variables of the statements of a contender."""
     known = names(one)
     known |= {"s": dict(fields), "batch_size": [ROWS], "fields": list(fields.items()), "path": f"{folder}/{one.name}"}
     strings = [f"image {i} of {i**2}" for i in range(1000)]
@@ -210,9 +210,9 @@ def make(
 
 
 def plain(x: Any) -> Any:
-    """A result as plain dicts and lists, to compare it."""
+    """The result as plain dicts and lists, for comparison."""
     if isinstance(x, (list, tuple)):
         return type(x)(map(plain, x))
     if hasattr(x, "items"):
         return {k: plain(v) for k, v in sorted(x.items())}  # Batch.stack changes the order of the keys
-    return x.as_subclass(Tensor) if isinstance(x, Tensor) else x  # TensorDict maps files into a subclass
+    return x.as_subclass(Tensor) if isinstance(x, Tensor) else x  # TensorDict maps files to a subclass of Tensor

@@ -1,9 +1,9 @@
-"""Draw what bench_peers.py measured: a line for each operation, on it a mark for each contender.
+"""Draw the results of bench_peers.py: a line for each operation, with a mark for each contender.
 
     python benchmarks/plot_peers.py PATH.json OUT.svg
 
-Where a mark is tells how many times as long as DeviceDict that contender takes, the line through it the least and the
-greatest of the rounds.
+The position of a mark is the time of the contender as a multiple of the time of DeviceDict. The line through the mark
+shows the smallest and the largest ratio of all rounds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MARKS = {
     "send_to_device": ("v", "#3d8f5f"),
     "pytree": ("P", "#4c8fbf"),
 }
-WIDTH, LINE, AROUND = 8.4, 0.42, 1.8  # inches: of the picture, of an operation, and of what is above and below all
-APART = 0.13  # of an operation, between the marks of two contenders, which would hide each other
-LEAST, MOST = 0.05, 100.0  # beyond these a mark stands at the edge, with its number
+WIDTH, LINE, AROUND = 8.4, 0.42, 1.8  # inches: figure width, height of an operation, margins
+APART = 0.13  # share of an operation between the marks of two contenders that would cover each other
+LEAST, MOST = 0.05, 100.0  # a mark outside this range is drawn at the edge, with its number
 
 
 def chart(results: dict[str, Any]) -> Figure:

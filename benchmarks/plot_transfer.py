@@ -1,9 +1,9 @@
-"""Draw what a benchmark measured: a chart for each operation and size, a bar for each contender.
+"""Draw the results of a benchmark: a chart for each operation and size, with a bar for each contender.
 
     python benchmarks/plot_transfer.py PATH.json OUT.svg
 
-The JSON is that of bench_transfer.py or bench_loader.py. A bar is the median time as a multiple of that of the packed
-DeviceDict, the thin line on it the least and the greatest.
+The JSON file comes from bench_transfer.py or bench_loader.py. A bar is the median time as a multiple of the time of the
+packed DeviceDict. The thin line shows the smallest and the largest ratio.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ COLOURS = {
     "one tensor": "#8a8a8a",
 }
 OTHER = "#d9a25f"
-NAMES, WIDTH, GAP = 1.75, 2.1, 0.35  # inches: for the contenders' names, of a chart, and between charts
-TOP, HEAD, BAR = 0.6, 0.75, 0.21  # inches: for the title, for those of a row and its charts, and for a bar
+NAMES, WIDTH, GAP = 1.75, 2.1, 0.35  # inches: width of the names, width of a chart, space between charts
+TOP, HEAD, BAR = 0.6, 0.75, 0.21  # inches: height of the title, of the titles of a row and its charts, and of a bar
 
 
 def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
-    """One chart; ``named``: with the contenders' names, which those to the right of it then share."""
-    ratios = next(iter(line["ratios"].values()))  # those to ours, packed where it is both
+    """Draw one chart. ``named``: write the names of the contenders; the charts to the right have the same order."""
+    ratios = next(iter(line["ratios"].values()))  # ratios to our time; to the packed time if there are two
     whos = list(ratios)
     middle = [ratios[who]["median"] for who in whos]
     spread = [[ratios[who]["median"] - ratios[who]["min"] for who in whos]]
@@ -37,7 +37,7 @@ def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
         value = ratios[who]["median"]
         text = f" {value:.{0 if value >= 9.95 else 1 if value >= 1.95 else 2}f}"
         axes.text(ratios[who]["max"], y, text, va="center")
-    axes.set_xlim(0, 1.28 * max(ratios[who]["max"] for who in whos))  # with room for the numbers
+    axes.set_xlim(0, 1.28 * max(ratios[who]["max"] for who in whos))  # leave room for the numbers
     axes.set_ylim(len(whos) - 0.4, -0.6)
     axes.tick_params(left=False, labelleft=named)
     axes.set_xticks([])
@@ -46,7 +46,7 @@ def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
 
 
 def chart(results: dict[str, Any]) -> Figure:
-    """A row of charts for each operation, one for each size."""
+    """A row of charts for each operation, one chart for each size."""
     operations: dict[str, list[dict[str, Any]]] = {}
     for line in results["results"]:
         operations.setdefault(line["operation"], []).append(line)

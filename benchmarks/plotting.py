@@ -1,4 +1,4 @@
-"""What the pictures share: a script that draws one from the JSON of a benchmark."""
+"""Shared part of the plots: a command that draws a figure from the JSON file of a benchmark."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Axes", "Figure", "pyplot", "script"]
 
 
 def script(chart: Callable[[dict[str, Any]], Figure], description: str) -> None:
-    """Run as a script: ``chart`` gives the figure of the results."""
+    """Run the command. ``chart`` makes the figure of the results."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("json", type=Path, help="what the benchmark wrote")
     parser.add_argument("out", type=Path, help="the picture; its suffix says of which kind")
     args = parser.parse_args()
-    pyplot.rcParams.update({"font.size": 8, "svg.hashsalt": "results"})  # the same file from the same results
+    pyplot.rcParams.update({"font.size": 8, "svg.hashsalt": "results"})  # equal results give equal files
     chart(json.loads(args.json.read_text())).savefig(
         args.out, metadata={"Date": None} if args.out.suffix == ".svg" else None
     )

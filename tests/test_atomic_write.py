@@ -25,6 +25,7 @@ from tensordict_lite import (
     save,
 )
 from tensordict_lite._errors import DEPTH
+from tensordict_lite._files import atomic_write as atomic_write_module
 
 safetensors = pytest.importorskip("safetensors")
 
@@ -235,3 +236,48 @@ class TestWriting:
         for use in (lambda: save({"x": 1}, tmp_path / "d"), lambda: load(tmp_path / "d")):
             with pytest.raises(ImportError, match=r'^files need safetensors: pip install "safetensors>=0.8"$'):
                 use()
+
+
+class TestOtherSystems:
+    """File systems and systems without unnamed files or locks, simulated."""
+
+    def test_without_a_link_to_an_open_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = os.path.exists
+        monkeypatch.setattr(os.path, "exists", lambda path: "/proc/self/fd" not in str(path) and real(path))
+        save({"x": 1.0}, tmp_path / "d")
+        monkeypatch.undo()
+        assert os.listdir(tmp_path) == ["d"] and load(tmp_path / "d") == {"x": torch.tensor(1.0)}
+
+    @pytest.mark.parametrize("error", [OSError, BlockingIOError])
+    def test_without_locks_or_with_the_lock_of_a_sweep(
+        self, error: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No unnamed files; and the first lock of a file fails."""
+        failures, real = [error("no lock")], atomic_write_module.fcntl.flock
+
+        def lock(*arguments: Any) -> None:
+            if failures:
+                raise failures.pop()
+            real(*arguments)
+
+        monkeypatch.setattr(atomic_write_module, "_nameless", lambda folder: None)
+        monkeypatch.setattr(atomic_write_module.fcntl, "flock", lock)
+        save({"x": 1.0}, tmp_path / "d")
+        left = [name for name in os.listdir(tmp_path) if name != "d"]
+        # The sweep that has the lock would remove the first file.
+        assert load(tmp_path / "d") == {"x": torch.tensor(1.0)} and len(left) == (error is BlockingIOError)
+
+    def test_without_fcntl(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(atomic_write_module, "_nameless", lambda folder: None)
+        monkeypatch.setattr(atomic_write_module, "fcntl", None)
+        for value in (1.0, 2.0):
+            save({"x": value}, tmp_path / "d")
+        assert os.listdir(tmp_path) == ["d"] and load(tmp_path / "d") == {"x": torch.tensor(2.0)}
+
+    def test_the_list_of_swept_folders_stays_small(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(atomic_write_module, "_MOST_SWEPT", 2)
+        monkeypatch.setattr(atomic_write_module, "_swept", set())
+        for name in "abc":
+            (tmp_path / name).mkdir()
+            save({"x": 1.0}, tmp_path / name / "d")
+        assert len(atomic_write_module._swept) == 1

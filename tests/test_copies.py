@@ -218,3 +218,47 @@ def test_an_encoder_is_written_once() -> None:
     many = DeviceDict({f"a{i}": {"s": "1"} for i in range(30)}, encoders={"s": big})
     sizes = [len(pickle.dumps(d)) for d in (one, many)]
     assert sizes[1] < sizes[0] + 30 * 1000
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_clone_with_a_nested_tensor() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    d = DeviceDict({"n": nested, "x": torch.ones(2)})
+    copied = d.clone()
+    assert copied == d and copied["x"] is not d["x"] and copied["n"] is not d["n"]
+
+
+def test_a_lazy_tensor_is_read() -> None:
+    """Loaders of large files make placeholders, which implement ``__torch_function__``."""
+
+    class Lazy:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*(arg.tensor if isinstance(arg, Lazy) else arg for arg in args), **(kwargs or {}))
+
+    rebuild, arguments = DeviceDict({"x": torch.ones(2), "y": torch.ones(2)}).pack().__reduce__()
+    buffer = next(i for i, one in enumerate(arguments) if isinstance(one, torch.Tensor))
+    again = rebuild(*arguments[:buffer], Lazy(arguments[buffer]), *arguments[buffer + 1 :])
+    assert again.is_packed and again == {"x": torch.ones(2), "y": torch.ones(2)}
+
+
+def test_pytree_may_leave_each_dict_on_its_own_device() -> None:
+    d = DeviceDict({"x": torch.ones(1), "n": {"y": torch.ones(1)}})
+    leaves, spec = pytree.tree_flatten(d)
+    mixed = pytree.tree_unflatten([leaves[0], leaves[1].to("meta")], spec)
+    assert mixed._device is None and mixed["n"].device == torch.device("meta")
+    assert mixed.to("meta").device == torch.device("meta")
+
+
+def test_the_error_of_another_base_is_raised_itself() -> None:
+    class Registered:
+        def __init_subclass__(cls, *, name: str, **options: Any) -> None:
+            super().__init_subclass__(**options)
+
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'name'"):
+
+        class Nameless(DeviceDict, Registered):
+            pass

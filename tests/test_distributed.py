@@ -181,7 +181,7 @@ def errors(rank: int, world: int) -> None:
     )
     cases: list[tuple[Any, type[Exception], str]] = [
         (kept, TypeError, "'n.o': kept objects cannot be sent"), (None, TypeError, "broadcast takes a DeviceDict on the rank that sends, got NoneType"),
-        (sparse, TypeError, "'m' cannot be sent: a torch.sparse_coo Tensor of torch.float32 is more than its bytes"), (hook, TypeError, "'s': <lambda> has no JSON form"),
+        (sparse, TypeError, "'m' cannot be sent: a torch.sparse_coo Tensor of torch.float32 has more state than its bytes"), (hook, TypeError, "'s': <lambda> has no JSON form"),
         (DeviceDict({"x": torch.ones(2, device="meta")}), TypeError, "a dict on meta has no values to send"),
     ]  # fmt: skip
     for bad, kind, message in cases:
@@ -193,7 +193,7 @@ def errors(rank: int, world: int) -> None:
         lambda: d_.scatter(DeviceDict({"x": torch.arange(world + 1)}) if rank == 0 else None),
         ValueError if rank == 0 else RuntimeError,
     )
-    assert f"{world + 1} rows cannot be dealt evenly to {world} ranks; give uneven=True, or other rows" in told
+    assert f"{world + 1} rows cannot be split evenly over {world} ranks; set uneven=True" in told
     if rank == 0:
         text(lambda: d_.send(kept, 1), TypeError)
         d_.send(sample(0), 1)

@@ -17,6 +17,7 @@ from tensordict_lite import DeviceDict
 from tensordict_lite import distributed as d_
 from tensordict_lite._files.manifest import InvalidManifest
 from tensordict_lite.distributed import channel as channel_module
+from tensordict_lite.distributed import message as message_module
 from tensordict_lite.distributed.message import read_header
 
 Told = dict[int, str]
@@ -193,3 +194,25 @@ def every_family(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_rank_is_in_step_after_an_error(world: int) -> None:
     on_ranks(every_family, world, count=world)
+
+
+def test_a_buffer_of_another_size_than_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    schema = message_module.header_for(DeviceDict({"x": torch.ones(2)}))
+    with pytest.raises(RuntimeError, match=r"^rank 1: from rank 0: the size of the buffer differs from its header$"):
+        channel_module.accepted(schema, schema.nbytes + 1, 0)
+
+
+def test_a_schema_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_module, "_LARGEST", 100)
+    with pytest.raises(
+        ValueError, match=r"^the structure and encoders of this dict take \d+ bytes, a message holds 100$"
+    ):
+        message_module.header_for(DeviceDict({"too_large": torch.ones(2)}))
+
+
+def test_the_cache_of_schemas_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_module, "_known", {})
+    for i in range(300):
+        message_module.header_for(DeviceDict({f"k{i}": torch.ones(2)}))
+    assert len(message_module._known) <= 257

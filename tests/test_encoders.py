@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -360,7 +361,7 @@ class TestHuggingFace:
     def test_a_file_outside_the_folder_is_refused(self, tokenizer: Any) -> None:
         data = encoder_to_json(Tokenizer(tokenizer))
         data["files"]["../evil"] = {"text": ""}
-        with pytest.raises(ValueError, match="lies inside its folder"):
+        with pytest.raises(ValueError, match="must be inside its folder"):
             encoder_from_json(data)
 
     def test_without_wrapping_the_way_out_is_told(self, tokenizer: Any) -> None:
@@ -418,3 +419,34 @@ class TestWhereAnEncoderGoes:
 def test_of_strings_that_come_once_the_wrong_one_is_named(wrong: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(wrong))):
         Utf8(4).encode(s for s in ["ok", wrong, "b"])  # pyright: ignore[reportArgumentType]
+
+
+class TestTokenizerErrors:
+    def test_no_strings_have_no_width(self) -> None:
+        with pytest.raises(ValueError, match=r"^no strings to tokenize, so the width of their codes is not known$"):
+            Tokenizer(Words("a")).encode([])
+
+    def test_codes_are_a_mapping(self) -> None:
+        wrong: Any = torch.ones(1)
+        with pytest.raises(TypeError, match=r"^Tokenizer\(Words\) decodes a mapping with input_ids, got Tensor$"):
+            Tokenizer(Words("a")).decode(wrong)
+
+    def test_without_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(ImportError, match=r"^this data holds a Tokenizer; pip install transformers$"):
+            Tokenizer.from_json({"files": {}, "call": {}})
+
+    def test_binary_files_are_encoded_in_base64(self) -> None:
+        class Saves(Words):
+            def save_pretrained(self, folder: str) -> None:
+                (Path(folder) / "model").write_bytes(b"\xff\x00")
+                (Path(folder) / "tokenizer.json").write_text('{"padding": 1, "model": 2}')
+
+        expected = {"model": {"base64": "/wA="}, "tokenizer.json": {"text": '{"model": 2}'}}
+        assert Tokenizer(Saves("a")).to_json() == {"files": expected, "call": {"padding": True}}
+
+
+def test_codes_with_too_few_dimensions() -> None:
+    d = DeviceDict({"s": torch.tensor(65, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match=r"Utf8\(\) decodes codes of 1 dimensions or more, got shape \[\]"):
+        d.decode("s")

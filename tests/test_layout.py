@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensordict_lite._memory.layout import ALIGNMENT, Group, aligned, cast_groups, dense_stride, lay_out, split
+from tensordict_lite._memory.layout import (
+    ALIGNMENT,
+    Group,
+    aligned,
+    cast_groups,
+    dense_stride,
+    lay_out,
+    row_major,
+    split,
+)
 
 F, D, L, B = torch.float32, torch.float64, torch.int64, torch.bool
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -97,6 +102,21 @@ def test_dense_strides_are_those_of_empty_like(data: st.DataObject) -> None:
     t = base[tuple(slice(0, n) for n in shape)].permute(*order) if shape else base
     strides = zip(t.shape, torch.empty_like(t).stride(), dense_stride(t.shape, t.stride()), strict=True)
     assert all(torchs == ours for size, torchs, ours in strides if size != 1), "that of a dimension of 1 is never used"
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_dense_strides_of_overlapping_tensors_are_those_of_empty_like(ndim: int) -> None:
+    memory = torch.empty(100)
+    for shape in product((1, 2, 3), repeat=ndim):
+        for stride in product((1, 2, 3, 6), repeat=ndim):
+            expected = torch.empty_like(memory.as_strided(shape, stride)).stride()
+            strides = zip(shape, expected, dense_stride(shape, stride), strict=True)
+            assert all(torchs == ours for size, torchs, ours in strides if size != 1), (shape, stride)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (4, 1, 3), (2, 3, 4, 5)])
+def test_row_major_strides_are_those_of_a_contiguous_tensor(shape: tuple[int, ...]) -> None:
+    assert row_major(shape) == torch.empty(shape).stride()
 
 
 @pytest.mark.parametrize(

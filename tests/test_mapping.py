@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import ANY
 
 import numpy as np
@@ -524,3 +526,36 @@ def test_deleting_what_is_missing_raises() -> None:
         del d["n", "z"]
     assert "'n.z' is not in" in str(told.value)
     assert d == DeviceDict({"x": 1, "n": {"y": 2}})
+
+
+def test_a_union_with_another_type_is_a_type_error() -> None:
+    d: Any = DeviceDict({"x": 1})
+    for use in (lambda: d | 3, lambda: 3 | d, lambda: d | [("y", 1)]):
+        with pytest.raises(TypeError, match="unsupported operand type"):
+            use()
+
+
+def test_a_subclass_of_str_is_a_key() -> None:
+    class Key(str):
+        pass
+
+    d = DeviceDict({"y": 1})
+    d[Key("x")] = 2.0
+    assert d["x"].tolist() == 2 and d._check() is None
+
+
+def test_a_batch_size_of_a_tensordict_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(TensorDict=lambda source, batch_size, device: (source, batch_size, device))
+    monkeypatch.setitem(sys.modules, "tensordict", fake)
+    d = DeviceDict({"x": torch.ones(3, 2)})
+    for given, expected in (([3, 2], [3, 2]), (None, [3])):
+        source, batch_size, device = d.to_tensordict(given)
+        assert type(source) is dict and list(batch_size) == expected and device == d.device
+
+
+def test_tensordict_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensordict", None)
+    with pytest.raises(ImportError, match=r"^to_tensordict needs TensorDict: pip install tensordict$"):
+        DeviceDict({"x": 1}).to_tensordict()
+    with pytest.raises(TypeError, match=r"^expected a TensorDict or another mapping, got int$"):
+        DeviceDict.from_tensordict(cast(Any, 3))

@@ -304,3 +304,14 @@ def test_without_cuda_every_way_raises_the_error_of_torch(tmp_path: Path) -> Non
     with pytest.raises(stream.type) as ours:
         list(prefetch([two], "cuda:0"))
     assert str(ours.value) == str(stream.value)
+
+
+def test_other_is_a_tensor_or_a_dict() -> None:
+    wrong: Any = 3
+    with pytest.raises(TypeError, match=r"^to\(\) got other=int; expected "):
+        DeviceDict({"x": 1.0}).to(other=wrong)
+
+
+def test_a_vectorized_function_moves_tensors_one_by_one() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    assert torch.vmap(lambda row: to_device({"x": row, "n": [row]}, "cpu")["n"][0] + 1)(x).equal(x + 1)

@@ -531,16 +531,16 @@ class TestPickled:
             [(dtype, shape, stride), *rest], [[dtype, shape, stride, members], *rest],
         ]  # fmt: skip
         for bad in layouts:
-            with pytest.raises(ValueError, match=r"^a packed dict whose layout"):
+            with pytest.raises(ValueError, match=r"^the layout of a packed dict"):
                 restore(cls, items, device, policy, block, bad)
         for bad in (block[:10].clone(), block[:10]):
-            with pytest.raises(ValueError, match=r"^a packed dict whose layout"):
+            with pytest.raises(ValueError, match=r"^the layout of a packed dict"):
                 restore(cls, items, device, policy, bad, specs[:-1])
         for bad in (block.to(torch.float32), "block", block.view(1, -1), block.to_sparse(), 1):
-            with pytest.raises(ValueError, match=r"^a packed dict whose storage is damaged"):
+            with pytest.raises(ValueError, match=r"^the storage of a packed dict is damaged"):
                 restore(cls, items, device, policy, bad, specs)  # pyright: ignore[reportArgumentType]
         for value in (99, -1, True, False, (1, 2), [], None, "x", [DeviceDict, {}], 1.5):
-            with pytest.raises((ValueError, TypeError), match=r"^a packed dict whose item 'x' is damaged"):
+            with pytest.raises((ValueError, TypeError), match=r"^the item 'x' of a packed dict is damaged"):
                 restore(cls, {**items, "x": value}, device, policy, block, specs)
         for nested in ([dict, {}, None], [DeviceDict, [], None], [3, {}, None]):
             with pytest.raises(TypeError, match=r"^expected a"):

@@ -216,8 +216,8 @@ class TestPolicyItself:
             ({"on_mismatch": "mvoe"}, ValueError, "on_mismatch is 'error' or 'move', got 'mvoe'"),
             ({"on_mismatch": "keep"}, ValueError, "on_mismatch is 'error' or 'move', got 'keep'"),
             ({"objects": "move"}, ValueError, "objects is 'error' or 'keep', got 'move'"),
-            ({"dtype": torch.int64}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; got torch.int64"),
-            ({"dtype": "float32"}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; got 'float32'"),
+            ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64"),
+            ({"dtype": "float32"}, TypeError, "dtype must be a floating-point torch.dtype (for floating-point host values), got 'float32'"),
             ({"encoders": {1: A}}, TypeError, "encoders= maps keys, which are str, to encoders; got the key 1. A key's encoder serves that key in nested dicts too"),
         ],
     )  # fmt: skip
@@ -269,14 +269,14 @@ class TestPolicyAsData:
 
     @pytest.mark.parametrize("wrong", ["int64", "bool", "nonsense", 1, ["float64"], {}, False])
     def test_a_wrong_dtype_of_a_file(self, wrong: Any) -> None:
-        with pytest.raises(ValueError, match=r"is no dtype of host values$"):
+        with pytest.raises(ValueError, match=r"is not a floating-point dtype$"):
             settings_from_json({"on_mismatch": "error", "objects": "error", "dtype": wrong})
 
     def test_a_string_of_a_class_of_its_own_is_no_dtype_of_a_file(self) -> None:
         class Name(str):
             pass
 
-        with pytest.raises(ValueError, match=r"^'float64' is no dtype of host values$"):
+        with pytest.raises(ValueError, match=r"^'float64' is not a floating-point dtype$"):
             settings_from_json({"on_mismatch": "error", "objects": "error", "dtype": Name("float64")})
 
     @pytest.mark.parametrize("wrong", [1, None, True, ["move"], "", "mo", "MOVE", "drop"])

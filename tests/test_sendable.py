@@ -145,6 +145,27 @@ class Made(Dataset[Any]):
         return {"alone": d, "tuple": (i, d), "dict": {"a": [d]}, "sample": (d, i)}[self.within]
 
 
+class Puts(Dataset[Any]):
+    """Sends a pair through a queue of its own: a message of the form that a loader sends."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue = queue
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> int:
+        if i:
+            raise IndexError
+        self.queue.put((i, computed()))
+        return i
+
+
+def only(samples: list[Any]) -> Any:
+    (sample,) = samples
+    return sample
+
+
 class Loader(DataLoader[Any]):
     """Its iterators are shut down when the test ends, and not when the last traceback that holds one is collected."""
 
@@ -195,6 +216,38 @@ class TestLoader:
         next(batches)
         with pytest.raises(error, match=f"(?s)in DataLoader worker process 0.*{message}"):
             next(batches)
+        assert next(batches) is not None, "the third sample arrives"
+        with pytest.raises(StopIteration):
+            next(batches)
+
+    @pytest.mark.parametrize("within", ["tuple", "dict"])
+    def test_inside_of_other_containers_of_a_batch(self, within: str, pin: bool) -> None:
+        """A custom collate_fn returns another container: each bad batch raises, and the next ones arrive in order."""
+        loader = loader_of(Made("computed", within), pin, batch_size=1, collate_fn=only, num_workers=2)
+        batches = iter(loader)
+        first = next(batches)
+        with pytest.raises(TypeError, match=f"(?s)in DataLoader worker process 1.*{BAD[computed]}"):
+            next(batches)
+        third = next(batches)
+        dicts = [batch[1] if within == "tuple" else batch["a"][0] for batch in (first, third)]
+        assert [int(d["i"]) for d in dicts] == [0, 2]
+        assert list(batches) == []
+
+    @pytest.mark.parametrize("within", ["tuple", "dict"])
+    def test_a_bad_dict_in_every_batch(self, within: str, pin: bool) -> None:
+        batches = iter(loader_of(Made("kept", within, everywhere=True), pin))
+        for _ in range(3):
+            with pytest.raises(TypeError, match="'f': the kept function"):
+                next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+
+    def test_a_queue_of_the_dataset_is_not_the_loaders(self) -> None:
+        queue = torch.multiprocessing.get_context("fork").Queue()
+        (batch,) = loader_of(Puts(queue))
+        assert batch == 0
+        with pytest.raises(TypeError, match=f"(?s)in a process that sends to this one.*{BAD[computed]}"):
+            queue.get(timeout=WAIT)
 
     @pytest.mark.parametrize("collate_fn", [collate, default_collate])
     @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("local_nested", "mkldnn")])
@@ -349,3 +402,33 @@ class Big:
 
     def decode(self, codes: Any) -> list[str]:
         return [""] * len(codes)
+
+
+class Unsteady:
+    """Its first pickle fails, and the second does not."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def __reduce__(self) -> Any:
+        self.tries += 1
+        if self.tries == 1:
+            raise ValueError("not yet")
+        return Unsteady, ()
+
+
+class TestOtherErrors:
+    def test_an_error_that_the_trial_does_not_repeat(self) -> None:
+        with pytest.raises(TypeError, match=r"^this Keeps cannot be sent to another process: not yet$"):
+            ForkingPickler.dumps(Keeps({"o": Unsteady()}))
+
+    def test_too_deep_to_search(self) -> None:
+        d = DeviceDict({"x": torch.ones(2)})
+        for _ in range(2000):
+            d = DeviceDict._new({"a": d}, d.device, DeviceDict._class_policy)
+        message = r"^this DeviceDict is nested too deep to be sent to another process; send d\.flatten\(\)$"
+        with pytest.raises(ValueError, match=message):
+            ForkingPickler.dumps(d)
+
+    def test_a_device_without_shared_memory_is_tried(self) -> None:
+        assert not sendable_module.is_plain(DeviceDict({"x": torch.ones(1, device="meta")}))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from files import Batch, Keeping, Obs, Typed, sample, torch_saved_and_loaded
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tensordict_lite import (
     DeviceDict,
@@ -102,10 +103,10 @@ class TestTorchSave:
             {**made, "policies": [{"encoders": {}, "default": value}]},
             {**made, "encoders": value, "policies": [policy]},
         ):
-            with pytest.raises(InvalidFileError, match="a part of it is in two places"):
+            with pytest.raises(InvalidFileError, match=r"^not a valid file: a list or dict occurs twice in it$"):
                 rebuild_of(bomb, classes, leaves, device, block, specs)
         for spec in ((torch.float32, (2**62,) * 60_000, (1,) * 60_000, [0]), ([], (1,), (1,), [0])):
-            with pytest.raises(ValueError, match="a packed dict whose layout is damaged"):
+            with pytest.raises(ValueError, match="the layout of a packed dict is damaged"):
                 rebuild_of(made, classes, leaves, device, block, [spec])
         assert time.monotonic() - start < 5
 
@@ -157,7 +158,9 @@ class TestTorchSave:
         rebuild, (made, classes, leaves, device, block, specs) = kept.__reduce_ex__(2)
         name = f"{Keeping.__module__}.Keeping"
         assert classes == [name]
-        with pytest.raises(InvalidFileError, match=r"^not a valid file: 'o' is an object, in a dict that keeps none$"):
+        with pytest.raises(
+            InvalidFileError, match=r"^not a valid file: 'o' is an object, but its dict keeps no objects$"
+        ):
             rebuild(made, ["tensordict_lite.DeviceDict"], leaves, device, block, specs)
         deep: Any = []
         for _ in range(100_000):
@@ -187,3 +190,25 @@ def rebuild_of(*arguments: Any) -> Any:
 
 def len_of(strings: Any) -> Tensor:
     return torch.tensor([len(s) for s in strings])
+
+
+def test_each_dict_on_its_own_device() -> None:
+    d = DeviceDict({"x": torch.ones(1), "n": {"y": torch.ones(1)}})
+    leaves, spec = pytree.tree_flatten(d)
+    again = torch_saved_and_loaded(pytree.tree_unflatten([leaves[0], leaves[1].to("meta")], spec))
+    assert again._device is None and again["n"].device == torch.device("meta")
+
+
+def test_a_dict_without_tensors_keeps_a_device_that_is_not_here() -> None:
+    rebuild, (made, classes, leaves, _, buffer, specs) = DeviceDict({"n": {}}).__reduce_ex__(2)
+    again = rebuild(made, classes, leaves, "cuda:5", buffer, specs)
+    assert again.device == again["n"].device == torch.device("cuda:5")
+
+
+def test_an_object_that_is_too_deep_to_search() -> None:
+    deep = torch.nn.Sequential()
+    for _ in range(2000):
+        deep = torch.nn.Sequential(deep)
+    rebuild, (made, classes, leaves, device, buffer, specs) = Keeping({"o": 1}).__reduce_ex__(2)
+    with pytest.raises(InvalidFileError, match=r"^not a valid file: an object in it is nested too deep$"):
+        rebuild(made, classes, [(deep,), *leaves[1:]], device, buffer, specs)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate, default_convert
+from typing_extensions import TypeAliasType
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Utf8, Vocabulary, cat, collate, stack
 
@@ -687,3 +688,14 @@ class Text(TypedDeviceDict, encoders={"text": lambda strings: {"idz": torch.ones
 def test_codes_that_do_not_fit_the_field_are_told_with_its_path() -> None:
     with pytest.raises(TypeError, match=r"^'text': Codes has no field 'idz', did you mean 'ids'\?"):
         Text.from_dict({"text": "a"})
+
+
+Pixels = TypeAliasType("Pixels", Tensor)
+
+
+def test_an_alias_of_a_type_is_that_type() -> None:
+    scope: dict[str, Any] = {"TypedDeviceDict": TypedDeviceDict, "Pixels": Pixels}
+    exec("class Aliased(TypedDeviceDict):\n    x: Pixels\n", scope)
+    assert scope["Aliased"](x=torch.ones(2))["x"].tolist() == [1, 1]
+    with pytest.raises(TypeError, match="Aliased"):
+        scope["Aliased"](x=None)

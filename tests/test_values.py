@@ -423,8 +423,7 @@ class TestPolicy:
         [
             ({"on_mismatch": "copy"}, ValueError, "on_mismatch is 'error' or 'move', got 'copy'"),
             ({"objects": True}, ValueError, "objects is 'error' or 'keep', got True"),
-            ({"dtype": torch.int64}, TypeError, "dtype is a floating-point torch.dtype, for host values with such content; "
-             "got torch.int64"),
+            ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64"),
             ({"dtype": "float32"}, TypeError, "got 'float32'"),
             ({"encoders": {("a", "b"): Utf8()}}, TypeError, "encoders= maps keys, which are str, to encoders; got the key "
              "('a', 'b'). A key's encoder serves that key in nested dicts too"),
@@ -504,3 +503,35 @@ def test_a_nested_device_dict_decides_the_device_and_moves_with_the_rest(device:
         moved._check()
         assert moved.device == torch.device("cpu") and moved["n", "m", "x"].tolist() == [1.0, 1.0]
         assert nested.device == device
+
+
+def test_columns_with_missing_values_are_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(TypeError, match=r"^'x' is list of .*; fill missing values first"):
+        DeviceDict({"x": pandas.Series([1, None], dtype="Int64")})
+    kept: Any = DeviceDict({"x": pandas.Series([1, None], dtype="Int64")}, objects="keep")
+    assert kept["x"].isna().tolist() == [False, True]
+    assert DeviceDict({"s": pandas.Series(["a", "b"], dtype="string")}).decode("s") == ["a", "b"]
+
+
+def test_arrow_tables_and_columns() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    d = DeviceDict(arrow.table({"x": [1.0, 2.0], "s": ["a", "b"], "i": arrow.chunked_array([[1], [2]])}))
+    assert d["x"].tolist() == [1, 2] and d.decode("s") == ["a", "b"] and d["i"].tolist() == [1, 2]
+    with pytest.raises(TypeError, match=r"^'x' is list of NoneType, float.*; fill missing values first"):
+        DeviceDict({"x": arrow.array([1.0, None])})
+    twice = arrow.Table.from_arrays([arrow.array([1]), arrow.array([2])], names=["a", "a"])
+    with pytest.raises(ValueError, match=r"^the table has two columns 'a'; rename one$"):
+        DeviceDict(twice)
+
+
+def test_an_error_that_is_not_about_the_value_is_raised_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    d = DeviceDict({"x": 1.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", fails)
+        with pytest.raises(RuntimeError, match=r"^no memory$"):
+            d["y"] = 2.0
+    assert list(d) == ["x"]

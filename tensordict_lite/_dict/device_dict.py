@@ -24,6 +24,7 @@ from .._memory.device import CPU, DeviceLike, canonical, resolve
 from .._memory.packed import can_pack, is_packed, map_buffer, pack, packed_layout
 from .._memory.transfer import clone, transfer
 from .._tree import sendable
+from .._tree.columns import arrow_items, pandas_items
 from .._tree.compare import agree, values_agree
 from .._tree.missing import NoAttribute, missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option
@@ -934,7 +935,54 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict.from_tensordict(TensorDict({"x": torch.ones(2)}, batch_size=[2]))["x"]
         tensor([1., 1.])
         """
-        return cls(_plain(td), **options)
+        return cls(_nested_items(td), **options)
+
+    @classmethod
+    def from_arrow(cls, table: Any, *, nulls: Any = "error", **options: Any) -> Self:
+        """Create a dict from a ``pyarrow.Table`` or ``RecordBatch``, with options for nulls. Needs ``pyarrow``.
+
+        A list column of numbers becomes a nested tensor of layout ``torch.jagged``; one of fixed size, a dense tensor.
+        Every other column is converted as by the constructor, which takes a table without nulls too.
+
+        Args:
+            table: the table.
+            nulls: ``"error"``: a null raises. ``"mask"``: a null becomes 0, False, an empty string or an empty list,
+                and the bool field ``<column>_valid`` is False there. Any other value replaces nulls. A mapping gives
+                one of these for each column that it names. It adds the mask of a column without nulls too.
+            options: the options of the constructor.
+
+        Raises: ``ValueError`` that names the column for a null, and for a mask whose name is a column; ``TypeError``
+            for another object, and for a fill value that is not of the column's type; the errors of the constructor.
+        Cost: as the constructor; a copy of list columns, and of columns with nulls.
+
+        >>> try:
+        ...     import pyarrow
+        ... except ImportError:
+        ...     d = DeviceDict({"age": [30, 0], "age_valid": [True, False]})
+        ... else:
+        ...     d = DeviceDict.from_arrow(pyarrow.table({"age": [30, None]}), nulls="mask")
+        >>> d["age"], d["age_valid"]
+        (tensor([30,  0]), tensor([ True, False]))
+        """
+        return cls(arrow_items(table, nulls, options.get("dtype") or cls._class_policy.dtype), **options)
+
+    @classmethod
+    def from_pandas(cls, frame: Any, *, nulls: Any = "error", **options: Any) -> Self:
+        """Create a dict from a ``pandas.DataFrame``, with options for missing values. Needs ``pandas``.
+
+        The arguments, errors and cost are those of `from_arrow`. Missing values are those of ``DataFrame.isna``. NaN in
+        a NumPy column of floats is a number with ``nulls="error"``, and missing otherwise.
+
+        >>> try:
+        ...     import pandas
+        ... except ImportError:
+        ...     d = DeviceDict({"name": ["Ada", "?"]})
+        ... else:
+        ...     d = DeviceDict.from_pandas(pandas.DataFrame({"name": ["Ada", None]}), nulls="?")
+        >>> d.decode("name")
+        ['Ada', '?']
+        """
+        return cls(pandas_items(frame, nulls), **options)
 
     def to_tensordict(self, batch_size: Sequence[int] | None = None) -> Any:
         """Return a ``tensordict.TensorDict`` of the same tensors on the same device. Needs ``tensordict``.
@@ -1029,14 +1077,14 @@ class DeviceDict(TreeDict[V]):
         insert(self, {path[0]: value}, at=at)  # pyright: ignore[reportGeneralTypeIssues]  (it is not empty)
 
 
-def _plain(td: Any) -> dict[str, Any]:
+def _nested_items(td: Any) -> dict[str, Any]:
     """A plain nested dict of the items of a TensorDict. ``td[key]`` unwraps non-tensor data."""
     if not hasattr(td, "keys"):
         raise TypeError(f"expected a TensorDict or another mapping, got {type(td).__name__}")
     out: dict[str, Any] = {}
     for key in td.keys():  # noqa: SIM118  (iterating a TensorDict gives its rows)
         value = td[key]
-        out[key] = _plain(value) if hasattr(value, "keys") else value
+        out[key] = _nested_items(value) if hasattr(value, "keys") else value
     return out
 
 

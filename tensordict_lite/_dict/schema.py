@@ -230,23 +230,23 @@ def shape_error(fields: Iterable[Shaped]) -> str:
                 later.append(field)  # "n+1", before a field defines n
                 continue
             if reason:
-                return _told(jaxtyping, field, reason, passed)
+                return _message(jaxtyping, field, reason, passed)
             passed.append(field)
         for field in later:
             reason = ""
             with suppress(jaxtyping.AnnotationError):  # the optional field that defines n may be absent
                 reason = _reason(field)
             if reason:
-                return _told(jaxtyping, field, reason, passed)
+                return _message(jaxtyping, field, reason, passed)
     return ""
 
 
-def _told(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped]) -> str:
+def _message(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped]) -> str:
     """The error message. If the field conflicts with an earlier field, the message names that field too."""
     where, value, kinds = field
     expected = " | ".join(kind.__name__ for kind in kinds)
-    alone = _disagree(jaxtyping, [field])
-    partner = None if alone else next((one for one in passed if _disagree(jaxtyping, [one, field])), None)
+    alone = _conflict(jaxtyping, [field])
+    partner = None if alone else next((one for one in passed if _conflict(jaxtyping, [one, field])), None)
     other = "" if partner is None else f", from {partner[0]}, which is {described(partner[1])}"
     return f"{where}: expected {expected}, got {described(value)}: {reason}{other}"
 
@@ -268,7 +268,7 @@ def _reason(field: Shaped) -> str:
     return first
 
 
-def _disagree(jaxtyping: Any, fields: Iterable[Shaped]) -> bool:
+def _conflict(jaxtyping: Any, fields: Iterable[Shaped]) -> bool:
     """Whether these fields alone do not fit their annotations."""
     with _context(jaxtyping), suppress(jaxtyping.AnnotationError):
         return any(map(_reason, fields))

@@ -184,7 +184,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
         given = self._drop_none(data)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # pragma: no branch  (traced, not executed)
             try:
                 self._schema().check_names(given)
             except TypeError as error:
@@ -198,7 +198,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         encoders: Mapping[str, StringEncoder] | None,
         removed: Sequence[str] = (),
     ) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # pragma: no branch  (traced, not executed)
             items = {**self, **staged}
             for key in removed:
                 del items[key]
@@ -206,7 +206,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         super()._commit(staged, device, encoders, removed)
 
     def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
             return
         super()._validate(before, shapes=shapes)
         self._schema().check_names(self)

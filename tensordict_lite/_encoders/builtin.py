@@ -85,7 +85,7 @@ class Utf8:
         width = longest if self.max_length is None else self.max_length
         # One test of all strings: a test of each string takes four times as long.
         if longest > width or b"\0" in b"".join(encoded):
-            for string in strings:
+            for string in strings:  # pragma: no branch  (one of the strings is invalid)
                 self._bytes(string)  # raises an error for the first invalid string
         if width == 0:  # NumPy has no zero-width byte strings
             return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")

@@ -117,7 +117,7 @@ class Tokenizer:
             for name, content in state["files"].items():
                 path = PurePosixPath(name)
                 if path.is_absolute() or not path.parts or ".." in path.parts or "\\" in name:
-                    raise ValueError(f"a tokenizer's file lies inside its folder, got {name!r}")
+                    raise ValueError(f"the path of a tokenizer's file must be inside its folder, got {name!r}")
                 text = content["text"].encode() if "text" in content else base64.b64decode(content["base64"])
                 (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
                 (Path(folder) / path).write_bytes(text)

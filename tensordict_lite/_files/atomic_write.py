@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 try:
     import fcntl
-except ImportError:  # Windows
+except ImportError:  # pragma: no cover  (Windows)
     fcntl = None
 
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -32,7 +32,7 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
     """Write ``pieces`` to a new file, flush the file to disk, and then rename it to ``path``.
 
     If an error occurs, the old file at ``path`` is unchanged and no temporary file remains. A killed process can leave
-    a temporary file if the file system has no unnamed files, or if it was replacing an old file. No process holds the
+    a temporary file: while it replaces an old file, or if the file system has no unnamed files. No process holds the
     lock of such a file. The first `atomic_write` of a process in the folder removes the file.
 
     Raises ``OSError`` if ``path`` exists and is not a regular file, or if the file cannot be written.
@@ -155,7 +155,7 @@ def _remove_dead(path: str) -> None:
     with suppress(OSError), open(path, "rb+", opener=_open_found) as file:
         lock.flock(file.fileno(), lock.LOCK_EX | lock.LOCK_NB)  # raises if a process has the lock, or without locks
         # The writer may have renamed the file just before it released the lock. Then `path` is not this file any more.
-        if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
+        if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):  # pragma: no branch  (a race)
             os.unlink(path)
 
 

@@ -61,7 +61,7 @@ def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, L
     def policy(one: Policy, at: Path) -> dict[str, Any]:
         default = one.default_encoder
         return {
-            "encoders": {_plain(key): number(given, (*at, key)) for key, given in one.encoders.items()},
+            "encoders": {_plain_str(key): number(given, (*at, key)) for key, given in one.encoders.items()},
             "default": None if default == Utf8() else number(default, (*at, "*")),
             **one.settings_to_json(),
         }
@@ -72,9 +72,9 @@ def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, L
         items: list[Any] = []
         for key, value in one.items():
             if isinstance(value, TreeDict):
-                items.append([_plain(key), node(cast("TreeDict[Any]", value), (*at, key))])
+                items.append([_plain_str(key), node(cast("TreeDict[Any]", value), (*at, key))])
             else:
-                items.append([_plain(key), len(leaves)])
+                items.append([_plain_str(key), len(leaves)])
                 leaves.append(((*at, key), value))
         of_its_class = own and one._policy is one._class_policy
         given = OF_ITS_CLASS if of_its_class else policies.number(one._policy, lambda: policy(one._policy, at))
@@ -94,7 +94,7 @@ def _encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
         return instead(encoder, error)
 
 
-def _plain(key: str) -> str:
+def _plain_str(key: str) -> str:
     """The key as a plain ``str``. Its class may be a subclass of ``str``, such as an enum or a NumPy string."""
     return key if type(key) is str else str.__str__(key)
 
@@ -149,7 +149,7 @@ class Reader:
         _refuse_sharing(cast(Any, manifest), set())
         self._walk(self._root, 0)
         if sorted(self.numbers) != list(range(count)):
-            invalid(f"its tree does not have each of the {count} tensors once")
+            invalid(f"its tree does not contain each of the {count} tensors exactly once")
 
     def keep(self, paths: Sequence[Path], owner: str) -> None:
         """Keep only the values at these paths. Raises ``KeyError`` for a missing path; the message names ``owner``."""
@@ -213,7 +213,7 @@ class Reader:
             if type(value) is int:
                 items[key] = found = leaf(value)
                 if policy.objects != "keep" and not isinstance(found, Tensor):
-                    invalid(f"{key!r} is an object, in a dict that keeps none")
+                    invalid(f"{key!r} is an object, but its dict keeps no objects")
             else:
                 items[key] = self._build(value, choose(cls, key), choose, leaf, device, own)
         return cls._new(items, device, policy)
@@ -251,7 +251,7 @@ class Reader:
         if number not in self._encoders:
             made = _made(cast("dict[str, Any]", entry), key) if isinstance(entry, dict) else entry
             if isinstance(made, (str, bytes, type)) or not hasattr(made, "encode"):
-                invalid(f"what it has for {key!r} is no encoder")
+                invalid(f"its entry for {key!r} is not an encoder")
             self._encoders[number] = cast(StringEncoder, made)
         return self._encoders[number]
 
@@ -268,8 +268,8 @@ def _names_in(node: Any) -> dict[str, Any]:
 def _made(entry: dict[Any, Any], key: str) -> StringEncoder:
     if runs_code(entry):
         invalid(
-            f"{key!r} was encoded with a {entry['name']}, which is not made from a file, since that would run what the "
-            f"file says; give it: load(..., encoders={{{key!r}: ...}})"
+            f"{key!r} was encoded with a {entry['name']}; load does not build it, since that would run code that "
+            f"the file names; pass it: load(..., encoders={{{key!r}: ...}})"
         )
     try:
         return encoder_from_json(entry)
@@ -332,7 +332,7 @@ def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:
     if type(value) not in (list, dict):
         return
     if id(value) in seen:
-        invalid("a part of it is in two places")
+        invalid("a list or dict occurs twice in it")
     if depth > 4 * DEPTH:  # each dict takes three levels, and policies a few
         invalid(f"it is nested {DEPTH} levels deep or more")
     seen.add(id(value))
@@ -361,7 +361,7 @@ def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     fields = cast("dict[str, Any]", value)
     for name, kind in kinds.items():
         if kind is not object and type(fields[name]) is not kind:
-            invalid(f"{name!r} of {what} is no {kind.__name__}")
+            invalid(f"{name!r} of {what} is not a {kind.__name__}")
     return fields
 
 

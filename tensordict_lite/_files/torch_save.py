@@ -72,7 +72,7 @@ def rebuild(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, 
 
 def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, specs: Any) -> Any:
     if type(leaves) is not list or type(classes) is not list or not isinstance(device, (str, type(None))):
-        invalid("what torch.save wrote is damaged")
+        invalid("the data of torch.save is damaged")
     leaves, classes = cast("list[Any]", leaves), cast("list[Any]", classes)
     reader = Reader(manifest, len(leaves))
     if len(classes) != reader.count:

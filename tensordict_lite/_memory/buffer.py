@@ -25,7 +25,7 @@ FOREACH_DTYPES = frozenset(
 """The dtypes that torch's foreach kernels accept on every device."""
 
 _CLEAR_ALL_LIMIT = 32 << 10
-"""Bytes of a buffer, for each run with gaps, up to which clearing all of it is faster than clearing the gaps."""
+"""Bytes per run with gaps. It is faster to clear a whole buffer up to this size than to clear each gap."""
 
 
 def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
@@ -91,7 +91,7 @@ def copy_into(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> list
         dtypes = {source.dtype for source in sources}
         single = len(sources) == 1
         if not single and dtypes == {run.dtype} and dtypes <= FOREACH_DTYPES and region.is_contiguous():
-            torch.stack(sources, out=region)  # a quarter of the time of copying into views (0.2 and 0.8 us a field)
+            torch.stack(sources, out=region)  # 4x faster than copies into views (0.2 and 0.8 us per field)
             continue
         for view, source in zip((region,) if single else region.unbind(), sources, strict=True):
             if dtypes <= FOREACH_DTYPES:
@@ -108,7 +108,7 @@ def copy_into(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> list
 def clear_gaps(buffer: Tensor, layout: Layout) -> Tensor:
     """Fill the gaps between the fields with zeros. Returns ``buffer``.
 
-    Then equal fields are pickled and saved as equal bytes, and no old content of the memory is sent or saved.
+    Then equal dicts are pickled and saved as equal bytes. No old content of the memory is sent or saved.
     """
     gaps = [run for run in layout.runs if run.step > run.nbytes]
     if layout.nbytes <= _CLEAR_ALL_LIMIT * len(gaps):
@@ -127,8 +127,8 @@ def views_of(layout: Layout, sources: Sequence[Tensor], out: list[Tensor] | dict
     another.
     """
     for run, region in zip(layout.runs, sources, strict=True):
-        # `.data` gives the view its own version counter. With unbind it takes half the time of making each tensor
-        # over the storage (0.7 and 1.6 us). A region of one field has its own version counter already.
+        # `.data` gives the view its own version counter. `unbind` and `.data` are faster than a new tensor over the
+        # storage (0.7 and 1.6 us per field). A region of one field has its own version counter already.
         if len(run.members) == 1:
             out[run.members[0]] = region
         else:

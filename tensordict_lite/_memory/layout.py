@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT = 64
-"""Every field starts at a multiple of this many bytes, the size of a cache line. torch aligns tensors on the CPU no
-better, so every kernel and all compiled code accepts the fields."""
+"""Every field starts at a multiple of this many bytes, the size of a cache line. torch aligns CPU tensors to the same
+multiple, so every kernel accepts the fields."""
 
 Sizes = tuple[int, ...]
 Spec = tuple[torch.dtype, Sizes, Sizes]
@@ -50,15 +50,15 @@ class Layout(NamedTuple):
 
     @property
     def groups(self) -> list[Group]:
-        """The groups from which `lay_out` makes this layout."""
+        """The groups of specs. `lay_out` makes this layout from them."""
         return [((run.dtype, run.shape, run.stride), run.members) for run in self.runs]
 
 
 def lay_out(groups: Iterable[Group]) -> Layout:
     """Compute the layout of these tensors: equal specs next to each other, dense strides, every field aligned.
 
-    A layout depends on the specs alone. So it can be compared with the addresses of tensors, or computed by a receiver.
-    Equal fields are next to each other because one ``unbind`` then makes views of all of them.
+    A layout depends on the specs alone. So `is_packed` can compare it with addresses, and a receiver can compute it.
+    Fields with equal specs are next to each other, so that one ``unbind`` makes views of all of them.
     """
     merged: dict[Spec, list[int]] = {}
     for (dtype, shape, stride), members in groups:
@@ -115,13 +115,13 @@ def split(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
 
 @lru_cache(maxsize=1024)  # every batch has the same few shapes, and the computation takes 2 us
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> Sizes:
-    """The stride that ``torch.empty_like`` gives for this shape and stride.
+    """The stride that ``torch.empty_like`` gives for this shape and stride; row-major for an expanded tensor.
 
-    That is ``stride`` itself if it has no gap and no overlap, as for a transposed or channels_last tensor. Else it is
-    dense, with the dimensions in the same order. If a dimension is expanded, it is row-major.
+    That is ``stride`` itself if it has no gap and no overlap, as for a transposed or channels_last tensor. Otherwise
+    the result is dense, with the dimensions in the same order.
     """
     wide = [i for i, size in enumerate(shape) if size != 1]  # torch never uses the strides of the others
-    order = sorted(wide, key=lambda i: (stride[i], -i))  # from the innermost
+    order = sorted(wide, key=lambda i: (stride[i], shape[i], -i))  # from the innermost; ties in torch's order
     if 0 in shape or all(stride[i] == expected for i, expected in zip(order, _products(shape, order), strict=True)):
         return tuple(stride)
     if 0 in (stride[i] for i in wide):

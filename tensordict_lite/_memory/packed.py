@@ -1,9 +1,9 @@
 """Packed tensors: which tensors can share one storage, whether they do, and packing them.
 
-No flag records that tensors are packed. They are packed if each lies where the layout of all puts it, in a storage of
-exactly the layout's size. So no operation on a field or on the dict can leave a stale flag. A packed dict that a
-framework takes apart and rebuilds is still packed. A stored buffer would have to be compared with the fields at every
-use as well, because ``t.data = ...`` and ``t.set_()`` notify nobody.
+No flag records that tensors are packed. They are packed if they lie in one storage exactly as their layout says. So no
+operation on a field or on the dict can leave a stale flag. A packed dict that a framework flattens and unflattens is
+still packed. A stored reference to the buffer would need the same test at every use: ``t.data = ...`` and ``t.set_()``
+change a field silently.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def arrange(tensors: Sequence[Tensor], skip: Collection[int] = ()) -> tuple[list
 
 
 def buffer_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout | None:
-    """The layout of ``groups`` if the tensors lie in one storage exactly so, with nothing else in it. Else None.
+    """The layout of ``groups`` if the tensors have this layout in a storage of their own. Else None.
 
-    Tensors without elements have no place in memory and are ignored.
+    Tensors without elements have no address and are ignored.
     """
     filled = [members for (_, shape, _), members in groups if 0 not in shape]
     if not filled:
@@ -169,7 +169,7 @@ def packed_layout(tensors: Sequence[Tensor], device: torch.device | None) -> Pac
 
 
 def is_packed(tensors: Sequence[Tensor], device: torch.device | None) -> bool:
-    """Whether the packable ones of the tensors on ``device`` lie in one buffer. False if there are none."""
+    """Whether all packable tensors lie in one buffer on ``device``. False if no tensor is packable."""
     if not can_pack(device):
         return False
     return buffer_layout(tensors, arrange(tensors, repeats_of(tensors))[0]) is not None
@@ -219,9 +219,9 @@ def map_buffer(
 def pack(
     tensors: list[Tensor], device: torch.device, casts: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
 ) -> list[Tensor]:
-    """Copy the tensors, which are on ``device``, into one new buffer, and cast them as ``casts`` says.
+    """Copy tensors on ``device`` into one new buffer. ``casts`` maps each dtype that changes to the new one.
 
-    Unpackable tensors are returned themselves. All are if they are packed already and there are no casts.
+    Unpackable tensors are returned unchanged. So are all tensors if they are packed and ``casts`` is empty.
     """
     repeats = repeats_of(tensors)
     groups, _ = arrange(tensors, repeats)
@@ -235,27 +235,27 @@ def pack(
 
 
 def pack_into(tensors: list[Tensor], layout: Layout, device: torch.device) -> Tensor:
-    """Replace the tensors of the layout by views of a new buffer on ``device``, cast as it says. Returns the buffer."""
+    """Replace tensors by views of a new buffer on ``device``, with the dtypes of ``layout``. Returns the buffer."""
     buffer = clear_gaps(new_buffer(layout.nbytes, device), layout)
     views_of(layout, copy_into(buffer, layout, tensors), tensors)
     return buffer
 
 
 def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
-    """The packed tensors by index, made from ``buffer`` and the groups of their layout, which is what a pickle keeps.
+    """Rebuild packed tensors, by index. A pickle contains ``buffer`` and ``specs``, the groups of its layout.
 
-    Raises ``ValueError`` if the arguments do not fit each other: they may come from a damaged or hostile file.
+    Raises ``ValueError`` if the arguments do not fit each other. They may come from a damaged or forged file.
     """
     buffer = materialize(buffer)
     if not (type(buffer) is Tensor and packable(buffer) and buffer.dtype == torch.uint8 and buffer.dim() == 1):
-        raise ValueError("a packed dict whose storage is damaged")
+        raise ValueError("the storage of a packed dict is damaged")
     if type(specs) is not list or not all(is_saved_group(group) for group in cast("list[Any]", specs)):
-        raise ValueError("a packed dict whose layout is damaged")
+        raise ValueError("the layout of a packed dict is damaged")
     groups = [((dtype, shape, stride), members) for dtype, shape, stride, members in cast("list[Any]", specs)]
     layout = lay_out(groups)
     indices = layout.members
     if buffer.untyped_storage().nbytes() != layout.nbytes or len(set(indices)) != len(indices):
-        raise ValueError("a packed dict whose layout does not fit its storage")
+        raise ValueError("the layout of a packed dict does not fit its storage")
     storage = buffer.untyped_storage()
     if buffer.is_cpu and storage.data_ptr() % max((run.dtype.itemsize for run in layout.runs), default=1):
         # A memory-mapped file that torch did not write may be misaligned, and kernels would crash.
@@ -266,9 +266,9 @@ def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
 
 
 def materialize(value: Any) -> Any:
-    """Read the tensor for which a lazy loader made the placeholder ``value``. Other values are returned themselves.
+    """Read the tensor of ``value`` if it is a placeholder of a lazy loader. Other values are returned unchanged.
 
-    Such a placeholder implements ``__torch_function__``. A file loaded with ``weights_only=True`` cannot make one.
+    A placeholder implements ``__torch_function__``. A file loaded with ``weights_only=True`` cannot make one.
     """
     if isinstance(value, Tensor) or not hasattr(cast(Any, type(value)), "__torch_function__"):
         return value

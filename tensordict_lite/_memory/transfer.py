@@ -24,12 +24,12 @@ from .packed import (
 )
 
 COALESCED_TENSOR = 64 << 10
-"""Bytes of the largest tensor that is coalesced with others. To coalesce a tensor of 2 KiB takes the host 0.4 us, of
-64 KiB 2.1, of 256 KiB 5.6 and of 512 KiB 13.7; its plan and its result take another 1.6. A copy of its own to a GPU
-takes some microseconds before the first byte. (``bench_transfer.py --sweep`` measures both.)"""
+"""The largest tensor in bytes that is coalesced with others. Coalescing takes host time: 0.4 us for 2 KiB, 2.1 us for
+64 KiB, 5.6 us for 256 KiB, 13.7 us for 512 KiB, and 1.6 us per tensor besides. A separate copy to a GPU takes some
+microseconds before the first byte. (``bench_transfer.py --sweep`` measures both.)"""
 COALESCED_BUFFER = 1 << 20
-"""Bytes of the largest buffer for coalesced tensors, and of the largest that goes through pinned memory. A tensor that
-is kept keeps its whole buffer alive. torch's pool for small allocations (``kSmallSize`` in c10's
+"""The largest buffer in bytes for coalesced tensors, and the largest packed buffer that is staged in pinned memory. A
+coalesced tensor keeps its whole buffer alive. torch's pool for small allocations (``kSmallSize`` in c10's
 CUDACachingAllocator) has the same limit."""
 
 
@@ -111,8 +111,8 @@ def execute(
         elif not _coalesce_to_host(layout, out, source):
             one_by_one += layout.members
     if one_by_one:
-        # Copies from the host do not wait for each other: one wait at the end frees the sources. With a cast each
-        # waits, because torch then casts on the host; on the device the cast could run out of memory.
+        # Copies from the host are asynchronous, and one synchronization at the end frees the sources. With a cast each
+        # copy is synchronous, because torch casts on the host. A cast on the device could run out of memory.
         wait = target.type == "cuda" and source == CPU and dtype is None and not non_blocking and len(one_by_one) > 1
         device = None if source == target else target
         try:
@@ -137,14 +137,14 @@ def transfer(
 ) -> list[Tensor]:
     """Move ``tensors`` to ``device``, and cast the floating-point and complex ones to ``dtype``.
 
-    ``device`` is resolved; None leaves each tensor on its device. ``source`` is the device of all tensors, if known.
+    ``device`` is resolved; None keeps each tensor on its device. ``source`` is the device of all tensors, if known.
 
-    A tensor that needs no change is returned itself, unless ``copy``. A tensor that occurs twice is moved once. Packed
+    Without ``copy``, a tensor that needs no change is returned itself. A tensor that occurs twice is moved once. Packed
     tensors stay packed. Autograd records the copies. With ``non_blocking=False`` the caller may change every source on
     return and use every result: on the host it is complete, on CUDA for later work on the current stream. With True
     torch's contract holds.
 
-    Cost: the copies of `plan_copies`. On the same device: a copy of each tensor that is cast, or one of all if packed.
+    Cost: the copies of `plan_copies`. On the same device: a copy of each tensor that is cast, or of a packed buffer.
     """
     if device is None or device == source:
         if source is None or intercepted() or not may_be_packed(tensors):
@@ -200,7 +200,7 @@ def _move_packed(
 ) -> None:
     """Replace the packed tensors in ``out`` by copies on ``target``, cast there if ``cast`` is their new layout."""
     if cast is not None and (source == target or (target == CPU and non_blocking)):
-        # Cast before the copy to the host, which must not read what is still on its way.
+        # Cast before the copy to the host. A cast on the host could read data that has not arrived.
         buffer = pack_into(out, cast, source)
         layout, cast = cast, None
         if source == target:
@@ -221,7 +221,7 @@ def _move_packed(
 
 def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device) -> None:
     """Replace the tensors of the layout in ``out`` by copies on ``target``, which share a buffer."""
-    # One byte more than the layout, so that the results do not count as packed: nobody asked for that.
+    # One byte more than the layout, so that the results do not count as packed.
     staging, pinned = _staging_buffer(layout.nbytes + 1, target.type == "cuda")
     copy_into(staging, layout, out)
     views_of(layout, regions(staging.to(target, non_blocking=pinned), layout), out)

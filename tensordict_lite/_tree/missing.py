@@ -78,7 +78,8 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
 
     Cost: one pass over the keys of one dict. The search for similar keys runs only when the message is read.
     """
-    if torch.compiler.is_compiling():  # the compiler cannot trace an exception class with its own constructor
+    # The compiler cannot trace an exception class with its own constructor.
+    if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
         return KeyError(key)
     owner = owner or f"this {type(tree).__name__}"
     path: tuple[Any, ...] = cast(Any, key) if isinstance(key, tuple) else (key,)
@@ -98,7 +99,7 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
             paths = (split,) if len(split) > 1 and _holds(inside, split) else tuple(nested)
             return MissingKeyError(key, owner=owner, path=path, depth=depth, known=tuple(inside), paths=paths)
         node = inside[part]
-    raise AssertionError(f"{path} is there")
+    raise AssertionError(f"{path} is there")  # pragma: no cover  (the caller did not find the path)
 
 
 def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:

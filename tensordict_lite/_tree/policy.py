@@ -53,13 +53,13 @@ def _choice(name: str, *allowed: str) -> _Setting:
 
 def _floating(value: Any) -> torch.dtype:
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise TypeError(f"dtype is a floating-point torch.dtype, for host values with such content; got {value!r}")
+        raise TypeError(f"dtype must be a floating-point torch.dtype (for floating-point host values), got {value!r}")
     return value
 
 
 def _dtype_from_json(name: Any) -> torch.dtype | None:
     if name is not None and (type(name) is not str or name not in _DTYPES):
-        raise ValueError(f"{repr(name)[:60]} is no dtype of host values")
+        raise ValueError(f"{repr(name)[:60]} is not a floating-point dtype")
     return None if name is None else _DTYPES[name]
 
 
@@ -132,7 +132,7 @@ class Policy:
         return {**dict.fromkeys(keys, self.default_encoder), **self.encoders}
 
     def with_default_of(self, other: Policy, keys: Iterable[str]) -> Policy:
-        """A policy with the default encoder of ``other`` for each of ``keys`` without an encoder in ``other``.
+        """Set the default encoder of ``other`` for each of ``keys`` that has no encoder in ``other``.
 
         Returns this policy if the default encoder of ``other`` is ``Utf8()``. Cost: O(keys), not O(encoders).
         """

@@ -13,17 +13,17 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
+from threading import main_thread
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper  # a DataLoader raises the error inside when it receives one
-from torch.utils.data import get_worker_info
 
 from .._encoders.protocol import EncodeOnly, StringEncoder
 from .._errors import Path, TooDeep, dotted
-from .tree import TreeDict, packed_state, reduce_args
+from .tree import TreeDict, dicts_of, packed_state, reduce_args
 from .walk import only_tensors
 
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -43,8 +43,8 @@ _pickled: list[object] = []
 def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     """The reduction of ``d`` for another process.
 
-    Raises an error that names the field or class if ``d`` cannot be pickled. The thread of a queue would drop the
-    error: there, returns the reduction of the error. Cost: O(fields). A dict that is not plain is pickled here.
+    Raises an error that names the field or class if ``d`` cannot be pickled. In the thread of a queue, which drops
+    errors, sends the error to the receiver. Cost: O(fields). A dict that is not plain is pickled here.
     """
     try:
         state = packed_state(d)
@@ -53,8 +53,9 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
         data = _dumps(_Pickler, d)
     except Exception as error:
         return _in_place_of(d, _named(d, error), error)
-    for _, encoder in _encoders(d, ()):
-        _remember(encoder)
+    for one in dicts_of(d):
+        for _, encoder in _encoders(one, ()):
+            _remember(encoder)
     return pickle.loads, (data,)
 
 
@@ -67,7 +68,7 @@ def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH)
         return False
     if d._device is None or d._device.type not in _DEVICES:
         return False
-    if d._policy is not d._class_policy and not all(_is_known(encoder) for _, encoder in _encoders(d, (), deep=False)):
+    if d._policy is not d._class_policy and not all(_is_known(encoder) for _, encoder in _encoders(d, ())):
         return False
     left = [value for value in d.values() if id(value) not in packed] if packed else d.values()
     if only_tensors(left):
@@ -92,7 +93,7 @@ def refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
         where = f"{dotted(at)}: the" if at else "the"
         _try(cls, f"{where} class {cls.__qualname__}", "define it at the top of a module")
     if d._policy is not d._class_policy:
-        for path, encoder in _encoders(d, at, deep=False):
+        for path, encoder in _encoders(d, at):
             if not _is_known(encoder):
                 which = f"{dotted(path)}: the" if path else "the default"
                 _try(encoder, f"{which} encoder {encoder!r}", "use a function or class of a module")
@@ -128,14 +129,11 @@ def _is_importable(cls: type[Any]) -> bool:
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
-def _encoders(d: TreeDict[Any], at: Path, *, deep: bool = True) -> Iterator[tuple[Path, StringEncoder]]:
-    """The encoders of ``d`` with the paths of their keys; the path of the default encoder is empty."""
+def _encoders(d: TreeDict[Any], at: Path) -> Iterator[tuple[Path, StringEncoder]]:
+    """The encoders of ``d`` with the paths of their keys. The path of the default encoder is empty."""
     for key, encoder in d._policy.encoders.items():
         yield (*at, key), encoder
     yield (), d._policy.default_encoder
-    for key, value in d.items() if deep else ():
-        if isinstance(value, TreeDict):
-            yield from _encoders(cast("TreeDict[Any]", value), (*at, key))
 
 
 def _is_known(encoder: StringEncoder) -> bool:
@@ -199,45 +197,39 @@ def _named(d: TreeDict[Any], error: Exception) -> Exception:
 
 
 def _in_place_of(d: TreeDict[Any], named: Exception, cause: Exception) -> tuple[Any, ...]:
-    """The reduction of the error, if a queue's thread pickles ``d`` and would drop the error. Else raises ``named``."""
-    feed = _frame_of("_feed")
+    """Send the error instead of the dict if a queue's thread pickles the dict, since that thread drops errors.
+
+    In any other thread, raises ``named``. For a message of a DataLoader, the whole batch is replaced: an error inside
+    the batch would end its unpickling, and the DataLoader would wait for the batch forever.
+    """
+    feed = _frame_of("_feed", sys._getframe())
     dropped = cast(Any, Queue)._on_queue_feeder_error
     if feed is None or feed.f_locals.get("onerror") is not dropped:  # the queue of ProcessPoolExecutor reports errors
         raise named from cause
-    worker = get_worker_info()
-    where = "in a process that sends to this one" if worker is None else f"in DataLoader worker process {worker.id}"
-    message = feed.f_locals.get("obj")  # a DataLoader sends (index, batch)
-    alone = worker is not None and type(message) is tuple and len(cast(Any, message)) == 2 and message[1] is d
-    return arrive, (named, where, alone)
+    waiting = feed.f_locals["buffer"]  # the messages that the thread sends next
+    loop = _frame_of("_worker_loop", sys._current_frames().get(main_thread().ident or 0))
+    if loop is None or getattr(loop.f_locals.get("data_queue"), "_buffer", None) is not waiting:
+        return arrive, (named, "in a process that sends to this one")
+    named.__cause__ = None  # the message is complete without the traceback of the trial
+    batch = _wrapped(named, f"in DataLoader worker process {loop.f_locals['worker_id']}")
+    index, content = feed.f_locals["obj"]
+    # The StatefulDataLoader of torchdata sends the state of the worker beside the batch.
+    stateful = loop.f_globals["__name__"].startswith("torchdata.")
+    waiting.appendleft((index, (batch, *content[1:]) if stateful else batch))
+    raise IndexError  # the thread takes this error for an empty buffer, and continues with the new message
 
 
-def arrive(error: Exception, where: str, alone: bool) -> Any:
-    """Raise the error of the sender in the receiver.
-
-    ``alone``: the dict was the whole batch of a DataLoader. Then return an `ExceptionWrapper`, and the DataLoader
-    raises its error. The DataLoader does not search for wrappers inside a batch.
-    """
-    wrapped = ExceptionWrapper((type(error), error, None), where)  # pyright: ignore[reportArgumentType]
-    if alone:
-        return wrapped
-    if _frame_of("_pin_memory_loop") is not None:  # an exception here would end the thread silently
-        return _Unpinnable(wrapped)
-    wrapped.reraise()
+def arrive(error: Exception, where: str) -> None:
+    """Raise the error of the sender in the receiver."""
+    _wrapped(error, where).reraise()
 
 
-class _Unpinnable:
-    """Replaces a part of a batch. Raises in ``pin_memory``, where the DataLoader catches errors and reports them."""
-
-    def __init__(self, error: ExceptionWrapper) -> None:
-        self._error = error
-
-    def pin_memory(self, device: object = None) -> None:
-        self._error.reraise()
+def _wrapped(error: Exception, where: str) -> ExceptionWrapper:
+    return ExceptionWrapper((type(error), error, None), where)  # pyright: ignore[reportArgumentType]
 
 
-def _frame_of(function: str) -> FrameType | None:
-    """The innermost frame of ``function`` on the stack of this thread; None if there is none."""
-    frame = sys._getframe()
+def _frame_of(function: str, frame: FrameType | None) -> FrameType | None:
+    """The innermost call of ``function`` on the stack that ends at ``frame``; None if there is none."""
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
     return frame

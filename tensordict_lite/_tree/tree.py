@@ -92,14 +92,14 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """``data`` without optional fields whose value is None."""
-        return data
+        return data  # pragma: no cover  (called for typed dicts only)
 
     def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
         """``data`` without values that mean "absent". ``at``: the path of self.
 
         Raises ``TypeError`` for a key that is not a field.
         """
-        return data
+        return data  # pragma: no cover  (called for typed dicts only)
 
     def _commit(
         self,
@@ -195,7 +195,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         Pytree can build a tree with tensors on several devices. Then the device of this dict is None, so that `to`
         moves all tensors. Each nested dict gets the device of its own tensors.
         """
-        dicts = _dicts_of(self, limit=None)
+        dicts = dicts_of(self, limit=None)
         devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
         if len(devices) > 1:
             self._device = None
@@ -228,7 +228,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     @staticmethod
     def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
         """The reduction for a process that shares memory with this one."""
-        return reduce_args(d)
+        return reduce_args(d)  # pragma: no cover  (`DeviceDict` overrides this method)
 
     def _compacted(self) -> Self:
         """This dict, or a packed copy if a tensor is a slice of a larger storage. Pickle writes whole storages."""
@@ -286,7 +286,7 @@ def tensor_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
     return ((path, value) for path, value in leaves(d) if isinstance(value, Tensor))
 
 
-def _dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]:
+def dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]:
     """Every dict of the tree. A parent comes before its nested dicts.
 
     Raises ``TooDeep`` for a dict nested ``limit`` levels deep: trees from pytree or pickle were not validated.
@@ -338,7 +338,7 @@ def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any
 
     ``state``: the result of `packed_state`, if the caller has it. Raises ``TooDeep``.
     """
-    _dicts_of(d)
+    dicts_of(d)
     device = None if d._device is None else str(d._device)
     buffer, specs, numbers = packed_state(d) if state is None else state
     states: dict[int, dict[str, Any]] = {}
@@ -421,10 +421,10 @@ def restore(
             out = _restored(cls, items, policy, {})
         else:
             out = _unpacked(cls, items, policy, from_buffer(buffer, specs), {})
-        _dicts_of(out)
+        dicts_of(out)
         out._infer_device(fallback)
     except RecursionError as error:
-        raise ValueError("a dict that holds itself, or is nested too deep") from error
+        raise ValueError("a dict holds itself, or is nested too deep") from error
     return out
 
 
@@ -467,5 +467,5 @@ def _unpacked(
         elif kind is tuple and len(value) == 1:
             out[key] = value[0]
         else:
-            raise ValueError(f"a packed dict whose item {key!r} is damaged")
+            raise ValueError(f"the item {key!r} of a packed dict is damaged")
     return _restored(cls, out, policy, policies)

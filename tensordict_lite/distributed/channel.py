@@ -207,7 +207,7 @@ def comm_device(group: ProcessGroup) -> torch.device:
     """The device of tensors that a group sends: the CPU if its backend supports it, else the current accelerator."""
     if "cpu:" in str(dist.get_backend_config(process_group(group))):
         return resolve("cpu")
-    return resolve(torch.accelerator.current_accelerator() or "cuda")
+    return resolve(torch.accelerator.current_accelerator() or "cuda")  # pragma: no cover  (needs an accelerator)
 
 
 def as_tensor(text: bytes, device: torch.device) -> Tensor:

@@ -22,9 +22,10 @@ from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
 PREFIX = 5
-"""The number of int64 values in the prefix of a message. The values: a failure flag, the digest of the schema, the size
-of the text in bytes, the size of the buffer in bytes, and a number that identifies this protocol."""
+"""The number of int64 values in the prefix of a message: a failure flag, the digest of the schema, the size of the text
+in bytes, the size of the buffer in bytes, and `_MAGIC`."""
 _MAGIC = 0x7464_6C31
+"""Identifies this protocol."""
 _LARGEST = 16 << 20
 """The maximum size of a header in bytes, equal to that of the manifest in a file."""
 
@@ -173,8 +174,8 @@ def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unp
     if unpackable:
         path, tensor = leaves[unpackable[0]]
         raise TypeError(
-            f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} is more than "
-            "its bytes; convert it first"
+            f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} has more "
+            "state than its bytes; convert it first"
         )
     layout = lay_out(groups)
     specs = [[dtype_name(spec[0]), *map(list, spec[1:]), members] for spec, members in layout.groups]
@@ -185,7 +186,9 @@ def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unp
 
 
 def _refuse_encoder(encoder: StringEncoder, error: TypeError | None) -> NoReturn:
-    raise error or TypeError(f"{encoder!r} is not sent, as it would run code where it arrives; encode with it there")
+    raise error or TypeError(
+        f"{encoder!r} cannot be sent, because building it would run code on the receiver; encode there"
+    )
 
 
 def _digest(text: bytes) -> int:

@@ -224,7 +224,7 @@ def scatter(
     parts: list[Any] = []
     messages: list[Message | None] = [None] * len(ranks)
     with errors:
-        parts = _dealt(_checked(d, "scatter"), len(ranks), uneven)
+        parts = _split_rows(_checked(d, "scatter"), len(ranks), uneven)
         messages = [message_of(part) for part in parts]  # before anything is sent
     refused, works = errors.first, list[Work]()
     for message, other in zip(messages, ranks, strict=True):
@@ -359,11 +359,11 @@ def _class_of(d: Any, cls: Any) -> Any:
     return DeviceDict if cls is None else cls
 
 
-def _dealt(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:
+def _split_rows(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:
     """Split the rows of ``d`` into ``count`` parts. If ``uneven``, the first parts may have one more row."""
     each, more = divmod(len(d.rows), count)
     if more and not uneven:
-        raise ValueError(f"{len(d.rows)} rows cannot be dealt evenly to {count} ranks; give uneven=True, or other rows")
+        raise ValueError(f"{len(d.rows)} rows cannot be split evenly over {count} ranks; set uneven=True")
     starts = [i * each + min(i, more) for i in range(count + 1)]
     return [d.rows[start:end] for start, end in pairwise(starts)]
 
@@ -372,9 +372,9 @@ def _refuse_differing(mine: Header, digests: list[int], group: ProcessGroup) -> 
     texts = texts_of_all(mine.text, group)
     first, *others = [read_header(text, digest) for text, digest in zip(texts, digests, strict=True)]
     lead, *ranks = ranks_of(group)
-    for rank, schema in zip(ranks, others, strict=True):
+    for rank, schema in zip(ranks, others, strict=True):  # pragma: no branch  (one schema differs)
         different = schema.strict_difference(first)
-        if different:
+        if different:  # pragma: no branch  (else with more than two ranks only)
             raise RuntimeError(
                 f"rank {dist.get_rank()}: all_reduce needs one schema, and rank {rank} differs from rank {lead}: "
                 f"{different}"

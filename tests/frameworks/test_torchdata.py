@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_prefetch import Module
+from test_sendable import Made
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tensordict_lite import collate, prefetch
@@ -131,3 +132,16 @@ def test_an_error_of_the_loader_leaves_the_state_of_the_last_batch(where: str, t
         numbers(batches)
     if where != "cpu":
         assert batches.state_dict()["_num_yielded"] == 2
+
+
+@pytest.mark.parametrize("within", ["alone", "tuple"])
+def test_a_dict_that_cannot_be_pickled_raises_and_the_loader_goes_on(within: str) -> None:
+    batches = iter(StatefulDataLoader(Made("kept", within), batch_size=None, num_workers=1, timeout=60))
+    next(batches)
+    with pytest.raises(
+        TypeError, match=r"(?s)in DataLoader worker process 0.*'f': the kept function cannot be pickled"
+    ):
+        next(batches)
+    assert next(batches) is not None
+    with pytest.raises(StopIteration):
+        next(batches)
