@@ -21,7 +21,7 @@ ORDER = [
     *(f"_files.{name}" for name in ("atomic_write", "manifest", "safetensors", "torch_save")),
     *(f"_dict.{name}" for name in ("arguments", "display", "rows", "insert", "device_dict", "schema", "typed", "io")),
     "unpickle",
-    *(f"_batch.{name}" for name in ("join", "collate", "containers", "prefetch")),
+    *(f"_batch.{name}" for name in ("join", "plan", "collate", "containers", "prefetch")),
     *(f"distributed.{name}" for name in ("message", "channel", "verbs", "__init__")),
     "__init__",
 ]  # fmt: skip

@@ -63,7 +63,7 @@ class TestLoader:
             batches = list(loader)
             for d in batches:
                 d._check()
-                assert type(d) is DeviceDict and d.is_packed and (not workers or d["x"].is_shared())
+                assert type(d) is DeviceDict and d.is_packed and not d["x"].is_shared()
             assert torch.cat([d["n", "i"] for d in batches]).tolist() == list(order)
             assert [name for d in batches for name in d.decode("name")] == ["n" * i for i in order]
 

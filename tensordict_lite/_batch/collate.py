@@ -21,7 +21,7 @@ from torch.utils.data._utils import collate as torch_collate  # PyTorch document
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import place_codes
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
-from .._memory.buffer import clear_gaps, flat_over, new_buffer, regions, views_of
+from .._memory.buffer import regions, views_of
 from .._memory.device import CPU, canonical
 from .._memory.layout import Group, Layout, lay_out, row_major
 from .._memory.packed import can_pack, find_unpackable, packable
@@ -32,6 +32,7 @@ from .._tree.sendable import is_plain, refuse_unsendable
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
 from .join import columns, merged_policy, raise_mismatch, widened
+from .plan import new_batch_buffer, require_one_dtype, stack_into, stack_plain
 
 D = TypeVar("D", bound=DeviceDict[Any])
 Pad = Mapping[Any, float]
@@ -107,19 +108,40 @@ def collate(
     kind, policy = _kind_of(samples, cls)
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
+    batch = None if pad or not pack else _plain_batch(samples, kind, policy)
+    if batch is None:
+        batch = _general_batch(samples, kind, policy, pad or {}, pack)
+    if cls is not DeviceDict:
+        batch._validate()
+    if get_worker_info() is not None and not is_plain(batch):
+        refuse_unsendable(batch)
+    return cast(D, batch)
+
+
+def _plain_batch(
+    samples: Sequence[Mapping[str, Any]], kind: type[DeviceDict[Any]], policy: Policy
+) -> DeviceDict[Any] | None:
+    """The batch of plain samples on the CPU, in a fraction of the time of `_general_batch`. None for other samples."""
+    kinds = set(map(type, samples))
+    first = samples[0]
+    if len(kinds) > 1 or not (type(first) is dict or (isinstance(first, TreeDict) and first._device is CPU)):
+        return None
+    batch = kind._new((), CPU, policy)
+    return batch if can_pack(CPU) and stack_plain(samples, batch) else None
+
+
+def _general_batch(
+    samples: Sequence[Mapping[str, Any]], kind: type[DeviceDict[Any]], policy: Policy, pad: Pad, pack: bool
+) -> DeviceDict[Any]:
     device = _device_of(samples[0])
-    collector = _Collector(device, policy.on_mismatch == "move", pad or {})
+    collector = _Collector(device, policy.on_mismatch == "move", pad)
     packed = pack and can_pack(device)
     batch = collector.collect(samples, kind._new((), device, policy), ())
     fields = collector.fields
     tensors = _fill_buffer(collector) if packed else list(map(_stacked, fields))
     for (owner, path, _, _), tensor in zip(fields, tensors, strict=True):
         builtin_dict.__setitem__(owner, path[-1], tensor)
-    if cls is not DeviceDict:
-        batch._validate()
-    if get_worker_info() is not None and not is_plain(batch):
-        refuse_unsendable(batch)
-    return cast(D, batch)
+    return batch
 
 
 def _device_of(sample: Mapping[str, Any]) -> torch.device:
@@ -246,9 +268,9 @@ class _Collector:
         if wide is not None and len({codes.shape for codes in wide}) == 1:
             return wide, False
         fill = self.pad.get(path[-1], self.pad.get(path))
-        if fill is None or not _one_dtype(column):
+        if fill is None or len(set(map(_dtype, column))) > 1:
             inner = {tensor.shape[1:] for tensor in column}
-            ragged = inner == {column[0].shape[1:]} and column[0].dim() and _one_dtype(column)
+            ragged = inner == {column[0].shape[1:]} and column[0].dim() and len(set(map(_dtype, column))) == 1
             hint = f"; to fill the shorter ones up, give pad={{{path[-1]!r}: 0}}" if ragged else ""
             raise_mismatch(column, path, "sample", None, hint)
         dtype = column[0].dtype
@@ -339,11 +361,6 @@ def _fits(fill: float, dtype: torch.dtype) -> bool:
         return False
 
 
-def _one_dtype(samples: Sequence[Tensor]) -> bool:
-    # torch.stack would promote the dtypes. No other way to tell is faster; this takes about half the time of the stack.
-    return list(map(_dtype, samples)).count(samples[0].dtype) == len(samples)
-
-
 def _stacked(field: _Field) -> Tensor:
     """The field in its own storage. Raises the error that names the sample if the samples differ."""
     _, path, samples, is_stacked = field
@@ -351,8 +368,8 @@ def _stacked(field: _Field) -> Tensor:
         return samples[0]
     error = None
     try:
-        if _one_dtype(samples):
-            return torch.stack(list(samples))
+        require_one_dtype(samples)
+        return torch.stack(list(samples))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as reason:
@@ -406,17 +423,11 @@ def _pack_fields(fields: Sequence[_Field], device: torch.device, look_at_all: bo
         groups.append(((first.dtype, shape, first.stride() if is_stacked else row_major(shape)), members))
     layout = lay_out(groups)
     if layout.runs:
-        shared = device == CPU and get_worker_info() is not None
-        buffer = _shared_buffer(layout.nbytes) if shared else clear_gaps(new_buffer(layout.nbytes, device), layout)
+        buffer = new_batch_buffer(layout, device)
         into = regions(buffer, layout)
         _stack_fields(fields, layout, into)
         views_of(layout, into, out)
     return out
-
-
-def _shared_buffer(nbytes: int) -> Tensor:
-    storage = cast(Any, torch.UntypedStorage)._new_shared(nbytes)  # the system fills it with zeros
-    return flat_over(storage, torch.uint8, nbytes, CPU)
 
 
 def _stack_fields(fields: Sequence[_Field], layout: Layout, into: Sequence[Tensor]) -> None:
@@ -426,20 +437,14 @@ def _stack_fields(fields: Sequence[_Field], layout: Layout, into: Sequence[Tenso
         many = len(sampled) > 1
         if many and region.is_contiguous() and not any(are_stacked):
             # One call for the samples of all fields of a run is faster than a call for each field.
-            _stack_into(region.flatten(0, 1), list(chain.from_iterable(sampled)))
+            stack_into(region.flatten(0, 1), list(chain.from_iterable(sampled)))
             continue
         views = region.unbind() if many else (region,)
         for samples, is_stacked, view in zip(sampled, are_stacked, views, strict=True):
             if is_stacked:
                 view.copy_(samples[0])
             else:
-                _stack_into(view, list(samples))
-
-
-def _stack_into(view: Tensor, samples: list[Tensor]) -> None:
-    if not _one_dtype(samples):
-        raise RuntimeError("samples of different dtypes")
-    torch.stack(samples, out=view)
+                stack_into(view, samples)
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .device import CPU
 from .layout import Layout
 
 _NAMES = (
@@ -30,6 +32,13 @@ _CLEAR_ALL_LIMIT = 32 << 10
 def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
     """A new uint8[nbytes] on ``device``. ``pin``: in pinned memory of the host."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
+
+
+def buffer_from(data: bytes) -> Tensor:
+    """A new buffer on the CPU with a copy of these bytes, so that it is writable and aligned as torch aligns."""
+    out = new_buffer(len(data), CPU)
+    out.numpy()[:] = np.frombuffer(data, np.uint8)
+    return out
 
 
 def flat_over(storage: torch.UntypedStorage, dtype: torch.dtype, count: int, device: torch.device) -> Tensor:

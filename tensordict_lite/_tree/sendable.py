@@ -1,4 +1,4 @@
-"""Pickle a dict for another process. If pickling fails, send the error instead of the dict.
+"""Pickle a dict for another process: small buffers by value. If pickling fails, send the error instead of the dict.
 
 A DataLoader worker sends batches through a ``multiprocessing.Queue``, which pickles them in a thread. That thread drops
 an object that cannot be pickled, and the receiver waits forever. So this module first pickles every dict that may fail.
@@ -23,7 +23,8 @@ from torch.utils.data import get_worker_info
 
 from .._encoders.protocol import EncodeOnly, StringEncoder
 from .._errors import Path, TooDeep, dotted
-from .tree import TreeDict, packed_state, reduce_args
+from .._memory.cast import host_array
+from .tree import PackedState, TreeDict, packed_state, reduce_args
 from .walk import only_tensors
 
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -35,6 +36,9 @@ _has_names: Callable[[Tensor], bool] | None = getattr(Tensor, "has_names", None)
 """Tests for named dimensions, which some versions of torch have. A tensor with named dimensions cannot be pickled."""
 _DEVICES = ("cpu", "cuda")
 """Devices whose memory can be shared between processes."""
+BY_VALUE = 512 << 10
+"""Bytes of a buffer up to which a pipe is faster than shared memory. Time of a batch of 12 fields from 2 workers, by value
+over shared memory: 0.41 at 16 KiB, 0.54 at 64 KiB, 0.64 at 256 KiB, 0.65 at 512 KiB, 1.15 at 1 MiB, 1.57 at 2 MiB."""
 _KEPT = 32
 _pickled: list[object] = []
 """The last encoders that this process pickled. A second trial of a large encoder may take longer than the batch."""
@@ -44,10 +48,11 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     """The reduction of ``d`` for another process.
 
     Raises an error that names the field or class if ``d`` cannot be pickled. The thread of a queue would drop the
-    error: there, returns the reduction of the error. Cost: O(fields). A dict that is not plain is pickled here.
+    error: there, returns the reduction of the error. Cost: O(fields), and a copy of the buffer if it goes by value. A
+    dict that is not plain is pickled here.
     """
     try:
-        state = packed_state(d)
+        state = _sent_state(d)
         if is_plain(d, state[2]):
             return reduce_args(d, state)
         data = _dumps(_Pickler, d)
@@ -56,6 +61,21 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     for _, encoder in _encoders(d, ()):
         _remember(encoder)
     return pickle.loads, (data,)
+
+
+def goes_by_value(nbytes: int) -> bool:
+    """Whether a buffer of this size, on the CPU and not in shared memory, is sent to another process by value."""
+    return nbytes <= BY_VALUE
+
+
+def _sent_state(d: TreeDict[Any]) -> PackedState:
+    """`packed_state`, with the bytes of the buffer in its place if the buffer goes by value."""
+    buffer, specs, numbers = packed_state(d, alone=True)
+    if buffer is None or not (buffer.is_cpu and goes_by_value(buffer.nbytes)):
+        return buffer, specs, numbers
+    if buffer.untyped_storage().is_shared():  # the receiver must see the same memory
+        return buffer, specs, numbers
+    return host_array(buffer).tobytes(), specs, numbers
 
 
 def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:
@@ -156,7 +176,10 @@ class _Pickler(ForkingPickler):
     """Pickles a dict. Its nested dicts are pickled directly, without a trial for each of them."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return reduce_args(cast("TreeDict[Any]", obj)) if isinstance(obj, TreeDict) else NotImplemented
+        if not isinstance(obj, TreeDict):
+            return NotImplemented
+        d = cast("TreeDict[Any]", obj)
+        return reduce_args(d, _sent_state(d))
 
 
 class _Trial(_Pickler):
