@@ -24,7 +24,7 @@ from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deepe
 from .._memory.buffer import regions, views_of
 from .._memory.device import CPU, canonical
 from .._memory.layout import Group, Layout, lay_out, row_major
-from .._memory.packed import can_pack, find_unpackable, packable
+from .._memory.packed import can_pack, find_unpackable, intercepted, packable
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
@@ -43,6 +43,7 @@ _Field = tuple[DeviceDict[Any], Path, Sequence[Tensor], bool]
 A stacked field has one tensor, the whole field, in place of its samples.
 """
 _dtype = attrgetter("dtype")
+_DICT: set[type] = {dict}
 
 
 def collate(
@@ -97,18 +98,19 @@ def collate(
     if not isinstance(cast(object, cls), type) or not issubclass(cast(Any, cls), DeviceDict):
         shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
-    if not isinstance(cast(object, pad), (Mapping, type(None))):
+    if pad is not None and not isinstance(cast(object, pad), Mapping):
         raise TypeError(f'collate takes a mapping from keys to fill values as pad=, as {{"ids": 0}}, got {pad!r}')
-    if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
+    kinds = set(map(type, samples))
+    if kinds != _DICT and not all(issubclass(kind, Mapping) for kind in kinds):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
         raise TypeError(
             f"collate takes samples that are mappings, sample {i} is {described(odd)}; torch's default_collate takes "
             "others, and DeviceDicts within them"
         )
-    kind, policy = _kind_of(samples, cls)
+    kind, policy = (cls, cls._class_policy) if kinds == _DICT else _kind_of(samples, cls)
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
-    batch = None if pad or not pack else _plain_batch(samples, kind, policy)
+    batch = _plain_batch(samples, kind, policy) if pack and not pad and len(kinds) == 1 else None
     if batch is None:
         batch = _general_batch(samples, kind, policy, pad or {}, pack)
     if cls is not DeviceDict:
@@ -122,12 +124,11 @@ def _plain_batch(
     samples: Sequence[Mapping[str, Any]], kind: type[DeviceDict[Any]], policy: Policy
 ) -> DeviceDict[Any] | None:
     """The batch of plain samples on the CPU, in a fraction of the time of `_general_batch`. None for other samples."""
-    kinds = set(map(type, samples))
     first = samples[0]
-    if len(kinds) > 1 or not (type(first) is dict or (isinstance(first, TreeDict) and first._device is CPU)):
+    if intercepted() or not (type(first) is dict or (isinstance(first, TreeDict) and first._device is CPU)):
         return None
     batch = kind._new((), CPU, policy)
-    return batch if can_pack(CPU) and stack_plain(samples, batch) else None
+    return batch if stack_plain(samples, batch) else None
 
 
 def _general_batch(

@@ -37,8 +37,9 @@ _has_names: Callable[[Tensor], bool] | None = getattr(Tensor, "has_names", None)
 _DEVICES = ("cpu", "cuda")
 """Devices whose memory can be shared between processes."""
 BY_VALUE = 512 << 10
-"""Bytes of a buffer up to which a pipe is faster than shared memory. Time of a batch of 12 fields from 2 workers, by value
-over shared memory: 0.41 at 16 KiB, 0.54 at 64 KiB, 0.64 at 256 KiB, 0.65 at 512 KiB, 1.15 at 1 MiB, 1.57 at 2 MiB."""
+"""Bytes of a buffer up to which a pipe is faster than shared memory. Time of a batch of 12 fields from 2 workers, by
+value over shared memory: 0.41 at 16 KiB, 0.54 at 64 KiB, 0.64 at 256 KiB, 0.65 at 512 KiB, 1.15 at 1 MiB, 1.57 at
+2 MiB."""
 _KEPT = 32
 _pickled: list[object] = []
 """The last encoders that this process pickled. A second trial of a large encoder may take longer than the batch."""
