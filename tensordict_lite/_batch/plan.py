@@ -199,8 +199,11 @@ def _stack_fields(fields: Sequence[_Field], count: int) -> list[Tensor]:
     plan = _plan_of(tuple(specs))
     if plan is None:
         raise _Unusual
-    if plan.is_dense and {tuple}.issuperset(map(type, values)) and not in_shared_memory(plan.layout.nbytes):
-        return _stack_dense(values, plan.regions[0])
+    if plan.is_dense and not in_shared_memory(plan.layout.nbytes):
+        if {tuple}.issuperset(map(type, values)):
+            return _stack_dense(values, plan.regions[0])
+        if len(values) == 1:
+            return [values[0].clone()]  # torch aligns memory better than NumPy
     storage = new_batch_buffer(plan.layout, CPU).untyped_storage()
     out: list[Any] = [None] * len(values)
     for dtype, sizes, strides, offset, members, is_dense in plan.regions:
