@@ -6,7 +6,7 @@ path raises no error about samples: at anything unusual it gives up, and the gen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -39,12 +39,13 @@ _KINDS = frozenset((Tensor, dict, list, np.ndarray, *_NUMBERS, *_SCALARS))
 """The types of values that this path takes, besides `DeviceDict` classes."""
 _FLOATS = (torch.float32, torch.float64)
 _strided = torch.strided
+_from_numpy = cast("Callable[[Any], Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 _facts = attrgetter("layout", "requires_grad", "is_cpu", "dtype", "shape")
 _dtype, _data = attrgetter("dtype"), attrgetter("data")
 
 _Spec = tuple[torch.dtype, Sizes]
-_Field = tuple[DeviceDict[Any], str, "Sequence[Tensor] | Tensor"]
-"""The dict that gets the field, its key, and its samples; or one tensor, which is the whole field."""
+_Field = tuple[DeviceDict[Any], str, Any]
+"""The dict that gets the field, its key, and a tuple of its samples; or one tensor, which is the whole field."""
 
 
 class _Unusual(Exception):
@@ -162,7 +163,7 @@ def _host_field(column: Sequence[Any], kind: type, policy: Policy) -> Tensor:
         wanted = (policy.dtype or torch.get_default_dtype()) if kind is float else None
         if wanted is not None and wanted not in _FLOATS:
             raise _Unusual
-        tensor = torch.from_numpy(np.array(column, _NUMBERS[kind]))
+        tensor = _from_numpy(np.array(column, _NUMBERS[kind]))
         return tensor if wanted is None else tensor.to(wanted)
     if kind is np.ndarray:
         alike = {(array.shape, array.dtype, array.flags.c_contiguous) for array in column}
@@ -173,7 +174,7 @@ def _host_field(column: Sequence[Any], kind: type, policy: Policy) -> Tensor:
         array = np.array(column)
     else:
         raise _Unusual
-    tensor = torch.from_numpy(array)
+    tensor = _from_numpy(array)
     return tensor.to(policy.dtype) if array.dtype.kind == "f" and policy.dtype is not None else tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,9 +28,10 @@ def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
 
     Needs the first dimension of the rows to be the ragged one. Cost: a copy, and one synchronization off the CPU.
     """
-    offsets = tensor.offsets()
-    lengths = cast("Tensor | None", tensor.lengths())
-    lengths = offsets.diff() if lengths is None else lengths
+    nested = cast(Any, tensor)
+    offsets: Tensor = nested.offsets()
+    given: Tensor | None = nested.lengths()
+    lengths = offsets.diff() if given is None else given
     starts, lengths = offsets[: len(lengths)][index], lengths[index]
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     total = int(ends[-1])
