@@ -60,8 +60,8 @@ def collate(
 ) -> D:
     """Stack the samples into one batch: every field along a new first dimension, all fields in one buffer.
 
-    Pass it to DataLoader as ``collate_fn``, with options through ``functools.partial``. In a worker the buffer is
-    shared memory. The batch then reaches the trainer without another copy, through one file descriptor. The loader's
+    Pass it to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker sends a small batch by
+    value. The buffer of a larger one is shared memory, which needs one file descriptor and no other copy. The loader's
     ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the batch arrives
     unpacked.)
 

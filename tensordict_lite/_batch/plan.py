@@ -120,7 +120,7 @@ def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: l
         if kind is Tensor:
             value = column
         elif kind is dict or issubclass(kind, DeviceDict):
-            _nested(column, kind, batch, (*at, key), fields)
+            _nested(column, cast(type, kind), batch, (*at, key), fields)
             continue
         else:
             value = _host_field(column, kind, batch._policy)
