@@ -106,7 +106,7 @@ def sample_lists(draw: st.DrawFn) -> list[Any]:
     elif odd == "extra":
         last["z"] = 1
     elif odd:
-        kind = Typed if odd == "typed" else DeviceDict
+        kind: Any = Typed if odd == "typed" else DeviceDict
         first = n - 1 if odd == "one dict" else 0
         with suppress(TypeError, ValueError, RuntimeError):  # for a value that no dict takes
             samples[first:] = [kind(sample, on_mismatch="move") for sample in samples[first:]]

@@ -46,6 +46,7 @@ A stacked field has one tensor, the whole field, in place of its samples.
 """
 _dtype = attrgetter("dtype")
 _DICT: set[type] = {dict}
+_NO_PADS, _NO_KEYS = Pads(None, "collate"), frozenset[Any]()  # made once: most calls have neither
 
 
 def collate(
@@ -101,10 +102,11 @@ def collate(
         samples = list(samples)
     if not samples:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
-    if not isinstance(cast(object, cls), type) or not issubclass(cast(Any, cls), DeviceDict):
+    if cls is not DeviceDict and not (isinstance(cast(object, cls), type) and issubclass(cast(Any, cls), DeviceDict)):
         shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
-    pads, ragged = Pads(pad, "collate"), _jagged_keys(jagged, pad)
+    pads = _NO_PADS if pad is None else Pads(pad, "collate")
+    ragged = _jagged_keys(jagged, pad) if jagged != () else _NO_KEYS
     kinds = set(map(type, samples))
     if kinds != _DICT and not all(issubclass(kind, Mapping) for kind in kinds):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
