@@ -29,6 +29,7 @@ from torch.utils.benchmark import Timer
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensordict_lite import DeviceDict, collate, prefetch, stack
+from tensordict_lite._memory.buffer import goes_by_value
 
 sys.path.insert(0, str(Path(__file__).parent))  # runpy does not add the folder of the script to sys.path
 from common import Seconds, aligned, cause, in_turn, interleaved, parser, ratio, same, setting, write
@@ -112,10 +113,13 @@ CONTENDERS = (
 )
 Goals = Mapping[str, float]  # by contender: the smallest ratio of its time to ours
 LOADED: dict[str, tuple[Size, Goals]] = {  # these goals are for loaders with workers
-    "8 x 64 float32": (Size(8, (64,)), {DICT: 2.5, ONE: 0.8}),
-    "40 x 16 float32": (Size(40, (16,)), {DICT: 10, ONE: 0.6}),
-    "200 x 4 float32": (Size(200, (4,)), {DICT: 20}),
-    "4 images": (Size(4, (3, 224, 224), torch.uint8), {DICT: 1}),
+    "8 x 16 float32": (Size(8, (16,)), {DICT: 2.5, ONE: 1}),
+    "8 x 64 float32": (Size(8, (64,)), {DICT: 2.5, ONE: 1}),
+    "8 x 256 float32": (Size(8, (256,)), {DICT: 2, ONE: 1}),
+    "40 x 16 float32": (Size(40, (16,)), {DICT: 10, ONE: 1}),
+    "200 x 4 float32": (Size(200, (4,)), {DICT: 20, ONE: 1}),
+    "8 x 4096 float32": (Size(8, (4096,)), {DICT: 1, ONE: 0.8}),
+    "4 images": (Size(4, (3, 224, 224), torch.uint8), {DICT: 1, ONE: 0.8}),
 }
 WORKERS: dict[int, Goals | None] = {0: {DICT: 1}, 1: None, 2: None}  # None: the goals of the size
 
@@ -143,6 +147,17 @@ OPERATIONS = (
     Operation(f"each of {ROWS} rows", "d.rows", EACH_ROW, "td", timed="for row in {}: pass", result="list({})"),
     Operation(f"stack {ROWS}", "stack(ds)", "{k: torch.stack([s[k] for s in ss]) for k in ss[0]}", "torch.stack(tds)"),
 )
+
+
+# What a sample of `collate` in the main process is, beside default_collate, and how many times as long ours may take.
+COLLATED: dict[str, tuple[Callable[[int], Mapping[str, Any]], float]] = {
+    "1 label": (lambda i: {"label": i % 10}, 2),
+    "1 image 3 x 32 x 32": (lambda i: {"image": torch.rand(3, 32, 32)}, 1.5),
+    "1 image and 1 label": (lambda i: {"image": torch.rand(3, 32, 32), "label": i % 10}, 1.5),
+    "3 x 128 int64": (lambda i: {key: torch.arange(128) for key in ("input_ids", "attention_mask", "labels")}, 1.5),
+    "8 x 64 float32": (lambda i: {f"k{j}": torch.rand(64) for j in range(8)}, 1.5),
+    "1 image 3 x 224 x 224": (lambda i: {"image": torch.randint(255, (3, 224, 224), dtype=torch.uint8)}, 1.05),
+}
 
 
 class Bench:
@@ -179,7 +194,8 @@ class Bench:
                 continue
             if one.name == OURS:
                 shared = all(field.is_shared() for field in first.values())
-                assert type(first) is DeviceDict and first.is_packed and shared == bool(workers), where
+                large = bool(workers) and not goes_by_value(first.nbytes)
+                assert type(first) is DeviceDict and first.is_packed and shared == large, where
             out[one.name] = batches
         return out
 
@@ -202,6 +218,22 @@ class Bench:
                 cases[one.name, f"{count} x 2 float32"] = timers
         for (operation, name), seconds in interleaved(cases, self.rounds).items():
             self.keep(operation, name, seconds, AS_LOOP)
+
+    def collated(self) -> None:
+        """`collate` beside default_collate, without a loader."""
+        cases = {}
+        for name, (sample, _) in COLLATED.items():
+            samples = [sample(i) for i in range(ROWS)]
+            made = collate(samples)
+            assert made.is_packed and same(default_collate(samples), dict(made.items())), name
+            known = {"samples": samples, "collate": collate, "default_collate": default_collate}
+            timers = {
+                OURS: Timer("collate(samples)", globals=known),
+                DICT: Timer("default_collate(samples)", globals=known),
+            }
+            cases[f"collate {ROWS}", name] = timers
+        for (operation, name), seconds in interleaved(cases, self.rounds).items():
+            self.keep(operation, name, seconds, {DICT: 1 / COLLATED[name][1]})
 
     def keep(self, operation: str, name: str, seconds: Seconds, goals: Goals) -> None:
         ratios = {who: ratio(times, seconds[OURS]) for who, times in seconds.items()}
@@ -369,6 +401,7 @@ def main() -> None:
         for name, (size, of_size) in LOADED.items():
             bench.load(name, size, workers, of_size if goals is None else goals)
     bench.rows()
+    bench.collated()
     print(table(bench.lines), flush=True)
 
     held = bench.descriptors()

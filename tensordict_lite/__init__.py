@@ -4,6 +4,7 @@ from . import unpickle as unpickle  # pickles and files of `torch.save` call fun
 from ._batch.collate import collate
 from ._batch.containers import to_device, to_numpy
 from ._batch.join import cat, stack
+from ._batch.pad import Pad
 from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
@@ -24,6 +25,7 @@ __all__ = [
     "stack",
     "cat",
     "collate",
+    "Pad",
     "prefetch",
     # files
     "save",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tensordict_lite import DeviceDict, Utf8, collate
+from tensordict_lite._memory.buffer import BY_VALUE
 from tensordict_lite._tree.sendable import refuse_unsendable
 
 
@@ -63,7 +64,7 @@ class TestLoader:
             batches = list(loader)
             for d in batches:
                 d._check()
-                assert type(d) is DeviceDict and d.is_packed and (not workers or d["x"].is_shared())
+                assert type(d) is DeviceDict and d.is_packed and not d["x"].is_shared()
             assert torch.cat([d["n", "i"] for d in batches]).tolist() == list(order)
             assert [name for d in batches for name in d.decode("name")] == ["n" * i for i in order]
 
@@ -160,3 +161,50 @@ class TestLoader:
             2,
             2,
         )
+
+
+class Wide(Dataset[Any]):
+    """Samples of two fields: four make a batch of ``nbytes``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.count = nbytes // 32
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.full((self.count,), float(index)), "y": torch.full((self.count,), float(index))}
+
+
+class TestSize:
+    """A small batch goes through the pipe. A large one is made in shared memory, and small ones allocate none."""
+
+    @pytest.mark.parametrize("wrap", [dict, DeviceDict])
+    @pytest.mark.parametrize("size", [BY_VALUE // 2, BY_VALUE, 2 * BY_VALUE])
+    def test_shared_memory_is_for_large_batches(self, size: int, wrap: Any) -> None:
+        data = [wrap(Wide(size)[i]) for i in range(8)]
+        for d in DataLoader(data, 4, num_workers=1, collate_fn=partial(counting, size)):  # type: ignore[arg-type]
+            d._check()
+            large = size > BY_VALUE
+            assert d.is_packed and d.nbytes == size and d["x"].is_shared() == large
+            d["x"].fill_(1.0)  # it is writable
+            assert d["y"][1, 0] in (1.0, 5.0)
+
+    def test_pinning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Tensor, "pin_memory", lambda self, device=None: self.clone())
+        for d in DataLoader(Wide(1 << 16), 4, num_workers=1, collate_fn=collate, pin_memory=True):
+            assert isinstance(d, DeviceDict) and d["y"][1, 0] in (1.0, 5.0)
+
+
+def counting(size: int, samples: Any) -> DeviceDict[Any]:
+    """`collate`, which allocates shared memory only for a large batch."""
+    made: list[int] = []
+    storage: Any = torch.UntypedStorage
+    real = storage._new_shared
+    storage._new_shared = lambda nbytes, **options: made.append(nbytes) or real(nbytes, **options)
+    try:
+        d = collate(samples)
+    finally:
+        storage._new_shared = real
+    assert made == ([size] if size > BY_VALUE else [])
+    return d

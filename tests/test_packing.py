@@ -482,6 +482,8 @@ class TestPickled:
     @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
     def test_a_queue_shares_one_storage(self, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         before = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        packed = sample().pack().share_memory_()  # a small buffer would be sent by value
         shared: list[Any] = []
 
         def counted(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -499,11 +501,9 @@ class TestPickled:
             back.put("written")
             there.get()
 
-        torch.multiprocessing.set_sharing_strategy(strategy)
         try:
             worker = context.Process(target=echo)
             worker.start()
-            packed = sample().pack()
             there.put(packed)
             assert back.get(timeout=60) == (True, 1, 15.0, ["x", "id", "n"])
             assert back.get(timeout=60) == "written" and (packed["x"] == 7.0).all() and packed.is_packed

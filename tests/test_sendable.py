@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensordict_lite import DeviceDict, TypedDeviceDict, Utf8, collate
+from tensordict_lite._memory.buffer import BY_VALUE
 from tensordict_lite._tree import sendable as sendable_module
 
 WAIT = 60  # seconds after which a loader or a queue that waits is a failure
@@ -432,3 +433,95 @@ class TestOtherErrors:
 
     def test_a_device_without_shared_memory_is_tried(self) -> None:
         assert not sendable_module.is_plain(DeviceDict({"x": torch.ones(1, device="meta")}))
+
+
+DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
+
+
+def packed(nbytes: int = 0) -> DeviceDict:
+    fields = {str(dtype): torch.arange(3).to(dtype) for dtype in DTYPES}
+    return DeviceDict({**fields, "n": {"s": "abc"}, "more": torch.arange(nbytes).to(torch.uint8)}).pack()
+
+
+def small(d: DeviceDict) -> bool:
+    """Whether a message has the bytes of the buffer."""
+    return len(ForkingPickler.dumps(d)) > sum(t.nbytes for t in d._tensors())
+
+
+def write(there: Any, back: Any) -> None:
+    d = there.get(timeout=WAIT)
+    d["x"].fill_(7.0)
+    back.put((d.is_packed, d["x"].is_shared()))
+
+
+class TestByValue:
+    def test_the_receiver_owns_an_aligned_writable_buffer(self) -> None:
+        d = packed(100)
+        again = pickle.loads(ForkingPickler.dumps(d))
+        again._check()
+        assert again == d and again.is_packed and again.decode(("n", "s")) == "abc"
+        assert small(d) and not any(t.is_shared() for t in [*d._tensors(), *again._tensors()])
+        for t in again._tensors():
+            assert t.data_ptr() % 64 == 0
+            t.fill_(1)
+        assert d == packed(100) and again != d, "the sender does not see the writes"
+        before = again["torch.float32"]._version
+        again["torch.float64"].fill_(0)
+        assert again["torch.float32"]._version == before, "each field has its own version counter"
+
+    @pytest.mark.parametrize("more", [0, 1])
+    def test_the_size_decides(self, more: int) -> None:
+        size = BY_VALUE - 64
+        d = DeviceDict(
+            {"x": torch.zeros(size, dtype=torch.uint8), "y": torch.zeros(64 + more, dtype=torch.uint8)}
+        ).pack()
+        message = ForkingPickler.dumps(d)
+        assert (len(message) > size) == (not more) and d["x"].is_shared() == bool(more)
+        if more:
+            pickle.loads(message)["x"].fill_(3)
+            assert (d["x"] == 3).all(), "a large one is shared"
+
+    def test_one_tensor(self) -> None:
+        d = DeviceDict({"x": torch.ones(20)})
+        again = pickle.loads(ForkingPickler.dumps(d))
+        assert small(d) and again == d and again.is_packed and not d["x"].is_shared()
+
+    def test_what_is_shared_stays_shared(self) -> None:
+        d = packed().share_memory_()
+        again = pickle.loads(ForkingPickler.dumps(d))
+        again["torch.float32"].fill_(9.0)
+        assert (d["torch.float32"] == 9).all() and again.is_packed and again["torch.bool"].is_shared()
+
+    def test_what_is_not_packed_is_shared(self) -> None:
+        d = DeviceDict({"x": torch.ones(2000), "y": torch.ones(2000)})
+        again = pickle.loads(ForkingPickler.dumps(d))
+        assert again == d and not small(d) and d["x"].is_shared()
+
+    def test_fields_beside_the_buffer_travel_as_before(self) -> None:
+        w, p = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(2))
+        d = Keeps(
+            {"a": torch.ones(2), "b": torch.ones(3), "w": w, "n": {"p": p}, "o": Odd({1}), "e": torch.ones(0)}
+        ).pack()
+        again = pickle.loads(ForkingPickler.dumps(d))
+        again._check()
+        assert again.is_packed and again["w"].requires_grad and type(again["n", "p"]) is nn.Parameter
+        assert w.is_shared() and not d["a"].is_shared() and again["o"] == {"a": {1}} and list(again) == list(d)
+
+    def test_queues_and_pools(self) -> None:
+        context = torch.multiprocessing.get_context("fork")
+        there, back = context.Queue(), context.Queue()
+        process = context.Process(target=write, args=(there, back), daemon=True)
+        process.start()
+        d = DeviceDict({"x": torch.ones(4), "y": 1}).pack()
+        there.put(d)
+        assert back.get(timeout=WAIT) == (True, False) and (d["x"] == 1).all()
+        process.join(WAIT)
+        with context.Pool(1) as pool:
+            again = pool.apply_async(echo, (d,)).get(WAIT)
+            assert again == d and again.is_packed and not again["x"].is_shared()
+
+    @pytest.mark.parametrize("data", [b"", b"abc", bytes(1000)])
+    def test_bytes_that_do_not_fit_are_refused(self, data: bytes) -> None:
+        function, (cls, items, device, policy, _, specs) = DeviceDict._sent(packed())
+        with pytest.raises(ValueError, match="the layout of a packed dict does not fit its storage"):
+            function(cls, items, device, policy, data, specs)

@@ -14,18 +14,19 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate  # PyTorch documents it as the place to register a type
 
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import place_codes
 from .._dict.rows import Rows
+from .._encoders.protocol import padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
-from .._memory.buffer import clear_gaps, flat_over, new_buffer, regions, views_of
+from .._memory.buffer import new_batch_buffer, regions, views_of
 from .._memory.device import CPU, canonical
+from .._memory.jagged import join_jagged
 from .._memory.layout import Group, Layout, lay_out, row_major
-from .._memory.packed import can_pack, find_unpackable, packable
+from .._memory.packed import can_pack, find_unpackable, intercepted, packable
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
@@ -33,9 +34,11 @@ from .._tree.sendable import is_plain, refuse_unsendable
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
 from .join import columns, merged_policy, raise_mismatch, widened
+from .pad import Pad, Pads, extra_fields, pad_samples, raise_encoded, require_fit
+from .plan import require_one_dtype, stack_into, stack_plain
 
 D = TypeVar("D", bound=DeviceDict[Any])
-Pad = Mapping[Any, float]
+PadLike = Mapping[Any, float | Pad]
 
 _Field = tuple[DeviceDict[Any], Path, Sequence[Tensor], bool]
 """A tensor field of the batch: the dict that gets it, its path, its samples, and whether it is stacked already.
@@ -43,6 +46,8 @@ _Field = tuple[DeviceDict[Any], Path, Sequence[Tensor], bool]
 A stacked field has one tensor, the whole field, in place of its samples.
 """
 _dtype = attrgetter("dtype")
+_DICT: set[type] = {dict}
+_NO_PADS, _NO_KEYS = Pads(None, "collate"), frozenset[Any]()  # made once: most calls have neither
 
 
 def collate(
@@ -51,13 +56,14 @@ def collate(
     cls: type[D] = DeviceDict,
     encoders: Encoders | None = None,
     objects: Objects | None = None,
-    pad: Pad | None = None,
+    pad: PadLike | None = None,
+    jagged: Iterable[str | Path] = (),
     pack: bool = True,
 ) -> D:
     """Stack the samples into one batch: every field along a new first dimension, all fields in one buffer.
 
-    Pass it to DataLoader as ``collate_fn``, with options through ``functools.partial``. In a worker the buffer is
-    shared memory. The batch then reaches the trainer without another copy, through one file descriptor. The loader's
+    Pass it to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker sends a small batch by
+    value. The buffer of a larger one is shared memory, which needs one file descriptor and no other copy. The loader's
     ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the batch arrives
     unpacked.)
 
@@ -70,7 +76,10 @@ def collate(
         encoders: as for `DeviceDict`.
         objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one item per sample.
         pad: fill values for fields whose samples differ in their first dimension: ``{"input_ids": 0}``. Shorter
-            samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. Keys apply at any depth; paths work too.
+            samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. A `Pad` in place of the number pads on the
+            left or to a multiple, and adds lengths or a mask. Keys apply at any depth; paths work too.
+        jagged: keys or paths of fields that become nested tensors (``torch.nested``) of layout ``torch.jagged``. Their
+            samples may differ in the first dimension, and nothing is padded. A nested tensor is not packed.
         pack: False gives every field its own storage.
 
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree;
@@ -88,41 +97,80 @@ def collate(
     tensor([[1, 2, 3],
             [4, 0, 0]])
     """
-    rows = samples if isinstance(samples, Rows) and not pad else None
+    rows = samples if isinstance(samples, Rows) and not pad and jagged == () else None
     if rows is None and not isinstance(samples, (list, tuple)):
         if isinstance(samples, (Mapping, str)) or not isinstance(cast(object, samples), Iterable):
             raise TypeError(f"collate takes a list of samples, got {described(samples)}; for one sample write [sample]")
         samples = list(samples)
     if rows is None and not samples:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
-    if not isinstance(cast(object, cls), type) or not issubclass(cast(Any, cls), DeviceDict):
+    if cls is not DeviceDict and not (isinstance(cast(object, cls), type) and issubclass(cast(Any, cls), DeviceDict)):
         shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
-    if not isinstance(cast(object, pad), (Mapping, type(None))):
-        raise TypeError(f'collate takes a mapping from keys to fill values as pad=, as {{"ids": 0}}, got {pad!r}')
+    pads = _NO_PADS if pad is None else Pads(pad, "collate")
+    ragged = _jagged_keys(jagged, pad) if jagged != () else _NO_KEYS
     if rows is not None:
         return _batch_of(cast("Rows[Any]", rows)._dict, cls, encoders, objects, pack)
-    if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
+    kinds = set(map(type, samples))
+    if kinds != _DICT and not all(issubclass(kind, Mapping) for kind in kinds):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
         raise TypeError(
             f"collate takes samples that are mappings, sample {i} is {described(odd)}; torch's default_collate takes "
             "others, and DeviceDicts within them"
         )
-    kind, policy = _kind_of(samples, cls)
+    kind, policy = (cls, cls._class_policy) if kinds == _DICT else _kind_of(samples, cls)
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
+    batch = _plain_batch(samples, kind, policy) if pack and not (pads or ragged) and len(kinds) == 1 else None
+    if batch is None:
+        batch = _general_batch(samples, kind, policy, pads, ragged, pack)
+    if cls is not DeviceDict:
+        batch._validate()
+    _refuse_in_worker(batch)
+    return cast(D, batch)
+
+
+def _jagged_keys(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
+    """The validated ``jagged=`` of `collate`."""
+    if isinstance(jagged, str) or not isinstance(jagged, Iterable):
+        raise TypeError(f'collate takes a list of keys or paths as jagged=, as ["box"], got {jagged!r:.60}')
+    keys = frozenset(cast("Iterable[Any]", jagged))
+    for key in keys:
+        if not isinstance(key, (str, tuple)):
+            raise TypeError(f"jagged= of collate takes keys and paths, got {key!r:.60}")
+        if pad and key in pad:
+            raise ValueError(f"{key!r} stands in pad= and in jagged=; a field is either padded or jagged")
+    return keys
+
+
+def _plain_batch(
+    samples: Sequence[Mapping[str, Any]], kind: type[DeviceDict[Any]], policy: Policy
+) -> DeviceDict[Any] | None:
+    """The batch of plain samples on the CPU, in a fraction of the time of `_general_batch`. None for other samples."""
+    first = samples[0]
+    if intercepted() or not (type(first) is dict or (isinstance(first, TreeDict) and first._device is CPU)):
+        return None
+    batch = kind._new((), CPU, policy)
+    return batch if stack_plain(samples, batch) else None
+
+
+def _general_batch(
+    samples: Sequence[Mapping[str, Any]],
+    kind: type[DeviceDict[Any]],
+    policy: Policy,
+    pads: Pads,
+    jagged: frozenset[Any],
+    pack: bool,
+) -> DeviceDict[Any]:
     device = _device_of(samples[0])
-    collector = _Collector(device, policy.on_mismatch == "move", pad or {})
+    collector = _Collector(device, policy.on_mismatch == "move", pads, jagged)
     packed = pack and can_pack(device)
     batch = collector.collect(samples, kind._new((), device, policy), ())
     fields = collector.fields
     tensors = _fill_buffer(collector) if packed else list(map(_stacked, fields))
     for (owner, path, _, _), tensor in zip(fields, tensors, strict=True):
         builtin_dict.__setitem__(owner, path[-1], tensor)
-    if cls is not DeviceDict:
-        batch._validate()
-    _refuse_in_worker(batch)
-    return cast(D, batch)
+    return batch
 
 
 def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
@@ -170,8 +218,8 @@ def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type
 class _Collector:
     """Builds the dicts of the batch from all samples at once, and lists its tensor fields, depth first."""
 
-    def __init__(self, device: torch.device, moves: bool, pad: Pad) -> None:
-        self.device, self.moves, self.pad = device, moves, pad
+    def __init__(self, device: torch.device, moves: bool, pads: Pads, jagged: frozenset[Any]) -> None:
+        self.device, self.moves, self.pads, self.jagged = device, moves, pads, jagged
         self.fields: list[_Field] = []
 
     def collect(self, samples: Sequence[Mapping[str, Any]], batch: DeviceDict[Any], at: Path) -> DeviceDict[Any]:
@@ -183,6 +231,8 @@ class _Collector:
         used: dict[str, Any] = {}
         if cls._has_fields:
             samples = list(map(cls._drop_none, samples))
+        if self.pads:
+            self.pads.require_new(samples[0], at, "the samples")
         for key, column in columns(samples, at, "sample"):
             if not isinstance(cast(object, key), str):
                 refuse_key(key, at)
@@ -230,15 +280,44 @@ class _Collector:
         if self.moves:
             column = self.moved(column)
         first = column[0]
-        if not is_stacked and (check or encoder is not None or self.pad):
+        extras: Mapping[str, Tensor] = {}
+        if not is_stacked and self.is_jagged(path):
+            column, is_stacked = [self.joined(path, column, encoder)], True
+        elif not is_stacked and (check or encoder is not None or self.pads):
             shape, dtype = first.shape, first.dtype
-            if [tensor for tensor in column if tensor.shape != shape or tensor.dtype is not dtype]:
+            pad = self.pads.at(path)
+            given = column
+            differ = [tensor for tensor in column if tensor.shape != shape or tensor.dtype is not dtype]
+            if differ or (pad is not None and pad._always):
                 column, is_stacked = self.pad_to_equal(path, column, encoder)
+            if is_stacked and pad is not None:
+                extras = extra_fields(list(map(len, given)), column[0].shape[1], pad, self.device)
         if not (first.is_cpu if self.device is CPU else first.device == self.device):
             raise DeviceMismatchError.at(path, self.device, first.device)
         self.fields.append((batch, path, column, is_stacked))
         builtin_dict.__setitem__(batch, path[-1], first)
+        for key, extra in extras.items():
+            self.add(batch, (*path[:-1], key), [extra], None, is_stacked=True)
         return first
+
+    def is_jagged(self, path: Path) -> bool:
+        return bool(self.jagged) and (path[-1] in self.jagged or path in self.jagged)
+
+    def joined(self, path: Path, column: Sequence[Tensor], encoder: object) -> Tensor:
+        """The samples of a jagged field as one nested tensor. Raises ``ValueError`` if more than the lengths differ."""
+        column = widened(column, encoder) or column
+        first = column[0]
+        for i, tensor in enumerate(column):
+            if tensor.device != self.device:
+                raise DeviceMismatchError.at(path, self.device, tensor.device)
+            if not tensor.dim() or tensor.is_nested or tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"{dotted(path)}: a jagged field takes dense samples of at least one dimension, "
+                    f"sample {i} has {described(tensor)}"
+                )
+            if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+                raise_mismatch(column, path, "sample", None, "; jagged= lets the first dimension differ only")
+        return join_jagged(column)
 
     def moved(self, column: Sequence[Tensor]) -> Sequence[Tensor]:
         """The samples of a field, all on the device of the batch."""
@@ -262,19 +341,22 @@ class _Collector:
         Raises ``ValueError`` if ``pad`` has no fill value for the field, or if padding does not make the samples equal.
         """
         wide = widened(column, encoder)
+        pad = self.pads.at(path)
+        if pad is not None and padding(encoder, *column) is not None:
+            raise_encoded(path, pad)
         if wide is not None and len({codes.shape for codes in wide}) == 1:
             return wide, False
-        fill = self.pad.get(path[-1], self.pad.get(path))
-        if fill is None or not _one_dtype(column):
+        one_dtype = len(set(map(_dtype, column))) == 1
+        if pad is None or not one_dtype:
             inner = {tensor.shape[1:] for tensor in column}
-            ragged = inner == {column[0].shape[1:]} and column[0].dim() and _one_dtype(column)
+            ragged = inner == {column[0].shape[1:]} and column[0].dim() and one_dtype
             hint = f"; to fill the shorter ones up, give pad={{{path[-1]!r}: 0}}" if ragged else ""
             raise_mismatch(column, path, "sample", None, hint)
-        dtype = column[0].dtype
-        if not (dtype.is_floating_point or dtype.is_complex) and not _fits(fill, dtype):
-            raise ValueError(f"{dotted(path)}: pad={{{path[-1]!r}: {fill!r}}} does not fit {dtype}")
+        require_fit(pad, column[0].dtype, path)
+        if not column[0].dim() and len({tensor.shape for tensor in column}) == 1:
+            raise ValueError(f"{dotted(path)}: {pad!r} pads the first dimension, and the samples are single numbers")
         try:
-            return [pad_sequence(list(column), batch_first=True, padding_value=fill)], True
+            return [pad_samples(column, pad)], True
         except (RuntimeError, IndexError) as error:
             raise_mismatch(column, path, "sample", error, "; pad= fills up the first dimension only")
 
@@ -297,7 +379,7 @@ class _Collector:
             together = np.array(column)
         elif any(issubclass(kind, (Tensor, Mapping, np.ndarray, np.generic)) for kind in kinds) and True not in strings:
             return self.convert_each(batch, path, column)
-        if self.pad and (path[-1] in self.pad or path in self.pad):
+        if self.pads.at(path) is not None or self.is_jagged(path):
             return self.convert_each(batch, path, column)
         try:
             value, encoder = convert(together, self.device, batch._policy, path)
@@ -331,8 +413,12 @@ class _Collector:
         """
         converted: list[Any] = []
         encoder = None
+        empty: list[int] = []  # an empty list gets the dtype of the others
+        if self.is_jagged(path) or self.pads.at(path) is not None:
+            empty = [i for i, value in enumerate(column) if isinstance(value, (list, tuple)) and not value]
+            empty = [] if len(empty) == len(column) else empty
         for i, value in enumerate(column):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) or i in empty:
                 converted.append(value)
                 continue
             try:
@@ -340,6 +426,10 @@ class _Collector:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"sample {i}: {error}") from error
             converted.append(result)
+        model = next(value for i, value in enumerate(converted) if i not in empty)
+        if isinstance(model, Tensor) and model.dim():
+            for i in empty:
+                converted[i] = model.new_empty((0, *model.shape[1:]))
         if all(isinstance(value, Tensor) for value in converted):
             return self.add(batch, path, converted, encoder, check=True), encoder
         if keep:
@@ -351,18 +441,6 @@ class _Collector:
         return converted, encoder
 
 
-def _fits(fill: float, dtype: torch.dtype) -> bool:
-    try:
-        return torch.full((), fill).to(dtype).item() == fill == torch.full((), fill, dtype=dtype).item()
-    except (RuntimeError, TypeError, ValueError, OverflowError):
-        return False
-
-
-def _one_dtype(samples: Sequence[Tensor]) -> bool:
-    # torch.stack would promote the dtypes. No other way to tell is faster; this takes about half the time of the stack.
-    return list(map(_dtype, samples)).count(samples[0].dtype) == len(samples)
-
-
 def _stacked(field: _Field) -> Tensor:
     """The field in its own storage. Raises the error that names the sample if the samples differ."""
     _, path, samples, is_stacked = field
@@ -370,8 +448,8 @@ def _stacked(field: _Field) -> Tensor:
         return samples[0]
     error = None
     try:
-        if _one_dtype(samples):
-            return torch.stack(list(samples))
+        require_one_dtype(samples)
+        return torch.stack(list(samples))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as reason:
@@ -425,17 +503,11 @@ def _pack_fields(fields: Sequence[_Field], device: torch.device, look_at_all: bo
         groups.append(((first.dtype, shape, first.stride() if is_stacked else row_major(shape)), members))
     layout = lay_out(groups)
     if layout.runs:
-        shared = device == CPU and get_worker_info() is not None
-        buffer = _shared_buffer(layout.nbytes) if shared else clear_gaps(new_buffer(layout.nbytes, device), layout)
+        buffer = new_batch_buffer(layout, device)
         into = regions(buffer, layout)
         _stack_fields(fields, layout, into)
         views_of(layout, into, out)
     return out
-
-
-def _shared_buffer(nbytes: int) -> Tensor:
-    storage = cast(Any, torch.UntypedStorage)._new_shared(nbytes)  # the system fills it with zeros
-    return flat_over(storage, torch.uint8, nbytes, CPU)
 
 
 def _stack_fields(fields: Sequence[_Field], layout: Layout, into: Sequence[Tensor]) -> None:
@@ -445,20 +517,14 @@ def _stack_fields(fields: Sequence[_Field], layout: Layout, into: Sequence[Tenso
         many = len(sampled) > 1
         if many and region.is_contiguous() and not any(are_stacked):
             # One call for the samples of all fields of a run is faster than a call for each field.
-            _stack_into(region.flatten(0, 1), list(chain.from_iterable(sampled)))
+            stack_into(region.flatten(0, 1), list(chain.from_iterable(sampled)))
             continue
         views = region.unbind() if many else (region,)
         for samples, is_stacked, view in zip(sampled, are_stacked, views, strict=True):
             if is_stacked:
                 view.copy_(samples[0])
             else:
-                _stack_into(view, list(samples))
-
-
-def _stack_into(view: Tensor, samples: list[Tensor]) -> None:
-    if not _one_dtype(samples):
-        raise RuntimeError("samples of different dtypes")
-    torch.stack(samples, out=view)
+                stack_into(view, samples)
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

@@ -14,6 +14,7 @@ from .._encoders.protocol import decode_alike, padding
 from .._errors import DeviceMismatchError, Path, described, dotted
 from .._tree.policy import Policy
 from .._tree.tree import TreeDict
+from .pad import Pad, Pads, pad_rows
 
 
 def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
@@ -35,19 +36,27 @@ def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     return _joined(dicts, "stack", dim)
 
 
-def cat(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
+def cat(
+    dicts: Iterable[Mapping[str, Any]], dim: int = 0, *, pad: Mapping[Any, float | Pad] | None = None
+) -> DeviceDict[Any]:
     """Concatenate every field of the dicts with ``torch.cat``, along the dimension ``dim``.
 
     Rules, errors and cost are those of `stack`. The exception: kept lists are concatenated.
+
+    ``pad``: fill values for batches whose second dimensions differ, as in `collate`: numbers or `Pad`. Lengths and
+    masks that the dicts have are continued, others are made. It needs ``dim=0``, and copies padded fields twice.
 
     >>> from tensordict_lite import DeviceDict, cat
     >>> cat([DeviceDict({"x": [1, 2]}), DeviceDict({"x": [3]})])["x"]
     tensor([1, 2, 3])
     """
-    return _joined(dicts, "cat", dim)
+    pads = Pads(pad, "cat")
+    if pads and dim != 0:
+        raise ValueError(f"pad= fills up the second dimension for cat along dim=0, got dim={dim!r}")
+    return _joined(dicts, "cat", dim, pads)
 
 
-def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int) -> DeviceDict[Any]:
+def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads | None = None) -> DeviceDict[Any]:
     if isinstance(cast(object, dicts), (Mapping, str)) or not isinstance(cast(object, dicts), Iterable):
         raise TypeError(f"{verb} takes several dicts, in a list or another iterable, got {described(dicts)}")
     trees: list[Any] = list(cast("Iterable[Any]", dicts))
@@ -63,6 +72,8 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int) -> DeviceDi
         if d._device is not device and d._device is not None and d._device != device:
             message = f"dict {i} is on {d._device}, others are on {device}; move it with .to({str(device)!r})"
             raise DeviceMismatchError(message, expected=device, actual=d._device)
+    if pads:
+        trees = pad_rows(trees, pads)
     return cast("DeviceDict[Any]", _join(trees, verb, dim, device, ()))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, dotted
+from .._memory.jagged import is_jagged, select_rows
 from .._memory.rows import take_batch, take_rows
 from .._tree.tree import TreeDict, tensor_paths
 from .row_index import integers, row_index
@@ -39,9 +40,9 @@ class Rows(Generic[D]):
     def __getitem__(self, index: Any) -> D:
         """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
 
-        Ints and slices give views. Masks and indices (tensor, array, list or range) give copies. Raises ``IndexError``
-        for a row that is out of range, ``TypeError`` for an invalid index. Indices that are on an accelerator are
-        checked by the kernels of torch only.
+        Ints and slices give views; a slice of a jagged field is a copy. Masks and indices (tensor, array, list or
+        range) give copies. Raises ``IndexError`` for a row that is out of range, ``TypeError`` for an invalid index.
+        Indices that are on an accelerator are checked by the kernels of torch only.
         """
         d = self._dict
         flat = set(map(type, d.values())) == {Tensor}
@@ -51,6 +52,8 @@ class Rows(Generic[D]):
             return _copied(d, at, count, take_rows)
         if flat:  # fast path: every value is a plain tensor
             return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
+        if isinstance(at, slice):
+            return _taken(d, lambda tensor: _sliced(tensor, at), lambda kept: kept[at], count)
         return _taken(d, lambda tensor: tensor[at], lambda kept: kept[at], count)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
@@ -286,6 +289,10 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int
                 )
         elif isinstance(value, list) and len(cast("list[Any]", value)) == count:
             raise TypeError(f"{dotted(path)} is a kept list, which has no dimensions to flatten; drop it first")
+
+
+def _sliced(tensor: Tensor, at: slice) -> Tensor:
+    return select_rows(tensor, at) if is_jagged(tensor) else tensor[at]
 
 
 def _copied(d: D, index: Tensor, count: int, take: Callable[[Sequence[Tensor], Tensor], list[Tensor]]) -> D:

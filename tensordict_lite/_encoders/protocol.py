@@ -258,6 +258,8 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
             raise TypeError(f"{short(encoder)} decodes tensors, got a nested dict that is not codes")
     else:
         first = codes
+    if not isinstance(codes, Mapping) and codes.is_nested:
+        return [decode_nested(encoder, row) for row in codes.unbind()]
     # Without code_ndim, the first dimension is the number of strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)
     if lead < 0:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
+from .device import CPU
 from .layout import Layout
 
 _NAMES = (
@@ -24,6 +28,10 @@ FOREACH_DTYPES = frozenset(
 )  # fmt: skip
 """The dtypes that torch's foreach kernels accept on every device."""
 
+BY_VALUE = 512 << 10
+"""Bytes of a buffer up to which a pipe is faster than shared memory. Time of a batch of 12 fields from 2 workers, by
+value over shared memory: 0.41 at 16 KiB, 0.54 at 64 KiB, 0.64 at 256 KiB, 0.65 at 512 KiB, 1.15 at 1 MiB, 1.57 at
+2 MiB."""
 _CLEAR_ALL_LIMIT = 32 << 10
 """Bytes per run with gaps. It is faster to clear a whole buffer up to this size than to clear each gap."""
 
@@ -31,6 +39,24 @@ _CLEAR_ALL_LIMIT = 32 << 10
 def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
     """A new uint8[nbytes] on ``device``. ``pin``: in pinned memory of the host."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
+
+
+def goes_by_value(nbytes: int) -> bool:
+    """Whether a buffer of this size, on the CPU and not in shared memory, is sent to another process by value."""
+    return nbytes <= BY_VALUE
+
+
+def in_shared_memory(nbytes: int) -> bool:
+    """Whether a batch of this size, on the CPU, is made in shared memory: a worker sends it so."""
+    return get_worker_info() is not None and not goes_by_value(nbytes)
+
+
+def new_batch_buffer(layout: Layout, device: torch.device) -> Tensor:
+    """A new buffer for a batch. In a worker it is shared memory, if the batch is sent so."""
+    if device == CPU and in_shared_memory(layout.nbytes):
+        storage = cast(Any, torch.UntypedStorage)._new_shared(layout.nbytes)  # the system fills it with zeros
+        return flat_over(storage, torch.uint8, layout.nbytes, CPU)
+    return clear_gaps(new_buffer(layout.nbytes, device), layout)
 
 
 def view_over(
@@ -43,13 +69,22 @@ def view_over(
 ) -> Tensor:
     """A tensor over a storage on ``device``. ``stride`` and ``offset`` count elements of ``dtype``."""
     # `.data` is a new tensor with its own version counter. It executes a third of the instructions of `torch.empty`.
-    return _empty(dtype, device).data.set_(storage, offset, shape, stride)
+    empty = _empty(dtype, device, torch.is_inference_mode_enabled())
+    return empty.data.set_(storage, offset, shape, stride)
 
 
-@cache  # one for each dtype on each device
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+@cache
+def _empty(dtype: torch.dtype, device: torch.device, inference: bool) -> Tensor:
+    """A tensor without elements. ``inference``: an inference tensor, whose ``.data`` is one too."""
+    with torch.inference_mode(inference):
         return torch.empty(0, dtype=dtype, device=device)
+
+
+def buffer_from(data: bytes) -> Tensor:
+    """A new buffer on the CPU with a copy of these bytes, so that it is writable and aligned as torch aligns."""
+    out = new_buffer(len(data), CPU)
+    out.numpy()[:] = np.frombuffer(data, np.uint8)
+    return out
 
 
 def flat_over(storage: torch.UntypedStorage, dtype: torch.dtype, count: int, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from .buffer import PACKABLE, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
+from .buffer import PACKABLE, buffer_from, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
 from .layout import Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
 MAX_DIMENSIONS = 64
@@ -158,9 +158,12 @@ def may_be_packed(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
-def packed_layout(tensors: Sequence[Tensor], device: torch.device | None) -> Packed | None:
-    """How the tensors on ``device`` are packed. None if they are not."""
-    if not (can_pack(device) and may_be_packed(tensors)):
+def packed_layout(tensors: Sequence[Tensor], device: torch.device | None, *, alone: bool = False) -> Packed | None:
+    """How the tensors on ``device`` are packed. None if they are not.
+
+    ``alone``: a single tensor that fills its storage counts as packed.
+    """
+    if not (can_pack(device) and ((alone and len(tensors) == 1) or may_be_packed(tensors))):
         return None
     repeats = repeats_of(tensors)
     groups, unpackable = arrange(tensors, repeats)
@@ -242,11 +245,11 @@ def pack_into(tensors: list[Tensor], layout: Layout, device: torch.device) -> Te
 
 
 def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
-    """Rebuild packed tensors, by index. A pickle contains ``buffer`` and ``specs``, the groups of its layout.
+    """Rebuild packed tensors, by index. A pickle contains ``buffer``, or its bytes, and the groups of its layout.
 
     Raises ``ValueError`` if the arguments do not fit each other. They may come from a damaged or forged file.
     """
-    buffer = materialize(buffer)
+    buffer = buffer_from(buffer) if type(buffer) is bytes else materialize(buffer)
     if not (type(buffer) is Tensor and packable(buffer) and buffer.dtype == torch.uint8 and buffer.dim() == 1):
         raise ValueError("the storage of a packed dict is damaged")
     if type(specs) is not list or not all(is_saved_group(group) for group in cast("list[Any]", specs)):

@@ -6,14 +6,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from .buffer import FOREACH_DTYPES, clear_gaps, flat_over, new_buffer, regions, views_of
-from .device import CPU
+from .buffer import FOREACH_DTYPES, new_batch_buffer, regions, views_of
+from .jagged import is_jagged, select_rows
 from .layout import Group, Layout, Sizes, lay_out, row_major
 from .packed import can_pack, find_unpackable
 
@@ -49,7 +48,7 @@ def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | 
     layout = _layout(len(index), *[(i, tensors[i].dtype, tensors[i].shape) for i in members])
     if not layout.runs:
         return out
-    buffer = batch_buffer(layout, device)
+    buffer = new_batch_buffer(layout, device)
     views_of(layout, regions(buffer, layout), out)
     for i in members:
         source, into = tensors[i], out[i]
@@ -57,14 +56,6 @@ def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | 
             source, into = source.view(signed), into.view(signed)
         torch.index_select(source, 0, index, out=into)
     return out
-
-
-def batch_buffer(layout: Layout, device: torch.device) -> Tensor:
-    """A new buffer for a batch, its gaps filled with zeros. In a DataLoader worker it is shared memory."""
-    if device is CPU and get_worker_info() is not None:
-        storage = cast(Any, torch.UntypedStorage)._new_shared(layout.nbytes)  # the system fills it with zeros
-        return flat_over(storage, torch.uint8, layout.nbytes, CPU)
-    return clear_gaps(new_buffer(layout.nbytes, device), layout)
 
 
 @lru_cache(maxsize=64)  # the batches of a loader are alike but for the last; to lay out 12 fields takes 20 us
@@ -79,7 +70,7 @@ def _layout(count: int, *fields: tuple[int, torch.dtype, Sizes]) -> Layout:
 
 def _take(t: Tensor, index: Tensor) -> Tensor:
     if type(t) is not Tensor:
-        return t[index]
+        return select_rows(t, index) if is_jagged(t) else t[index]
     signed = _SIGNED.get(t.dtype)
     return t.index_select(0, index) if signed is None else t.view(signed).index_select(0, index).view(t.dtype)
 

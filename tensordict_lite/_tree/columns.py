@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -153,17 +153,18 @@ class _Pandas:
 
 
 def _option(nulls: Any, key: str) -> Any:
-    return nulls.get(key, "error") if isinstance(nulls, Mapping) else nulls
+    return cast("Mapping[str, Any]", nulls).get(key, "error") if isinstance(nulls, Mapping) else nulls
 
 
 def _refuse_columns(nulls: Any, columns: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` if ``nulls`` is no option; ``ValueError`` if it names a column that is not there."""
-    for option in nulls.values() if isinstance(nulls, Mapping) else (nulls,):
+    options: Mapping[Any, Any] = cast("Mapping[Any, Any]", nulls) if isinstance(nulls, Mapping) else {}
+    for option in options.values() if isinstance(nulls, Mapping) else (nulls,):
         if not isinstance(option, (str, bool, int, float, np.generic)):
             raise TypeError(
                 f'nulls= takes "error", "mask", a fill value, or a mapping from columns to these, got {option!r}'
             )
-    for key in nulls if isinstance(nulls, Mapping) else ():
+    for key in options:
         if key not in columns:
             raise ValueError(
                 f"nulls= names {key!r}, which is not a column; the columns are {', '.join(map(repr, columns))}"

@@ -1,4 +1,4 @@
-"""Pickle a dict for another process. If pickling fails, send the error instead of the dict.
+"""Pickle a dict for another process: small buffers by value. If pickling fails, send the error instead of the dict.
 
 A DataLoader worker sends batches through a ``multiprocessing.Queue``, which pickles them in a thread. That thread drops
 an object that cannot be pickled, and the receiver waits forever. So this module first pickles every dict that may fail.
@@ -23,7 +23,9 @@ from torch._utils import ExceptionWrapper  # a DataLoader raises the error insid
 
 from .._encoders.protocol import EncodeOnly, StringEncoder
 from .._errors import Path, TooDeep, dotted
-from .tree import TreeDict, dicts_of, packed_state, reduce_args
+from .._memory.buffer import goes_by_value
+from .._memory.cast import host_array
+from .tree import PackedState, TreeDict, dicts_of, packed_state, reduce_args
 from .walk import only_tensors
 
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -44,10 +46,11 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     """The reduction of ``d`` for another process.
 
     Raises an error that names the field or class if ``d`` cannot be pickled. In the thread of a queue, which drops
-    errors, sends the error to the receiver. Cost: O(fields). A dict that is not plain is pickled here.
+    errors, sends the error to the receiver. Cost: O(fields), and a copy of the buffer if it goes by value. A dict that
+    is not plain is pickled here.
     """
     try:
-        state = packed_state(d)
+        state = _sent_state(d)
         if is_plain(d, state[2]):
             return reduce_args(d, state)
         data = _dumps(_Pickler, d)
@@ -57,6 +60,16 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
         for _, encoder in _encoders(one, ()):
             _remember(encoder)
     return pickle.loads, (data,)
+
+
+def _sent_state(d: TreeDict[Any]) -> PackedState:
+    """`packed_state`, with the bytes of the buffer in its place if the buffer goes by value."""
+    buffer, specs, numbers = packed_state(d, alone=True)
+    if buffer is None or not (buffer.is_cpu and goes_by_value(buffer.nbytes)):
+        return buffer, specs, numbers
+    if buffer.untyped_storage().is_shared():  # the receiver must see the same memory
+        return buffer, specs, numbers
+    return host_array(buffer).tobytes(), specs, numbers
 
 
 def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:
@@ -154,7 +167,10 @@ class _Pickler(ForkingPickler):
     """Pickles a dict. Its nested dicts are pickled directly, without a trial for each of them."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return reduce_args(cast("TreeDict[Any]", obj)) if isinstance(obj, TreeDict) else NotImplemented
+        if not isinstance(obj, TreeDict):
+            return NotImplemented
+        d = cast("TreeDict[Any]", obj)
+        return reduce_args(d, _sent_state(d))
 
 
 class _Trial(_Pickler):

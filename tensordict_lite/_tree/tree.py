@@ -29,8 +29,8 @@ V = TypeVar("V", default=Tensor)
 builtin_dict: Any = dict
 
 
-PackedState = tuple[Tensor | None, list[Any] | None, dict[int, int]]
-"""The buffer of a packed dict, the specs of its layout, and the numbers of its tensors by id."""
+PackedState = tuple[Tensor | bytes | None, list[Any] | None, dict[int, int]]
+"""The buffer of a packed dict or its bytes, the specs of its layout, and the numbers of its tensors by id."""
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
 """Every subclass by module and qualified name. If two classes have the same name, the last definition."""
 
@@ -346,13 +346,13 @@ def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any
     return restore, (type(d), items, device, _policy_state(d, states), buffer, specs)
 
 
-def packed_state(d: TreeDict[Any]) -> PackedState:
+def packed_state(d: TreeDict[Any], *, alone: bool = False) -> tuple[Tensor | None, list[Any] | None, dict[int, int]]:
     """The buffer of a packed dict, the specs of its layout, and the numbers of its tensors by id.
 
-    ``(None, None, {})`` for a dict that is not packed.
+    ``(None, None, {})`` for a dict that is not packed. ``alone``: a single tensor that fills its storage is packed.
     """
     tensors = d._tensors()
-    found = packed_layout(tensors, d._device)
+    found = packed_layout(tensors, d._device, alone=alone)
     if found is None:
         return None, None, {}
     layout = found.layout
@@ -407,7 +407,7 @@ def restore(
     items: dict[str, Any],
     device: str | None,
     policy: dict[str, Any] | None,
-    buffer: Tensor | None = None,
+    buffer: Tensor | bytes | None = None,
     specs: list[Any] | None = None,
 ) -> Any:
     """Rebuild a dict from the arguments of `reduce_args`, on the device of the loaded tensors.

@@ -1,0 +1,222 @@
+"""`Pad`: how ragged fields are filled up to one length. `collate` and `cat` take it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from .._encoders.protocol import padding
+from .._errors import Path, described, dotted
+from .._tree.tree import TreeDict
+
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Pad:
+    """How to fill up samples that differ in their first dimension. An immutable value for ``pad=`` of `collate`.
+
+    Args:
+        value: the number to fill with.
+        side: ``"right"`` puts the filling behind the sample, ``"left"`` before it.
+        multiple_of: round the length of the batch up to a multiple of this number.
+        lengths: the key of a new field for the lengths of the samples: int64 ``[n]``.
+        mask: the key of a new field that is True for every element of a sample: bool ``[n, length]``.
+
+    The new fields are in the same dict as the padded field. A plain number in ``pad=`` is short for ``Pad(number)``.
+
+    Raises: ``TypeError`` or ``ValueError`` for an invalid argument.
+
+    >>> from tensordict_lite import Pad, collate
+    >>> samples = [{"ids": [1, 2, 3]}, {"ids": [4]}]
+    >>> batch = collate(samples, pad={"ids": Pad(0, side="left", multiple_of=2, lengths="n", mask="real")})
+    >>> batch["ids"].tolist(), batch["n"].tolist()
+    ([[0, 1, 2, 3], [0, 0, 0, 4]], [3, 1])
+    >>> batch["real"].tolist()
+    [[False, True, True, True], [False, False, False, True]]
+    """
+
+    value: float = 0
+    side: Side = "right"
+    multiple_of: int = 1
+    lengths: str | None = None
+    mask: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(cast(object, self.value), (bool, int, float, complex)):
+            raise TypeError(f"value is a number, got {self.value!r:.60}")
+        if self.side not in ("left", "right"):
+            raise ValueError(f"side is 'left' or 'right', got {self.side!r}")
+        many = cast(object, self.multiple_of)
+        if not isinstance(many, int) or isinstance(many, bool) or many < 1:
+            raise ValueError(f"multiple_of is a whole number of 1 or more, got {many!r}")
+        for name in ("lengths", "mask"):
+            key = getattr(self, name)
+            if key is not None and not isinstance(key, str):
+                raise TypeError(f"{name} is the key of a new field, got {key!r:.60}")
+        if self.lengths is not None and self.lengths == self.mask:
+            raise ValueError(f"lengths and mask need different keys, got {self.mask!r} for both")
+
+    def __repr__(self) -> str:
+        defaults = {"side": "right", "multiple_of": 1, "lengths": None, "mask": None}
+        given = {name: getattr(self, name) for name in defaults}
+        options = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
+        return f"Pad({', '.join([repr(self.value), *options])})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.value, self.side, self.multiple_of, self.lengths, self.mask)
+
+    def to_json(self) -> dict[str, Any]:
+        """The state, as JSON values."""
+        names = ("value", "side", "multiple_of", "lengths", "mask")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Pad:
+        """Build the object from a `to_json` state."""
+        return cls(**state)
+
+    @property
+    def _extras(self) -> dict[str, str]:
+        """The new fields: the name of the option by key."""
+        return {key: name for name in ("lengths", "mask") if (key := getattr(self, name)) is not None}
+
+    @property
+    def _always(self) -> bool:
+        """Whether samples of one length need it too."""
+        return self.multiple_of > 1 or bool(self._extras)
+
+    def _length(self, longest: int) -> int:
+        return -(-longest // self.multiple_of) * self.multiple_of
+
+
+class Pads:
+    """The validated ``pad=`` of a call. A key applies at any depth, a path at its place."""
+
+    def __init__(self, given: Any, function: str) -> None:
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(
+                f'{function} takes a mapping from keys to fill values as pad=, as {{"ids": 0}}, got {given!r}'
+            )
+        self._pads: dict[Any, Pad] = {}
+        for key, pad in cast("Mapping[Any, Any]", given or {}).items():
+            if not isinstance(pad, (Pad, bool, int, float, complex)):
+                raise TypeError(f"pad= of {function} maps keys to numbers or Pad objects; got {pad!r:.60} for {key!r}")
+            self._pads[key] = pad if isinstance(pad, Pad) else Pad(cast(Any, pad))
+
+    def __bool__(self) -> bool:
+        return bool(self._pads)
+
+    def at(self, path: Path) -> Pad | None:
+        """The `Pad` of the field at ``path``."""
+        return self._pads.get(path, self._pads.get(path[-1]))
+
+    def require_new(self, names: Iterable[str], at: Path, owners: str) -> None:
+        """Raise ``ValueError`` if a new field of a dict with these keys has the name of another field."""
+        known = set(names)
+        for key in names:
+            pad = self.at((*at, key)) if type(cast(object, key)) is str else None
+            for extra, option in ({} if pad is None else pad._extras).items():
+                if extra in known:
+                    raise ValueError(
+                        f"{dotted((*at, key))}: pad= puts its {option} at {extra!r}, which {owners} have too; "
+                        "choose another key"
+                    )
+                known.add(extra)
+
+
+def require_fit(pad: Pad, dtype: torch.dtype, path: Path) -> None:
+    """Raise ``ValueError`` unless the dtype can hold the fill value."""
+    fill = pad.value
+    if not (dtype.is_floating_point or dtype.is_complex) and not _fits(fill, dtype):
+        shown = pad if pad._always or pad.side != "right" else fill
+        raise ValueError(f"{dotted(path)}: pad={{{path[-1]!r}: {shown!r}}} does not fit {dtype}")
+
+
+def _fits(fill: float, dtype: torch.dtype) -> bool:
+    try:
+        return torch.full((), fill).to(dtype).item() == fill == torch.full((), fill, dtype=dtype).item()
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return False
+
+
+def pad_samples(column: Sequence[Tensor], pad: Pad) -> Tensor:
+    """Stack the samples, filled up to one length. Raises torch's error if other dimensions differ."""
+    padded = pad_sequence(list(column), batch_first=True, padding_value=pad.value, padding_side=pad.side)
+    return _widen(padded, pad._length(padded.shape[1]), pad.side, pad.value)
+
+
+def extra_fields(lengths: Sequence[int], length: int, pad: Pad, device: torch.device) -> dict[str, Tensor]:
+    """The new fields that ``pad`` names, by key. ``lengths``: of every sample; ``length``: of the batch."""
+    if not pad._extras:
+        return {}
+    found = torch.tensor(list(lengths), dtype=torch.int64, device=device)
+    at = torch.arange(length, device=device)
+    mask = at < found[:, None] if pad.side == "right" else at >= length - found[:, None]
+    return {key: found if option == "lengths" else mask for key, option in pad._extras.items()}
+
+
+def _widen(tensor: Tensor, length: int, side: Side, value: float) -> Tensor:
+    """``tensor`` with its second dimension filled up to ``length``."""
+    missing = length - tensor.shape[1]
+    if not missing:
+        return tensor
+    ends = (0, missing) if side == "right" else (missing, 0)
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + list(ends), value=value)
+
+
+def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[TreeDict[Any]]:
+    """The dicts with the second dimension of the fields in ``pads`` filled up to one length, before `cat` joins them.
+
+    A field of lengths or a mask that the dicts have is continued; otherwise it is made.
+    """
+    out = [dict(tree) for tree in trees]
+    for key in list(out[0]):
+        path = (*at, key)
+        column = [items.get(key) for items in out]
+        if all(isinstance(value, TreeDict) for value in column):
+            for items, value in zip(out, pad_rows(cast("Any", column), pads, path), strict=True):
+                items[key] = value
+            continue
+        pad = pads.at(path)
+        if pad is None or not all(isinstance(value, Tensor) for value in column):
+            continue
+        _pad_column(out, key, cast("list[Tensor]", column), pad, path, trees[0]._policy.encoders.get(key))
+    return [tree._new(items, tree._device, tree._policy) for tree, items in zip(trees, out, strict=True)]
+
+
+def _pad_column(
+    out: Sequence[dict[str, Any]], key: str, column: Sequence[Tensor], pad: Pad, path: Path, encoder: object
+) -> None:
+    if padding(encoder, *column) is not None:
+        raise_encoded(path, pad)
+        return
+    for i, value in enumerate(column):
+        if value.dim() < 2:
+            raise ValueError(
+                f"{dotted(path)}: pad= of cat fills up the second dimension, dict {i} has {described(value)}"
+            )
+    require_fit(pad, column[0].dtype, path)
+    length = pad._length(max(value.shape[1] for value in column))
+    for items, value in zip(out, column, strict=True):
+        rows, own = value.shape[:2]
+        made = extra_fields([own] * rows, length, pad, value.device)
+        items[key] = _widen(value, length, pad.side, pad.value)
+        for name, option in pad._extras.items():
+            known = items.get(name)
+            if known is None:
+                items[name] = made[name]
+            elif option == "mask" and isinstance(known, Tensor) and known.shape[:2] == (rows, own):
+                items[name] = _widen(known, length, pad.side, False)
+
+
+def raise_encoded(path: Path, pad: Pad) -> None:
+    """Raise ``ValueError`` if ``pad`` asks for more than its encoder does by itself."""
+    if pad._always:
+        raise ValueError(f"{dotted(path)}: {pad!r} is for numbers; the encoder of these strings pads its codes itself")

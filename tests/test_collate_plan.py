@@ -1,0 +1,258 @@
+"""The short path of `collate`, which remembers plans: it gives what the general path gives, errors included."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, collate
+from tensordict_lite._batch import collate as collate_module
+from tensordict_lite._batch import plan as plan_module
+from tensordict_lite._memory.packed import packable
+
+
+class Halves(DeviceDict[Any], dtype=torch.float64):
+    pass
+
+
+class Typed(TypedDeviceDict):
+    a: Tensor
+    b: Tensor | None = None
+
+
+def outcome(make: Callable[[], Any]) -> Any:
+    """What a call gives: every fact about the batch, or the error with its message."""
+    try:
+        d = make()
+    except (TypeError, ValueError, RuntimeError, LookupError) as error:
+        return type(error), str(error)
+    d._check()
+    return facts(d), d.is_packed, places(d) if d.is_packed else None
+
+
+def places(d: DeviceDict[Any]) -> list[int]:
+    """Where the fields lie in the buffer of a packed dict, in bytes."""
+    found = [t for t in d._tensors() if packable(t) and t.numel()]
+    return [t.data_ptr() - min(t.data_ptr() for t in found) for t in found]
+
+
+def facts(d: Any) -> Any:
+    if isinstance(d, DeviceDict):
+        return type(d), d.device, d._policy, [(key, facts(value)) for key, value in d.items()]
+    if isinstance(d, Tensor):
+        stride = d.stride() if d.layout == torch.strided else d.layout
+        values = None if d.is_meta else repr(d.to_dense().tolist())
+        return type(d), d.dtype, d.shape, stride, d.requires_grad, d.is_inference(), values
+    return repr(d)
+
+
+def general(make: Callable[[], Any]) -> Any:
+    """The outcome of the general path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collate_module, "_plain_batch", lambda *_: None)
+        return outcome(make)
+
+
+def conjugate() -> Tensor:
+    return torch.tensor([1 + 2j, 3 - 1j]).conj()
+
+
+VALUES: list[Callable[[], Any]] = [
+    lambda: torch.ones(2), lambda: torch.zeros(2), lambda: torch.ones(2).double(), lambda: torch.ones(3), lambda: torch.ones(2, 3),
+    lambda: torch.ones(3, 2).T, lambda: torch.ones(()), lambda: torch.ones(0), lambda: torch.ones(16), lambda: torch.arange(2),
+    lambda: torch.ones(2, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(2)), conjugate, lambda: conjugate().imag,
+    lambda: torch.ones(2, dtype=torch.complex64), lambda: torch.eye(2).to_sparse(), lambda: torch.ones(2, device="meta"),
+    lambda: torch.ones(2).expand(3, 2), lambda: torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last)[0],
+    lambda: 1, lambda: 2, lambda: True, lambda: 1.5, lambda: 1e300, lambda: float("nan"), lambda: 1 << 70, lambda: 1j, lambda: None,
+    lambda: "a", lambda: "bc", lambda: [1, 2], lambda: [3, 4], lambda: [1.5, 2], lambda: [1.5, 2.5], list, lambda: [[1], [2]],
+    lambda: ["a", "b"], lambda: [torch.ones(1)], lambda: [np.float32(1), np.float32(2)], lambda: (1, 2), lambda: [True, False],
+    lambda: np.ones(2), lambda: np.ones(2, np.float32), lambda: np.ones((2, 2)).T, lambda: np.arange(6).reshape(2, 3).T,
+    lambda: np.float32(0.1), lambda: np.float64(0.1), lambda: np.int8(3), lambda: np.bool_(True), lambda: np.ones(2, ">f4"),
+    lambda: np.array(["a", "b"]), lambda: np.ones(3, np.uint16), lambda: np.ma.array([1.0], mask=[True]), lambda: np.float16(2),
+    dict, lambda: {"x": 1}, lambda: {"x": torch.ones(2), "y": 2}, lambda: DeviceDict({"x": torch.ones(2), "y": 2}),
+    lambda: DeviceDict({"x": 1.0}, encoders={"x": Vocabulary(["a"])}), lambda: Halves({"x": 1.0}), lambda: {1: 2},
+    lambda: DeviceDict({"s": "a"}), object,
+]  # fmt: skip
+
+
+@st.composite
+def sample_lists(draw: st.DrawFn) -> list[Any]:
+    """Samples that mostly agree: some differ in one value, in the order of keys, in a key or in the class."""
+    makes = draw(st.lists(st.sampled_from(VALUES), min_size=0, max_size=4))
+    n = draw(st.integers(1, 4))
+    samples: list[Any] = [{"abcd"[i]: make() for i, make in enumerate(makes)} for _ in range(n)]
+    if makes and draw(st.booleans()):
+        samples[draw(st.integers(0, n - 1))]["abcd"[draw(st.integers(0, len(makes) - 1))]] = draw(
+            st.sampled_from(VALUES)
+        )()
+    odd = draw(st.sampled_from(["", "", "", "order", "missing", "extra", "all dicts", "one dict", "typed"]))
+    last = samples[-1]
+    if odd == "order":
+        samples[-1] = dict(reversed(last.items()))
+    elif odd == "missing" and last:
+        last.popitem()
+    elif odd == "extra":
+        last["z"] = 1
+    elif odd:
+        kind: Any = Typed if odd == "typed" else DeviceDict
+        first = n - 1 if odd == "one dict" else 0
+        with suppress(TypeError, ValueError, RuntimeError):  # for a value that no dict takes
+            samples[first:] = [kind(sample, on_mismatch="move") for sample in samples[first:]]
+    return samples
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@given(batches=st.lists(sample_lists(), min_size=1, max_size=4), cls=st.sampled_from([DeviceDict, Halves, Typed]))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_batches_in_any_order_are_as_on_the_general_path(batches: list[Any], cls: Any) -> None:
+    for samples in [*batches, *batches]:
+        assert outcome(lambda: collate(samples, cls=cls)) == general(lambda: collate(samples, cls=cls))  # noqa: B023
+
+
+PLAIN = [{"x": torch.full((16,), float(i)), "y": i, "z": float(i), "n": {"a": [i, i + 1]}} for i in range(4)]
+
+
+def is_short(samples: Any) -> bool:
+    return collate_module._plain_batch(samples, DeviceDict, DeviceDict._class_policy) is not None
+
+
+class TestWhatCouldFool:
+    @pytest.fixture(autouse=True)
+    def _warm(self) -> None:
+        assert is_short(PLAIN) and collate(PLAIN) == collate(PLAIN)
+
+    def same(self, samples: Any, **options: Any) -> Any:
+        got = outcome(lambda: collate(samples, **options))
+        assert got == general(lambda: collate(samples, **options))
+        return got
+
+    def test_default_dtype(self) -> None:
+        before = torch.get_default_dtype()
+        try:
+            for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float32):
+                torch.set_default_dtype(dtype)
+                self.same(PLAIN)
+                assert collate(PLAIN)["z"].dtype == dtype
+        finally:
+            torch.set_default_dtype(before)
+
+    def test_default_device(self) -> None:
+        labels = [{"y": i} for i in range(4)]
+        collate(labels)
+        with torch.device("meta"):
+            assert collate(labels).device == torch.device("meta")
+            self.same(PLAIN)
+        assert collate(labels)["y"].tolist() == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+    def test_modes_of_autograd(self, mode: Any) -> None:
+        w = torch.ones(16, requires_grad=True)
+        with mode():
+            for place in range(4):
+                samples = [dict(sample, x=w) if i == place else sample for i, sample in enumerate(PLAIN)]
+                self.same(samples)
+                self.same([{"x": sample["x"]} for sample in samples])
+            assert collate(PLAIN)["x"].is_inference() == (mode is torch.inference_mode)
+
+    def test_fake_tensors(self) -> None:
+        with FakeTensorMode():
+            assert not is_short(PLAIN)
+            fake = [{"x": torch.ones(16)} for _ in range(4)]
+            assert type(collate(fake)["x"]) is not Tensor
+        assert type(collate(PLAIN)["x"]) is Tensor
+
+    def test_a_class_that_is_defined_again(self) -> None:
+        def define(dtype: torch.dtype) -> Any:
+            return type("Again", (DeviceDict,), {}, dtype=dtype)  # pyright: ignore[reportCallIssue]
+
+        for dtype in (torch.float64, torch.float16, torch.float32):
+            d = collate(PLAIN, cls=define(dtype))
+            assert d["z"].dtype == dtype and d["x"].dtype == torch.float32
+
+    def test_options_that_change(self) -> None:
+        words = [{"x": torch.ones(16), "s": letter} for letter in "ab"]
+        for tokens in (["a", "b"], ["b", "a"]):
+            d = collate(words, encoders={"s": Vocabulary(tokens)})
+            assert d.decode("s") == ["a", "b"] and d["s"].tolist() == [tokens.index("a"), tokens.index("b")]
+        self.same(words)
+        assert collate(PLAIN, objects="keep")._policy.objects == "keep"
+
+    @pytest.mark.parametrize(
+        "odd",
+        [torch.ones(16).double(), torch.ones(17), torch.ones(16, requires_grad=True), torch.nn.Parameter(torch.ones(16)),
+         torch.ones(32)[::2], torch.ones(16, device="meta"), torch.ones(16, dtype=torch.complex64).conj().imag,
+         torch.ones(16).to_sparse(), 1.0, None],
+    )  # fmt: skip
+    @pytest.mark.parametrize("place", range(4))
+    def test_one_sample_that_differs(self, odd: Any, place: int) -> None:
+        self.same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(PLAIN)])
+        self.same([{"x": odd if i == place else sample["x"]} for i, sample in enumerate(PLAIN)])
+
+    def test_later_writes_stay_apart(self) -> None:
+        for samples in (PLAIN, [{"x": s["x"], "w": s["x"]} for s in PLAIN], [{"x": s["x"]} for s in PLAIN]):
+            one, two = collate(samples), collate(samples)
+            before = [t._version for t in one._tensors()]
+            one["x"].fill_(9.0)
+            assert two["x"][0, 0] == 0.0 and samples[0]["x"][0] == 0.0, "batches and samples do not share memory"
+            assert [t._version - v for t, v in zip(one._tensors(), before, strict=True)] == [
+                1,
+                *[0] * (len(one._tensors()) - 1),
+            ]
+            assert all(t.data_ptr() % 64 == 0 for t in one._tensors() if t.numel())
+
+    def test_nothing_is_kept_alive(self) -> None:
+        cls: Any = type("Gone", (DeviceDict,), {})
+        tensors = [torch.ones(16) for _ in range(2)]
+        dicts = [DeviceDict({"x": t}) for t in tensors]
+        d = collate([{"x": t} for t in tensors], cls=cls)
+        collate(dicts)
+        watched = [weakref.ref(x) for x in (*tensors, *dicts, d)]
+        del tensors, dicts, d
+        gc.collect()
+        assert [ref() for ref in watched] == [None] * len(watched)
+        plan: Any = plan_module._plan_of(((torch.float32, (2, 16)),))
+        assert {type(part) for region in plan.regions for part in region} == {torch.dtype, tuple, int, bool}
+
+    def test_threads(self) -> None:
+        kinds = [[{f"k{j}": torch.full((w,), float(i)) for j in range(w)} for i in range(3)] for w in range(1, 9)]
+        expected = [facts(collate(samples)) for samples in kinds]
+        failures: list[int] = []
+
+        def work(offset: int) -> None:
+            for turn in range(200):
+                i = (turn * 3 + offset) % len(kinds)
+                if facts(collate(kinds[i])) != expected[i]:
+                    failures.append(i)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        PLAIN, [{"y": i} for i in range(32)], [{"x": torch.ones(3, 4, 4), "y": i} for i in range(3)],
+        [DeviceDict({"x": torch.ones(2), "n": {"y": i}}) for i in range(3)], [{"a": np.ones(2), "b": np.int64(1)}] * 3,
+        [{"ids": [1, 2], "mask": [True, False], "w": [0.5, 1.0]}] * 3, [{"x": torch.ones(2), "n": {}}] * 2,
+        [Typed(a=torch.ones(2))] * 2,
+    ],
+)  # fmt: skip
+def test_these_take_the_short_path(samples: Any) -> None:
+    kind, policy = collate_module._kind_of(samples, DeviceDict)
+    assert collate_module._plain_batch(samples, kind, policy) is not None

@@ -1,0 +1,170 @@
+"""`Pad`: fill ragged fields up, in `collate` and in `cat`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from tensordict_lite import DeviceDict, Pad, TypedDeviceDict, Vocabulary, cat, collate
+
+FULL = Pad(-1, side="left", multiple_of=4, lengths="n", mask="m")
+
+
+class TestPad:
+    def test_it_is_a_value(self) -> None:
+        same = Pad(-1, "left", 4, "n", "m")
+        assert same == FULL and hash(same) == hash(FULL) and Pad(-1) != FULL
+        assert (
+            repr(FULL) == "Pad(-1, side='left', multiple_of=4, lengths='n', mask='m')" and repr(Pad(0.5)) == "Pad(0.5)"
+        )
+        for again in (
+            pickle.loads(pickle.dumps(FULL)),
+            copy.deepcopy(FULL),
+            Pad.from_json(json.loads(json.dumps(FULL.to_json()))),
+        ):
+            assert again == FULL
+        with pytest.raises(AttributeError):
+            FULL.value = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"value": "0"}, TypeError, "value is a number, got '0'"),
+            ({"side": "both"}, ValueError, "side is 'left' or 'right', got 'both'"),
+            ({"multiple_of": 0}, ValueError, "multiple_of is a whole number of 1 or more, got 0"),
+            ({"multiple_of": True}, ValueError, "multiple_of is a whole number of 1 or more, got True"),
+            ({"lengths": 3}, TypeError, "lengths is the key of a new field, got 3"),
+            ({"lengths": "n", "mask": "n"}, ValueError, "lengths and mask need different keys, got 'n' for both"),
+        ],
+    )  # fmt: skip
+    def test_arguments(self, arguments: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=f"^{message}$"):
+            Pad(**arguments)
+
+
+class TestCollate:
+    @given(
+        lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+        rest=st.lists(st.integers(1, 2), max_size=2),
+        side=st.sampled_from(["left", "right"]),
+        multiple=st.integers(1, 5),
+        pack=st.booleans(),
+    )
+    def test_against_a_loop(self, lengths: Any, rest: Any, side: Any, multiple: int, pack: bool) -> None:
+        samples = [{"x": torch.rand(n, *rest)} for n in lengths]
+        d = collate(samples, pad={"x": Pad(9.0, side=side, multiple_of=multiple, lengths="n", mask="m")}, pack=pack)
+        d._check()
+        length = -(-max(lengths) // multiple) * multiple
+        assert list(d) == ["x", "n", "m"] and d["x"].shape == (len(samples), length, *rest)
+        assert d["n"].dtype == torch.int64 and d["n"].tolist() == lengths and d["m"].dtype == torch.bool
+        for row, mask, sample, n in zip(d["x"], d["m"], samples, lengths, strict=True):
+            real = slice(0, n) if side == "right" else slice(length - n, length)
+            assert torch.equal(row[real], sample["x"]) and mask[real].all() and int(mask.sum()) == n
+            assert torch.equal(row[~mask], torch.full((length - n, *rest), 9.0))
+
+    def test_packed_nested_and_by_path(self) -> None:
+        samples = [{"n": {"box": [[1.0, 2.0]] * k, "id": k}, "box": [0.0] * k} for k in (2, 1)]
+        d = collate(samples, pad={("n", "box"): Pad(0.0, lengths="k", mask="real"), "box": 5})
+        d._check()
+        assert d.is_packed and list(d["n"]) == ["box", "k", "real", "id"] and list(d) == ["n", "box"]
+        assert d["n", "k"].tolist() == [2, 1] and d["n", "real"].tolist() == [[True, True], [True, False]]
+        assert d["box"].tolist() == [[0.0, 0.0], [0.0, 5.0]]
+
+    def test_samples_of_one_length_get_the_fields_too(self) -> None:
+        d = collate([{"ids": torch.arange(3)}] * 2, pad={"ids": FULL})
+        assert d["ids"].tolist() == [[-1, 0, 1, 2]] * 2 and d["n"].tolist() == [3, 3] and d["m"].sum() == 6
+        assert collate([{"ids": torch.arange(3)}] * 2, pad={"ids": Pad(0)})["ids"].shape == (2, 3)
+
+    def test_an_empty_list_has_the_dtype_of_the_others(self) -> None:
+        d = collate([{"ids": [], "s": ["a"]}, {"ids": [1, 2], "s": []}], pad={"ids": Pad(7, lengths="n")}, jagged=["s"])
+        assert d["ids"].tolist() == [[7, 7], [1, 2]] and d["n"].tolist() == [0, 2] and d["ids"].dtype == torch.int64
+        assert d.decode("s") == [["a"], []]
+        assert collate([{"ids": []}] * 2, pad={"ids": 0})["ids"].shape == (2, 0)
+
+    def test_gradients_flow(self) -> None:
+        w = torch.ones(2, requires_grad=True)
+        collate([{"x": w}, {"x": w[:1] * 3}], pad={"x": Pad(0.0, side="left", multiple_of=4)})["x"].sum().backward()
+        assert w.grad is not None and w.grad.tolist() == [4, 1]
+
+    def test_a_typed_class_declares_the_fields(self) -> None:
+        class Boxes(TypedDeviceDict):
+            box: torch.Tensor
+            n: torch.Tensor
+
+        samples = [{"box": torch.ones(k, 4)} for k in (1, 2)]
+        assert collate(samples, cls=Boxes, pad={"box": Pad(0.0, lengths="n")}).n.tolist() == [1, 2]
+        with pytest.raises((TypeError, ValueError), match="'m'"):
+            collate(samples, cls=Boxes, pad={"box": Pad(0.0, lengths="n", mask="m")})
+
+    def test_lists_of_words(self) -> None:
+        words = {"s": Vocabulary(["-", "a", "b"])}
+        d = collate([{"s": ["a", "b"]}, {"s": ["b"]}], encoders=words, pad={"s": Pad(0, side="left", lengths="n")})
+        assert d.decode("s") == [["a", "b"], ["-", "b"]] and d["n"].tolist() == [2, 1]
+
+    @pytest.mark.parametrize(
+        ("samples", "pad", "error", "message"),
+        [
+            ([{"x": [1]}, {"x": [1, 2]}], {"x": "0"}, TypeError, "pad= of collate maps keys to numbers or Pad objects; got '0' for 'x'"),
+            ([{"x": [1], "n": 1}] * 2, {"x": FULL}, ValueError, "'x': pad= puts its lengths at 'n', which the samples have too; choose another key"),
+            ([{"k": {"x": [1], "y": [1]}}] * 2, {"x": FULL, "y": FULL}, ValueError, "'k.y': pad= puts its lengths at 'n', which the samples have"),
+            ([{"x": 1}, {"x": 2}], {"x": FULL}, ValueError, "'x': Pad(-1, side='left', multiple_of=4, lengths='n', mask='m') pads the first dimension, and the samples are single numbers"),
+            ([{"x": [1]}, {"x": [1, 2]}], {"x": Pad(1.5)}, ValueError, "'x': pad={'x': 1.5} does not fit torch.int64"),
+            ([{"x": [1]}, {"x": [1, 2]}], {"x": Pad(1.5, side="left")}, ValueError, "'x': pad={'x': Pad(1.5, side='left')} does not fit torch.int64"),
+            ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 3)}], {"x": FULL}, ValueError, "'x': sample 1 has float32[2, 3], sample 0 has float32[1, 2]; pad= fills up the first dimension only"),
+            ([{"x": torch.ones(2)}, {"x": torch.ones(())}], {"x": FULL}, ValueError, "'x': sample 1 has float32[], sample 0 has float32[2]"),
+            ([{"x": "a"}, {"x": "bc"}], {"x": FULL}, ValueError, "the encoder of these strings pads its codes itself"),
+        ],
+    )  # fmt: skip
+    def test_errors(self, samples: Any, pad: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error) as caught:
+            collate(samples, pad=pad)
+        assert message in str(caught.value)
+
+    def test_from_a_worker(self) -> None:
+        data: Any = [{"ids": list(range(n))} for n in (1, 3, 2, 5)]
+        (one, two) = DataLoader(data, 2, num_workers=1, collate_fn=partial(collate, pad={"ids": FULL}))
+        assert one["n"].tolist() == [1, 3] and two["ids"].shape == (2, 8) and two.is_packed
+
+
+class TestCat:
+    def test_batches_of_different_lengths(self) -> None:
+        batches = [DeviceDict({"ids": torch.ones(2, k, dtype=torch.int64), "y": [0, 1]}) for k in (1, 3)]
+        assert cat(batches, pad={"ids": 0})["ids"].tolist() == [[1, 0, 0]] * 2 + [[1, 1, 1]] * 2
+        d = cat(batches, pad={"ids": FULL})
+        d._check()
+        assert d["ids"].tolist() == [[-1, -1, -1, 1]] * 2 + [[-1, 1, 1, 1]] * 2 and d["y"].tolist() == [0, 1, 0, 1]
+        assert d["n"].tolist() == [1, 1, 3, 3] and torch.equal(d["m"], d["ids"] == 1)
+        assert [list(b) for b in batches] == [["ids", "y"]] * 2, "the dicts are unchanged"
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_it_continues_what_collate_began(self, side: Any) -> None:
+        pad = {"x": Pad(0.0, side=side, multiple_of=2, lengths="n", mask="m")}
+        samples = [{"k": {"x": torch.rand(n)}} for n in (1, 5, 2, 3)]
+        assert cat([collate(samples[:2], pad=pad), collate(samples[2:], pad=pad)], pad=pad) == collate(samples, pad=pad)
+
+    def test_errors(self) -> None:
+        batches = [{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}]
+        for arguments, error, message in (
+            ({"pad": {"x": 0}, "dim": 1}, ValueError, "pad= fills up the second dimension for cat along dim=0, got dim=1"),
+            ({"pad": 3}, TypeError, "cat takes a mapping from keys to fill values as pad="),
+            ({"pad": {"x": None}}, TypeError, "pad= of cat maps keys to numbers or Pad objects; got None for 'x'"),
+        ):  # fmt: skip
+            with pytest.raises(error, match=message):
+                cat(batches, **arguments)  # type: ignore[arg-type]
+        with pytest.raises(
+            ValueError, match=r"'x': pad= of cat fills up the second dimension, dict 0 has float32\[2\]"
+        ):
+            cat([{"x": torch.ones(2)}] * 2, pad={"x": 0})
+        with pytest.raises(ValueError, match=r"'x': pad=\{'x': 1.5\} does not fit torch.int64"):
+            cat([{"x": [[1]]}, {"x": [[1, 2]]}], pad={"x": 1.5})
+        with pytest.raises(ValueError, match="dict 1 lacks 'x', which dict 0 has"):
+            cat([{"x": [[1]]}, {"y": [[1, 2]]}], pad={"x": 1})
