@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._dict.device_dict import DeviceDict
 from .._errors import Path, refuse_deeper
-from .._memory.buffer import PACKABLE, in_shared_memory, new_batch_buffer
+from .._memory.buffer import PACKABLE, in_shared_memory, new_batch_buffer, view_over
 from .._memory.device import CPU
 from .._memory.layout import Layout, Sizes, lay_out, row_major
 from .._tree.policy import Policy
@@ -206,7 +206,7 @@ def _stack_fields(fields: Sequence[_Field], count: int) -> list[Tensor]:
     storage = new_batch_buffer(plan.layout, CPU).untyped_storage()
     out: list[Any] = [None] * len(values)
     for dtype, sizes, strides, offset, members, is_dense in plan.regions:
-        region = torch.empty(0, dtype=dtype, device=CPU).set_(storage, offset, sizes, strides)
+        region = view_over(storage, dtype, sizes, strides, offset, CPU)
         here = [values[i] for i in members]
         if len(here) == 1:
             _fill(region, here[0])
