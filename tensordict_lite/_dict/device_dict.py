@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing_extensions import Self, Unpack
 
 from .._encoders.protocol import StringEncoder, decode_nested
 from .._errors import Path, dotted, refuse_deeper, with_path
-from .._files import safetensors, torch_save
+from .._files import safetensors, table, torch_save
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, canonical, resolve
@@ -878,7 +879,8 @@ class DeviceDict(TreeDict[V]):
         ...     DeviceDict.load(f"{folder}/d.safetensors", keys=[("n", "z")]).to_dict()
         {'n': {'z': tensor(3)}}
         """
-        out = safetensors.read(cls, path, CPU if device is None else resolve(device), keys, encoders)
+        read = table.read if os.path.isdir(path) else safetensors.read
+        out = read(cls, path, CPU if device is None else resolve(device), keys, encoders)
         out._validate()
         return out
 

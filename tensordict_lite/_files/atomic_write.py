@@ -137,17 +137,27 @@ def _link(file: IO[bytes], path: str) -> bool:
 
 
 def _sweep(folder: str) -> None:
-    """Remove the temporary files in ``folder`` that no living process has locked."""
+    """`sweep` the folder, unless this process did so before: a folder may hold many files."""
     key = os.getpid(), folder
     if fcntl is None or key in _swept:
         return
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-                _remove_dead(os.path.join(folder, name))
+    sweep(folder)
     if len(_swept) >= _MOST_SWEPT:
         _swept.clear()
     _swept.add(key)
+
+
+def sweep(folder: str) -> None:
+    """Remove the temporary files in ``folder`` that no living process has locked."""
+    with suppress(OSError):
+        for name in os.listdir(folder) if fcntl is not None else ():
+            if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
+                _remove_dead(os.path.join(folder, name))
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file with this name is a temporary file of `atomic_write`, on any host."""
+    return name.startswith(".tensordict_lite-") and name.endswith(_SUFFIX)
 
 
 def _remove_dead(path: str) -> None:

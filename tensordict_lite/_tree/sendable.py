@@ -23,6 +23,7 @@ from torch.utils.data import get_worker_info
 
 from .._encoders.protocol import EncodeOnly, StringEncoder
 from .._errors import Path, TooDeep, dotted
+from .._memory.mapped import by_file, is_candidate
 from .tree import TreeDict, packed_state, reduce_args
 from .walk import only_tensors
 
@@ -49,13 +50,18 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     try:
         state = packed_state(d)
         if is_plain(d, state[2]):
-            return reduce_args(d, state)
-        data = _dumps(_Pickler, d)
+            return reduce_args(_by_file(d)) if state[0] is None else reduce_args(d, state)
+        data = _dumps(_Pickler, _by_file(d))
     except Exception as error:
         return _in_place_of(d, _named(d, error), error)
     for _, encoder in _encoders(d, ()):
         _remember(encoder)
     return pickle.loads, (data,)
+
+
+def _by_file(d: TreeDict[Any]) -> TreeDict[Any]:
+    """``d``, with a reference in place of each large tensor of a mapped file: another process maps the file again."""
+    return d._map_tensors(by_file, d._device) if any(map(is_candidate, d._tensors())) else d
 
 
 def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:
