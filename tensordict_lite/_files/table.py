@@ -176,6 +176,8 @@ def read_index(folder: str) -> Index:
     if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
         invalid(f"the row count or the columns in its {INDEX} are damaged")
     columns = [_column(entry) for entry in cast("list[Any]", listed)]
+    if not columns:
+        invalid("it has no columns")
     if len({column.file.casefold() for column in columns}) != len(columns):
         invalid("two columns have the same file")
     return Index(rows, columns, data["manifest"])
@@ -222,6 +224,8 @@ def read(
 def _map_column(folder: str, column: Column, rows: int) -> Tensor:
     """Map the rows of one column into memory."""
     shape = (rows, *column.shape)
+    if not rows:  # a writer that was killed while it created the table may have left files out
+        return torch.empty(shape, dtype=column.dtype, device="cpu")
     with open_column(folder, column) as file:
         check_size(file, column, rows)
         _check_header(file, column, rows)
