@@ -127,24 +127,19 @@ def write_zarr(folder: Path, parts: list[Table], whole: Table) -> None:
     for key, value in whole.items():
         shape = tuple(value.shape)
         group.create_array(key, shape=shape, dtype=value.numpy().dtype, chunks=(4096, *shape[1:]), compressors=None)
+    first = 0
     for big in batches(whole, 4096):  # a smaller write reads and writes its whole chunk
-        first = write_zarr.__dict__.setdefault("first", 0)
+        end = first + len(next(iter(big.values())))
         for key, value in big.items():
-            group[key][first : first + len(value)] = value.numpy()
-        write_zarr.__dict__["first"] = first + len(next(iter(big.values())))
-    write_zarr.__dict__.clear()
+            group[key][first:end] = value.numpy()
+        first = end
 
 
 def write_arrow(folder: Path, parts: list[Table], whole: Table) -> None:
     features = datasets.Features({key: _feature(value) for key, value in whole.items()})
-
-    def rows() -> Any:
-        for part in parts:
-            yield {key: value.numpy() for key, value in part.items()}
-
     writer = datasets.arrow_writer.ArrowWriter(features=features, path=str(folder.with_suffix(".arrow")))
-    for part in rows():
-        writer.write_batch(part)
+    for part in parts:
+        writer.write_batch({key: value.numpy() for key, value in part.items()})
     writer.finalize()
 
 
@@ -207,12 +202,14 @@ def open_hdf5(folder: Path) -> Gather:
 
 
 def open_zarr(folder: Path) -> Gather:
-    group = zarr.open_group(folder, mode="r")
-    arrays = dict(group.arrays())
-    return lambda index: {
-        key: torch.from_numpy(value.oindex[index.numpy()] if value.ndim == 1 else value.oindex[(index.numpy(), *[slice(None)] * (value.ndim - 1))])
-        for key, value in arrays.items()
-    }  # fmt: skip
+    arrays = dict(zarr.open_group(folder, mode="r").arrays())
+
+    def gather(index: torch.Tensor) -> Table:
+        rows = index.numpy()
+        wanted = {key: (rows, *[slice(None)] * (array.ndim - 1)) for key, array in arrays.items()}
+        return {key: torch.from_numpy(array.oindex[wanted[key]]) for key, array in arrays.items()}
+
+    return gather
 
 
 def open_arrow(folder: Path) -> Gather:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -89,6 +88,7 @@ class TestRoundTrip:
         assert table.rows[-1].decode("name") == f"row {sum(sizes) - 1}"
         table._check()
 
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
     def test_every_dtype(self, tmp_path: Path) -> None:
         d = DeviceDict(
             {name: torch.arange(8).reshape(4, 2).to(torch.float32).to(dtype) for name, dtype in DTYPES.items()}
@@ -193,7 +193,7 @@ class TestRoundTrip:
         assert load(folder, keys=["species"], encoders={"species": Hashing(4)}).encoders["species"] == Hashing(4)
         with pytest.raises(KeyError, match="nme"):
             load(folder, keys=["nme"])
-        with pytest.raises(InvalidFileError, match="the file 'x.safetensors' is missing"):
+        with pytest.raises(InvalidFileError, match=r"the file 'x.safetensors' is missing"):
             load(folder)
 
     def test_the_mapping_is_private(self, tmp_path: Path) -> None:
@@ -268,15 +268,15 @@ class TestRefused:
     def test_folders(self, tmp_path: Path) -> None:
         folder = written(tmp_path / "a" / "t", sample())
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        with pytest.raises(FileExistsError, match="t' has a table already; append=True adds rows to it$"):
+        with pytest.raises(FileExistsError, match=r"t' has a table already; append=True adds rows to it$"):
             RowWriter(folder, like=sample())
         assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "x").touch()
-        with pytest.raises(FileExistsError, match="mine' is not empty; a table needs a folder of its own$"):
+        with pytest.raises(FileExistsError, match=r"mine' is not empty; a table needs a folder of its own$"):
             RowWriter(tmp_path / "mine", like=sample())
         assert os.listdir(tmp_path / "mine") == ["x"]
-        with pytest.raises(IsADirectoryError, match="no table: it has no table.json"):
+        with pytest.raises(IsADirectoryError, match=r"no table: it has no table.json"):
             RowWriter(tmp_path / "mine", append=True)
         with pytest.raises(FileNotFoundError):
             RowWriter(tmp_path / "none", append=True)
@@ -290,7 +290,7 @@ class TestRefused:
             TypeError, match=r"^'o': kept objects cannot be saved, only tensors; pass like=d.drop\('o'\)$"
         ):
             RowWriter(tmp_path / "t", like=DeviceDict({"x": [1], "o": object()}, objects="keep"))
-        with pytest.raises(TypeError, match="^'x' is sparse, nested or quantized"):
+        with pytest.raises(TypeError, match=r"^'x' is sparse, nested or quantized"):
             RowWriter(tmp_path / "t", like={"x": torch.zeros(2, 2).to_sparse()})
         with pytest.raises(
             TypeError, match=r"has no JSON form; register its class with register_encoder; or pass like=d.to_dict\(\)"
@@ -300,7 +300,7 @@ class TestRefused:
         for options in ({}, {"like": sample(), "append": True}):
             with pytest.raises(
                 TypeError,
-                match="^RowWriter takes like=, a batch with the fields of a new table, or append=True; give one$",
+                match=r"^RowWriter takes like=, a batch with the fields of a new table, or append=True; give one$",
             ):
                 RowWriter(tmp_path / "t", **options)
 
@@ -310,9 +310,9 @@ class TestRefused:
         writer.close()
         writer.close()
         for call in (writer.flush, lambda: writer.write(sample())):
-            with pytest.raises(ValueError, match="^this RowWriter is closed$"):
+            with pytest.raises(ValueError, match=r"^this RowWriter is closed$"):
                 call()
-        with pytest.raises(TypeError, match="^a RowWriter cannot be pickled; send the folder, and load it there$"):
+        with pytest.raises(TypeError, match=r"^a RowWriter cannot be pickled; send the folder, and load it there$"):
             pickle.dumps(writer)
 
     def test_a_writer_that_is_not_closed(self, tmp_path: Path) -> None:
@@ -322,6 +322,7 @@ class TestRefused:
             del writer
         RowWriter(tmp_path / "t", append=True).close()
 
+    @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
     def test_a_forked_process_does_not_write(self, tmp_path: Path) -> None:
         writer = RowWriter(tmp_path / "t", like=sample())
         writer.write(sample())
@@ -329,7 +330,7 @@ class TestRefused:
         if not pid:
             try:
                 with pytest.raises(
-                    RuntimeError, match="^this RowWriter belongs to the process that opened it; write there$"
+                    RuntimeError, match=r"^this RowWriter belongs to the process that opened it; write there$"
                 ):
                     writer.flush()
                 writer.close()
@@ -342,6 +343,7 @@ class TestRefused:
         writer.close()
         assert load(tmp_path / "t") == sample()
 
+    @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
     def test_the_lock_is_released_while_a_forked_process_lives(self, tmp_path: Path) -> None:
         writer = RowWriter(tmp_path / "t", like=sample())
         pid = os.fork()
@@ -434,8 +436,7 @@ assert len(rows) == 400_000 and whole["n", "y"][7, 1] == {x[7, 1].item()!r}
 assert "/t/x.safetensors" in open("/proc/self/maps").read()
 whole["x"].zero_()
 """
-        del data
-        table = load(folder, keys=["x", "n"])
+        table = load(folder, keys=["x", "n"])  # the small field is sent by value, in shared memory
         data = bytes(ForkingPickler.dumps(table.rows))
         subprocess.run([sys.executable, "-c", program], input=data, check=True)
         assert torch.equal(table["x"], x)
@@ -484,7 +485,13 @@ whole["x"].zero_()
         table = load(tmp_path / "t")
         assert len(table.rows) == rows and table["x"][0, -1] == 1 and table["x"][-1, 0] == 0
         assert len(ForkingPickler.dumps(table.select("x"))) < 3000
-        assert load(column)["x"].shape == (rows, 1 << 20)
+        with safe_open(str(column), "np") as file:  # with "pt", safetensors maps no file that is larger than the memory
+            assert file.get_slice("x").get_shape() == [rows, 1 << 20]
+
+
+def write_on(writer: RowWriter, count: int) -> None:
+    while True:
+        writer.write({"x": torch.ones(count, 1000)})
 
 
 class TestFullDisk:
@@ -497,13 +504,11 @@ class TestFullDisk:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
             try:
                 with pytest.raises(OSError, match=r"; the table keeps the 300 rows of the last flush: ") as caught:
-                    while True:
-                        writer.write({"x": torch.ones(400, 1000)})
+                    write_on(writer, 400)
                 assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
                 held = len(writer)
                 with pytest.raises(OSError, match="the 300 rows"):
-                    while True:
-                        writer.write({"x": torch.ones(2000, 1000)})
+                    write_on(writer, 2000)
                 assert torch.equal(load(folder)["x"], torch.ones(300, 1000))
                 with safe_open(str(folder / "x.safetensors"), "pt") as file:
                     assert file.get_slice("x").get_shape() == [300, 1000]
@@ -581,7 +586,7 @@ class TestDamaged:
             (lambda i: i["columns"][0].update(dtype="float1"), "is no dtype of a column"),
             (lambda i: i["columns"][0].update(shape=[-1]), "the shape of the column 'x' is damaged"),
             (lambda i: i["columns"][0].update(shape=[1] * 64), "the shape of the column 'x' is damaged"),
-            (lambda i: i["columns"][0].update(shape=[1 << 62, 1 << 62]), "rows take"),
+            (lambda i: i["columns"][0].update(shape=[1 << 62, 1 << 62]), "rows take|overflowed"),
             (lambda i: i["columns"][0].pop("shape"), "a column is not described by"),
             (lambda i: i["manifest"].pop("root"), "expected a manifest with the fields"),
             (lambda i: i.update(manifest=[]), "it has no version"),
@@ -688,6 +693,7 @@ def test_a_crash_between_two_headers_is_repaired(tmp_path: Path, small_buffers: 
     assert load(folder) == sample(6)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt just after open()
 def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None) -> None:
     """An interrupt in any line of the writer leaves a table with whole rows, and the writer goes on."""
 
@@ -740,7 +746,3 @@ def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None)
     while run(stop):
         stop += 7
     assert stop > 100
-
-
-def rounds() -> Iterator[int]:
-    yield from range(3)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -54,7 +52,7 @@ def opened_plainly(folder: Path, count: int) -> bool:
     return True
 
 
-def write_forever(folder: Path, acknowledge: Callable[[int], None], seed: int) -> None:
+def write_forever(folder: Path, acknowledge: Callable[[int], object], seed: int) -> None:
     choose = random.Random(seed)
     append = (folder / "table.json").exists()
     with RowWriter(folder, append=True) if append else RowWriter(folder, like=LIKE) as writer:
@@ -69,17 +67,19 @@ def write_forever(folder: Path, acknowledge: Callable[[int], None], seed: int) -
     acknowledge(len(writer))
 
 
-def in_a_child(work: Callable[[Callable[[int], None]], None]) -> tuple[int, Any]:
+def in_a_child(work: Callable[[Callable[[int], object]], None]) -> tuple[int, Any]:
     """Start a forked process. Returns its id, and a function for the last number that it acknowledged."""
     reading, writing = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if not pid:
-        os.close(reading)
-        status = 1
-        with suppress(KeyboardInterrupt):
-            work(lambda n: [os.write(writing, n.to_bytes(8, "little"))] and None)
-            status = 0
-        os._exit(status)
+        try:
+            os.close(reading)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            work(lambda n: os.write(writing, n.to_bytes(8, "little")))
+        finally:
+            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.close(writing)
 
     def last() -> int:
@@ -119,6 +119,7 @@ def left_over(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) -> None:
     plain = 0
@@ -129,7 +130,10 @@ def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) 
         plain += attack(folder, number, seed)
         if number == signal.SIGINT and folder.exists():
             assert not left_over(folder)
-    assert plain >= TIMES - 1  # two system calls, one after the other, cannot be one step
+    print(f"plain safetensors reads the columns after {plain} of {TIMES}")
+    if number == signal.SIGINT:
+        assert plain == TIMES
+    assert plain >= TIMES - 1 - TIMES // 100  # two calls of the system are not one step; the files here grow often
     for folder in tmp_path.iterdir():
         if not (folder / "table.json").exists():
             assert not any(folder.iterdir())

@@ -109,9 +109,8 @@ class RowWriter:
         ...
         ValueError: 'x': expected rows [..., 2] or one row [2], got float32[3]
         """
-        given: Any = rows._dict if isinstance(rows, Rows) else rows
         found = _Found()
-        _collect(self._fields, given if isinstance(given, TreeDict) else as_dict(given), (), found)
+        _collect(self._fields, _data(rows), (), found)
         tensors = found.tensors
         if not all(tensor.is_cpu for tensor in tensors):
             tensors = transfer(tensors, CPU)
@@ -180,11 +179,19 @@ class _Found:
         """The path of the first field."""
 
 
-def _empty(like: Items | Rows[Any], encoders: Encoders | None) -> DeviceDict[Any]:
+def _data(given: Any) -> Mapping[str, Any]:
+    """A mapping of the fields of a batch. A `DeviceDict` stays one, since it has encoders."""
+    if isinstance(given, Rows):
+        given = cast("Rows[TreeDict[Any]]", given)._dict
+    return cast("TreeDict[Any]", given) if isinstance(given, TreeDict) else as_dict(given)
+
+
+def _empty(like: Any, encoders: Encoders | None) -> DeviceDict[Any]:
     """A dict on the CPU with the fields of ``like``, without rows."""
-    given: Any = like._dict if isinstance(like, Rows) else like
-    same = isinstance(given, DeviceDict) and encoders is None
-    d: DeviceDict[Any] = given if same else DeviceDict(given, encoders=encoders)
+    data: Any = _data(like)
+    d: DeviceDict[Any] = (
+        data if isinstance(data, DeviceDict) and encoders is None else DeviceDict(data, encoders=encoders)
+    )
     len(d.rows)  # raises if the fields disagree
     return d._map_tensors(_without_rows, CPU)
 
@@ -199,7 +206,7 @@ def _collect(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _
     """Convert and validate the values for the columns below ``fields``. Append them to ``found``."""
     if fields.keys() != given.keys():
         _refuse_keys(fields, given, at)
-    encoders = given._policy.encoders if isinstance(given, TreeDict) else {}
+    encoders: Mapping[str, StringEncoder] = given._policy.encoders if isinstance(given, TreeDict) else {}
     tensors, count = found.tensors, found.count
     for key, column in fields.items():
         value = given[key]
@@ -254,9 +261,8 @@ def _refuse_keys(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> N
 def _add(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path, found: _Found) -> None:
     """Validate a tensor for ``column``, which is [0, *shape of a row], and append it to ``found``."""
     if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
-        raise TypeError(
-            f"{dotted(path)} is {described(value)} ({value.layout}); a table holds dense tensors with values"
-        )
+        what = "on meta, without values" if value.is_meta else "sparse, nested or quantized"
+        raise TypeError(f"{dotted(path)} is {what}, and tables hold dense tensors; convert it first")
     value = value.detach()
     shape = column.shape[1:]
     lead = value.dim() - len(shape)

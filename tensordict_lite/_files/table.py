@@ -87,9 +87,9 @@ class Column(NamedTuple):
         """Whether a parsed header describes this column with ``rows`` rows or more."""
         entry = cast("dict[Any, Any]", header).get(self.name) if isinstance(header, dict) else None
         shape = cast("dict[Any, Any]", entry).get("shape") if isinstance(entry, dict) else None
-        if not isinstance(shape, list) or not shape or type(shape[0]) is not int or shape[0] < rows:
+        found: Any = cast("list[Any]", shape or [None])[0] if isinstance(shape, list) else None
+        if type(found) is not int or found < rows:
             return False
-        found = cast("list[int]", shape)[0]
         return entry == json.loads(self._header_text(found, 0, unused=False))[self.name]
 
     def _header_text(self, rows: int, free: int, *, unused: bool) -> bytes:
@@ -170,9 +170,10 @@ def read_index(folder: str) -> Index:
         invalid(f"its {INDEX} has no version")
     if version != VERSION:
         invalid(f"its version is {version}, and this package reads version {VERSION}; update the package")
-    if set(data) != {"version", "rows", "columns", "manifest"}:
+    fields = cast("dict[str, Any]", data)
+    if set(fields) != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
-    rows, listed = data["rows"], data["columns"]
+    rows, listed = fields["rows"], fields["columns"]
     if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
         invalid(f"the row count or the columns in its {INDEX} are damaged")
     columns = [_column(entry) for entry in cast("list[Any]", listed)]
@@ -180,7 +181,7 @@ def read_index(folder: str) -> Index:
         invalid("it has no columns")
     if len({column.file.casefold() for column in columns}) != len(columns):
         invalid("two columns have the same file")
-    return Index(rows, columns, data["manifest"])
+    return Index(rows, columns, fields["manifest"])
 
 
 def _column(entry: Any) -> Column:

@@ -14,7 +14,7 @@ The order of the steps keeps these promises after a crash at any moment:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from typing import Any, cast
@@ -74,7 +74,7 @@ class TableWriter:
         """False in a process that was forked from the process that opened the table."""
         return self._process == os.getpid()
 
-    def append(self, tensors: Sequence[Tensor], count: int) -> None:
+    def append(self, tensors: list[Tensor], count: int) -> None:
         """Append ``count`` rows: for each column [count, *shape] on the CPU, in a dtype that can be cast to its dtype.
 
         The tensors are copied or written before the call returns. Raises ``OSError``; then no row was appended.
@@ -189,25 +189,40 @@ class TableWriter:
         """Make the file larger than ``end`` bytes. The system stores no bytes that were never written."""
         room = min(max(end - column.header_size, _LEAST_ROOM), _MOST_ROOM)
         try:
-            try:
-                file.truncate(end + room)
-            except OSError:  # maybe over the limit of a file
-                file.truncate(end)
-        finally:
-            self._describe(file, column)
+            self._resize(file, column, end + room)
+        except OSError:  # maybe over the limit of a file
+            self._resize(file, column, end)
 
     def _trim(self, file: FileIO, column: Column) -> None:
         """Remove the bytes after the last row."""
+        self._resize(file, column, column.header_size + self.rows * column.nbytes)
+
+    def _resize(self, file: FileIO, column: Column, size: int) -> None:
+        """Change the size of a file, and its header: two calls of the system with nothing between them."""
+        header = self._header(column, size)
+        grows = size > os.fstat(file.fileno()).st_size
+        file.seek(0)
+        # To grow, the system sets the size at the end of its call. To shrink, it sets the size at the start.
         try:
-            file.truncate(column.header_size + self.rows * column.nbytes)
-        finally:
+            if grows:
+                file.truncate(size)
+                file.write(header)
+            else:
+                file.write(header)
+                file.truncate(size)
+        except BaseException:
             self._describe(file, column)
+            raise
 
     def _describe(self, file: FileIO, column: Column) -> None:
-        """Replace the header. All bytes after the rows that it describes are unused."""
-        size = os.fstat(file.fileno()).st_size
+        """Replace the header by one for the size of the file."""
+        header = self._header(column, os.fstat(file.fileno()).st_size)
         file.seek(0)
-        _write_all(file, column.header(self._described, size - column.header_size - self._described * column.nbytes))
+        file.write(header)
+
+    def _header(self, column: Column, size: int) -> bytes:
+        """The header of a file of ``size`` bytes. All bytes after the rows that it describes are unused."""
+        return column.header(self._described, size - column.header_size - self._described * column.nbytes)
 
     def _opened(self, column: Column) -> FileIO:
         return open(os.path.join(self.folder, column.file), "r+b", buffering=0)

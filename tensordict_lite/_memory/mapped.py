@@ -22,9 +22,9 @@ _SMALLEST = 1 << 20
 """The size in bytes from which a tensor is sent by the name of its file. A smaller tensor is sent faster by value."""
 _PAGES = 1 << 17
 """Entries of the page map that are read at a time."""
-_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0)
-if not _NORESERVE and sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64"):
-    _NORESERVE = 0x4000  # Python before 3.12 has no name for it
+_KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64")
+_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _KNOWN else 0)
+"""The flag for a mapping that may be larger than the memory. Python before 3.12 has no name for it."""
 
 
 class _Source(NamedTuple):
