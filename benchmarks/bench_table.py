@@ -273,7 +273,7 @@ def gather_timers(whole: Table, folder: Path, written: Mapping[str, Any]) -> dic
 def main() -> None:
     options = parser("Writing tables and gathering their rows, beside other formats.")
     options.add_argument("--folder", type=Path, help="where the files are written (a temporary folder)")
-    options.add_argument("--mib", type=int, default=192, help="the size of each table in MiB (192)")
+    options.add_argument("--mib", type=int, default=64, help="the size of each table in MiB (64)")
     given = options.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(dir=given.folder))

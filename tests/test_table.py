@@ -133,6 +133,13 @@ class TestRoundTrip:
         assert table["f"].tolist() == [1.5, 2, 6, 1, 3, 5, 7] and table["f"].dtype == torch.float16
         assert table["i"].tolist() == [3, 4, 5, 0, 2, 4, 6] and table["i"].dtype == torch.int32
 
+    def test_in_inference_mode(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like=sample()) as writer:
+            with torch.inference_mode():
+                writer.write(sample())
+            writer.write(sample(2, 3))
+        assert load(tmp_path / "t") == sample(5)
+
     def test_views_with_conjugate_bits(self, tmp_path: Path, small_buffers: None) -> None:
         z = (torch.arange(50) * 1j).to(torch.complex64)
         assert torch.equal(

@@ -189,9 +189,8 @@ def _data(given: Any) -> Mapping[str, Any]:
 def _empty(like: Any, encoders: Encoders | None) -> DeviceDict[Any]:
     """A dict on the CPU with the fields of ``like``, without rows."""
     data: Any = _data(like)
-    d: DeviceDict[Any] = (
-        data if isinstance(data, DeviceDict) and encoders is None else DeviceDict(data, encoders=encoders)
-    )
+    same = encoders is None and isinstance(data, DeviceDict)
+    d = cast("DeviceDict[Any]", data if same else DeviceDict(data, encoders=encoders))
     len(d.rows)  # raises if the fields disagree
     return d._map_tensors(_without_rows, CPU)
 

@@ -93,7 +93,10 @@ class TableWriter:
                     self._counts = rows + count, written + count
                     return
         if not self._buffers:
-            self._buffers = [torch.empty((self._room, *c.shape), dtype=c.dtype, device="cpu") for c in self._columns]
+            with torch.inference_mode(False):  # outside of it, nothing may write to an inference tensor
+                self._buffers = [
+                    torch.empty((self._room, *c.shape), dtype=c.dtype, device="cpu") for c in self._columns
+                ]
         first, end = rows - written, rows - written + count
         # With tensors of one dtype each, one call takes 0.7x the time of a call for each column.
         torch._foreach_copy_([buffer[first:end] for buffer in self._buffers], tensors)

@@ -79,6 +79,11 @@ def _forget(source: _Source) -> None:
         del _sources[source.start]
 
 
+def is_any_mapped() -> bool:
+    """Whether `by_file` may return a reference for any tensor."""
+    return bool(_sources)
+
+
 def is_candidate(tensor: Tensor) -> bool:
     """Whether `by_file` may return a reference for ``tensor``. A quick test, since every batch of a worker takes it."""
     return bool(_sources) and type(tensor) is Tensor and tensor.is_cpu and _size(tensor) >= _SMALLEST

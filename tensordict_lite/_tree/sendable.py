@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from .._encoders.protocol import EncodeOnly, StringEncoder
 from .._errors import Path, TooDeep, dotted
-from .._memory.mapped import by_file, is_candidate
+from .._memory.mapped import by_file, is_any_mapped, is_candidate
 from .tree import TreeDict, packed_state, reduce_args
 from .walk import only_tensors
 
@@ -50,7 +50,7 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     try:
         state = packed_state(d)
         if is_plain(d, state[2]):
-            return reduce_args(_by_file(d)) if state[0] is None else reduce_args(d, state)
+            return reduce_args(_by_file(d), state)
         data = _dumps(_Pickler, _by_file(d))
     except Exception as error:
         return _in_place_of(d, _named(d, error), error)
@@ -61,7 +61,9 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
 
 def _by_file(d: TreeDict[Any]) -> TreeDict[Any]:
     """``d``, with a reference in place of each large tensor of a mapped file: another process maps the file again."""
-    return d._map_tensors(by_file, d._device) if any(map(is_candidate, d._tensors())) else d
+    if not is_any_mapped() or not any(map(is_candidate, d._tensors())):
+        return d
+    return d._map_tensors(by_file, d._device)
 
 
 def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:
