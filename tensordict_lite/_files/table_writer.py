@@ -82,12 +82,13 @@ class TableWriter:
         if self.closed:
             self._refuse_unusable()
         rows, written = self._counts
-        if rows - written + count > self._room:
+        direct = 2 * count > self._room  # a copy into the buffers would save few calls of the system
+        if direct or rows - written + count > self._room:
             self._refuse_unusable()
             with self._explained():
                 self._write_buffers()
                 written = rows
-                if count > self._room:
+                if direct:
                     for column, tensor in zip(self._columns, tensors, strict=True):
                         self._write(column, written, tensor.to(column.dtype))
                     self._counts = rows + count, written + count
