@@ -262,7 +262,8 @@ class TestRefused:
 
     def test_a_second_writer(self, tmp_path: Path) -> None:
         with RowWriter(tmp_path / "t", like=sample()):
-            for options in ({"append": True}, {"like": sample()}):
+            several: tuple[dict[str, Any], ...] = ({"append": True}, {"like": sample()})
+            for options in several:
                 with pytest.raises(
                     BlockingIOError, match=r"t' has a RowWriter already, in this process or another; close it first$"
                 ):
@@ -304,7 +305,8 @@ class TestRefused:
         ):
             RowWriter(tmp_path / "t", like=DeviceDict({"x": ["a"]}, encoders={"x": lambda s: torch.zeros(len(s))}))
         assert not (tmp_path / "t").exists()
-        for options in ({}, {"like": sample(), "append": True}):
+        several: tuple[dict[str, Any], ...] = ({}, {"like": sample(), "append": True})
+        for options in several:
             with pytest.raises(
                 TypeError,
                 match=r"^RowWriter takes like=, a batch with the fields of a new table, or append=True; give one$",
@@ -422,7 +424,7 @@ with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}) as writer:
     def test_workers(self, tmp_path: Path, method: str) -> None:
         x = torch.arange(600_000.0).reshape(-1, 2)
         folder = written(tmp_path / "t", {"x": x, "n": {"i": torch.arange(len(x))}})
-        rows = load(folder).rows
+        rows: Any = load(folder).rows
         loader = DataLoader(
             Subset(rows, range(0, len(x), 100)), 500, num_workers=2, multiprocessing_context=method, collate_fn=collate
         )

@@ -189,8 +189,9 @@ def _data(given: Any) -> Mapping[str, Any]:
 def _empty(like: Any, encoders: Encoders | None) -> DeviceDict[Any]:
     """A dict on the CPU with the fields of ``like``, without rows."""
     data: Any = _data(like)
-    same = encoders is None and isinstance(data, DeviceDict)
-    d = cast("DeviceDict[Any]", data if same else DeviceDict(data, encoders=encoders))
+    d = cast("DeviceDict[Any]", data)
+    if encoders is not None or not isinstance(data, DeviceDict):
+        d = DeviceDict[Any](data, encoders=encoders)
     len(d.rows)  # raises if the fields disagree
     return d._map_tensors(_without_rows, CPU)
 
