@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from files import GOLDEN
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -37,6 +38,9 @@ from tensordict_lite import (
 from tensordict_lite._files import table_writer  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._memory import mapped  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._memory.buffer import DTYPES  # pyright: ignore[reportPrivateUsage]
+
+sys.path.insert(0, str(GOLDEN))
+import make  # pyright: ignore[reportMissingImports]
 
 SPECIES = Vocabulary(["cat", "dog"])
 
@@ -755,3 +759,12 @@ def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None)
     while run(stop):
         stop += 7
     assert stop > 100
+
+
+def test_the_golden_table(tmp_path: Path) -> None:
+    made = make.table()
+    table = load(GOLDEN / make.TABLE)
+    assert table == made and table.encoders == made.encoders and table.decode("name") == ["Ada", "Bo"]
+    make.save_table(tmp_path)
+    for path in (GOLDEN / make.TABLE).iterdir():
+        assert (tmp_path / make.TABLE / path.name).read_bytes() == path.read_bytes()
