@@ -10,13 +10,16 @@ RESULTS ?= benchmarks/out
 # One worker for each core. Tests of one group, which would disturb each other, share a worker.
 PARALLEL := -n auto --dist loadgroup
 
-.PHONY: demo demo-ddp test test-fast coverage test-pythons test-frameworks check bench bench-more bench-gpu guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks check bench bench-more bench-gpu guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
 
 demo-ddp: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/ddp_penguins.py
+
+demo-table: .venv/examples
+	$(BIN)/python examples/table.py
 
 test: check
 	$(BIN)/python -m pytest $(PARALLEL)
@@ -76,6 +79,7 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_loader.py --json $(RESULTS)/loader-cpu.json
 	$(BENCH)/plot_transfer.py $(RESULTS)/loader-cpu.json $(RESULTS)/loader-cpu.svg
 	$(BENCH)/bench_disk.py --json $(RESULTS)/disk-cpu.json
+	$(BENCH)/bench_table.py --json $(RESULTS)/table-cpu.json
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json
 

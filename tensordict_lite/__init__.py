@@ -8,6 +8,7 @@ from ._batch.pad import Pad
 from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
+from ._dict.row_writer import RowWriter
 from ._dict.typed import TypedDeviceDict
 from ._encoders.builtin import Hashing, Utf8, Vocabulary
 from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
@@ -30,6 +31,7 @@ __all__ = [
     # files
     "save",
     "load",
+    "RowWriter",
     "InvalidFileError",
     # plain containers
     "to_device",

@@ -14,6 +14,7 @@ name                      found in
 ``Rows``                  pickles of ``d.rows``
 ``Context``, ``Policy``   pickles of the pytree structure of a dict
 ``TooDeep``               pickles of the exception for a dict that is nested too deep
+``map_again``             messages with a field of a mapped file: the receiver maps the file too
 ``arrive``                messages that replace a dict that a process could not pickle
 ========================= ===========================================================================================
 
@@ -31,12 +32,24 @@ from ._encoders.protocol import EncodeOnly
 from ._encoders.tokenizer import rebuild_tokenizer
 from ._errors import TooDeep
 from ._files.torch_save import rebuild
+from ._memory.mapped import map_again
 from ._tree.policy import Policy
 from ._tree.pytree import Context
 from ._tree.sendable import arrive
 from ._tree.tree import restore
 
-__all__ = ["Context", "EncodeOnly", "Policy", "Rows", "TooDeep", "arrive", "rebuild", "rebuild_tokenizer", "restore"]
+__all__ = [
+    "Context",
+    "EncodeOnly",
+    "Policy",
+    "Rows",
+    "TooDeep",
+    "arrive",
+    "map_again",
+    "rebuild",
+    "rebuild_tokenizer",
+    "restore",
+]
 
 for _name in __all__:
     globals()[_name].__module__ = __name__

@@ -80,9 +80,9 @@ class TestWriting:
             "import resource, sys, torch\nfrom tensordict_lite import save\n"
             "if sys.argv[2] == 'full': resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "class Slow(dict):\n    pass\n"
-            "from tensordict_lite._files import safetensors\nreal = safetensors._bytes_of\n"
+            "from tensordict_lite._files import safetensors\nreal = safetensors.bytes_of\n"
             "def slow(tensor):\n    if sys.argv[2] == 'kill': print('half', flush=True); import time; time.sleep(60)\n    return real(tensor)\n"
-            "safetensors._bytes_of = slow\n"
+            "safetensors.bytes_of = slow\n"
             "save({'a': torch.ones(1 << 20), 'b': torch.ones(1 << 20)}, sys.argv[1])\n"
         )
         full = subprocess.run(

@@ -67,6 +67,18 @@ def test_it_fails_where_the_network_has_not_learnt(tmp_path: Path) -> None:
     assert re.search(r"^held-out accuracy 0\.\d+ is under the required 0\.95$", done.stderr, flags=re.MULTILINE)
 
 
+@pytest.mark.slow
+def test_a_table_over_the_memory_limit(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "table.py"), "--out", str(tmp_path), "--rows", "60000"]
+    environment = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "an array of the size of the table: refused, as it takes more than 128 MiB" in done.stdout
+    assert re.search(r"^trained on 48000 rows, [\d,]+ rows a second$", done.stdout, flags=re.MULTILINE)
+    assert re.search(r"^row 7: '\w+ stripes, number 7'$", done.stdout, flags=re.MULTILINE)
+    assert float(re.findall(r"^held-out accuracy ([\d.]+)$", done.stdout, flags=re.MULTILINE)[0]) >= 0.95
+
+
 @pytest.mark.ranks
 def test_on_two_processes() -> None:
     command = [

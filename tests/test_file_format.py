@@ -31,7 +31,7 @@ from tensordict_lite import (
 from tensordict_lite._errors import DEPTH
 from tensordict_lite._files import safetensors as reading
 from tensordict_lite._files.manifest import Reader, describe, paths_of
-from tensordict_lite._files.safetensors import _invalid  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._files.safetensors import invalid_file  # pyright: ignore[reportPrivateUsage]
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -296,7 +296,7 @@ def test_brackets_of_both_kinds_count(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_short_is_not_the_fault_of_the_file() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"^short$"), _invalid("d", RuntimeError):
+    with pytest.raises(torch.OutOfMemoryError, match=r"^short$"), invalid_file("d", RuntimeError):
         raise torch.OutOfMemoryError("short")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing_extensions import Self, Unpack
 
 from .._encoders.protocol import StringEncoder, decode_nested
 from .._errors import Path, dotted, refuse_deeper, with_path
-from .._files import safetensors, torch_save
+from .._files import safetensors, table, torch_save
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, canonical, resolve
@@ -890,14 +891,15 @@ class DeviceDict(TreeDict[V]):
         keys: Sequence[str | Path] | None = None,
         encoders: Encoders | None = None,
     ) -> Self:
-        """Load a safetensors file of `save` or of any other program. Needs ``safetensors``.
+        """Load a safetensors file of `save` or of any other program, or a table of `RowWriter`. Needs ``safetensors``.
 
         A file of another program gives one level of keys. Of the names in a file, `load` imports and calls registered
         encoders only. These encoders must consist of plain data, so `Tokenizer` is excluded. The dict takes the options
         of the file, unless this class declares options. A typed class validates the fields.
 
         Args:
-            path: the path of a regular file, not a file descriptor.
+            path: the path of a regular file or of a table, which is a folder; not a file descriptor. Of a table, `load`
+                sees the rows of the last ``flush``, and keeps them while rows are added.
             device: the target device; tensors are read directly onto it. None and ``"cpu"``: the file is memory-mapped,
                 and a field is read from the disk on first use. Writing to a field changes the memory, not the file. A
                 field that another program did not align to its element size is copied.
@@ -905,8 +907,8 @@ class DeviceDict(TreeDict[V]):
             encoders: encoders that replace those of the file, by key or for every key.
 
         Raises: `InvalidFileError`, a ``ValueError``, for a damaged, forged or unknown file; ``KeyError`` if the file
-        lacks one of ``keys``; ``ImportError`` without safetensors; ``OSError``, also for pipes, sockets and devices;
-        ``TypeError`` for a file descriptor; the errors of a typed class.
+        lacks one of ``keys``; ``ImportError`` without safetensors; ``OSError``, also for pipes, sockets, devices and
+        other folders; ``TypeError`` for a file descriptor; the errors of a typed class.
         Cost: a few microseconds per field, and the time to read the fields.
 
         >>> import tempfile
@@ -915,7 +917,8 @@ class DeviceDict(TreeDict[V]):
         ...     DeviceDict.load(f"{folder}/d.safetensors", keys=[("n", "z")]).to_dict()
         {'n': {'z': tensor(3)}}
         """
-        out = safetensors.read(cls, path, CPU if device is None else resolve(device), keys, encoders)
+        read = table.read if os.path.isdir(path) else safetensors.read
+        out = read(cls, path, CPU if device is None else resolve(device), keys, encoders)
         out._validate()
         return out
 

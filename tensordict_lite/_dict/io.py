@@ -40,7 +40,7 @@ def load(
     keys: Sequence[str | Path] | None = None,
     encoders: Encoders | None = None,
 ) -> DeviceDict[Any]:
-    """Load a safetensors file as a `DeviceDict`. See `DeviceDict.load`.
+    """Load a safetensors file, or a table of `RowWriter`, as a `DeviceDict`. See `DeviceDict.load`.
 
     To load an instance of another class, call its method: ``Batch.load(path)``.
 

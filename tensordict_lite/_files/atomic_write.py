@@ -28,12 +28,14 @@ _MOST_SWEPT = 1000
 """The size at which `_swept` is cleared."""
 
 
-def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
+def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview], *, sync: bool = True) -> None:
     """Write ``pieces`` to a new file, flush the file to disk, and then rename it to ``path``.
 
     If an error occurs, the old file at ``path`` is unchanged and no temporary file remains. A killed process can leave
     a temporary file: while it replaces an old file, or if the file system has no unnamed files. No process holds the
     lock of such a file. The first `atomic_write` of a process in the folder removes the file.
+
+    ``sync``: False: the system may flush the file to disk later, and a crash of the machine may lose it.
 
     Raises ``OSError`` if ``path`` exists and is not a regular file, or if the file cannot be written.
     """
@@ -55,7 +57,8 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
         file.flush()
         with suppress(FileNotFoundError):
             os.chmod(file.fileno() if os.chmod in os.supports_fd else beside, stat.S_IMODE(os.stat(target).st_mode))
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
         if named or not _link(file, target):
             if not named:
                 _lock(file)
@@ -71,6 +74,8 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
         if file is not None:
             cast(Any, file).raw.close()  # no flush, because an error of the flush would hide this error
         raise
+    if not sync:
+        return
     with suppress(OSError):  # flush the new name to disk too, on systems that can open a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -137,17 +142,27 @@ def _link(file: IO[bytes], path: str) -> bool:
 
 
 def _sweep(folder: str) -> None:
-    """Remove the temporary files in ``folder`` that no living process has locked."""
+    """`sweep` the folder, unless this process did so before: a folder may hold many files."""
     key = os.getpid(), folder
     if fcntl is None or key in _swept:
         return
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-                _remove_dead(os.path.join(folder, name))
+    sweep(folder)
     if len(_swept) >= _MOST_SWEPT:
         _swept.clear()
     _swept.add(key)
+
+
+def sweep(folder: str) -> None:
+    """Remove the temporary files in ``folder`` that no living process has locked."""
+    with suppress(OSError):
+        for name in os.listdir(folder) if fcntl is not None else ():
+            if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
+                _remove_dead(os.path.join(folder, name))
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file with this name is a temporary file of `atomic_write`, on any host."""
+    return name.startswith(".tensordict_lite-") and name.endswith(_SUFFIX)
 
 
 def _remove_dead(path: str) -> None:

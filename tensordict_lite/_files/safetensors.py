@@ -31,6 +31,7 @@ from .._errors import InvalidFileError, Path, dotted, dtype_name
 from .._memory.buffer import DTYPES, PACKABLE
 from .._memory.device import CPU
 from .._memory.layout import ALIGNMENT, row_major
+from .._memory.mapped import map_file
 from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
 from .._tree.policy import Encoders, Policy
@@ -40,18 +41,18 @@ from .manifest import Manifest, Reader, choose_from, describe, invalid
 
 MANIFEST = "tensordict_lite"
 """The key of the manifest in the metadata."""
-_MAX_MANIFEST = 16 << 20
+MAX_MANIFEST = 16 << 20
 """The largest manifest in characters, far above any real manifest. Parsing takes at most a few hundred MB."""
 _MAX_BRACKETS = 500_000
 """The largest number of brackets. A tensor needs one. Parsing expands an empty list most: 2 characters to 64 bytes."""
 _AT_ONCE = 64 << 20
 """The number of bytes that `write` copies from a device to the host at a time."""
-_PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
+PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 """Dtypes that safetensors has no name for. They are stored as pairs of real numbers."""
-_STORED = {name: dtype for name, dtype in DTYPES.items() if name not in _PAIRS}
+_STORED = {name: dtype for name, dtype in DTYPES.items() if name not in PAIRS}
 
 
-def _library() -> Any:
+def import_library() -> Any:
     """Import safetensors, which is optional. Raises ``ImportError`` if it is missing or too old."""
     try:
         library = importlib.import_module("safetensors")
@@ -66,19 +67,17 @@ def _library() -> Any:
 
 def write(d: TreeDict[Any], path: FilePath) -> None:
     """Save ``d``: see `DeviceDict.save`."""
-    specs = _library().TensorSpec
+    specs = import_library().TensorSpec
     manifest, leaves, _ = describe(d, _by_name, own=False)
-    _refuse_unwritable(leaves)
+    refuse_unwritable(leaves)
     tensors = [cast(Tensor, value) for _, value in leaves]
-    names = _names([path for path, _ in leaves])
+    names = field_names([path for path, _ in leaves])
     dtypes = [dtype_name(tensor.dtype) for tensor in tensors]
-    manifest["tensors"] = [
-        [name, dtype] if dtype in _PAIRS else name for name, dtype in zip(names, dtypes, strict=True)
-    ]
+    manifest["tensors"] = [[name, dtype] if dtype in PAIRS else name for name, dtype in zip(names, dtypes, strict=True)]
     text = json.dumps(manifest, separators=(",", ":"))
-    if len(text) > _MAX_MANIFEST or _brackets(text) > _MAX_BRACKETS:
+    if is_too_long(text):
         raise ValueError(
-            f"the structure and encoders of this dict take {len(text)} characters, and a file holds {_MAX_MANIFEST}; "
+            f"the structure and encoders of this dict take {len(text)} characters, and a file holds {MAX_MANIFEST}; "
             "save fewer fields to a file, or give large encoders a registered name of their own"
         )
     # Tensors with a large item size come first, so that every tensor is aligned.
@@ -87,14 +86,14 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
     end = 0
     for i in order:
         dtype, shape = dtypes[i], list(tensors[i].shape)
-        if dtype in _PAIRS:
-            dtype, shape = dtype_name(_PAIRS[dtype]), [*shape, 2]
+        if dtype in PAIRS:
+            dtype, shape = dtype_name(PAIRS[dtype]), [*shape, 2]
         start, end = end, end + tensors[i].nbytes
         code = specs(dtype=dtype, shape=shape, data_ptr=0, data_len=end - start).dtype
         header[names[i]] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)  # align the first tensor
-    data = map(_bytes_of, _on_host(tensors[i] for i in order))
+    data = map(bytes_of, _on_host(tensors[i] for i in order))
     atomic_write(path, chain([len(encoded).to_bytes(8, "little") + encoded], data))
 
 
@@ -104,12 +103,16 @@ def _by_name(encoder: StringEncoder, error: TypeError | None) -> dict[str, Any]:
     return {"name": cast(Any, encoder).name}  # the user passes this encoder to load(): building it would run code
 
 
-def _refuse_unwritable(leaves: Sequence[tuple[Path, Any]]) -> None:
+def refuse_unwritable(leaves: Sequence[tuple[Path, Any]], way_out: str = "d.drop({}).save(path)") -> None:
+    """Raise ``TypeError`` for the first leaf that a file cannot hold.
+
+    ``way_out``: what to do about kept objects. ``{}`` stands for their keys.
+    """
     kept = [path for path, value in leaves if not isinstance(value, Tensor)]
     if kept:
         paths = ", ".join(repr(path if len(path) > 1 else next(iter(path))) for path in kept)
         raise TypeError(
-            f"{', '.join(map(dotted, kept))}: kept objects cannot be saved, only tensors; d.drop({paths}).save(path)"
+            f"{', '.join(map(dotted, kept))}: kept objects cannot be saved, only tensors; {way_out.format(paths)}"
         )
     for path, tensor in leaves:
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -121,7 +124,7 @@ def _refuse_unwritable(leaves: Sequence[tuple[Path, Any]]) -> None:
         raise NotImplementedError("files are written on little-endian machines only")
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def field_names(paths: Sequence[Path]) -> list[str]:
     """A name for each tensor: its dotted path, with a number if another tensor already has the same name."""
     taken = {"__metadata__"}
     counts: dict[str, int] = {}
@@ -149,7 +152,7 @@ def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     yield from transfer(waiting, CPU)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return cast(Any, plain.view(torch.uint8).numpy()).data if plain.numel() else memoryview(b"")
 
@@ -165,31 +168,31 @@ def read(
     encoders: Encoders | None,
 ) -> Any:
     """Load a dict of class ``cls`` without validating it against the class: see `DeviceDict.load`."""
-    library = _library()
-    paths = None if keys is None else _paths(keys)
+    library = import_library()
+    paths = None if keys is None else as_paths(keys)
     Policy().override(encoders)  # raises for an invalid argument, before any error can blame the file
     path = os.fsdecode(path)
-    with _opened(path) as opened:
+    with open_regular(path) as opened:
         # Read through the open file, since `path` may be replaced between reading the header and the tensors.
         same = f"/proc/self/fd/{opened.fileno()}"
         linked = os.path.exists(same)
         of = _named(path, opened)
-        with _invalid(of, library.SafetensorError):
+        with invalid_file(of, library.SafetensorError):
             file = library.safe_open(same if linked else path, framework="pt", device="cpu")
-        with file, _invalid(of, library.SafetensorError, RuntimeError):
+        with file, invalid_file(of, library.SafetensorError, RuntimeError):
             manifest, stored = _manifest_of(cast("dict[str, str]", file.metadata() or {}), list(file.keys()))
             reader = Reader(manifest, len(stored), encoders)
             if paths is not None:
                 reader.keep(paths, of)
             names = {stored[i][0] for i in reader.numbers}
-            found = _mapped(library, file, opened, same, names) if linked else _read_each(file, names)
+            found = _mapped(library, file, opened, names) if linked else _read_each(file, names)
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
-    with _invalid(of, library.SafetensorError):
+    with invalid_file(of, library.SafetensorError):
         return reader.build(choose_from(cls), moved.__getitem__, device, own=False)
 
 
-def _opened(path: str) -> BufferedReader:
+def open_regular(path: str) -> BufferedReader:
     """Open a regular file. Raises ``OSError`` for any other kind of file: opening a pipe would wait for a writer."""
     _refuse_irregular(os.stat(path), path)
     opened = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
@@ -216,7 +219,7 @@ def _read_each(file: Any, names: set[Any]) -> dict[Any, Tensor]:
     return {name: file.get_tensor(name) for name in names}
 
 
-def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any]) -> dict[Any, Tensor]:
+def _mapped(library: Any, file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
     """Map the named tensors of a file into memory. The library has validated the file.
 
     Each tensor has its own storage, a slice of one mapping, so pickle and copies write this tensor only. Takes 4 us per
@@ -225,7 +228,7 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, path: str, names: set[Any
     dtypes = {
         library.TensorSpec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype: dtype for name, dtype in _STORED.items()
     }
-    memory = cast(Any, torch.UntypedStorage).from_file(path, False, os.fstat(opened.fileno()).st_size)
+    memory = map_file(opened.fileno(), os.fstat(opened.fileno()).st_size)
     start = 8 + int.from_bytes(opened.read(8), "little")
     out: dict[Any, Tensor] = {}
     for name in file.offset_keys():  # the tensors are contiguous in the file, as the library has validated
@@ -254,7 +257,7 @@ def _named(path: str, opened: BufferedReader) -> str:
 
 
 @contextmanager
-def _invalid(of: str, *errors: type[Exception]) -> Generator[None]:
+def invalid_file(of: str, *errors: type[Exception]) -> Generator[None]:
     """Turn every error about the content of a file into an ``InvalidFileError`` that names the file."""
     try:
         yield
@@ -274,7 +277,7 @@ def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Man
         manifest["root"]["items"] = [[name, i] for i, name in enumerate(names)]
         return manifest, [(name, None) for name in names]
     text = metadata[MANIFEST]
-    if len(text) > _MAX_MANIFEST or _brackets(text) > _MAX_BRACKETS:
+    if is_too_long(text):
         invalid(f"its manifest takes {len(text)} characters")
     manifest: Any = json.loads(text)
     listed: Any = manifest.pop("tensors", None) if isinstance(manifest, dict) else None  # pyright: ignore
@@ -283,7 +286,7 @@ def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Man
     stored: list[tuple[Any, Any]] = []
     for one in cast("list[Any]", listed):
         pair = cast("list[Any]", one if isinstance(one, list) else [one, None])
-        if len(pair) != 2 or pair[1] not in (None, *_PAIRS):
+        if len(pair) != 2 or pair[1] not in (None, *PAIRS):
             invalid("its list of tensors is damaged")
         stored.append((pair[0], pair[1]))
     if not all(type(name) is str for name, _ in stored) or sorted(name for name, _ in stored) != sorted(names):
@@ -291,16 +294,17 @@ def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Man
     return cast("Manifest", manifest), stored
 
 
-def _brackets(text: str) -> int:
-    return text.count("[") + text.count("{")
+def is_too_long(text: str) -> bool:
+    """Whether the JSON of a manifest is too long to be parsed."""
+    return len(text) > MAX_MANIFEST or text.count("[") + text.count("{") > _MAX_BRACKETS
 
 
 def _as(tensor: Tensor, pairs: str | None) -> Tensor:
     """A tensor of a file in its own dtype. ``pairs``: the complex dtype if the tensor is stored as pairs, else None."""
     if pairs is None:
         return _aligned(tensor, tensor.itemsize)
-    if tensor.dtype is not _PAIRS[pairs] or not tensor.dim() or tensor.shape[-1] != 2:
-        invalid(f"{pairs} is stored as pairs of {_PAIRS[pairs]}, got {tensor.dtype} of shape {list(tensor.shape)}")
+    if tensor.dtype is not PAIRS[pairs] or not tensor.dim() or tensor.shape[-1] != 2:
+        invalid(f"{pairs} is stored as pairs of {PAIRS[pairs]}, got {tensor.dtype} of shape {list(tensor.shape)}")
     return torch.view_as_complex(_aligned(tensor, 2 * tensor.itemsize))
 
 
@@ -313,7 +317,7 @@ def _aligned(tensor: Tensor, size: int) -> Tensor:
     return out
 
 
-def _paths(keys: Any) -> list[Path]:
+def as_paths(keys: Any) -> list[Path]:
     if isinstance(keys, str) or not isinstance(keys, Iterable):
         raise TypeError(f"keys= is a list of keys and paths, got {keys!r}; write [{keys!r}]")
     paths: list[Path] = []

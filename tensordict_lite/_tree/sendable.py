@@ -25,6 +25,7 @@ from .._encoders.protocol import EncodeOnly, StringEncoder
 from .._errors import Path, TooDeep, dotted
 from .._memory.buffer import goes_by_value
 from .._memory.cast import host_array
+from .._memory.mapped import by_file, is_any_mapped, is_candidate
 from .tree import PackedState, TreeDict, dicts_of, packed_state, reduce_args
 from .walk import only_tensors
 
@@ -52,8 +53,8 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     try:
         state = _sent_state(d)
         if is_plain(d, state[2]):
-            return reduce_args(d, state)
-        data = _dumps(_Pickler, d)
+            return reduce_args(_by_file(d), state)
+        data = _dumps(_Pickler, _by_file(d))
     except Exception as error:
         return _in_place_of(d, _named(d, error), error)
     for one in dicts_of(d):
@@ -70,6 +71,13 @@ def _sent_state(d: TreeDict[Any]) -> PackedState:
     if buffer.untyped_storage().is_shared():  # the receiver must see the same memory
         return buffer, specs, numbers
     return host_array(buffer).tobytes(), specs, numbers
+
+
+def _by_file(d: TreeDict[Any]) -> TreeDict[Any]:
+    """``d``, with a reference in place of each large tensor of a mapped file: another process maps the file again."""
+    if not is_any_mapped() or not any(map(is_candidate, d._tensors())):
+        return d
+    return d._map_tensors(by_file, d._device)
 
 
 def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:

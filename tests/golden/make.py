@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tensordict_lite import DeviceDict, Hashing, Tokenizer, Utf8, Vocabulary
+from tensordict_lite import DeviceDict, Hashing, RowWriter, Tokenizer, Utf8, Vocabulary
 
 HERE = Path(__file__).parent
 
@@ -78,6 +78,25 @@ def rows() -> Any:
     return DeviceDict({"x": [1, 2]}).rows
 
 
+def table() -> DeviceDict:
+    """The rows of a table: strings, an encoder, nesting, and a dtype that is stored as pairs."""
+    encoders = {"colour": Vocabulary(["red", "green"]), "name": Utf8(6)}
+    data = {
+        "colour": ["green", "red"],
+        "name": ["Ada", "Bo"],
+        "n": {"z/1": torch.tensor([1 + 2j, 3], dtype=torch.complex128), "e": {}},
+    }
+    return DeviceDict(data, encoders=encoders, dtype=torch.float64)
+
+
+TABLE = "table-1"
+
+
+def save_table(folder: Path) -> None:
+    with RowWriter(folder / TABLE, like=table()) as writer:
+        writer.write(table())
+
+
 PICKLED = {"unpacked": unpacked, "packed": packed, "kept": kept, "tokenizer": tokenizer, "rows": rows}
 PROTOCOLS = (2, 3, 4, 5)
 VERSION = 2
@@ -96,4 +115,5 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
     for name, make in MAKE.items():
         make().save(folder / name)
+    save_table(folder)
     save_pickles(folder, VERSION)

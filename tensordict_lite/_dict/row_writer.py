@@ -1,0 +1,305 @@
+"""`RowWriter`: append rows to a table on disk. Values are converted as by ``d[key] = value``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import Self
+
+from .._encoders.protocol import StringEncoder, padding
+from .._errors import Path, described, dotted, dtype_name
+from .._files.atomic_write import FilePath
+from .._files.table_writer import TableWriter, create_table, open_table
+from .._memory.device import CPU
+from .._memory.transfer import transfer
+from .._tree.policy import Encoders
+from .._tree.tree import TreeDict
+from .._tree.walk import Items, as_dict
+from .device_dict import DeviceDict
+from .insert import insert
+from .rows import Rows
+
+
+class RowWriter:
+    """Write a table on disk row by row. The table may be larger than the memory. Needs ``safetensors``.
+
+    A table is a folder: one safetensors file for each column, and ``table.json`` with the schema and the row count.
+    ``load(folder)`` maps the columns into memory.
+
+    - ``writer.write(batch)``: append the rows of a batch, or one row.
+    - ``writer.flush()``: make all rows visible and durable, at once.
+    - ``writer.close()``: flush, and release the table. ``with RowWriter(...) as writer:`` closes it.
+    - ``len(writer)``: the number of rows, including rows that are not flushed.
+
+    After a crash, the table has every row of the last `flush`, and it shows no part of a row. The next writer removes
+    what the crash left. One writer at a time can open a table. Any number of readers can load it at the same time.
+
+    Args:
+        folder: the folder of the table. It is created if it does not exist.
+        like: a batch with the fields of a new table: a `DeviceDict`, or a mapping that is converted to one. It gives
+            the keys, dtypes, shapes of a row, options and encoders. Its rows are not written. The folder must be empty.
+            A column of strings gets the width of this batch. Choose a width with ``Utf8(max_length)`` as the encoder.
+        append: True: append to the table in ``folder``.
+        encoders: string encoders for ``like``, or in place of those of the table, as in `DeviceDict` and `load`.
+
+    Raises: `FileExistsError` for ``like`` if the folder is not empty; ``FileNotFoundError`` or ``IsADirectoryError``
+    for ``append`` if there is no table; ``BlockingIOError`` if another writer has opened the table; `InvalidFileError`
+    for a damaged table; ``TypeError`` for fields that files do not hold, as `DeviceDict.save`; ``ImportError`` without
+    safetensors; ``OSError``.
+    Cost: 4 MiB of memory for buffers (more for rows over 4 MiB), allocated at the first `write`.
+
+    >>> import tempfile
+    >>> from tensordict_lite import RowWriter, Utf8, load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first = DeviceDict({"x": [1.0, 2.0], "name": ["Ada", "Bo"]}, encoders={"name": Utf8(8)})
+    ...     with RowWriter(f"{folder}/people", like=first) as writer:
+    ...         writer.write(first)
+    ...         writer.write({"x": 3.0, "name": "Grace"})
+    ...     table = load(f"{folder}/people")
+    ...     table.rows[[2, 0]].decode("name"), table["x"]
+    (['Grace', 'Ada'], tensor([1., 2., 3.]))
+    """
+
+    def __init__(
+        self,
+        folder: FilePath,
+        like: Items | Rows[Any] | None = None,
+        *,
+        append: bool = False,
+        encoders: Encoders | None = None,
+    ) -> None:
+        if append == (like is not None):
+            raise TypeError("RowWriter takes like=, a batch with the fields of a new table, or append=True; give one")
+        if like is None:
+            self._writer, fields = open_table(folder, DeviceDict, encoders)
+        else:
+            fields = _empty(like, encoders)
+            self._writer = create_table(folder, fields)
+        self._fields: TreeDict[Any] = fields
+
+    _writer: TableWriter | None = None  # until the constructor has set it
+
+    def write(self, rows: Items | Rows[Any]) -> None:
+        """Append the rows of a batch, or one row. If a value does not fit, no row is appended.
+
+        Values are converted as by ``d[key] = value``, on any device, and cast as by ``d.rows[i] = row``. Strings are
+        padded to the width of their column. The values are copied, so you can change them afterwards.
+
+        Args:
+            rows: a mapping with the fields of the table, all of them, a `DeviceDict`, or the ``rows`` of one. Each
+                value has the rows as its first dimension. Without this dimension in any value, the mapping is one row.
+
+        Raises: ``ValueError`` that names the field, for keys, shapes, dtypes, encoders and strings that do not fit; the
+            errors of ``d[key] = value``; ``OSError``, for example for a full disk; ``ValueError`` if the writer is
+            closed.
+        Cost: one copy into a buffer. A full buffer is written to the files. Larger batches are written directly.
+
+        >>> import tempfile
+        >>> from tensordict_lite import RowWriter
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with RowWriter(folder, like={"x": [[1.0, 2.0]]}) as writer:
+        ...         writer.write({"x": [1.0, 2.0, 3.0]})
+        Traceback (most recent call last):
+        ...
+        ValueError: 'x': expected rows [..., 2] or one row [2], got float32[3]
+        """
+        found = _Found()
+        _collect(self._fields, _data(rows), (), found)
+        tensors = found.tensors
+        if not all(tensor.is_cpu for tensor in tensors):
+            tensors = transfer(tensors, CPU)
+        if found.count is None:
+            tensors = [tensor.unsqueeze(0) for tensor in tensors]
+        self._table.append(tensors, 1 if found.count is None else found.count)
+
+    def flush(self) -> None:
+        """Make all rows visible to `load`, and durable: they survive a crash of the machine.
+
+        Raises: ``OSError``, for example for a full disk. Then the table has the rows of the last `flush` that
+        returned, and you can call `flush` again. ``ValueError`` if the writer is closed.
+        Cost: waits for the disk, once for each column. Call it every few seconds, not for each row.
+        """
+        self._table.flush()
+
+    def close(self) -> None:
+        """Flush, and let another writer open the table. Raises ``OSError`` as `flush`. A second call does nothing."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def __len__(self) -> int:
+        return self._table.rows
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        writer = self._writer
+        if writer is not None and not writer.closed:
+            if writer.is_mine:
+                warnings.warn(
+                    f"a RowWriter of {writer.folder!r} was not closed; rows after the last flush are lost",
+                    ResourceWarning,
+                    stacklevel=2,
+                    source=self,
+                )
+            writer.release()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a RowWriter cannot be pickled; send the folder, and load it there")
+
+    def __repr__(self) -> str:
+        writer = self._table
+        return f"RowWriter({writer.folder!r}, {writer.rows} rows{', closed' if writer.closed else ''})"
+
+    @property
+    def _table(self) -> TableWriter:
+        return cast(TableWriter, self._writer)
+
+
+class _Found:
+    """The tensors of a batch, in the order of the columns, and the number of rows."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.count: int | None = None
+        """None for one row without a dimension for the rows."""
+        self.first: Path | None = None
+        """The path of the first field."""
+
+
+def _data(given: Any) -> Mapping[str, Any]:
+    """A mapping of the fields of a batch. A `DeviceDict` stays one, since it has encoders."""
+    if isinstance(given, Rows):
+        given = cast("Rows[TreeDict[Any]]", given)._dict
+    return cast("TreeDict[Any]", given) if isinstance(given, TreeDict) else as_dict(given)
+
+
+def _empty(like: Any, encoders: Encoders | None) -> DeviceDict[Any]:
+    """A dict on the CPU with the fields of ``like``, without rows."""
+    data: Any = _data(like)
+    d = cast("DeviceDict[Any]", data)
+    if encoders is not None or not isinstance(data, DeviceDict):
+        d = DeviceDict[Any](data, encoders=encoders)
+    len(d.rows)  # raises if the fields disagree
+    return d._map_tensors(_without_rows, CPU)
+
+
+def _without_rows(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return tensor  # refused by `create_table`, which names the field
+    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+
+
+def _collect(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _Found) -> None:
+    """Convert and validate the values for the columns below ``fields``. Append them to ``found``."""
+    if fields.keys() != given.keys():
+        _refuse_keys(fields, given, at)
+    encoders: Mapping[str, StringEncoder] = given._policy.encoders if isinstance(given, TreeDict) else {}
+    tensors, count = found.tensors, found.count
+    for key, column in fields.items():
+        value = given[key]
+        # Most values fit as they are: a plain tensor of rows, as many as in the first field.
+        if (
+            type(value) is Tensor
+            and type(column) is Tensor
+            and value.dtype is column.dtype
+            and value.is_cpu
+            and not value.is_nested
+            and value.dim() == column.dim()
+            and value.shape[0] == count
+            and value.shape[1:] == column.shape[1:]
+            and value.layout is torch.strided
+            and key not in encoders
+            and not value.requires_grad
+        ):
+            tensors.append(value)
+            continue
+        path = (*at, key)
+        encoder = fields._policy.encoders.get(key)
+        if key in encoders and encoder is not None and encoders[key] != encoder:
+            raise ValueError(f"{dotted(path)} is encoded with {encoder!r}, the given value with {encoders[key]!r}")
+        if not isinstance(value, Tensor) and not (isinstance(value, Mapping) and isinstance(column, TreeDict)):
+            value = _converted(fields, key, value, at)
+        if isinstance(column, TreeDict) and isinstance(value, Mapping):
+            _collect(cast("TreeDict[Any]", column), cast("Mapping[str, Any]", value), path, found)
+        elif isinstance(column, Tensor) and isinstance(value, Tensor):
+            _add(column, value, encoder, path, found)
+            count = found.count
+        else:
+            what = "a nested dict" if isinstance(column, TreeDict) else "a column"
+            raise ValueError(f"{dotted(path)} is {what} in this table, got {described(value)}")
+
+
+def _converted(fields: TreeDict[Any], key: str, value: Any, at: Path) -> Any:
+    """The value that ``d[key] = value`` would store in a dict like ``fields``."""
+    into = fields._untyped_subset(())
+    into._policy = replace(fields._policy, on_mismatch="move")
+    insert(into, {key: value}, at=at)
+    return into[key]
+
+
+def _refuse_keys(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> NoReturn:
+    missing = [key for key in fields if key not in given]
+    extra = [key for key in given if key not in fields]
+    lacks = f"lack {dotted((*at, missing[0]))}" if missing else ""
+    has = f"have {dotted((*at, extra[0]))}, which is not in the table" if extra else ""
+    raise ValueError(f"rows have all fields of the table; these {' and '.join(filter(None, (lacks, has)))}")
+
+
+def _add(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path, found: _Found) -> None:
+    """Validate a tensor for ``column``, which is [0, *shape of a row], and append it to ``found``."""
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+        what = "on meta, without values" if value.is_meta else "sparse, nested or quantized"
+        raise TypeError(f"{dotted(path)} is {what}, and tables hold dense tensors; convert it first")
+    value = value.detach()
+    shape = column.shape[1:]
+    lead = value.dim() - len(shape)
+    if value.dtype is not column.dtype and not torch.can_cast(value.dtype, column.dtype):
+        raise ValueError(
+            f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into a column of "
+            f"{dtype_name(column.dtype)}; convert it first"
+        )
+    if lead in (0, 1) and value.shape[lead:] != shape:
+        value = _padded(column, value, encoder, path)
+    if lead not in (0, 1) or value.shape[lead:] != shape:
+        row = ", ".join(map(str, shape))
+        raise ValueError(
+            f"{dotted(path)}: expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}], "
+            f"got {described(value)}"
+        )
+    count = value.shape[0] if lead else None
+    if found.first is None:
+        found.first, found.count = path, count
+    elif count != found.count:
+        raise ValueError(f"{dotted(path)} has {_rows(count)}, and {dotted(found.first)} has {_rows(found.count)}")
+    found.tensors.append(value)
+
+
+def _padded(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path) -> Tensor:
+    """Pad the codes of strings to the width of their column."""
+    number = padding(encoder, column, value)
+    if number is None:
+        return value
+    width, given = column.shape[-1], value.shape[-1]
+    if given > width:
+        raise ValueError(
+            f"{dotted(path)}: a string of {given} bytes does not fit this column of {width}; create the table with "
+            f"encoders={{{path[-1]!r}: Utf8(max_length)}}"
+        )
+    return F.pad(value, (0, width - given), value=number)
+
+
+def _rows(count: int | None) -> str:
+    return "no dimension for rows" if count is None else f"{count} row{'' if count == 1 else 's'}"

@@ -1,0 +1,266 @@
+"""Tables: folders that hold the rows of a dict, one safetensors file for each column, and read them.
+
+``table.json`` has the schema and the row count, and it is replaced atomically. Its row count alone says which rows the
+table has. A column file may hold more rows than that, from a writer that has not called ``flush`` yet.
+
+A column file starts with a safetensors header of fixed size, so that the writer can replace the header in place. The
+rows follow. Safetensors accepts a file only if its header describes all of its bytes. So the header describes the bytes
+after the last row as a second tensor, ``unused``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import count
+from math import prod
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .._errors import Path, dtype_name
+from .._memory.buffer import DTYPES
+from .._memory.layout import row_major
+from .._memory.mapped import map_append_only
+from .._memory.packed import MAX_DIMENSIONS
+from .._memory.transfer import transfer
+from .._tree.policy import Encoders, Policy
+from .atomic_write import FilePath
+from .manifest import Reader, choose_from, invalid
+from .safetensors import (
+    MAX_MANIFEST,
+    PAIRS,
+    as_paths,
+    import_library,
+    invalid_file,
+    is_too_long,
+    open_regular,
+)
+
+INDEX = "table.json"
+"""The file with the schema and the row count."""
+VERSION = 1
+UNUSED = "unused"
+"""The name of the bytes after the last row, in the header of a column."""
+_PAGE = 4096
+"""The size of a header is a multiple of this. So a new header lies in the same block of the disk as the old header."""
+_DIGITS = 19
+"""The width of each number in a header. The largest int64 has this many digits."""
+_FILE = re.compile(r"\w[\w.~-]{0,150}\.safetensors", re.ASCII)
+_ATTEMPTS = 3
+"""How often a header is read. A writer may replace the header while it is read."""
+
+
+class Column(NamedTuple):
+    """One column of a table."""
+
+    file: str
+    """The name of its file, in the folder."""
+    name: str
+    """The name of its tensor in the file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """The shape of one row."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one row."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def header_size(self) -> int:
+        """The size of the header in bytes. The first row follows the header."""
+        return -(-(8 + len(self._header_text(0, 0, unused=True))) // _PAGE) * _PAGE
+
+    def header(self, rows: int, unused: int) -> bytes:
+        """The header of a file with this many rows, and ``unused`` bytes after them."""
+        size = self.header_size - 8
+        return size.to_bytes(8, "little") + self._header_text(rows, unused, unused=unused > 0).ljust(size)
+
+    def describes(self, header: object, rows: int) -> bool:
+        """Whether a parsed header describes this column with ``rows`` rows or more."""
+        entry = cast("dict[Any, Any]", header).get(self.name) if isinstance(header, dict) else None
+        shape = cast("dict[Any, Any]", entry).get("shape") if isinstance(entry, dict) else None
+        found: Any = cast("list[Any]", shape or [None])[0] if isinstance(shape, list) else None
+        if type(found) is not int or found < rows:
+            return False
+        return entry == json.loads(self._header_text(found, 0, unused=False))[self.name]
+
+    def _header_text(self, rows: int, free: int, *, unused: bool) -> bytes:
+        # Each number has the same width in every header, so a program that reads while a writer replaces the header
+        # finds valid JSON.
+        pair = PAIRS.get(dtype_name(self.dtype))
+        shape = "".join(f",{size}" for size in (self.shape if pair is None else (*self.shape, 2)))
+        end = rows * self.nbytes
+        text = f'{{{json.dumps(self.name)}:{{"dtype":"{_code(pair or self.dtype)}","shape":[{rows:{_DIGITS}}{shape}],'
+        text += f'"data_offsets":[0,{end:{_DIGITS}}]}}'
+        if unused:
+            name = UNUSED if self.name != UNUSED else f"{UNUSED}~2"
+            text += f',"{name}":{{"dtype":"U8","shape":[{free:{_DIGITS}}],'
+            text += f'"data_offsets":[{end:{_DIGITS}},{end + free:{_DIGITS}}]}}'
+        return f"{text}}}".encode()
+
+
+@cache
+def _code(dtype: torch.dtype) -> str:
+    """The name of a dtype in safetensors files."""
+    return import_library().TensorSpec(dtype=dtype_name(dtype), shape=[], data_ptr=0, data_len=0).dtype
+
+
+class Index(NamedTuple):
+    """The content of ``table.json``. The manifest is not validated."""
+
+    rows: int
+    columns: list[Column]
+    manifest: Any
+
+
+def choose_names(names: Sequence[str]) -> list[str]:
+    """A file name for each column. Names that differ only in their case are made different."""
+    taken: set[str] = set()
+    files: list[str] = []
+    for name in names:
+        plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:100]
+        plain = plain if re.match(r"\w", plain, re.ASCII) else f"_{plain}"
+        file = next(f for n in count(1) if (f := plain if n == 1 else f"{plain}~{n}").casefold() not in taken)
+        taken.add(file.casefold())
+        files.append(f"{file}.safetensors")
+    return files
+
+
+def index_text(columns: Sequence[Column], manifest: Any) -> tuple[str, str]:
+    """The text of ``table.json`` before and after the row count. Raises ``ValueError`` if it is too long to be read."""
+    listed = [
+        {"file": one.file, "name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape)}
+        for one in columns
+    ]
+    rest = json.dumps({"columns": listed, "manifest": manifest}, separators=(",", ":"))
+    if is_too_long(rest + 100 * "["):
+        raise ValueError(
+            f"the structure and encoders of this table take {len(rest)} characters, and a file holds {MAX_MANIFEST}; "
+            "use fewer fields, or give large encoders a registered name of their own"
+        )
+    return f'{{"version":{VERSION},"rows":', f",{rest[1:]}"
+
+
+def read_index(folder: str) -> Index:
+    """Read and validate ``table.json``. Call it inside `invalid_file`.
+
+    Raises ``IsADirectoryError`` for a folder that is no table, and `InvalidManifest`.
+    """
+    path = os.path.join(folder, INDEX)
+    try:
+        file = open_regular(path)
+    except FileNotFoundError as error:
+        message = f"{os.strerror(errno.EISDIR)}, and no table: it has no {INDEX}"
+        raise IsADirectoryError(errno.EISDIR, message, folder) from error
+    with file:
+        text = file.read(MAX_MANIFEST + 1).decode()
+    if is_too_long(text):
+        invalid(f"its {INDEX} is too long")
+    data: Any = json.loads(text)
+    version = cast("dict[Any, Any]", data).get("version") if isinstance(data, dict) else None
+    if type(version) is not int:
+        invalid(f"its {INDEX} has no version")
+    if version != VERSION:
+        invalid(f"its version is {version}, and this package reads version {VERSION}; update the package")
+    fields = cast("dict[str, Any]", data)
+    if set(fields) != {"version", "rows", "columns", "manifest"}:
+        invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
+    rows, listed = fields["rows"], fields["columns"]
+    if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
+        invalid(f"the row count or the columns in its {INDEX} are damaged")
+    columns = [_column(entry) for entry in cast("list[Any]", listed)]
+    if not columns:
+        invalid("it has no columns")
+    if len({column.file.casefold() for column in columns}) != len(columns):
+        invalid("two columns have the same file")
+    return Index(rows, columns, fields["manifest"])
+
+
+def _column(entry: Any) -> Column:
+    if not isinstance(entry, dict) or set(cast("dict[Any, Any]", entry)) != {"file", "name", "dtype", "shape"}:
+        invalid("a column is not described by file, name, dtype and shape")
+    fields = cast("dict[str, Any]", entry)
+    file, name, dtype, shape = fields["file"], fields["name"], fields["dtype"], fields["shape"]
+    if type(file) is not str or not _FILE.fullmatch(file) or type(name) is not str:
+        invalid(f"{file!r:.60} is no name of a column file")
+    if type(dtype) is not str or dtype not in DTYPES:
+        invalid(f"{dtype!r:.60} is no dtype of a column")
+    sizes = cast("list[Any]", shape if isinstance(shape, list) else [None])
+    if len(sizes) >= MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+        invalid(f"the shape of the column {name[:60]!r} is damaged")
+    return Column(file, name, DTYPES[dtype], tuple(sizes))
+
+
+def read(
+    cls: Any,
+    path: FilePath,
+    device: torch.device,
+    keys: Sequence[str | Path] | None,
+    encoders: Encoders | None,
+) -> Any:
+    """Load the table in a folder as a dict of class ``cls``, without validating it against the class."""
+    library = import_library()
+    paths = None if keys is None else as_paths(keys)
+    Policy().override(encoders)  # raises for an invalid argument, before any error can blame the table
+    folder = os.path.abspath(os.fsdecode(path))
+    with invalid_file(folder, library.SafetensorError, RuntimeError):
+        index = read_index(folder)
+        reader = Reader(index.manifest, len(index.columns), encoders)
+        if paths is not None:
+            reader.keep(paths, folder)
+        tensors = [_map_column(folder, index.columns[i], index.rows) for i in reader.numbers]
+    moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
+    with invalid_file(folder, library.SafetensorError):
+        return reader.build(choose_from(cls), moved.__getitem__, device, own=False)
+
+
+def _map_column(folder: str, column: Column, rows: int) -> Tensor:
+    """Map the rows of one column into memory."""
+    shape = (rows, *column.shape)
+    if not rows:  # a writer that was killed while it created the table may have left files out
+        return torch.empty(shape, dtype=column.dtype, device="cpu")
+    with open_column(folder, column) as file:
+        check_size(file, column, rows)
+        _check_header(file, column, rows)
+        start, nbytes = column.header_size, rows * column.nbytes
+        if not nbytes:
+            return torch.empty(shape, dtype=column.dtype, device="cpu")
+        memory = map_append_only(file.fileno(), os.path.join(folder, column.file), start + nbytes)
+        empty: Any = torch.empty(0, dtype=column.dtype, device="cpu")
+        # A slice of the mapping is a storage of its own, so pickle writes no header.
+        return empty.set_(memory[start : start + nbytes], 0, shape, row_major(shape))
+
+
+def open_column(folder: str, column: Column) -> BinaryIO:
+    """Open the file of a column. Raises `InvalidManifest` if it is missing."""
+    try:
+        return open_regular(os.path.join(folder, column.file))
+    except FileNotFoundError:
+        invalid(f"the file {column.file!r} is missing")
+
+
+def check_size(file: BinaryIO, column: Column, rows: int) -> None:
+    """Raise `InvalidManifest` unless the file is large enough for the rows, behind a header of the right size."""
+    start, found = column.header_size, os.fstat(file.fileno()).st_size
+    if found < start + rows * column.nbytes:
+        invalid(f"{column.file!r} has {found} bytes, and {rows} rows take {start + rows * column.nbytes}")
+    file.seek(0)
+    if int.from_bytes(file.read(8), "little") != start - 8:
+        invalid(f"{column.file!r} has another header than its column")
+
+
+def _check_header(file: BinaryIO, column: Column, rows: int) -> None:
+    for _ in range(_ATTEMPTS):
+        file.seek(8)
+        with suppress(ValueError):
+            if column.describes(json.loads(file.read(column.header_size - 8)), rows):
+                return
+    invalid(f"the header of {column.file!r} does not describe {rows} rows of {dtype_name(column.dtype)}")

@@ -1,0 +1,184 @@
+"""Map files into memory, and send a tensor of a mapped file to another process as the name of the file.
+
+A tensor of a private mapping behaves as any tensor: a write changes the memory of this process, not the file. Pages are
+read from the disk on first use, and the system may drop them again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+import weakref
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SMALLEST = 1 << 20
+"""The size in bytes from which a tensor is sent by the name of its file. A smaller tensor is sent faster by value."""
+_PAGES = 1 << 17
+"""Entries of the page map that are read at a time."""
+_KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64")
+_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _KNOWN else 0)
+"""The flag for a mapping that may be larger than the memory. Python before 3.12 has no name for it."""
+
+
+class _Source(NamedTuple):
+    """A mapped file, and the addresses where it is mapped."""
+
+    path: str
+    device: int
+    inode: int
+    start: int
+    nbytes: int
+    storage: weakref.ref[torch.UntypedStorage]
+
+
+_sources: dict[int, _Source] = {}
+"""The mappings of `map_append_only` that are in use, by their first address."""
+
+
+def map_file(descriptor: int, nbytes: int) -> torch.UntypedStorage:
+    """Map the first ``nbytes`` bytes of an open file, at least one. A write changes the memory and never the file.
+
+    The file may be larger than the memory of the machine. Raises ``OSError``.
+    """
+    linked = f"/proc/self/fd/{descriptor}"
+    if os.path.exists(linked):
+        # torch keeps no descriptor open. The system refuses such a mapping if it is larger than the memory.
+        with suppress(RuntimeError):
+            return cast(Any, torch.UntypedStorage).from_file(linked, False, nbytes)
+    if _NORESERVE:
+        flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        memory = mmap.mmap(descriptor, nbytes, flags=flags, prot=access)
+    else:
+        memory = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def map_append_only(descriptor: int, path: str, nbytes: int) -> torch.UntypedStorage:
+    """As `map_file`, for a file whose first ``nbytes`` bytes never change. Another process then maps the file again.
+
+    ``path``: the path of the file. Other files are sent by value: torch shares the memory of a tensor that it sends.
+    """
+    storage = map_file(descriptor, nbytes)
+    found = os.fstat(descriptor)
+    start = storage.data_ptr()
+    source = _Source(os.path.realpath(path), found.st_dev, found.st_ino, start, nbytes, weakref.ref(storage))
+    _sources[start] = source
+    weakref.finalize(storage, _forget, source).atexit = False
+    return storage
+
+
+def _forget(source: _Source) -> None:
+    if _sources.get(source.start) is source:  # the address may belong to a newer mapping
+        del _sources[source.start]
+
+
+def is_any_mapped() -> bool:
+    """Whether `by_file` may return a reference for any tensor."""
+    return bool(_sources)
+
+
+def is_candidate(tensor: Tensor) -> bool:
+    """Whether `by_file` may return a reference for ``tensor``. A quick test, since every batch of a worker takes it."""
+    return bool(_sources) and type(tensor) is Tensor and tensor.is_cpu and _size(tensor) >= _SMALLEST
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided and not tensor.is_nested else 0
+
+
+def by_file(tensor: Tensor) -> Any:
+    """What to pickle for another process on this machine: the tensor, or a `_Reference` if a mapped file holds it.
+
+    The tensor itself, if the file was replaced or deleted, or if this process wrote to the memory of the tensor.
+    """
+    if not is_candidate(tensor) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    storage = tensor.untyped_storage()
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    for source in list(_sources.values()):
+        if source.start <= address and address + nbytes <= source.start + source.nbytes:
+            if not _is_current(source) or _is_written(tensor):
+                return tensor
+            return _Reference(source, address - source.start, nbytes, tensor)
+    return tensor
+
+
+class _Reference:
+    """Pickles as the name of a file and a place in it. Unpickling gives the tensor."""
+
+    def __init__(self, source: _Source, offset: int, nbytes: int, tensor: Tensor) -> None:
+        view = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        self._args = source.path, source.device, source.inode, offset, nbytes, *view
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return map_again, self._args
+
+
+def map_again(
+    path: str,
+    device: int,
+    inode: int,
+    offset: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    first: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> Tensor:
+    """The tensor of a `_Reference`, in the process that receives it. The file is mapped once.
+
+    Raises ``OSError`` if the file was removed or replaced since it was sent.
+    """
+    for source in list(_sources.values()):
+        memory = source.storage()
+        if memory is not None and (source.device, source.inode) == (device, inode) and offset + nbytes <= source.nbytes:
+            out = _view(memory, offset, nbytes, dtype, first, shape, stride)
+            if not _is_written(out):  # this process may have written to its own mapping
+                return out
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno())
+        if (found.st_dev, found.st_ino) != (device, inode) or found.st_size < offset + nbytes:
+            raise OSError(f"{path!r} was replaced after a dict that maps it was sent to this process; load it here")
+        memory = map_append_only(file.fileno(), path, offset + nbytes)
+    return _view(memory, offset, nbytes, dtype, first, shape, stride)
+
+
+def _view(memory: Any, offset: int, nbytes: int, dtype: torch.dtype, first: int, *shape_and_stride: Any) -> Tensor:
+    empty: Any = torch.empty(0, dtype=dtype, device="cpu")
+    return empty.set_(memory[offset : offset + nbytes], first, *shape_and_stride)
+
+
+def _is_current(source: _Source) -> bool:
+    with suppress(OSError):
+        found = os.stat(source.path)
+        return (found.st_dev, found.st_ino) == (source.device, source.inode)
+    return False
+
+
+def _is_written(tensor: Tensor) -> bool:
+    """Whether this process wrote to this part of a private mapping; True if the system does not tell.
+
+    The system gives this process a copy of a page when it writes to the page. Linux lists the pages in ``/proc``.
+    """
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    last = (tensor.data_ptr() + elements * tensor.itemsize - 1) // mmap.PAGESIZE + 1
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            for start in range(first, last, _PAGES):
+                pages.seek(8 * start)
+                entries = np.frombuffer(pages.read(8 * min(_PAGES, last - start)), dtype=np.uint64)
+                used = entries >> np.uint64(62) != 0  # in memory, or swapped out
+                copied = entries & np.uint64(1 << 61) == 0  # not a page of a file
+                if bool((used & copied).any()):
+                    return True
+    except OSError:
+        return True
+    return False

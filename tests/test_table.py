@@ -1,0 +1,770 @@
+"""Tables on disk: what a writer accepts, what a reader sees, and what a damaged folder does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import GOLDEN
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from tensordict_lite import (
+    DeviceDict,
+    Hashing,
+    InvalidFileError,
+    RowWriter,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    collate,
+    load,
+)
+from tensordict_lite._files import table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._memory import mapped  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._memory.buffer import DTYPES  # pyright: ignore[reportPrivateUsage]
+
+sys.path.insert(0, str(GOLDEN))
+import make  # pyright: ignore[reportMissingImports]
+
+SPECIES = Vocabulary(["cat", "dog"])
+
+
+class Obs(TypedDeviceDict):
+    state: Tensor
+
+
+class Step(TypedDeviceDict):
+    x: Tensor
+    obs: Obs
+    w: Tensor | None = None
+
+
+def sample(count: int = 3, first: int = 0) -> DeviceDict:
+    i = torch.arange(first, first + count)
+    return DeviceDict(
+        {
+            "x": torch.stack([i, -i], 1).float(),
+            "name": [f"row {n}" for n in i.tolist()],
+            "species": ["cat" if n % 2 else "dog" for n in i.tolist()],
+            "n": {"z": i.to(torch.complex128) * 1j, "empty": {}},
+        },
+        encoders={"name": Utf8(12), "species": SPECIES},
+    )
+
+
+def written(folder: Path, d: Any, *batches: Any) -> Path:
+    with RowWriter(folder, like=d) as writer:
+        for batch in batches or (d,):
+            writer.write(batch)
+    return folder
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_writer, "BUFFER", 500)
+    monkeypatch.setattr(table_writer, "_LEAST_ROOM", 100)
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("sizes", [(3,), (1, 2, 3, 500, 0, 7), (1000,), (1,) * 50])
+    def test_batches_of_any_size(self, tmp_path: Path, small_buffers: None, sizes: tuple[int, ...]) -> None:
+        with RowWriter(tmp_path / "t", like=sample()) as writer:
+            for size in sizes:
+                writer.write(sample(size, len(writer)))
+        table = load(tmp_path / "t")
+        assert table == sample(sum(sizes)) and table.encoders == sample().encoders
+        assert table.rows[-1].decode("name") == f"row {sum(sizes) - 1}"
+        table._check()
+
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    def test_every_dtype(self, tmp_path: Path) -> None:
+        d = DeviceDict(
+            {name: torch.arange(8).reshape(4, 2).to(torch.float32).to(dtype) for name, dtype in DTYPES.items()}
+        )
+        again = load(written(tmp_path / "t", d))
+        for name, value in d.items():
+            assert again[name].dtype == value.dtype
+            assert torch.equal(again[name].view(torch.uint8), value.view(torch.uint8))
+
+    def test_rows_one_by_one(self, tmp_path: Path) -> None:
+        d = sample(5)
+        with RowWriter(tmp_path / "t", like=d) as writer:
+            for row in d.rows:
+                writer.write(row)
+            writer.write({"x": [5, -5], "name": "row 5", "species": "cat", "n": {"z": 5j, "empty": {}}})
+            writer.write(sample(2, 6).rows)
+            writer.write({**sample(2, 8), "name": ["row 8", "row 9"], "species": ["dog", "cat"]})
+        assert load(tmp_path / "t") == sample(10)
+
+    def test_appending_to_a_table(self, tmp_path: Path, small_buffers: None) -> None:
+        folder = written(tmp_path / "t", sample(3))
+        for first in (3, 203):
+            with RowWriter(folder, append=True) as writer:
+                assert len(writer) == first
+                writer.write(sample(200, first))
+        assert load(folder) == sample(403)
+
+    def test_values_are_copied(self, tmp_path: Path) -> None:
+        x = torch.zeros(2, 1)
+        with RowWriter(tmp_path / "t", like={"x": x}) as writer:
+            for i in range(3):
+                writer.write({"x": x.fill_(i)})
+        assert load(tmp_path / "t")["x"].flatten().tolist() == [0, 0, 1, 1, 2, 2]
+
+    def test_values_are_converted_and_cast_as_for_rows(self, tmp_path: Path) -> None:
+        like = DeviceDict({"f": torch.zeros(1, dtype=torch.float16), "i": torch.zeros(1, dtype=torch.int32)})
+        with RowWriter(tmp_path / "t", like=like) as writer:
+            writer.write({"f": [1.5, 2], "i": torch.tensor([3, 4])})
+            writer.write({"f": torch.tensor([3.0], requires_grad=True) * 2, "i": [5]})
+            writer.write({"f": torch.arange(8.0).reshape(4, 2)[:, 1], "i": torch.arange(8)[::2]})
+        table = load(tmp_path / "t")
+        assert table["f"].tolist() == [1.5, 2, 6, 1, 3, 5, 7] and table["f"].dtype == torch.float16
+        assert table["i"].tolist() == [3, 4, 5, 0, 2, 4, 6] and table["i"].dtype == torch.int32
+
+    def test_in_inference_mode(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like=sample()) as writer:
+            with torch.inference_mode():
+                writer.write(sample())
+            writer.write(sample(2, 3))
+        assert load(tmp_path / "t") == sample(5)
+
+    def test_views_with_conjugate_bits(self, tmp_path: Path, small_buffers: None) -> None:
+        z = (torch.arange(50) * 1j).to(torch.complex64)
+        assert torch.equal(
+            load(written(tmp_path / "t", {"z": z}, {"z": z.conj()}, {"z": z[:2].conj()}))["z"], torch.cat([-z, -z[:2]])
+        )
+
+    def test_rows_without_bytes(self, tmp_path: Path) -> None:
+        d = DeviceDict({"a": torch.zeros(4, 0), "b": ["", "", "", ""]})
+        assert load(written(tmp_path / "t", d, d, d))["a"].shape == (8, 0)
+
+    def test_no_rows(self, tmp_path: Path) -> None:
+        RowWriter(tmp_path / "t", like=sample()).close()
+        table = load(tmp_path / "t")
+        assert table == sample(0) and len(table.rows) == 0
+
+    def test_names_that_file_systems_refuse(self, tmp_path: Path) -> None:
+        keys = [
+            "a/b",
+            "../c",
+            "",
+            ".",
+            "x" * 300,
+            "X",
+            "x",
+            "ß",
+            "table.json",
+            "unused",
+            "__metadata__",
+            "\ud800",
+            '"',
+            "é",
+        ]
+        d = DeviceDict({key: torch.tensor([i]) for i, key in enumerate(keys)})
+        folder = written(tmp_path / "t", d)
+        assert load(folder) == d and set(os.listdir(tmp_path)) == {"t"}
+        files = [path.name for path in folder.iterdir()]
+        assert len({name.casefold() for name in files}) == len(keys) + 1
+
+    def test_typed(self, tmp_path: Path) -> None:
+        like = Step(x=torch.zeros(2, 3), obs=Obs(state=torch.ones(2)))
+        folder = written(tmp_path / "t", like)
+        table = Step.load(folder)
+        assert type(table) is Step and type(table.obs) is Obs and table.w is None
+        with RowWriter(folder, append=True) as writer:
+            writer.write({"x": [[1, 2, 3]], "obs": {"state": [4]}})
+            with pytest.raises(ValueError, match="have 'w', which is not in the table"):
+                writer.write({"x": [[1, 2, 3]], "obs": {"state": [4]}, "w": [1]})
+        assert Step.load(folder).x[-1].tolist() == [1, 2, 3]
+        written(tmp_path / "other", {"x": [1]})
+        with pytest.raises(TypeError, match="obs"):
+            Step.load(tmp_path / "other")
+
+    def test_keys_device_and_encoders(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        os.unlink(folder / "x.safetensors")
+        assert list(load(folder, keys=["name", ("n", "z")])) == ["name", "n"]
+        assert load(folder, "meta", keys=["name"])["name"].device.type == "meta"
+        assert load(folder, keys=["species"], encoders={"species": Hashing(4)}).encoders["species"] == Hashing(4)
+        with pytest.raises(KeyError, match="nme"):
+            load(folder, keys=["nme"])
+        with pytest.raises(InvalidFileError, match=r"the file 'x.safetensors' is missing"):
+            load(folder)
+
+    def test_the_mapping_is_private(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        table = load(folder)
+        table["x"].zero_()
+        assert load(folder) == sample()
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"x": torch.zeros(3, 3)}, r"^'x': expected rows \[..., 2\] or one row \[2\], got float32\[3, 3\]$"),
+            ({"x": torch.zeros(4, 2)}, r"^'name' has 3 rows, and 'x' has 4 rows$"),
+            ({"x": torch.zeros(2)}, r"^'name' has 3 rows, and 'x' has no dimension for rows$"),
+            ({"x": torch.zeros(3, 2, dtype=torch.complex64)}, "^'x': complex64 cannot be written into a column of float32; convert it first$"),
+            ({"x": {"y": 1}}, "^'x' is a column in this table, got a mapping$"),
+            ({"n": [1, 2, 3]}, r"^'n' is a nested dict in this table, got int64\[3\]$"),
+            ({"n": {"z": [1, 2, 3]}}, "^rows have all fields of the table; these lack 'n.empty'$"),
+            ({"y": [1]}, "^rows have all fields of the table; these have 'y', which is not in the table$"),
+            ({"name": ["a", "b", "thirteen bytes"]}, r"^'name': 'thirteen bytes' is 14 bytes in UTF-8, over max_length=12; raise max_length, strings are never cut$"),
+            ({"name": torch.zeros(3, 14, dtype=torch.uint8)}, r"^'name': a string of 14 bytes does not fit this column of 12; create the table with encoders=\{'name': Utf8\(max_length\)\}$"),
+            ({"species": ["cat", "dog", "cow"]}, "^'species': 'cow' is not among the 2 tokens"),
+            ({"n": {"z": None, "empty": {}}}, "'n.z'"),
+            ({"x": torch.zeros(3, 2).to_sparse()}, "^'x' is sparse, nested or quantized, and tables hold dense tensors; convert it first$"),
+            ({"x": torch.zeros(3, 2, device="meta")}, "^'x' is on meta, without values, and tables hold dense tensors; convert it first$"),
+            ({"x": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, "^'x' is sparse, nested or quantized"),
+        ],
+    )  # fmt: skip
+    def test_a_batch_that_does_not_fit_is_refused_whole(self, tmp_path: Path, change: Any, message: str) -> None:
+        with RowWriter(tmp_path / "t", like=sample()) as writer:
+            writer.write(sample())
+            with pytest.raises((TypeError, ValueError), match=message):
+                writer.write({**sample(), **change})
+            assert len(writer) == 3
+        assert load(tmp_path / "t") == sample()
+
+    def test_another_encoder(self, tmp_path: Path) -> None:
+        with (
+            RowWriter(tmp_path / "t", like=sample()) as writer,
+            pytest.raises(
+                ValueError,
+                match=r"^'species' is encoded with Vocabulary\(\['cat', 'dog'\]\), the given value with Hashing",
+            ),
+        ):
+            writer.write(
+                DeviceDict({**sample(), "species": ["a"] * 3}, encoders={"species": Hashing(4), "name": Utf8(12)})
+            )
+
+    def test_the_width_of_strings_is_that_of_like(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like={"name": ["Ada", "Bo"]}) as writer:
+            writer.write({"name": ["Cy"]})
+            with pytest.raises(ValueError, match=r"^'name': a string of 5 bytes does not fit this column of 3; create"):
+                writer.write({"name": ["Grace"]})
+        with RowWriter(tmp_path / "u", like={"name": ["Ada", "Bo"]}, encoders={"name": Utf8(5)}) as writer:
+            writer.write({"name": ["Grace"]})
+        assert load(tmp_path / "u").decode("name") == ["Grace"]
+
+    def test_a_second_writer(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like=sample()):
+            several: tuple[dict[str, Any], ...] = ({"append": True}, {"like": sample()})
+            for options in several:
+                with pytest.raises(
+                    BlockingIOError, match=r"t' has a RowWriter already, in this process or another; close it first$"
+                ):
+                    RowWriter(tmp_path / "t", **options)
+            program = f"from tensordict_lite import RowWriter; RowWriter({str(tmp_path / 't')!r}, append=True)"
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+            assert "BlockingIOError" in done.stderr
+        RowWriter(tmp_path / "t", append=True).close()
+
+    def test_folders(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "a" / "t", sample())
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(FileExistsError, match=r"t' has a table already; append=True adds rows to it$"):
+            RowWriter(folder, like=sample())
+        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "x").touch()
+        with pytest.raises(FileExistsError, match=r"mine' is not empty; a table needs a folder of its own$"):
+            RowWriter(tmp_path / "mine", like=sample())
+        assert os.listdir(tmp_path / "mine") == ["x"]
+        with pytest.raises(IsADirectoryError, match=r"no table: it has no table.json"):
+            RowWriter(tmp_path / "mine", append=True)
+        with pytest.raises(FileNotFoundError):
+            RowWriter(tmp_path / "none", append=True)
+        with pytest.raises(FileExistsError):
+            RowWriter(tmp_path / "mine" / "x", like=sample())
+
+    def test_fields_that_files_do_not_hold(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="rows need fields that agree on their first dimension"):
+            RowWriter(tmp_path / "t", like={"x": [1, 2], "y": [1]})
+        with pytest.raises(
+            TypeError, match=r"^'o': kept objects cannot be saved, only tensors; pass like=d.drop\('o'\)$"
+        ):
+            RowWriter(tmp_path / "t", like=DeviceDict({"x": [1], "o": object()}, objects="keep"))
+        with pytest.raises(TypeError, match=r"^'x' is sparse, nested or quantized"):
+            RowWriter(tmp_path / "t", like={"x": torch.zeros(2, 2).to_sparse()})
+        with pytest.raises(
+            TypeError, match=r"has no JSON form; register its class with register_encoder; or pass like=d.to_dict\(\)"
+        ):
+            RowWriter(tmp_path / "t", like=DeviceDict({"x": ["a"]}, encoders={"x": lambda s: torch.zeros(len(s))}))
+        assert not (tmp_path / "t").exists()
+        several: tuple[dict[str, Any], ...] = ({}, {"like": sample(), "append": True})
+        for options in several:
+            with pytest.raises(
+                TypeError,
+                match=r"^RowWriter takes like=, a batch with the fields of a new table, or append=True; give one$",
+            ):
+                RowWriter(tmp_path / "t", **options)
+
+    def test_a_closed_writer(self, tmp_path: Path) -> None:
+        writer = RowWriter(tmp_path / "t", like=sample())
+        assert repr(writer) == f"RowWriter({str(tmp_path / 't')!r}, 0 rows)" and bool(writer)
+        writer.close()
+        writer.close()
+        for call in (writer.flush, lambda: writer.write(sample())):
+            with pytest.raises(ValueError, match=r"^this RowWriter is closed$"):
+                call()
+        with pytest.raises(TypeError, match=r"^a RowWriter cannot be pickled; send the folder, and load it there$"):
+            pickle.dumps(writer)
+
+    def test_a_writer_that_is_not_closed(self, tmp_path: Path) -> None:
+        writer = RowWriter(tmp_path / "t", like=sample())
+        writer.write(sample())
+        with pytest.warns(ResourceWarning, match="was not closed; rows after the last flush are lost"):
+            del writer
+        RowWriter(tmp_path / "t", append=True).close()
+
+    @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+    def test_a_forked_process_does_not_write(self, tmp_path: Path) -> None:
+        writer = RowWriter(tmp_path / "t", like=sample())
+        writer.write(sample())
+        pid = os.fork()
+        if not pid:
+            try:
+                with pytest.raises(
+                    RuntimeError, match=r"^this RowWriter belongs to the process that opened it; write there$"
+                ):
+                    writer.flush()
+                writer.close()
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        with pytest.raises(BlockingIOError):
+            RowWriter(tmp_path / "t", append=True)
+        writer.close()
+        assert load(tmp_path / "t") == sample()
+
+    @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+    def test_the_lock_is_released_while_a_forked_process_lives(self, tmp_path: Path) -> None:
+        writer = RowWriter(tmp_path / "t", like=sample())
+        pid = os.fork()
+        if not pid:
+            time.sleep(30)
+            os._exit(0)
+        writer.close()
+        RowWriter(tmp_path / "t", append=True).close()
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+class TestReaders:
+    def test_a_reader_keeps_its_view(self, tmp_path: Path, small_buffers: None) -> None:
+        with RowWriter(tmp_path / "t", like=sample()) as writer:
+            writer.write(sample())
+            assert len(load(tmp_path / "t").rows) == 0
+            writer.flush()
+            table = load(tmp_path / "t")
+            assert table == sample()
+            writer.write(sample(500, 3))
+            assert table == sample() == load(tmp_path / "t")
+            writer.flush()
+            assert table == sample() and load(tmp_path / "t") == sample(503)
+        assert table == sample()
+
+    def test_other_programs_read_every_column(self, tmp_path: Path, small_buffers: None) -> None:
+        def plainly() -> tuple[Tensor, set[str]]:
+            with safe_open(str(tmp_path / "t" / "x.safetensors"), "pt") as file:
+                return file.get_tensor("x"), set(file.keys())
+
+        with RowWriter(tmp_path / "t", like=sample()) as writer:
+            assert len(plainly()[0]) == 0
+            for first in range(0, 900, 100):
+                writer.write(sample(100, first))
+                assert torch.equal(plainly()[0], sample(max(0, first))["x"])  # the rows of the last flush
+                writer.flush()
+                assert torch.equal(plainly()[0], sample(first + 100)["x"])
+            assert plainly()[1] == {"x", "unused"}
+        assert plainly()[1] == {"x"}
+        assert load(tmp_path / "t" / "x.safetensors")["x"].shape == (900, 2)
+
+    @pytest.mark.slow
+    def test_loading_beside_a_writer(self, tmp_path: Path) -> None:
+        folder = tmp_path / "t"
+        program = f"""
+import torch
+from tensordict_lite import RowWriter
+from tensordict_lite._files import table_writer
+table_writer.BUFFER, table_writer._LEAST_ROOM = 20_000, 100
+with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}) as writer:
+    while len(writer) < 60_000:
+        i = torch.arange(len(writer), len(writer) + 100)
+        writer.write({{"i": i, "j": i[:, None].expand(100, 7)}})
+        writer.flush()
+"""
+        with subprocess.Popen([sys.executable, "-c", program]) as process:
+            seen: set[int] = set()
+            while process.poll() is None:
+                if (folder / "table.json").exists():
+                    table = load(folder)
+                    i = torch.arange(len(table.rows))
+                    assert torch.equal(table["i"], i) and torch.equal(table["j"], i[:, None].expand(-1, 7))
+                    seen.add(len(i))
+        assert process.returncode == 0 and len(seen) > 20 and len(load(folder).rows) == 60_000
+
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    @pytest.mark.slow
+    def test_workers(self, tmp_path: Path, method: str) -> None:
+        x = torch.arange(600_000.0).reshape(-1, 2)
+        folder = written(tmp_path / "t", {"x": x, "n": {"i": torch.arange(len(x))}})
+        rows: Any = load(folder).rows
+        loader = DataLoader(
+            Subset(rows, range(0, len(x), 100)), 500, num_workers=2, multiprocessing_context=method, collate_fn=collate
+        )
+        found = [batch for batch in loader]  # noqa: C416
+        assert torch.equal(torch.cat([batch["x"] for batch in found]), x[::100])
+
+    def test_another_process_gets_the_name_of_the_file(self, tmp_path: Path) -> None:
+        x = torch.rand(400_000, 2)
+        folder = written(tmp_path / "t", {"x": x, "n": {"y": x.double()}, "small": x[:, 0].to(torch.bool)})
+        table = load(folder)
+        data = bytes(ForkingPickler.dumps(table.rows))
+        assert len(data) < 4000
+        program = f"""
+import pickle, sys, torch
+rows = pickle.loads(sys.stdin.buffer.read())
+whole = rows[:]
+assert len(rows) == 400_000 and whole["n", "y"][7, 1] == {x[7, 1].item()!r}
+assert "/t/x.safetensors" in open("/proc/self/maps").read()
+whole["x"].zero_()
+"""
+        table = load(folder, keys=["x", "n"])  # the small field is sent by value, in shared memory
+        data = bytes(ForkingPickler.dumps(table.rows))
+        subprocess.run([sys.executable, "-c", program], input=data, check=True)
+        assert torch.equal(table["x"], x)
+        again: Any = pickle.loads(data)
+        assert (
+            again[:] == table and again[:]["x"].untyped_storage().data_ptr() == table["x"].untyped_storage().data_ptr()
+        )
+        again = pickle.loads(ForkingPickler.dumps(table.rows[1:]))
+        assert torch.equal(again["x"], x[1:])
+
+    def test_a_change_in_memory_is_sent_by_value(self, tmp_path: Path) -> None:
+        x = torch.rand(400_000, 2)
+        table = load(written(tmp_path / "t", {"x": x}))
+        sent = bytes(ForkingPickler.dumps(table.rows))
+        table["x"].numpy()[399_999, 1] = -1  # no version counter tells of this
+        assert not isinstance(mapped.by_file(table["x"]), mapped._Reference)
+        assert pickle.loads(ForkingPickler.dumps(table.rows))[-1]["x"][1] == -1
+        assert torch.equal(pickle.loads(sent)[:]["x"], x)  # not the changed mapping of this process
+
+    def test_a_file_that_was_replaced_is_not_mapped_again(self, tmp_path: Path) -> None:
+        x = torch.rand(400_000, 2)
+        folder = written(tmp_path / "t", {"x": x})
+        table = load(folder)
+        sent = bytes(ForkingPickler.dumps(table))
+        shutil.rmtree(folder)
+        assert mapped.by_file(table["x"]) is table["x"]
+        written(folder, {"x": x * 0})
+        assert torch.equal(pickle.loads(sent)["x"], x)  # this process still maps the old file
+        del table
+        with pytest.raises(
+            OSError, match="was replaced after a dict that maps it was sent to this process; load it here"
+        ):
+            pickle.loads(sent)
+        assert not mapped._sources
+
+    def test_a_table_larger_than_the_memory(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like={"x": torch.zeros(1, 1 << 20, dtype=torch.uint8)}) as writer:
+            writer.write({"x": torch.ones(1, 1 << 20, dtype=torch.uint8)})
+        rows = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 2 >> 20
+        column, index = tmp_path / "t" / "x.safetensors", tmp_path / "t" / "table.json"
+        with open(column, "r+b") as file:  # a file with a hole
+            file.truncate(4096 + (rows << 20))
+            file.seek(0)
+            file.write(table_writer.Column("x.safetensors", "x", torch.uint8, (1 << 20,)).header(rows, 0))
+        index.write_text(index.read_text().replace('"rows":1,', f'"rows":{rows},'))
+        table = load(tmp_path / "t")
+        assert len(table.rows) == rows and table["x"][0, -1] == 1 and table["x"][-1, 0] == 0
+        assert len(ForkingPickler.dumps(table.select("x"))) < 3000
+        with safe_open(str(column), "np") as file:  # with "pt", safetensors maps no file that is larger than the memory
+            assert file.get_slice("x").get_shape() == [rows, 1 << 20]
+
+
+def write_on(writer: RowWriter, count: int) -> None:
+    while True:
+        writer.write({"x": torch.ones(count, 1000)})
+
+
+class TestFullDisk:
+    def fill(self, folder: Path, limit: int | None = None) -> None:
+        with RowWriter(folder, like={"x": torch.zeros(1, 1000)}) as writer:
+            writer.write({"x": torch.ones(300, 1000)})
+            writer.flush()
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            try:
+                with pytest.raises(OSError, match=r"; the table keeps the 300 rows of the last flush: ") as caught:
+                    write_on(writer, 400)
+                assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+                held = len(writer)
+                with pytest.raises(OSError, match="the 300 rows"):
+                    write_on(writer, 2000)
+                assert torch.equal(load(folder)["x"], torch.ones(300, 1000))
+                with safe_open(str(folder / "x.safetensors"), "pt") as file:
+                    assert file.get_slice("x").get_shape() == [300, 1000]
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            if limit is None:
+                os.unlink(folder.parent / "ballast")
+            writer.flush()  # now there is room
+            assert len(writer) == held
+        assert torch.equal(load(folder)["x"], torch.ones(held, 1000))
+        assert set(os.listdir(folder)) == {"table.json", "x.safetensors"}
+
+    def test_the_limit_of_a_file(self, tmp_path: Path) -> None:
+        self.fill(tmp_path / "t", 6_000_000)
+
+    def test_a_small_file_system(self, tmp_path: Path) -> None:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(tmp_path)], capture_output=True, check=False
+        )
+        if made.returncode:
+            pytest.skip("cannot mount a file system")
+        try:
+            (tmp_path / "ballast").write_bytes(bytes(13 << 20))
+            self.fill(tmp_path / "t")
+        finally:
+            subprocess.run(["umount", str(tmp_path)], check=True)
+
+    def test_a_close_that_fails_releases_the_table(self, tmp_path: Path) -> None:
+        writer = RowWriter(tmp_path / "t", like={"x": torch.zeros(1, 1000)})
+        writer.write({"x": torch.ones(200, 1000)})
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        try:
+            with pytest.raises(OSError, match="the table keeps the 0 rows of the last flush"):
+                writer.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with RowWriter(tmp_path / "t", append=True) as writer:
+            assert len(writer) == 0
+            writer.write({"x": torch.ones(2, 1000)})
+        assert (tmp_path / "t" / "x.safetensors").stat().st_size == 4096 + 8000
+
+
+def edited(folder: Path, change: Any) -> None:
+    index = json.loads((folder / "table.json").read_text())
+    change(index)
+    (folder / "table.json").write_text(json.dumps(index))
+
+
+def refused(folder: Path, message: str) -> None:
+    for call in (lambda: load(folder), lambda: RowWriter(folder, append=True)):
+        with pytest.raises(InvalidFileError, match=message) as caught:
+            call()
+        assert str(caught.value).startswith(f"{folder}: not a valid file: ")
+
+
+class TestDamaged:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda i: i.update(rows=4), r"has \d+ bytes, and 4 rows take \d+"),
+            (lambda i: i.update(rows=1 << 62), "rows take"),
+            (lambda i: i.update(rows=1 << 63), "the row count or the columns in its table.json are damaged"),
+            (lambda i: i.update(rows=-1), "damaged"),
+            (lambda i: i.update(rows=True), "damaged"),
+            (lambda i: i.update(version=2), "its version is 2, and this package reads version 1; update the package"),
+            (lambda i: i.pop("version"), "has no version"),
+            (lambda i: i.update(more=1), "has other fields than"),
+            (lambda i: i.update(columns=[]), "it has no columns"),
+            (lambda i: i["columns"].pop(), "tree does not have each of the 3 tensors once"),
+            (lambda i: i["columns"][0].update(file="../x.safetensors"), "is no name of a column file"),
+            (lambda i: i["columns"][0].update(file="/etc/passwd"), "is no name of a column file"),
+            (lambda i: i["columns"][0].update(file="name.safetensors"), "two columns have the same file"),
+            (lambda i: i["columns"][0].update(file="none.safetensors"), "the file 'none.safetensors' is missing"),
+            (lambda i: i["columns"][0].update(dtype="float1"), "is no dtype of a column"),
+            (lambda i: i["columns"][0].update(shape=[-1]), "the shape of the column 'x' is damaged"),
+            (lambda i: i["columns"][0].update(shape=[1] * 64), "the shape of the column 'x' is damaged"),
+            (lambda i: i["columns"][0].update(shape=[1 << 62, 1 << 62]), "rows take|overflowed"),
+            (lambda i: i["columns"][0].pop("shape"), "a column is not described by"),
+            (lambda i: i["manifest"].pop("root"), "expected a manifest with the fields"),
+            (lambda i: i.update(manifest=[]), "it has no version"),
+        ],
+    )
+    def test_a_forged_index(self, tmp_path: Path, change: Any, message: str) -> None:
+        folder = written(tmp_path / "t", sample())
+        edited(folder, change)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        refused(folder, message)
+        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    @pytest.mark.parametrize(
+        ("column", "message"),
+        [({"name": "y"}, "header of 'x.safetensors' does not describe 3 rows"), ({"dtype": "int32"}, "describe 3 rows of int32"),
+         ({"shape": [1, 2]}, "does not describe"), ({"shape": [1]}, "does not describe")],
+    )  # fmt: skip
+    def test_a_column_of_another_table(self, tmp_path: Path, column: Any, message: str) -> None:
+        folder = written(tmp_path / "t", sample())
+        edited(folder, lambda index: index["columns"][0].update(column))
+        with pytest.raises(InvalidFileError, match=message):
+            load(folder)
+
+    def test_zero_width_with_many_rows(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", {"x": torch.zeros(2, 0)})
+        edited(
+            folder, lambda index: (index["columns"][0].update(shape=[1 << 62, 0, 1 << 62]), index.update(rows=1 << 62))
+        )
+        with pytest.raises(InvalidFileError):
+            load(folder)
+
+    def test_a_truncated_column(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        for size in (0, 7, 4000, 4096, 4096 + 23):
+            os.truncate(folder / "x.safetensors", size)
+            refused(folder, f"'x.safetensors' has {size} bytes, and 3 rows take 4120")
+
+    def test_things_that_are_no_files(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        (folder / "x.safetensors").unlink()
+        os.mkfifo(folder / "x.safetensors")
+        with pytest.raises(OSError, match="is not a regular file"):
+            load(folder)
+        (folder / "table.json").unlink()
+        os.mkfifo(folder / "table.json")
+        with pytest.raises(OSError, match="is not a regular file"):
+            load(folder)
+
+    def test_a_huge_index_is_not_parsed(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        (folder / "table.json").write_text("[" * 600_000)
+        refused(folder, "its table.json is too long")
+        with open(folder / "table.json", "wb") as file:
+            file.truncate(1 << 40)
+        refused(folder, "its table.json is too long")
+
+    @pytest.mark.slow
+    def test_random_damage(self, tmp_path: Path) -> None:
+        """Any change of any byte gives a table or `InvalidFileError`, for readers and for writers."""
+        whole = written(tmp_path / "whole", sample())
+        chance = random.Random(0)
+        files = sorted(path.name for path in whole.iterdir())
+        for _ in range(1500):
+            folder = tmp_path / "t"
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(whole, folder)
+            name = chance.choice([*files, "table.json", "table.json"])
+            data = bytearray((folder / name).read_bytes())
+            limit = len(data) if name == "table.json" else 200
+            for _ in range(chance.choice((1, 1, 3))):
+                at = chance.randrange(limit)
+                action = chance.randrange(4)
+                if action == 0:
+                    data[at] = chance.randrange(256)
+                elif action == 1:
+                    data[at : at + chance.randrange(1, 20)] = b""
+                elif action == 2:
+                    data[at:at] = chance.choice(
+                        [b"9", b"0", b"-", b'"', b"[", b"null", b"1e9", b"99999999999", bytes(5)]
+                    )
+                else:
+                    del data[at:]
+                    break
+                limit = max(1, min(limit, len(data)))
+            (folder / name).write_bytes(data)
+            try:
+                table = load(folder)
+                table.rows[:].clone()
+                with warnings.catch_warnings():
+                    RowWriter(folder, append=True).close()
+            except (InvalidFileError, IsADirectoryError):
+                pass
+
+
+def test_a_crash_between_two_headers_is_repaired(tmp_path: Path, small_buffers: None) -> None:
+    folder = written(tmp_path / "t", sample())
+    with open(folder / "x.safetensors", "ab") as file:
+        file.write(bytes(1000))  # a file that grew, and its header did not follow
+    assert load(folder) == sample()
+    (folder / ".tensordict_lite-00000000-0.tmp").touch()  # of another host: stays
+    with RowWriter(folder, append=True) as writer:
+        assert (folder / "x.safetensors").stat().st_size == 4096 + 24
+        writer.write(sample(3, 3))
+    assert load(folder) == sample(6)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt just after open()
+def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None) -> None:
+    """An interrupt in any line of the writer leaves a table with whole rows, and the writer goes on."""
+
+    def run(stop: int) -> bool:
+        folder = tmp_path / str(stop)
+        lines = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal lines
+            if "tensordict_lite/_files/table" not in frame.f_code.co_filename or frame.f_code.co_name in (
+                "_describe",
+                "_write_all",
+                "_unlock",
+                "release",
+            ):
+                return trace if event == "call" else None
+            lines += event == "line"
+            if lines == stop and event == "line":
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        writer = RowWriter(folder, like=sample())
+        writer.write(sample(40))
+        writer.flush()
+        expected = 40
+        sys.settrace(trace)
+        try:
+            writer.write(sample(40, 40))
+            expected = 80
+            writer.flush()
+            interrupted = False
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        assert load(folder) in (sample(40), sample(80))
+        if len(writer) == 40:
+            writer.write(sample(40, 40))
+        assert len(writer) == 80 and expected in (40, 80)
+        with safe_open(str(folder / "x.safetensors"), "pt") as file:
+            assert file.get_slice("x").get_shape()[0] in (40, 80)
+        writer.write(sample(40, 80))
+        writer.close()
+        assert load(folder) == sample(120)
+        shutil.rmtree(folder)
+        return interrupted
+
+    stop = 1
+    while run(stop):
+        stop += 7
+    assert stop > 100
+
+
+def test_the_golden_table(tmp_path: Path) -> None:
+    made = make.table()
+    table = load(GOLDEN / make.TABLE)
+    assert table == made and table.encoders == made.encoders and table.decode("name") == ["Ada", "Bo"]
+    make.save_table(tmp_path)
+    for path in (GOLDEN / make.TABLE).iterdir():
+        assert (tmp_path / make.TABLE / path.name).read_bytes() == path.read_bytes()

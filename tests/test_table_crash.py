@@ -1,0 +1,145 @@
+"""A writer that is killed or interrupted at any moment: flushed rows stay, no torn row shows, nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tensordict_lite import DeviceDict, RowWriter, Utf8, load
+from tensordict_lite._files import table_writer  # pyright: ignore[reportPrivateUsage]
+
+# `TIMES=500 pytest tests/test_table_crash.py` for more.
+TIMES = int(os.environ.get("TIMES", "25"))
+LIKE = DeviceDict({"i": [0], "wide": torch.zeros(1, 300, dtype=torch.float64), "s": ["0"]}, encoders={"s": Utf8(12)})
+
+
+def rows(first: int, count: int) -> dict[str, Any]:
+    """Rows whose values follow from their number, so that a torn row shows."""
+    i = torch.arange(first, first + count)
+    return {"i": i, "wide": i.double()[:, None].expand(count, 300), "s": [str(n) for n in i.tolist()]}
+
+
+def check(folder: Path, least: int) -> int:
+    """The number of rows. Every row is whole, and there are at least ``least``."""
+    table = load(folder)
+    count = len(table.rows)
+    assert count >= least
+    assert torch.equal(table["i"], torch.arange(count))
+    assert torch.equal(table["wide"], torch.arange(count).double()[:, None].expand(count, 300))
+    assert table.decode("s") == [str(n) for n in range(count)]
+    return count
+
+
+def opened_plainly(folder: Path, count: int) -> bool:
+    """Whether safetensors itself reads every column, with the rows of the table."""
+    for name in ("i", "wide", "s"):
+        try:
+            with safe_open(str(folder / f"{name}.safetensors"), "pt") as file:
+                assert file.get_slice(name).get_shape()[0] >= count
+                assert set(file.keys()) <= {name, "unused"}
+        except Exception:
+            return False
+    return True
+
+
+def write_forever(folder: Path, acknowledge: Callable[[int], object], seed: int) -> None:
+    choose = random.Random(seed)
+    append = (folder / "table.json").exists()
+    with RowWriter(folder, append=True) if append else RowWriter(folder, like=LIKE) as writer:
+        if append:
+            acknowledge(len(writer))
+        stop = len(writer) + 3_000
+        while len(writer) < stop:
+            writer.write(rows(len(writer), choose.choice((1, 3, 50, 400))))
+            if choose.random() < 0.4:
+                writer.flush()
+                acknowledge(len(writer))
+    acknowledge(len(writer))
+
+
+def in_a_child(work: Callable[[Callable[[int], object]], None]) -> tuple[int, Any]:
+    """Start a forked process. Returns its id, and a function for the last number that it acknowledged."""
+    reading, writing = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(reading)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            work(lambda n: os.write(writing, n.to_bytes(8, "little")))
+        finally:
+            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    os.close(writing)
+
+    def last() -> int:
+        with open(reading, "rb") as pipe:
+            data = pipe.read()
+        return int.from_bytes(data[-8:], "little")
+
+    return pid, last
+
+
+def attack(folder: Path, number: int, seed: int) -> int:
+    """Run a writer, and send it a signal at a random moment. Returns whether plain safetensors reads the columns."""
+    table_writer.BUFFER = 300_000  # small, so that the files grow often
+    table_writer._LEAST_ROOM = 4096
+    pid, last = in_a_child(lambda acknowledge: write_forever(folder, acknowledge, seed))
+    time.sleep(random.Random(seed).random() * 0.12)
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+    os.waitpid(pid, 0)
+    least = last()
+    if not (folder / "table.json").exists():
+        assert not least
+        return True
+    count = check(folder, least)
+    return opened_plainly(folder, count) if count else True
+
+
+@pytest.fixture
+def small_steps() -> Any:
+    before = table_writer.BUFFER, table_writer._LEAST_ROOM
+    yield
+    table_writer.BUFFER, table_writer._LEAST_ROOM = before
+
+
+def left_over(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"table.json", *(f"{n}.safetensors" for n in ("i", "wide", "s"))}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) -> None:
+    plain = 0
+    folder = tmp_path / "0"
+    for seed in range(TIMES):
+        if seed % 10 == 0:
+            folder = tmp_path / str(seed)  # the creation of a table is interrupted too
+        plain += attack(folder, number, seed)
+        if number == signal.SIGINT and folder.exists():
+            assert not left_over(folder)
+    print(f"plain safetensors reads the columns after {plain} of {TIMES}")
+    if number == signal.SIGINT:
+        assert plain == TIMES
+    assert plain >= TIMES - 1 - TIMES // 100  # two calls of the system are not one step; the files here grow often
+    for folder in tmp_path.iterdir():
+        if not (folder / "table.json").exists():
+            assert not any(folder.iterdir())
+            continue
+        with RowWriter(folder, append=True) as writer:
+            writer.write(rows(len(writer), 10))
+        assert not left_over(folder)
+        assert opened_plainly(folder, check(folder, 10))
+        assert (folder / "wide.safetensors").stat().st_size == 4096 + len(writer) * 2400
