@@ -19,7 +19,7 @@ ORDER = [
     *(f"_encoders.{name}" for name in ("protocol", "builtin", "tokenizer")),
     *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "sendable")),
     *(f"_files.{name}" for name in ("atomic_write", "manifest", "safetensors", "torch_save")),
-    *(f"_dict.{name}" for name in ("arguments", "display", "rows", "insert", "device_dict", "schema", "typed", "io")),
+    *(f"_dict.{name}" for name in ("arguments", "display", "rows", "insert", "arithmetic", "torch_functions", "device_dict", "schema", "typed", "io")),
     "unpickle",
     *(f"_batch.{name}" for name in ("join", "collate", "containers", "prefetch")),
     *(f"distributed.{name}" for name in ("message", "channel", "verbs", "__init__")),

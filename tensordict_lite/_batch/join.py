@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._dict.device_dict import DeviceDict
+from .._dict.torch_functions import implements
 from .._encoders.protocol import decode_alike, padding
 from .._errors import DeviceMismatchError, Path, described, dotted
 from .._tree.policy import Policy
@@ -45,6 +46,16 @@ def cat(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     tensor([1, 2, 3])
     """
     return _joined(dicts, "cat", dim)
+
+
+@implements(torch.stack)
+def _torch_stack(tensors: Any, dim: int = 0) -> DeviceDict[Any]:
+    return stack(tensors, dim)
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+def _torch_cat(tensors: Any, dim: int = 0) -> DeviceDict[Any]:
+    return cat(tensors, dim)
 
 
 def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int) -> DeviceDict[Any]:

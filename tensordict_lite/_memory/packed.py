@@ -13,13 +13,14 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from .buffer import PACKABLE, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
-from .layout import Group, Layout, Spec, cast_groups, dense_stride, lay_out
+from .layout import ALIGNMENT, Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
 MAX_DIMENSIONS = 64
 """The most dimensions that torch's operations accept."""
@@ -216,6 +217,55 @@ def map_buffer(
     return out
 
 
+class OneBuffer(NamedTuple):
+    """The buffer of packed tensors of one dtype, as one tensor of that dtype."""
+
+    flat: Tensor
+    """A 1-d tensor over the whole buffer. The gaps between fields are part of it."""
+    other: Tensor | None
+    """The buffer of the other tensors, in the same form."""
+    gaps: bool
+    """Whether there are gaps between the fields."""
+
+
+def as_one(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> OneBuffer | None:
+    """One tensor over the buffer of packed tensors, and one over that of the ``others`` at the same offsets.
+
+    None if the tensors do not fill one storage as `pack` fills it. The caller knows that all tensors are contiguous and
+    have one dtype and one device, and that operations are not `intercepted`. Addresses prove the rest: this takes a
+    fifth of the time of `packed_layout`.
+    """
+    first = tensors[0]
+    storage = first.untyped_storage()  # of all fields with elements, if they are packed
+    nbytes, start = storage.nbytes(), storage.data_ptr()
+    if len(tensors) < 2 or nbytes <= first.nbytes or not can_pack(first.device):  # most unpacked dicts end here
+        return None
+    # NumPy, because a loop in Python takes four times as long.
+    starts = np.array([t.data_ptr() for t in tensors]) - start
+    sizes = np.array([t.nbytes for t in tensors])
+    if not sizes.all():  # fields without elements have no place in memory
+        tensors, others = _filled(tensors, sizes), None if others is None else _filled(others, sizes)
+        starts, sizes = starts[sizes > 0], sizes[sizes > 0]
+    order = starts.argsort()
+    ends = (starts + sizes)[order]
+    expected = -(-ends[:-1] // ALIGNMENT) * ALIGNMENT
+    if starts[order[0]] or ends[-1] != nbytes or (starts[order[1:]] != expected).any():
+        return None
+    gaps = bool((expected != ends[:-1]).any())
+    count = nbytes // first.itemsize
+    flat = flat_over(storage, first.dtype, count, first.device)
+    if others is None:
+        return OneBuffer(flat, None, gaps)
+    given = others[0].untyped_storage()
+    if given.nbytes() != nbytes or (np.array([t.data_ptr() for t in others]) - given.data_ptr() != starts).any():
+        return None
+    return OneBuffer(flat, flat_over(given, first.dtype, count, first.device), gaps)
+
+
+def _filled(tensors: Sequence[Tensor], sizes: Any) -> list[Tensor]:
+    return [t for t, size in zip(tensors, sizes, strict=True) if size]
+
+
 def pack(
     tensors: list[Tensor], device: torch.device, casts: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
 ) -> list[Tensor]:
@@ -270,8 +320,8 @@ def materialize(value: Any) -> Any:
 
     Such a placeholder implements ``__torch_function__``. A file loaded with ``weights_only=True`` cannot make one.
     """
-    if isinstance(value, Tensor) or not hasattr(cast(Any, type(value)), "__torch_function__"):
-        return value
+    if isinstance(value, (Tensor, dict)) or not hasattr(cast(Any, type(value)), "__torch_function__"):
+        return cast(Any, value)
     return handle_torch_function(_itself, (value,), value)
 
 

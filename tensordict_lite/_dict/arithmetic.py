@@ -1,0 +1,512 @@
+"""Arithmetic on whole dicts: match the fields of several mappings, write all fields in place, norms and lists.
+
+A write has two steps. The first step finds every reason for which torch would refuse a field. The second step writes,
+in as few calls as possible: one for the buffer of a packed dict, one ``torch._foreach_*`` call, or one for each field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .._encoders.protocol import decode_nested
+from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
+from .._memory.packed import as_one, intercepted
+from .._tree.tree import TreeDict, tensor_paths
+from .._tree.walk import only_tensors
+
+_autograd: Any = torch._C._autograd
+_PLAIN = frozenset((Tensor, Parameter))
+"""The classes of tensors that ``torch._foreach_*`` takes."""
+
+
+# --- matching ---
+
+
+def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
+    """The tensors of a mapping with the keys of ``d``, in the order of ``d._tensors()``.
+
+    Raises ``ValueError`` for a missing or an extra key, ``TypeError`` for a value that is not a tensor where ``d`` has
+    one, and ``DeviceMismatchError``. ``called``: the name of the method, for messages.
+    """
+    if not isinstance(other, Mapping):
+        raise TypeError(
+            f"{called} takes mappings with the keys of this {type(d).__name__}, got {described(other)}; "
+            "bind any other value in a lambda"
+        )
+    mapping = cast("Mapping[str, Any]", other)
+    known = isinstance(other, TreeDict) and d._device is not None and cast("TreeDict[Any]", other)._device == d._device
+    if known and isinstance(other, dict) and list(d) == list(mapping):
+        values = list(mapping.values())
+        if only_tensors(values) and only_tensors(d.values()):
+            return values
+    found: list[Tensor] = []
+    _match(d, mapping, None if known else d._device, (), found)
+    return found
+
+
+def _match(
+    d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
+) -> None:
+    if len(d) != len(other) or any(key not in other for key in d):
+        for key in d:
+            if key not in other:
+                raise ValueError(f"the other mapping lacks {dotted((*at, key))}")
+        extra = next(key for key in other if key not in d)
+        raise ValueError(f"the other mapping has {dotted((*at, extra))}, which this {type(d).__name__} lacks")
+    for key, value in d.items():
+        theirs: Any = other[key]
+        if isinstance(value, Tensor):
+            if not isinstance(theirs, Tensor):
+                _refuse_kind((*at, key), theirs, "a tensor")
+            if device is not None and theirs.device != device:
+                _refuse_device((*at, key), device, theirs.device)
+            found.append(theirs)
+        elif isinstance(value, TreeDict):
+            if not isinstance(theirs, Mapping):
+                _refuse_kind((*at, key), theirs, "a mapping")
+            _match(cast("TreeDict[Any]", value), cast("Mapping[str, Any]", theirs), device, (*at, key), found)
+        elif isinstance(theirs, (Tensor, Mapping)):
+            _refuse_kind((*at, key), theirs, f"an object: it is a kept {type(value).__name__} in this dict")
+
+
+def _refuse_kind(path: Path, value: Any, expected: str) -> NoReturn:
+    raise TypeError(f"{dotted(path)} is {described(value)} in the other mapping, expected {expected}")
+
+
+def _refuse_device(path: Path, expected: torch.device, actual: torch.device) -> NoReturn:
+    where = dotted(path) if path else "the other tensor"
+    raise DeviceMismatchError(
+        f"{where} is on {actual}{' in the other mapping' if path else ''}, this DeviceDict is on {expected}; "
+        f"move it with .to({str(expected)!r})",
+        key=(path[0] if len(path) == 1 else path) if path else None,
+        expected=expected,
+        actual=actual,
+    )
+
+
+def refuse_encoded(d: TreeDict[Any], called: str, at: Path = ()) -> None:
+    """Raise ``TypeError`` for the first field of encoded strings: arithmetic would make other strings of them."""
+    encoders = d._policy.encoders
+    if not encoders and only_tensors(d.values()):
+        return
+    for key, value in d.items():
+        nested = isinstance(value, TreeDict)
+        if key in encoders and (nested or (isinstance(value, Tensor) and not _is_float(value))):
+            raise TypeError(
+                f"{dotted((*at, key))} holds encoded strings, which {called} would change; "
+                f"leave it out: drop({key!r}) shares the tensors of the other fields"
+            )
+        if nested:
+            refuse_encoded(cast("TreeDict[Any]", value), called, (*at, key))
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+# --- writing in place ---
+
+
+class _Operation(NamedTuple):
+    """An operation that writes to tensors in place."""
+
+    name: str
+    each: Callable[[Tensor, Any], Any]
+    """Write to one tensor. The second argument is a tensor or a number."""
+    many: Callable[[list[Tensor], Any], Any] | None
+    """The same for lists of tensors. None: there is no such function."""
+    zero_stays: bool
+    """Whether the result for zeros is zero. If not, the gaps of a buffer, which hold zeros, must be spared."""
+    casts: bool = False
+    """Whether the operation takes every pair of dtypes."""
+
+
+class _Write(NamedTuple):
+    """The writes of one operation, validated."""
+
+    operation: _Operation
+    tensors: list[Tensor]
+    others: Any
+    """A tensor for each of ``tensors``; or one number, or None, for all."""
+    dtypes: list[torch.dtype]
+    """The dtype of each of ``tensors``."""
+    singly: Sequence[int]
+    """The tensors that need a call of their own."""
+    alike: bool
+    """Whether all tensors are contiguous, and the others have the same shapes and the same dtypes."""
+
+
+def zero_(d: TreeDict[Any]) -> None:
+    operation = _Operation("zero_", lambda t, _: t.zero_(), lambda ts, _: torch._foreach_zero_(ts), True, casts=True)
+    refuse_encoded(d, "zero_")
+    _run(d, operation, None)
+
+
+def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
+    _add(d, "add_", Tensor.add_, torch._foreach_add_, other, alpha)
+
+
+def sub_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
+    _add(d, "sub_", Tensor.sub_, torch._foreach_sub_, other, alpha)
+
+
+def _add(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: Any) -> None:
+    _refuse_unless_number(alpha, "alpha")
+    values = _others(d, other, name, numbers=True)
+    number = not isinstance(values, list)
+    if alpha == 1:
+        operation = _Operation(name, each, many, not number)
+    else:
+        together = None if number else lambda ts, os: many(ts, os, alpha=alpha)
+        stays = not number and isfinite(abs(alpha))
+        operation = _Operation(name, lambda t, o: each(t, o, alpha=alpha), together, stays)
+    _run(d, operation, values)
+
+
+def mul_(d: TreeDict[Any], other: Any) -> None:
+    values = _others(d, other, "mul_", numbers=True)
+    stays = isinstance(values, list) or (not isinstance(values, complex) and values > 0 and isfinite(values))
+    _run(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_, stays), values)
+
+
+def div_(d: TreeDict[Any], other: Any) -> None:
+    values = _others(d, other, "div_", numbers=True)
+    stays = not isinstance(values, (list, complex)) and values > 0 and isfinite(values)
+    _run(d, _Operation("div_", Tensor.div_, torch._foreach_div_, stays), values)
+
+
+_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, True, casts=True)
+
+
+def copy_(d: TreeDict[Any], other: Any) -> None:
+    _run(d, _COPY, _others(d, other, "copy_", numbers=False))
+
+
+def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
+    _refuse_unless_number(weight, "weight")
+    values = _others(d, other, "lerp_", numbers=False)
+
+    def each(tensor: Tensor, end: Tensor) -> None:
+        tensor.lerp_(end, weight)
+
+    def many(tensors: list[Tensor], ends: list[Tensor]) -> None:
+        torch._foreach_lerp_(tensors, ends, weight)
+
+    operation = _Operation("lerp_", each, many, isfinite(abs(weight)))
+    _run(d, operation, values, _COPY._replace(name="lerp_"))
+
+
+def _refuse_unless_number(value: Any, name: str) -> None:
+    if not isinstance(value, (int, float, complex)):
+        raise TypeError(f"{name} is a number, got {described(value)}; use .item() for a tensor of one element")
+
+
+def _others(d: TreeDict[Any], other: Any, called: str, numbers: bool) -> Any:
+    """The other operand of each tensor of ``d``, as a list; a number itself."""
+    refuse_encoded(d, called)
+    if isinstance(other, Mapping):
+        if isinstance(other, TreeDict):
+            refuse_encoded(cast("TreeDict[Any]", other), called)
+        return match(d, other, called)
+    if isinstance(other, Tensor):
+        if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
+            _refuse_device((), d._device, other.device)
+        return [other] * len(d._tensors())
+    if numbers and isinstance(other, (int, float, complex)):
+        return other
+    kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
+    raise TypeError(f"{called} takes {kinds}, got {described(other)}")
+
+
+def _run(d: TreeDict[Any], operation: _Operation, others: Any, integers: _Operation | None = None) -> None:
+    """Validate all fields, then write. ``integers``: the operation for integer and bool fields, if it is another one.
+
+    ``others``: a tensor for each tensor of ``d``; or one number, or None, for all.
+    """
+    tensors = d._tensors()
+    if not tensors:
+        return
+    dtypes = [t.dtype for t in tensors]
+    writes: list[_Write] = []
+    counting = set() if integers is None else {dtype for dtype in set(dtypes) if not _is_float_dtype(dtype)}
+    if not counting:
+        writes.append(_validated(d, operation, tensors, others, dtypes, range(len(tensors))))
+    else:
+        for step, wanted in ((operation, False), (cast(_Operation, integers), True)):
+            chosen = [i for i, dtype in enumerate(dtypes) if (dtype in counting) is wanted]
+            if chosen:
+                picked = _pick(tensors, chosen), _pick(others, chosen), _pick(dtypes, chosen)
+                writes.append(_validated(d, step, *picked, chosen))
+    for write in writes:
+        _execute(write)
+
+
+def _pick(values: Any, chosen: Sequence[int]) -> Any:
+    return [values[i] for i in chosen] if isinstance(values, list) else values
+
+
+def _is_float_dtype(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+Refuse = Callable[..., NoReturn]
+"""Raise an error for a tensor. Takes its index, the rest of the message, the cause and the class of the error."""
+
+
+def _validated(
+    d: TreeDict[Any],
+    operation: _Operation,
+    tensors: list[Tensor],
+    others: Any,
+    dtypes: list[torch.dtype],
+    indices: Sequence[int],
+) -> _Write:
+    """Raise the error of the first tensor that the operation cannot write to.
+
+    ``indices``: the number of each tensor in ``d._tensors()``, for messages.
+    """
+    if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
+        return _Write(operation, tensors, others, dtypes, range(len(tensors)), False)
+    given = cast("list[Tensor]", others) if isinstance(others, list) else None
+
+    def refuse(i: int, reason: str, error: Exception | None = None, kind: type[Exception] = RuntimeError) -> NoReturn:
+        path = next(path for j, (path, _) in enumerate(tensor_paths(d)) if j == indices[i])
+        raise kind(f"{dotted(path)} {reason}") from error
+
+    _refuse_inference(operation, tensors, refuse)
+    same = _are_alike(tensors, given, dtypes)
+    if same is not None:
+        if not (same and given is not None and dtypes[0] in _COMMON and dtypes.count(dtypes[0]) == len(dtypes)):
+            every = range(len(tensors))
+            _validate_dtypes(operation, tensors, given, others, every, refuse)
+            _validate_shapes(operation, tensors, given, every, refuse)
+        return _Write(operation, tensors, others, dtypes, (), same)
+    singly: list[int] = []
+    plain = list[int]()
+    for i, tensor in enumerate(tensors):
+        theirs = None if given is None else given[i]
+        if _is_special(tensor) or (theirs is not None and _is_special(theirs)):
+            _refuse_special(operation, tensor, theirs, others, i, refuse)
+            singly.append(i)
+        else:
+            plain.append(i)
+            if torch._debug_has_internal_overlap(tensor) == 1:
+                refuse(i, f"is expanded: its elements share memory; clone() it before {operation.name}")
+    _validate_dtypes(operation, tensors, given, others, plain, refuse)
+    _validate_shapes(operation, tensors, given, plain, refuse)
+    return _Write(operation, tensors, others, dtypes, singly, False)
+
+
+def _refuse_inference(operation: _Operation, tensors: list[Tensor], refuse: Refuse) -> None:
+    if torch.is_inference_mode_enabled():
+        return
+    try:
+        _ = [t._version for t in tensors]  # raises for inference tensors; in half of the time of `is_inference`
+    except RuntimeError:
+        i = [t.is_inference() for t in tensors].index(True)
+        refuse(i, f"is an inference tensor; clone() it before {operation.name}, or use torch.inference_mode()")
+
+
+def _are_alike(tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[torch.dtype]) -> bool | None:
+    """Whether the others have the dtypes and shapes of the tensors. None if a tensor is `_is_special` or has gaps."""
+    # Passes over a list, of one attribute each: nothing in Python is faster.
+    grad = torch.is_grad_enabled()
+    if not _PLAIN.issuperset(map(type, tensors)) or (grad and True in [t.requires_grad for t in tensors]):
+        return None
+    try:
+        if False in [t.is_contiguous() for t in tensors] or True in {t.is_nested for t in tensors[:1]}:
+            return None
+        if others is None:
+            return True
+        if not _PLAIN.issuperset(map(type, others)) or (grad and True in [t.requires_grad for t in others]):
+            return None
+        if not {torch.strided}.issuperset([t.layout for t in others]):
+            return None
+        return dtypes == [t.dtype for t in others] and [t.shape for t in tensors] == [t.shape for t in others]
+    except RuntimeError:  # sparse tensors are not contiguous, nested tensors have no shape
+        return None
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Whether a tensor needs a call of its own: it has a gradient history, or is a subclass, sparse or nested."""
+    return (
+        type(tensor) not in _PLAIN
+        or tensor.layout != torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or (tensor.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _refuse_special(
+    operation: _Operation, tensor: Tensor, other: Tensor | None, others: Any, i: int, refuse: Refuse
+) -> None:
+    """Raise the error of torch if it refuses to write to this tensor. Autograd has rules; a copy shows the others."""
+    name = operation.name
+    if torch.is_grad_enabled() and (tensor.requires_grad or (other is not None and other.requires_grad)):
+        if tensor.requires_grad and tensor.is_leaf:
+            refuse(i, f"is a leaf that requires grad; call {name} in torch.no_grad(), or detach() the dict first")
+        if tensor._is_view() and (
+            _autograd._get_creation_meta(tensor) != _autograd.CreationMeta.DEFAULT
+            or (tensor.requires_grad and cast(Tensor, tensor._base).is_leaf)
+        ):
+            refuse(i, f"is a view that autograd does not let {name} change; clone() it first")
+    with torch.no_grad():
+        try:
+            operation.each(tensor.detach().clone(), others if other is None else other.detach())
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            _reword(operation, tensor, others if other is None else other, i, error, refuse)
+
+
+def _validate_dtypes(
+    operation: _Operation,
+    tensors: list[Tensor],
+    others: list[Tensor] | None,
+    number: Any,
+    plain: Sequence[int],
+    refuse: Refuse,
+) -> None:
+    """Raise the error of torch for a pair of dtypes that it refuses. Every pair is tried once, with one element."""
+    if operation.casts:
+        return
+    if others is None:
+        pairs: dict[Any, int] = {}
+        for i in reversed(plain):
+            pairs[tensors[i].dtype] = i
+    else:
+        mine, theirs = [t.dtype for t in tensors], [t.dtype for t in others]
+        # The dtype of a result can depend on whether a tensor has dimensions.
+        pairs = {(mine[i], theirs[i], not tensors[i].dim(), not others[i].dim()): i for i in reversed(plain)}
+    for i in pairs.values():
+        mine_, other = tensors[i], number if others is None else others[i]
+        try:
+            operation.each(_one(mine_), _one(cast(Tensor, other)) if others is not None else other)
+        except (RuntimeError, TypeError, ValueError) as error:
+            _reword(operation, mine_, other, i, error, refuse)
+
+
+_COMMON = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
+"""Dtypes for which torch has every operation here, if both operands have the same."""
+
+
+def _one(tensor: Tensor) -> Tensor:
+    return torch.ones((1,) if tensor.dim() else (), dtype=tensor.dtype, device=tensor.device)
+
+
+def _reword(operation: _Operation, tensor: Tensor, other: Any, i: int, error: Exception, refuse: Refuse) -> NoReturn:
+    beside = "" if other is None else f" and {described(other) if isinstance(other, Tensor) else repr(other)}"
+    said = str(error).splitlines()[0]
+    kind = TypeError if isinstance(error, TypeError) else RuntimeError
+    refuse(i, f"is {described(tensor)}; torch refuses {operation.name} of it{beside}: {said}", error, kind)
+
+
+def _validate_shapes(
+    operation: _Operation, tensors: list[Tensor], others: list[Tensor] | None, plain: Sequence[int], refuse: Refuse
+) -> None:
+    """Raise an error for an other tensor that does not broadcast to the shape of the field."""
+    if others is None:
+        return
+    for i in plain:
+        if tensors[i].shape != others[i].shape and not _broadcasts(others[i].shape, tensors[i].shape):
+            refuse(i, f"is {described(tensors[i])}; {operation.name} cannot broadcast {described(others[i])} to it")
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    try:
+        return torch.broadcast_shapes(shape, target) == target
+    except RuntimeError:
+        return False
+
+
+def _execute(write: _Write) -> None:
+    """Write to all tensors, in as few calls as possible."""
+    operation, tensors, others, dtypes, singly, alike = write
+    many = operation.many
+    listed = isinstance(others, list)
+    for i in range(len(tensors)) if many is None else singly:
+        operation.each(tensors[i], others[i] if listed else others)
+    if many is None or len(singly) == len(tensors):
+        return
+    if singly:
+        rest = sorted(set(range(len(tensors))).difference(singly))
+        tensors, others, dtypes = _pick(tensors, rest), _pick(others, rest), _pick(dtypes, rest)
+    one_dtype = dtypes.count(dtypes[0]) == len(dtypes)
+    if alike and one_dtype and _execute_on_buffer(operation, tensors, others):
+        return
+    if one_dtype and (alike or not listed):
+        many(tensors, others)
+        return
+    # Grouped by dtypes, because the CUDA kernel of some versions misreads a list of mixed dtypes.
+    groups: dict[Any, list[int]] = {}
+    for i, dtype in enumerate(dtypes):
+        groups.setdefault((dtype, others[i].dtype if listed else None), []).append(i)
+    for members in groups.values():
+        many(_pick(tensors, members), _pick(others, members))
+
+
+def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], others: Any) -> bool:
+    """Write to the buffer of packed tensors in one operation. False if the tensors do not allow it."""
+    found = as_one(tensors, cast("list[Tensor]", others) if isinstance(others, list) else None)
+    if found is None or (found.gaps and not operation.zero_stays):
+        return False
+    # Packed fields have version counters of their own, which autograd compares.
+    torch.autograd.graph.increment_version(tensors)
+    with torch.no_grad():
+        operation.each(found.flat, others if found.other is None else found.other)
+    return True
+
+
+# --- norms and lists ---
+
+
+def total_norm(d: TreeDict[Any], order: float) -> Tensor:
+    if not isinstance(cast(object, order), (int, float)) or not order > 0:
+        raise ValueError(f"ord is a number above 0, or inf, got {order!r}")
+    refuse_encoded(d, "total_norm")
+    for path, tensor in tensor_paths(d):
+        if not _is_float(tensor):
+            raise TypeError(
+                f"{dotted(path)} is {dtype_name(tensor.dtype)}, a norm needs floating-point or complex fields; "
+                "leave it out with drop()"
+            )
+    tensors = d._tensors()
+    if not tensors:
+        return torch.zeros((), device=d._device)
+    return torch.nn.utils.get_total_norm(tensors, order)
+
+
+def tolist(d: TreeDict[Any], at: Path = ()) -> dict[str, Any]:
+    """The lists of a dict on the CPU."""
+    out: dict[str, Any] = {}
+    encoders = d._policy.encoders
+    for key, value in d.items():
+        path = (*at, key)
+        if key in encoders and isinstance(value, (Tensor, TreeDict)) and _is_encoded(value):
+            try:
+                out[key] = decode_nested(encoders[key], cast(Any, value))
+            except (TypeError, ValueError) as error:
+                raise with_path(error, path) from error
+        elif isinstance(value, Tensor):
+            out[key] = _list(value, path)
+        elif isinstance(value, TreeDict):
+            out[key] = tolist(cast("TreeDict[Any]", value), path)
+        else:
+            out[key] = value
+    return out
+
+
+def _is_encoded(value: Any) -> bool:
+    return isinstance(value, TreeDict) or not _is_float(value)
+
+
+def _list(tensor: Tensor, path: Path) -> Any:
+    try:
+        return [one.tolist() for one in tensor.unbind()] if tensor.is_nested else cast(Any, tensor).tolist()
+    except (RuntimeError, TypeError) as error:
+        raise with_path(error, path, "; convert it first") from error
