@@ -7,6 +7,7 @@ from ._batch.join import cat, stack
 from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
+from ._dict.schema import field
 from ._dict.typed import TypedDeviceDict
 from ._encoders.builtin import Hashing, Utf8, Vocabulary
 from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
@@ -18,6 +19,7 @@ __all__ = [
     # the container
     "DeviceDict",
     "TypedDeviceDict",
+    "field",
     "DeviceMismatchError",
     "MissingKeyError",
     # batches

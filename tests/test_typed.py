@@ -297,7 +297,7 @@ class TestDeclaring:
         assert str(caught.value).startswith(message)
 
     def test_defaults_and_clashes(self) -> None:
-        with pytest.raises(TypeError, match=r"^Bad\.x has the default 3; the only default is None"):
+        with pytest.raises(TypeError, match=r"^Bad\.x has the default 3; declare it as `x: \.\.\. = field"):
             type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Tensor}, "x": 3})
         with pytest.raises(TypeError, match=r"^Bad\.x: declare an optional field as"):
             type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Tensor}, "x": None})

@@ -28,11 +28,12 @@ _PLAIN = frozenset((Tensor, Parameter))
 # --- matching ---
 
 
-def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
+def match(d: TreeDict[Any], other: Any, called: str, flat: bool = False) -> list[Tensor]:
     """The tensors of a mapping with the keys of ``d``, in the order of ``d._tensors()``.
 
     Raises ``ValueError`` for a missing or an extra key, ``TypeError`` for a value that is not a tensor where ``d`` has
-    one, and ``DeviceMismatchError``. ``called``: the name of the method, for messages.
+    one, and ``DeviceMismatchError``. ``called``: the name of the method, for messages. ``flat``: the caller knows that
+    all values of ``d`` are plain tensors.
     """
     if not isinstance(other, Mapping):
         raise TypeError(
@@ -41,10 +42,9 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
         )
     mapping = cast("Mapping[str, Any]", other)
     known = isinstance(other, TreeDict) and d._device is not None and cast("TreeDict[Any]", other)._device == d._device
-    if known and isinstance(other, dict) and list(d) == list(mapping):
-        values = list(mapping.values())
-        if only_tensors(values) and only_tensors(d.values()):
-            return values
+    values = list(mapping.values())
+    if known and only_tensors(values) and list(d) == list(mapping) and (flat or only_tensors(d.values())):
+        return values
     found: list[Tensor] = []
     _match(d, mapping, None if known else d._device, (), found)
     return found
@@ -121,8 +121,8 @@ class _Operation(NamedTuple):
     """Write to one tensor. The second argument is a tensor or a number."""
     many: Callable[[list[Tensor], Any], Any] | None
     """The same for lists of tensors. None: there is no such function."""
-    zero_stays: bool
-    """Whether the result for zeros is zero. If not, the gaps of a buffer, which hold zeros, must be spared."""
+    zero_stays: bool = False
+    """Whether the operation with a number maps zero to zero. If not, it may not write to the gaps of a buffer."""
     casts: bool = False
     """Whether the operation takes every pair of dtypes."""
 
@@ -143,9 +143,7 @@ class _Write(NamedTuple):
 
 
 def zero_(d: TreeDict[Any]) -> None:
-    operation = _Operation("zero_", lambda t, _: t.zero_(), lambda ts, _: torch._foreach_zero_(ts), True, casts=True)
-    refuse_encoded(d, "zero_")
-    _run(d, operation, None)
+    _run(d, _ZERO, *_operands(d, None, "zero_"))
 
 
 def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
@@ -158,39 +156,39 @@ def sub_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
 
 def _add(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: Any) -> None:
     _refuse_unless_number(alpha, "alpha")
-    values = _others(d, other, name, numbers=True)
-    number = not isinstance(values, list)
+    tensors, values = _operands(d, other, name)
+
+    def each_scaled(tensor: Tensor, value: Any) -> None:
+        each(tensor, value, alpha=alpha)
+
+    def many_scaled(tensors: list[Tensor], values: list[Tensor]) -> None:
+        many(tensors, values, alpha=alpha)
+
     if alpha == 1:
-        operation = _Operation(name, each, many, not number)
-    else:
-        together = None if number else lambda ts, os: many(ts, os, alpha=alpha)
-        stays = not number and isfinite(abs(alpha))
-        operation = _Operation(name, lambda t, o: each(t, o, alpha=alpha), together, stays)
-    _run(d, operation, values)
+        operation = _Operation(name, each, many)
+    else:  # the function for lists and a number takes no alpha
+        operation = _Operation(name, each_scaled, many_scaled if isinstance(values, list) else None)
+    _run(d, operation, tensors, values)
 
 
 def mul_(d: TreeDict[Any], other: Any) -> None:
-    values = _others(d, other, "mul_", numbers=True)
-    stays = isinstance(values, list) or (not isinstance(values, complex) and values > 0 and isfinite(values))
-    _run(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_, stays), values)
+    tensors, values = _operands(d, other, "mul_")
+    stays = isinstance(values, (int, float)) and values > 0 and isfinite(values)
+    _run(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_, stays), tensors, values)
 
 
 def div_(d: TreeDict[Any], other: Any) -> None:
-    values = _others(d, other, "div_", numbers=True)
-    stays = not isinstance(values, (list, complex)) and values > 0 and isfinite(values)
-    _run(d, _Operation("div_", Tensor.div_, torch._foreach_div_, stays), values)
-
-
-_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, True, casts=True)
+    tensors, values = _operands(d, other, "div_")
+    stays = isinstance(values, (int, float)) and values > 0 and isfinite(values)
+    _run(d, _Operation("div_", Tensor.div_, torch._foreach_div_, stays), tensors, values)
 
 
 def copy_(d: TreeDict[Any], other: Any) -> None:
-    _run(d, _COPY, _others(d, other, "copy_", numbers=False))
+    _run(d, _COPY, *_operands(d, other, "copy_", numbers=False))
 
 
 def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
     _refuse_unless_number(weight, "weight")
-    values = _others(d, other, "lerp_", numbers=False)
 
     def each(tensor: Tensor, end: Tensor) -> None:
         tensor.lerp_(end, weight)
@@ -198,8 +196,20 @@ def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
     def many(tensors: list[Tensor], ends: list[Tensor]) -> None:
         torch._foreach_lerp_(tensors, ends, weight)
 
-    operation = _Operation("lerp_", each, many, isfinite(abs(weight)))
-    _run(d, operation, values, _COPY._replace(name="lerp_"))
+    operation = _Operation("lerp_", each, many)
+    _run(d, operation, *_operands(d, other, "lerp_", numbers=False), integers=_COPY._replace(name="lerp_"))
+
+
+def _zero_each(tensor: Tensor, _: None) -> None:
+    tensor.zero_()
+
+
+def _zero_many(tensors: list[Tensor], _: None) -> None:
+    torch._foreach_zero_(tensors)
+
+
+_ZERO = _Operation("zero_", _zero_each, _zero_many, casts=True)
+_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, casts=True)
 
 
 def _refuse_unless_number(value: Any, name: str) -> None:
@@ -207,42 +217,46 @@ def _refuse_unless_number(value: Any, name: str) -> None:
         raise TypeError(f"{name} is a number, got {described(value)}; use .item() for a tensor of one element")
 
 
-def _others(d: TreeDict[Any], other: Any, called: str, numbers: bool) -> Any:
-    """The other operand of each tensor of ``d``, as a list; a number itself."""
-    refuse_encoded(d, called)
+def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> tuple[list[Tensor], Any]:
+    """The tensors of ``d``, and the other operand of each, as a list. A number and None stay themselves."""
+    tensors, flat = d._tensors_and_kind()
+    if not flat or d._policy.encoders:
+        refuse_encoded(d, called)
     if isinstance(other, Mapping):
-        if isinstance(other, TreeDict):
+        values = match(d, other, called, flat)
+        if isinstance(other, TreeDict) and (not flat or cast("TreeDict[Any]", other)._policy.encoders):
             refuse_encoded(cast("TreeDict[Any]", other), called)
-        return match(d, other, called)
+        return tensors, values
     if isinstance(other, Tensor):
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
             _refuse_device((), d._device, other.device)
-        return [other] * len(d._tensors())
-    if numbers and isinstance(other, (int, float, complex)):
-        return other
-    kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
-    raise TypeError(f"{called} takes {kinds}, got {described(other)}")
+        return tensors, [other] * len(tensors)
+    if other is not None and not (numbers and isinstance(other, (int, float, complex))):
+        kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
+        raise TypeError(f"{called} takes {kinds}, got {described(other)}")
+    return tensors, other
 
 
-def _run(d: TreeDict[Any], operation: _Operation, others: Any, integers: _Operation | None = None) -> None:
+def _run(
+    d: TreeDict[Any], operation: _Operation, tensors: list[Tensor], others: Any, integers: _Operation | None = None
+) -> None:
     """Validate all fields, then write. ``integers``: the operation for integer and bool fields, if it is another one.
 
-    ``others``: a tensor for each tensor of ``d``; or one number, or None, for all.
+    ``tensors`` and ``others``: the result of `_operands`.
     """
-    tensors = d._tensors()
     if not tensors:
         return
     dtypes = [t.dtype for t in tensors]
+    alone = dtypes.count(dtypes[0]) == len(dtypes) and _is_float_dtype(dtypes[0])
+    if integers is None or alone:
+        _execute(_validated(d, operation, tensors, others, dtypes, range(len(tensors))))
+        return
     writes: list[_Write] = []
-    counting = set() if integers is None else {dtype for dtype in set(dtypes) if not _is_float_dtype(dtype)}
-    if not counting:
-        writes.append(_validated(d, operation, tensors, others, dtypes, range(len(tensors))))
-    else:
-        for step, wanted in ((operation, False), (cast(_Operation, integers), True)):
-            chosen = [i for i, dtype in enumerate(dtypes) if (dtype in counting) is wanted]
-            if chosen:
-                picked = _pick(tensors, chosen), _pick(others, chosen), _pick(dtypes, chosen)
-                writes.append(_validated(d, step, *picked, chosen))
+    for step, floats in ((operation, True), (integers, False)):
+        chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is floats]
+        if chosen:
+            picked = _pick(tensors, chosen), _pick(others, chosen), _pick(dtypes, chosen)
+            writes.append(_validated(d, step, *picked, chosen))
     for write in writes:
         _execute(write)
 
@@ -391,6 +405,8 @@ def _validate_dtypes(
             _reword(operation, mine_, other, i, error, refuse)
 
 
+_MANY = 16
+"""Fields from which on one operation on the buffer of a packed dict takes less time than one for each field."""
 _COMMON = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
 """Dtypes for which torch has every operation here, if both operands have the same."""
 
@@ -437,7 +453,8 @@ def _execute(write: _Write) -> None:
         rest = sorted(set(range(len(tensors))).difference(singly))
         tensors, others, dtypes = _pick(tensors, rest), _pick(others, rest), _pick(dtypes, rest)
     one_dtype = dtypes.count(dtypes[0]) == len(dtypes)
-    if alike and one_dtype and _execute_on_buffer(operation, tensors, others):
+    number = isinstance(others, (int, float, complex))
+    if alike and one_dtype and number and _execute_on_buffer(operation, tensors, others):
         return
     if one_dtype and (alike or not listed):
         many(tensors, others)
@@ -450,15 +467,18 @@ def _execute(write: _Write) -> None:
         many(_pick(tensors, members), _pick(others, members))
 
 
-def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], others: Any) -> bool:
-    """Write to the buffer of packed tensors in one operation. False if the tensors do not allow it."""
-    found = as_one(tensors, cast("list[Tensor]", others) if isinstance(others, list) else None)
+def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], number: complex) -> bool:
+    """Write to the buffer of packed tensors in one operation. False if the tensors do not allow it.
+
+    Note: this is for numbers only. With a list of other tensors, and for zeros, `as_one` takes longer than it saves.
+    """
+    found = as_one(tensors) if len(tensors) >= _MANY else None
     if found is None or (found.gaps and not operation.zero_stays):
         return False
     # Packed fields have version counters of their own, which autograd compares.
     torch.autograd.graph.increment_version(tensors)
     with torch.no_grad():
-        operation.each(found.flat, others if found.other is None else found.other)
+        operation.each(found.flat, number)
     return True
 
 

@@ -222,48 +222,33 @@ class OneBuffer(NamedTuple):
 
     flat: Tensor
     """A 1-d tensor over the whole buffer. The gaps between fields are part of it."""
-    other: Tensor | None
-    """The buffer of the other tensors, in the same form."""
     gaps: bool
     """Whether there are gaps between the fields."""
 
 
-def as_one(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> OneBuffer | None:
-    """One tensor over the buffer of packed tensors, and one over that of the ``others`` at the same offsets.
+def as_one(tensors: Sequence[Tensor]) -> OneBuffer | None:
+    """One tensor over the buffer of packed tensors. None if the tensors do not fill one storage as `pack` fills it.
 
-    None if the tensors do not fill one storage as `pack` fills it. The caller knows that all tensors are contiguous and
-    have one dtype and one device, and that operations are not `intercepted`. Addresses prove the rest: this takes a
-    fifth of the time of `packed_layout`.
+    The caller knows that all tensors are contiguous and have one dtype, and that operations are not `intercepted`. The
+    addresses prove the rest, in a third of the time of `packed_layout`.
     """
     first = tensors[0]
-    storage = first.untyped_storage()  # of all fields with elements, if they are packed
-    nbytes, start = storage.nbytes(), storage.data_ptr()
-    if len(tensors) < 2 or nbytes <= first.nbytes or not can_pack(first.device):  # most unpacked dicts end here
+    storage = first.untyped_storage()
+    nbytes = storage.nbytes()
+    if nbytes <= first.nbytes or not can_pack(first.device):  # most unpacked dicts end here
         return None
     # NumPy, because a loop in Python takes four times as long.
-    starts = np.array([t.data_ptr() for t in tensors]) - start
+    starts = np.array([t.data_ptr() for t in tensors]) - storage.data_ptr()
     sizes = np.array([t.nbytes for t in tensors])
     if not sizes.all():  # fields without elements have no place in memory
-        tensors, others = _filled(tensors, sizes), None if others is None else _filled(others, sizes)
         starts, sizes = starts[sizes > 0], sizes[sizes > 0]
     order = starts.argsort()
-    ends = (starts + sizes)[order]
+    starts, ends = starts[order], (starts + sizes)[order]
     expected = -(-ends[:-1] // ALIGNMENT) * ALIGNMENT
-    if starts[order[0]] or ends[-1] != nbytes or (starts[order[1:]] != expected).any():
+    if starts[0] or ends[-1] != nbytes or (starts[1:] != expected).any():
         return None
-    gaps = bool((expected != ends[:-1]).any())
-    count = nbytes // first.itemsize
-    flat = flat_over(storage, first.dtype, count, first.device)
-    if others is None:
-        return OneBuffer(flat, None, gaps)
-    given = others[0].untyped_storage()
-    if given.nbytes() != nbytes or (np.array([t.data_ptr() for t in others]) - given.data_ptr() != starts).any():
-        return None
-    return OneBuffer(flat, flat_over(given, first.dtype, count, first.device), gaps)
-
-
-def _filled(tensors: Sequence[Tensor], sizes: Any) -> list[Tensor]:
-    return [t for t, size in zip(tensors, sizes, strict=True) if size]
+    flat = flat_over(storage, first.dtype, nbytes // first.itemsize, first.device)
+    return OneBuffer(flat, bool((expected != ends[:-1]).any()))
 
 
 def pack(
