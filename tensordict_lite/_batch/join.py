@@ -17,10 +17,11 @@ from .._tree.policy import Policy
 from .._tree.tree import TreeDict
 
 
+@implements(torch.stack)
 def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     """Stack every field of the dicts with ``torch.stack``, along a new dimension ``dim``.
 
-    The result has the class of the first dict. Plain mappings are converted to `DeviceDict` first. UTF-8 fields of
+    ``torch.stack`` calls this too. The result has the class of the first dict. Plain mappings are converted to `DeviceDict` first. UTF-8 fields of
     different widths are padded, and decode as before. For strings, ``dim`` counts the dimensions of the strings. Kept
     objects become a list. Dtypes are promoted as by torch.
 
@@ -36,6 +37,7 @@ def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     return _joined(dicts, "stack", dim)
 
 
+@implements(torch.cat, torch.concat, torch.concatenate)
 def cat(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     """Concatenate every field of the dicts with ``torch.cat``, along the dimension ``dim``.
 
@@ -46,16 +48,6 @@ def cat(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     tensor([1, 2, 3])
     """
     return _joined(dicts, "cat", dim)
-
-
-@implements(torch.stack)
-def _torch_stack(tensors: Any, dim: int = 0) -> DeviceDict[Any]:
-    return stack(tensors, dim)
-
-
-@implements(torch.cat, torch.concat, torch.concatenate)
-def _torch_cat(tensors: Any, dim: int = 0) -> DeviceDict[Any]:
-    return cat(tensors, dim)
 
 
 def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int) -> DeviceDict[Any]:

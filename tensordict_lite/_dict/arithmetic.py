@@ -20,7 +20,7 @@ from .._memory.packed import as_one, intercepted
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 
-_autograd: Any = torch._C._autograd
+_autograd = cast(Any, torch._C)._autograd
 _PLAIN = frozenset((Tensor, Parameter))
 """The classes of tensors that ``torch._foreach_*`` takes."""
 
@@ -143,7 +143,8 @@ class _Write(NamedTuple):
 
 
 def zero_(d: TreeDict[Any]) -> None:
-    _run(d, _ZERO, *_operands(d, None, "zero_"))
+    refuse_encoded(d, "zero_")
+    _run(d, _ZERO, d._tensors(), None)
 
 
 def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
@@ -218,7 +219,7 @@ def _refuse_unless_number(value: Any, name: str) -> None:
 
 
 def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> tuple[list[Tensor], Any]:
-    """The tensors of ``d``, and the other operand of each, as a list. A number and None stay themselves."""
+    """The tensors of ``d``, and the other operand of each, as a list. A number stays itself."""
     tensors, flat = d._tensors_and_kind()
     if not flat or d._policy.encoders:
         refuse_encoded(d, called)
@@ -231,7 +232,7 @@ def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
             _refuse_device((), d._device, other.device)
         return tensors, [other] * len(tensors)
-    if other is not None and not (numbers and isinstance(other, (int, float, complex))):
+    if not (numbers and isinstance(other, (int, float, complex))):
         kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
         raise TypeError(f"{called} takes {kinds}, got {described(other)}")
     return tensors, other
@@ -397,7 +398,7 @@ def _validate_dtypes(
         mine, theirs = [t.dtype for t in tensors], [t.dtype for t in others]
         # The dtype of a result can depend on whether a tensor has dimensions.
         pairs = {(mine[i], theirs[i], not tensors[i].dim(), not others[i].dim()): i for i in reversed(plain)}
-    for i in pairs.values():
+    for i in sorted(pairs.values()):  # the first field that fails is named
         mine_, other = tensors[i], number if others is None else others[i]
         try:
             operation.each(_one(mine_), _one(cast(Tensor, other)) if others is not None else other)
@@ -435,7 +436,7 @@ def _validate_shapes(
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     try:
-        return torch.broadcast_shapes(shape, target) == target
+        return cast(Any, torch).broadcast_shapes(shape, target) == target
     except RuntimeError:
         return False
 
@@ -462,7 +463,8 @@ def _execute(write: _Write) -> None:
     # Grouped by dtypes, because the CUDA kernel of some versions misreads a list of mixed dtypes.
     groups: dict[Any, list[int]] = {}
     for i, dtype in enumerate(dtypes):
-        groups.setdefault((dtype, others[i].dtype if listed else None), []).append(i)
+        theirs = cast("list[Tensor]", others)[i].dtype if listed else None
+        groups.setdefault((dtype, theirs), []).append(i)
     for members in groups.values():
         many(_pick(tensors, members), _pick(others, members))
 
@@ -498,7 +500,15 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
     tensors = d._tensors()
     if not tensors:
         return torch.zeros((), device=d._device)
-    return torch.nn.utils.get_total_norm(tensors, order)
+    # Note: torch.nn.utils.get_total_norm does the same, but records no gradient.
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        together = type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.dtype in _COMMON
+        groups.setdefault(tensor.dtype if together and not intercepted() else torch.bool, []).append(tensor)
+    norms = [cast(Any, torch).linalg.vector_norm(tensor, order) for tensor in groups.pop(torch.bool, ())]
+    for group in groups.values():
+        norms += torch._foreach_norm(group, order)
+    return cast(Any, torch).linalg.vector_norm(torch.stack(norms), order)
 
 
 def tolist(d: TreeDict[Any], at: Path = ()) -> dict[str, Any]:
@@ -527,6 +537,6 @@ def _is_encoded(value: Any) -> bool:
 
 def _list(tensor: Tensor, path: Path) -> Any:
     try:
-        return [one.tolist() for one in tensor.unbind()] if tensor.is_nested else cast(Any, tensor).tolist()
+        return [cast(Any, one).tolist() for one in tensor.unbind()] if tensor.is_nested else cast(Any, tensor).tolist()
     except (RuntimeError, TypeError) as error:
         raise with_path(error, path, "; convert it first") from error

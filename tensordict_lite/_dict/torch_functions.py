@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-from torch import Tensor
-from torch.overrides import resolve_name
+from torch import Tensor, overrides
 
 from .._encoders.protocol import padding
 from .._errors import dotted
@@ -45,9 +44,9 @@ def call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _refuse(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
-    name = resolve_name(function) or getattr(function, "__name__", repr(function))
-    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeDict)), None)
-    kind = "DeviceDict" if given is None else type(cast(object, given)).__name__
+    name: str = cast(Any, overrides).resolve_name(function) or getattr(function, "__name__", repr(function))
+    kinds = [type(value).__name__ for value in (*args, *kwargs.values()) if isinstance(cast(object, value), TreeDict)]
+    kind = kinds[0] if kinds else "DeviceDict"
     if name.startswith("torch.Tensor."):
         shown = f"d.map(lambda t: t.{name.removeprefix('torch.Tensor.').removesuffix('.__get__')}(...))"
     elif len(args) == 1 and not kwargs:
@@ -57,8 +56,8 @@ def _refuse(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     raise TypeError(f"{name} takes no {kind}; call it for every field: {shown}, or for one field: d[key]")
 
 
-def refuse_operator(symbol: str, function: str, in_place: str = "") -> Callable[..., NoReturn]:
-    """A method for an operator that raises ``TypeError`` and shows what to write.
+def refuse_operator(symbol: str, function: str, in_place: str = "", reflected: bool = False) -> Callable[..., NoReturn]:
+    """A method for an operator that raises ``TypeError`` and shows what to write. ``reflected``: for ``other + d``.
 
     Note: there are no arithmetic operators. ``|`` merges dicts and ``==`` gives one bool, as for every dict. Beside
     them, a ``+`` for every element would mislead. Some readers would expect it to merge, as for a Counter.
@@ -71,8 +70,8 @@ def refuse_operator(symbol: str, function: str, in_place: str = "") -> Callable[
         elif isinstance(operands[0], Mapping):
             shown = f"d.map({function}, other)"
         else:
-            shown = f"d.map(lambda t: t {symbol} other)"
-        more = f", or d.{in_place}(other) in place" if in_place and operands else ""
+            shown = f"d.map(lambda t: {'other' if reflected else 't'} {symbol} {'t' if reflected else 'other'})"
+        more = f", or d.{in_place}(other) in place" if in_place and operands and not reflected else ""
         raise TypeError(f"{kind} has no operator {symbol}; use {shown}{more}")
 
     return refuse
@@ -133,14 +132,15 @@ def _both(name: str, input: Any, other: Any) -> tuple[Any, Any]:
     for value in (input, other):
         if not isinstance(value, Mapping):
             raise TypeError(f"torch.{name} compares two mappings, got {type(value).__name__}")
-    return (input, other) if isinstance(input, TreeDict) else (other, input)
+    return (input, other) if isinstance(cast(object, input), TreeDict) else (other, input)
 
 
 @implements(torch.where)
 def where(condition: Any, input: Any, other: Any) -> Any:
-    trees = [value for value in (input, other, condition) if isinstance(value, TreeDict)]
-    d = cast("TreeDict[Any]", trees[0])
-    arithmetic.refuse_encoded(d, "torch.where")
+    trees: list[Any] = [value for value in (input, other, condition) if isinstance(cast(object, value), TreeDict)]
+    d: TreeDict[Any] = trees[0]
+    for tree in trees:
+        arithmetic.refuse_encoded(tree, "torch.where")
     count = len(d._tensors())
 
     def values(given: Any) -> Sequence[Any]:
@@ -162,7 +162,7 @@ def where(condition: Any, input: Any, other: Any) -> Any:
 
 @implements(torch.split)
 def split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Any, ...]:
-    return _parts(tensor, "split", lambda t, at: t.split(split_size_or_sections, at), dim)
+    return _parts(tensor, "split", lambda t, at: cast(Any, t).split(split_size_or_sections, at), dim)
 
 
 @implements(torch.chunk)
