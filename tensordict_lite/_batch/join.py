@@ -21,9 +21,9 @@ from .._tree.tree import TreeDict
 def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     """Stack every field of the dicts with ``torch.stack``, along a new dimension ``dim``.
 
-    ``torch.stack`` calls this too. The result has the class of the first dict. Plain mappings are converted to `DeviceDict` first. UTF-8 fields of
-    different widths are padded, and decode as before. For strings, ``dim`` counts the dimensions of the strings. Kept
-    objects become a list. Dtypes are promoted as by torch.
+    ``torch.stack`` of dicts calls this function. The result has the class of the first dict. Plain mappings are
+    converted to `DeviceDict` first. UTF-8 fields of different widths are padded, and decode as before. For strings,
+    ``dim`` counts the dimensions of the strings. Kept objects become a list. Dtypes are promoted as by torch.
 
     Raises: ``ValueError`` that names the key and the dict if keys, shapes or encoders disagree, or if there are no
     dicts; ``DeviceMismatchError`` if the devices disagree; ``TypeError`` for anything that is not a mapping;
