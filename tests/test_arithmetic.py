@@ -271,7 +271,7 @@ class TestAutograd:
                 else:
                     for k, v in d.items():
                         getattr(v, method)(other[k], *arguments)
-                sum(v.pow(2).sum() for v in d.values()).backward()
+                torch.stack([v.pow(2).sum() for v in d.values()]).sum().backward()
                 grads.append([t.grad for t in (*leaf._tensors(), *other._tensors())])
             assert all(x is y is None or torch.equal(x, y) for x, y in zip(*grads, strict=True)), method
 
@@ -337,7 +337,7 @@ class TestRefusals:
 
     def test_an_encoder_for_every_key_leaves_numbers_alone(self) -> None:
         d = DeviceDict({"x": [1.0, 2.0], "name": "Ada"}, encoders=Hashing(8))
-        e = DeviceDict({"n": d})["n"]
+        e: Any = DeviceDict({"n": d})["n"]
         assert e.drop("name").mul_(2)["x"].tolist() == [2, 4]
 
     def test_other_operands(self) -> None:
@@ -366,7 +366,7 @@ def test_total_norm() -> None:
     assert mixed.total_norm().item() == pytest.approx(2)
     leaf = DeviceDict({"x": [3.0], "y": [4.0]}).requires_grad_()
     leaf.total_norm().backward()
-    assert leaf["x"].grad.tolist() == [pytest.approx(0.6)]
+    assert leaf["x"].grad is not None and leaf["x"].grad.tolist() == [pytest.approx(0.6)]
     with pytest.raises(TypeError, match=r"^'i' is int64, a norm needs floating-point or complex fields; leave it out"):
         DeviceDict({"i": 1}).total_norm()
     for bad in (0, -1, -math.inf, "2", math.nan):
