@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
-from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary, cat, stack
+from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary, cat, stack, unpickle
 
 
 class Point(TypedDeviceDict):
@@ -207,6 +207,10 @@ class TestWhatStays:
             torch.save({"d": d}, file)
             file.seek(0)
             assert torch.load(file, weights_only=weights_only)["d"] == d
+
+    def test_a_forged_pickle_with_a_dict_for_a_buffer(self) -> None:
+        with pytest.raises(ValueError, match="a packed dict whose storage is damaged"):
+            unpickle.restore(DeviceDict, {}, "cpu", None, sample(), [])
 
     def test_modes(self) -> None:
         d = sample()
