@@ -184,6 +184,17 @@ class TestAsALoop:
         assert d["x"].tolist() == [[0, 1, 2]] * 2 and d["t"].tolist() == [[0, 2, 4], [1, 3, 5]]
         assert DeviceDict().add_(1) == {} and DeviceDict({"n": {}}).zero_() == {"n": {}}
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_nested_tensors(self) -> None:
+        for layout in (torch.strided, torch.jagged):
+            d = DeviceDict(
+                {"x": torch.ones(2), "j": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)}
+            )
+            d.mul_(3)
+            assert [part.tolist() for part in d["j"].unbind()] == [[3], [3, 3]] and d["x"].tolist() == [3, 3]
+            d.add_({"x": torch.ones(2), "j": d["j"].clone()}).zero_()
+            assert [part.tolist() for part in d["j"].unbind()] == [[0], [0, 0]]
+
     def test_a_tensor_under_two_keys_is_changed_twice(self) -> None:
         x = torch.ones(2)
         DeviceDict({"a": x, "b": x}).mul_(3)

@@ -42,9 +42,10 @@ def match(d: TreeDict[Any], other: Any, called: str, flat: bool = False) -> list
         )
     mapping = cast("Mapping[str, Any]", other)
     known = isinstance(other, TreeDict) and d._device is not None and cast("TreeDict[Any]", other)._device == d._device
-    values = list(mapping.values())
-    if known and only_tensors(values) and list(d) == list(mapping) and (flat or only_tensors(d.values())):
-        return values
+    if known and list(d) == list(mapping) and (flat or only_tensors(d.values())):
+        values = list(mapping.values())
+        if only_tensors(values):
+            return values
     found: list[Tensor] = []
     _match(d, mapping, None if known else d._device, (), found)
     return found
@@ -303,7 +304,7 @@ def _validated(
             _validate_shapes(operation, tensors, given, every, refuse)
         return _Write(operation, tensors, others, dtypes, (), same)
     singly: list[int] = []
-    plain = list[int]()
+    plain: list[int] = []
     for i, tensor in enumerate(tensors):
         theirs = None if given is None else given[i]
         if _is_special(tensor) or (theirs is not None and _is_special(theirs)):
@@ -335,10 +336,10 @@ def _are_alike(tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[
     if not _PLAIN.issuperset(map(type, tensors)) or (grad and True in [t.requires_grad for t in tensors]):
         return None
     try:
-        if False in [t.is_contiguous() for t in tensors] or True in {t.is_nested for t in tensors[:1]}:
+        if False in [t.is_contiguous() for t in tensors]:
             return None
         if others is None:
-            return True
+            return None if True in [t.is_nested for t in tensors] else True
         if not _PLAIN.issuperset(map(type, others)) or (grad and True in [t.requires_grad for t in others]):
             return None
         if not {torch.strided}.issuperset([t.layout for t in others]):
