@@ -360,6 +360,18 @@ class TestRefusals:
         unchanged(d, lambda: d.add_(torch.ones(1, device="meta")), DeviceMismatchError, "the other tensor is on meta, this DeviceDict is on cpu")  # fmt: skip
         unchanged(d, lambda: d.mul_(1j), RuntimeError, "'a' is float32[2, 3]; torch refuses mul_ of it and 1j")
 
+    def test_numbers_that_a_dtype_cannot_hold(self) -> None:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            for number in (65504, 1e30, math.inf, math.nan, 10**18):
+                d = DeviceDict({"x": torch.ones(2, dtype=dtype), "y": torch.ones(1, dtype=dtype)})
+                expected: Any = torch.ones(2, dtype=dtype)
+                try:
+                    expected.mul_(number)
+                except RuntimeError:
+                    unchanged(d, lambda d=d, n=number: d.mul_(n), RuntimeError, "'x' is")
+                else:
+                    assert torch.equal(d.mul_(number)["x"].nan_to_num(1), expected.nan_to_num(1))
+
     def test_none_is_no_operand(self) -> None:
         d = sample()
         for method in METHODS:

@@ -137,6 +137,8 @@ class _Write(NamedTuple):
     """A tensor for each of ``tensors``; or one number, or None, for all."""
     dtypes: list[torch.dtype]
     """The dtype of each of ``tensors``."""
+    one_dtype: bool
+    """Whether ``dtypes`` are all the same."""
     singly: Sequence[int]
     """The tensors that need a call of their own."""
     alike: bool
@@ -249,16 +251,16 @@ def _run(
     if not tensors:
         return
     dtypes = [t.dtype for t in tensors]
-    alone = dtypes.count(dtypes[0]) == len(dtypes) and _is_float_dtype(dtypes[0])
-    if integers is None or alone:
-        _execute(_validated(d, operation, tensors, others, dtypes, range(len(tensors))))
+    one_dtype = dtypes.count(dtypes[0]) == len(dtypes)
+    if integers is None or (one_dtype and _is_float_dtype(dtypes[0])):
+        _execute(_validated(d, operation, tensors, others, dtypes, one_dtype, range(len(tensors))))
         return
     writes: list[_Write] = []
     for step, floats in ((operation, True), (integers, False)):
         chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is floats]
         if chosen:
             picked = _pick(tensors, chosen), _pick(others, chosen), _pick(dtypes, chosen)
-            writes.append(_validated(d, step, *picked, chosen))
+            writes.append(_validated(d, step, *picked, len(set(picked[2])) == 1, chosen))
     for write in writes:
         _execute(write)
 
@@ -281,6 +283,7 @@ def _validated(
     tensors: list[Tensor],
     others: Any,
     dtypes: list[torch.dtype],
+    one_dtype: bool,
     indices: Sequence[int],
 ) -> _Write:
     """Raise the error of the first tensor that the operation cannot write to.
@@ -288,7 +291,7 @@ def _validated(
     ``indices``: the number of each tensor in ``d._tensors()``, for messages.
     """
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
-        return _Write(operation, tensors, others, dtypes, range(len(tensors)), False)
+        return _Write(operation, tensors, others, dtypes, one_dtype, range(len(tensors)), False)
     given = cast("list[Tensor]", others) if isinstance(others, list) else None
 
     def refuse(i: int, reason: str, error: Exception | None = None, kind: type[Exception] = RuntimeError) -> NoReturn:
@@ -298,11 +301,12 @@ def _validated(
     _refuse_inference(operation, tensors, refuse)
     same = _are_alike(tensors, given, dtypes)
     if same is not None:
-        if not (same and given is not None and dtypes[0] in _COMMON and dtypes.count(dtypes[0]) == len(dtypes)):
+        moderate = type(others) in (int, float) and abs(others) <= _MODERATE
+        if not (one_dtype and dtypes[0] in _COMMON and (moderate if given is None else same)):
             every = range(len(tensors))
             _validate_dtypes(operation, tensors, given, others, every, refuse)
             _validate_shapes(operation, tensors, given, every, refuse)
-        return _Write(operation, tensors, others, dtypes, (), same)
+        return _Write(operation, tensors, others, dtypes, one_dtype, (), same)
     singly: list[int] = []
     plain: list[int] = []
     for i, tensor in enumerate(tensors):
@@ -316,7 +320,7 @@ def _validated(
                 refuse(i, f"is expanded: its elements share memory; clone() it before {operation.name}")
     _validate_dtypes(operation, tensors, given, others, plain, refuse)
     _validate_shapes(operation, tensors, given, plain, refuse)
-    return _Write(operation, tensors, others, dtypes, singly, False)
+    return _Write(operation, tensors, others, dtypes, one_dtype, singly, False)
 
 
 def _refuse_inference(operation: _Operation, tensors: list[Tensor], refuse: Refuse) -> None:
@@ -342,7 +346,7 @@ def _are_alike(tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[
             return None if True in [t.is_nested for t in tensors] else True
         if not _PLAIN.issuperset(map(type, others)) or (grad and True in [t.requires_grad for t in others]):
             return None
-        if not {torch.strided}.issuperset([t.layout for t in others]):
+        if [t.layout for t in others].count(torch.strided) != len(others):
             return None
         return dtypes == [t.dtype for t in others] and [t.shape for t in tensors] == [t.shape for t in others]
     except RuntimeError:  # sparse tensors are not contiguous, nested tensors have no shape
@@ -409,6 +413,8 @@ def _validate_dtypes(
 
 _MANY = 16
 """Fields from which on one operation on the buffer of a packed dict takes less time than one for each field."""
+_MODERATE = 65504
+"""The largest number that every dtype of `_COMMON` can represent."""
 _COMMON = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
 """Dtypes for which torch has every operation here, if both operands have the same."""
 
@@ -444,7 +450,7 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
 
 def _execute(write: _Write) -> None:
     """Write to all tensors, in as few calls as possible."""
-    operation, tensors, others, dtypes, singly, alike = write
+    operation, tensors, others, dtypes, one_dtype, singly, alike = write
     many = operation.many
     listed = isinstance(others, list)
     for i in range(len(tensors)) if many is None else singly:
@@ -454,7 +460,7 @@ def _execute(write: _Write) -> None:
     if singly:
         rest = sorted(set(range(len(tensors))).difference(singly))
         tensors, others, dtypes = _pick(tensors, rest), _pick(others, rest), _pick(dtypes, rest)
-    one_dtype = dtypes.count(dtypes[0]) == len(dtypes)
+        one_dtype = len(set(dtypes)) == 1
     number = isinstance(others, (int, float, complex))
     if alike and one_dtype and number and _execute_on_buffer(operation, tensors, others):
         return
