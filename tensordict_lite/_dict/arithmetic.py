@@ -301,7 +301,8 @@ def _validated(
     _refuse_inference(operation, tensors, refuse)
     same = _are_alike(tensors, given, dtypes)
     if same is not None:
-        moderate = type(others) in (int, float) and abs(cast(Any, others)) <= _MODERATE
+        number = cast(Any, others)
+        moderate = type(number) in (int, float) and abs(number) <= _MODERATE
         if not (one_dtype and dtypes[0] in _COMMON and (moderate if given is None else same)):
             every = range(len(tensors))
             _validate_dtypes(operation, tensors, given, others, every, refuse)
