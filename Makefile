@@ -74,6 +74,7 @@ bench: .venv-bench/benchmarks
 bench-more: .venv-bench/benchmarks
 	@mkdir -p $(RESULTS)
 	$(BENCH)/bench_core.py --json $(RESULTS)/core-cpu.json
+	$(BENCH)/bench_whole.py --json $(RESULTS)/whole-cpu.json
 	$(BENCH)/bench_transfer.py --device cpu --json $(RESULTS)/transfer-cpu.json
 	$(BENCH)/plot_transfer.py $(RESULTS)/transfer-cpu.json $(RESULTS)/transfer-cpu.svg
 	$(BENCH)/bench_loader.py --json $(RESULTS)/loader-cpu.json

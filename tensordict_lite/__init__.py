@@ -9,6 +9,7 @@ from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
 from ._dict.row_writer import RowWriter
+from ._dict.schema import field
 from ._dict.typed import TypedDeviceDict
 from ._encoders.builtin import Hashing, Utf8, Vocabulary
 from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
@@ -20,6 +21,7 @@ __all__ = [
     # the container
     "DeviceDict",
     "TypedDeviceDict",
+    "field",
     "DeviceMismatchError",
     "MissingKeyError",
     # batches

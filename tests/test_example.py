@@ -1,4 +1,4 @@
-"""The penguins example, run as a user runs it, with every warning an error."""
+"""The examples, run as a user runs them, with every warning an error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tensordict_lite import DeviceDict
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SPECIES = {"Adelie", "Chinstrap", "Gentoo"}
@@ -98,3 +101,17 @@ def test_on_two_processes() -> None:
     assert "epoch 20: 276 rows on all ranks" in done.stdout
     found = re.search(r"^held-out accuracy ([\d.]+), (\d+) of 69 penguins on 2 ranks$", done.stdout, flags=re.MULTILINE)
     assert found and float(found[1]) >= 0.95 and "rank 1: 34 penguins, the first a" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "checkpoint.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the weights and their moving average are equal, bit for bit" in done.stdout
+    lines = re.findall(r"^step 60, .*: +(\{.*\})$", done.stdout, flags=re.MULTILINE)
+    assert len(lines) == 2 and lines[0] == lines[1] and "'grad_norm': " in lines[0] and "'step': 59" in lines[0]
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert set(state) == {"model", "average", "optimizer", "scheduler", "step", "rng"}
+    assert type(state["model"]) is DeviceDict and type(state["optimizer"]) is dict and state["step"] == 30
+    assert state["average"] != state["model"] and state["average"]["1.num_batches_tracked"] == 30

@@ -23,7 +23,17 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate, default_convert
 from typing_extensions import TypeAliasType
 
-from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Utf8, Vocabulary, cat, collate, stack
+from tensordict_lite import (
+    DeviceDict,
+    DeviceMismatchError,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    cat,
+    collate,
+    field,
+    stack,
+)
 
 jaxtyping = pytest.importorskip("jaxtyping")
 from jaxtyping import Bool, Float, Int, UInt8  # noqa: E402
@@ -298,7 +308,7 @@ class TestDeclaring:
         assert str(caught.value).startswith(message)
 
     def test_defaults_and_clashes(self) -> None:
-        with pytest.raises(TypeError, match=r"^Bad\.x has the default 3; the only default is None"):
+        with pytest.raises(TypeError, match=r"^Bad\.x has the default 3; declare it as `x: \.\.\. = field"):
             type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Tensor}, "x": 3})
         with pytest.raises(TypeError, match=r"^Bad\.x: declare an optional field as"):
             type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Tensor}, "x": None})
@@ -699,3 +709,141 @@ def test_an_alias_of_a_type_is_that_type() -> None:
     assert scope["Aliased"](x=torch.ones(2))["x"].tolist() == [1, 1]
     with pytest.raises(TypeError, match="Aliased"):
         scope["Aliased"](x=None)
+
+
+class Scaled(TypedDeviceDict, encoders={"unit": Vocabulary(["m", "cm"])}):
+    x: Tensor
+    scale: Tensor = field(default=0.5)
+    mean: Tensor = field(default_factory=lambda: torch.zeros(3))
+    unit: Tensor = field(default="cm")
+
+
+class Outer(TypedDeviceDict):
+    inner: Scaled
+    extra: Tensor | None = None
+
+
+class TestDefaults:
+    def test_every_way_of_making(self, tmp_path: Any) -> None:
+        pytest.importorskip("safetensors")
+        x = torch.ones(2)
+        DeviceDict({"x": x}).save(tmp_path / "d")
+        torch.save(Scaled(x=x), tmp_path / "t")
+        for d in (
+            Scaled(x=x), Scaled({"x": x}), Scaled.from_dict({"x": [1.0, 1.0]}), Scaled.wrap(DeviceDict({"x": x})), Scaled.load(tmp_path / "d"),
+            torch.load(tmp_path / "t", weights_only=True), Outer(inner={"x": x}).inner, Outer.from_dict({"inner": {"x": x}}).inner,
+        ):  # fmt: skip
+            d._check()
+            assert type(d) is Scaled and set(d) == {"x", "scale", "mean", "unit"} and d.scale == 0.5
+            assert d.mean.shape == (3,) and d.decode("unit") == "cm" and torch.equal(d.x, x)
+        given = Scaled(x=x, scale=2, mean=x, unit="m")
+        assert given.scale == 2 and given.mean is x and given.decode("unit") == "m"
+
+    def test_collate_gives_it_to_each_sample(self) -> None:
+        batch = collate([{"x": 1.0}, {"x": 2.0, "scale": 3.0, "unit": "m"}], cls=Scaled)
+        assert batch.scale.tolist() == [0.5, 3.0] and batch.decode("unit") == ["cm", "m"] and batch.mean.shape == (2, 3)
+        assert batch.is_packed and batch == stack([Scaled(x=1.0), Scaled(x=2.0, scale=3.0, unit="m")])
+
+    def test_a_factory_is_called_for_each_instance_and_follows_the_device(self) -> None:
+        a, b = Scaled(x=torch.ones(1)), Scaled(x=torch.ones(1))
+        a.mean.add_(1)
+        assert not b.mean.any() and a.mean is not b.mean
+        assert Scaled(x=torch.ones(1, device="meta")).mean.is_meta and Scaled(x=[1.0], device="meta").scale.is_meta
+
+    def test_it_is_always_there(self) -> None:
+        d = Scaled(x=1.0)
+        for way in (
+            lambda: d.pop("scale"),
+            lambda: d.__delitem__("scale"),
+            lambda: d.update(scale=None),
+            lambda: Scaled(x=1.0, scale=None),
+        ):
+            caught = unchanged(d, way)
+            assert caught.type is TypeError
+        d.update(x=2.0)  # an update gives no default
+        assert d.scale == 0.5
+        assert (
+            type(d.to(torch.float64)) is Scaled and tree_map(torch.clone, d) == d and pickle.loads(pickle.dumps(d)) == d
+        )
+
+    def test_inheritance(self) -> None:
+        class Other(Scaled):
+            scale: Tensor  # pyright: ignore[reportGeneralTypeIssues]  # required again
+            mean: Tensor = field(default=3.0)
+
+        with pytest.raises(TypeError, match=r"^Other lacks the required field 'scale'"):
+            Other(x=1.0)
+        assert Other(x=1.0, scale=1.0).mean == 3 and Other(x=1.0, scale=1.0).decode("unit") == "cm"
+
+    @pytest.mark.parametrize(("make", "message"), [
+        (field, "field takes either default= or default_factory="), (lambda: field(default=1, default_factory=dict), "field takes either"),
+        (lambda: field(default=[1]), "the default is a list, which all instances would share; use default_factory="), (lambda: field(default=torch.ones(1)), "the default is float32[1], which"),
+        (lambda: field(default_factory=3), "default_factory is a function without arguments, got a int"),
+        (lambda: type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Optional[Tensor]}, "x": field(default=1)}), "Bad.x: declare an optional field as `x: ... | None = None`; a field with another default takes no None"),  # noqa: UP045
+    ])  # fmt: skip
+    def test_what_is_refused(self, make: Any, message: str) -> None:
+        with pytest.raises(TypeError) as caught:
+            make()
+        assert str(caught.value).startswith(message)
+
+    def test_none_as_a_default_is_an_optional_field(self) -> None:
+        made = type("Made", (TypedDeviceDict,), {"__annotations__": {"x": Optional[Tensor]}, "x": field(default=None)})  # noqa: UP045
+        assert made().x is None and "x" not in made()
+
+    def test_a_default_is_validated(self) -> None:
+        bad = type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Int[Tensor, "3"]}, "x": field(default=1.5)})
+        with pytest.raises(ValueError, match=r"^Bad\.x: expected Int\[Tensor, '3'\], got float32\[\]"):
+            bad()
+
+    def test_in_one_graph(self) -> None:
+        torch._dynamo.reset()
+        run = torch.compile(lambda x: Scaled(x=x * 2).x + 1, fullgraph=True, backend="eager")
+        assert run(torch.ones(1)) == 3
+
+
+class TestWrap:
+    def test_it_shares_the_tensors(self) -> None:
+        d = DeviceDict({**items(), "weight": torch.ones(2)}).pack()
+        w = Batch.wrap(d)
+        assert type(w) is Batch and type(w.obs) is Obs and w.is_packed
+        assert all(x is y for x, y in zip(w._tensors(), d._tensors(), strict=True))
+        w.weight.zero_()  # type: ignore[union-attr]
+        assert not d["weight"].any()
+        w["label"] = torch.ones(2, dtype=torch.int64)
+        assert d["label"].tolist() == [0, 1]  # the structure is not shared
+        named = DeviceDict({"x": 1.0, "unit": "m"}, encoders={"unit": Utf8()})
+        assert Batch.wrap(w) == w and type(named["unit"]) is Tensor
+
+    def test_it_is_validated(self) -> None:
+        d = DeviceDict(items())
+        for change, message in (
+            ({"label": torch.arange(5)}, "Batch.label: expected Int"),
+            ({"q": 1}, "Batch has no field 'q'"),
+        ):
+            other: Any = d | change
+            with pytest.raises((TypeError, ValueError)) as caught:
+                Batch.wrap(other)
+            assert str(caught.value).startswith(message)
+        with pytest.raises(TypeError, match=r"^Batch lacks the required field 'label'"):
+            Batch.wrap(d.drop("label"))
+        with pytest.raises(
+            TypeError, match=r"^wrap takes a DeviceDict, got a mapping; Batch\.from_dict takes other mappings$"
+        ):
+            Batch.wrap(items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["add_", "sub_", "mul_", "div_", "lerp_", "copy_", "zero_", "total_norm", "tolist", "wrap"]
+)
+def test_methods_take_their_names(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^Bad\.{name}: a field cannot have the name of a method or property of DeviceDict"
+    ):
+        type("Bad", (TypedDeviceDict,), {"__annotations__": {name: Tensor}})
+
+
+def test_arithmetic_keeps_the_class() -> None:
+    d = batch().drop("label").pack()
+    typed = Obs(state=torch.ones(2, 5))
+    assert typed.mul_(2) is typed and typed.state.sum() == 20 and d["image"].sum() == 0
+    assert type(torch.stack([typed, typed])) is Obs and type(torch.zeros_like(typed)) is Obs

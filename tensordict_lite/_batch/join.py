@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._dict.device_dict import DeviceDict
+from .._dict.torch_functions import implements
 from .._encoders.protocol import decode_alike, padding
 from .._errors import DeviceMismatchError, Path, described, dotted
 from .._tree.policy import Policy
@@ -17,12 +18,13 @@ from .._tree.tree import TreeDict
 from .pad import Pad, Pads, pad_rows
 
 
+@implements(torch.stack)
 def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     """Stack every field of the dicts with ``torch.stack``, along a new dimension ``dim``.
 
-    The result has the class of the first dict. Plain mappings are converted to `DeviceDict` first. UTF-8 fields of
-    different widths are padded, and decode as before. For strings, ``dim`` counts the dimensions of the strings. Kept
-    objects become a list. Dtypes are promoted as by torch.
+    ``torch.stack`` of dicts calls this function. The result has the class of the first dict. Plain mappings are
+    converted to `DeviceDict` first. UTF-8 fields of different widths are padded, and decode as before. For strings,
+    ``dim`` counts the dimensions of the strings. Kept objects become a list. Dtypes are promoted as by torch.
 
     Raises: ``ValueError`` that names the key and the dict if keys, shapes or encoders disagree, or if there are no
     dicts; ``DeviceMismatchError`` if the devices disagree; ``TypeError`` for anything that is not a mapping;
@@ -36,6 +38,7 @@ def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     return _joined(dicts, "stack", dim)
 
 
+@implements(torch.cat, torch.concat, torch.concatenate)
 def cat(
     dicts: Iterable[Mapping[str, Any]], dim: int = 0, *, pad: Mapping[Any, float | Pad] | None = None
 ) -> DeviceDict[Any]:

@@ -39,11 +39,14 @@ from .._tree.walk import (
     only_tensors,
     refuse_key,
 )
+from . import arithmetic, torch_functions
 from .arguments import to_arguments
 from .display import field_count, html, size, tree
 from .insert import insert
 from .rows import Rows
 
+Number = complex
+Real = float  # in the class, `float` is a method
 _MISSING: Any = object()
 
 
@@ -55,11 +58,13 @@ class DeviceDict(TreeDict[V]):
     inserts it.
 
     **Dict**: ``d[key]``, ``d[path]``, ``get``, ``pop``, ``setdefault``, ``update``, ``|``, ``|=``, ``==``, ``copy``,
-    ``fromkeys``, `select`, `drop`, `map`, `flatten`, `unflatten`, `to_dict`, `allclose`, ``nbytes``.
+    ``fromkeys``, `select`, `drop`, `map`, `flatten`, `unflatten`, `to_dict`, `tolist`, `allclose`, ``nbytes``.
     **Device**: ``device``, ``is_cuda``, `to`, `cpu`, `cuda`, `numpy`, `pin_memory`, `is_pinned`, `share_memory_`,
     `record_stream`, `pack`, ``is_packed``.
     **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `new_zeros`, `new_empty`, `requires_grad_`,
     `contiguous`.
+    **Arithmetic**: `zero_`, `add_`, `sub_`, `mul_`, `div_`, `lerp_`, `copy_`, `total_norm`, and functions of torch such
+    as ``torch.stack`` and ``torch.zeros_like``.
     **Strings**: `decode`, ``encoders``. **Batch**: `rows`. **Files**: `save`, `load`.
 
     Each kind of value is stored as follows. Any other value raises ``TypeError``.
@@ -366,20 +371,34 @@ class DeviceDict(TreeDict[V]):
             builtin_dict.__delitem__(node, path[-1])
         return out
 
-    def map(self, function: Callable[[Tensor], Any], /) -> Self:
+    def map(self, function: Callable[..., Any], /, *others: Mapping[str, Any]) -> Self:
         """Apply ``function`` to every tensor at every depth, and return a dict of the results.
 
         Each result is inserted as by ``d[key] = result``. The first tensor among the results determines the device of
         the new dict, so ``function`` can move all tensors. Kept objects stay as they are.
 
-        Raises: the errors of ``function``; the errors of ``d[key] = result``. Cost: one call per tensor.
+        Args:
+            function: takes a tensor of this dict, and the tensor at the same path of each other mapping.
+            others: dicts or plain mappings of tensors on the device of this dict. They have the keys of this dict, in
+                any order, at every level.
+
+        Raises: the errors of ``function``; the errors of ``d[key] = result``; ``ValueError`` that names the path of a
+            missing or extra key of the others; ``TypeError`` for another value than a tensor; ``DeviceMismatchError``.
+        Cost: one call per tensor.
 
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}}).map(torch.sum).to_dict()
         {'x': tensor(3.), 'n': {'y': tensor(3.)}}
+        >>> d = DeviceDict({"x": 1, "y": 2})
+        >>> d.map(torch.add, {"y": torch.tensor(10), "x": torch.tensor(20)}).to_dict()
+        {'x': tensor(21), 'y': tensor(12)}
         """
         if not callable(cast(object, function)):
             raise TypeError(f"map takes a function of a tensor, got {type(function).__name__}")
-        results = [function(tensor) for tensor in self._tensors()]
+        if others:
+            groups = zip(self._tensors(), *[arithmetic.match(self, other, "map") for other in others], strict=True)
+            results = [function(*group) for group in groups]
+        else:
+            results = [function(tensor) for tensor in self._tensors()]
         first = next((canonical(result.device) for result in results if isinstance(result, Tensor)), self._device)
         out = self._new(self, first, self._policy)
         insert(out, self._replace_tensors(results, None))
@@ -857,6 +876,173 @@ class DeviceDict(TreeDict[V]):
                 "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
             )
             raise with_path(error, path, hint) from error
+
+    # --- arithmetic ---
+
+    def zero_(self) -> Self:
+        """Fill every tensor with zeros, in place. Returns ``self``. Kept objects stay as they are.
+
+        Raises the errors of `add_`, and has its cost.
+
+        >>> DeviceDict({"x": [1.0, 2.0]}).zero_()["x"]
+        tensor([0., 0.])
+        """
+        arithmetic.zero_(self)
+        return self
+
+    def add_(self, other: Mapping[str, Any] | Tensor | Number, *, alpha: Number = 1) -> Self:
+        """Add ``alpha * other`` to every tensor, in place. Returns ``self``. Kept objects stay as they are.
+
+        Every field follows the rules of ``Tensor.add_``: broadcasting, dtypes, autograd. A tensor under two keys is
+        changed twice.
+
+        Args:
+            other: a number or a tensor for all fields; or a mapping of tensors on the device of this dict. A mapping
+                has the keys of this dict, in any order, at every level.
+            alpha: the factor of ``other``.
+
+        Raises: all errors before the first tensor is changed, with the path. ``ValueError`` for a missing or extra key
+            of ``other``; ``TypeError`` for fields of encoded strings, and values that are no tensors;
+            ``DeviceMismatchError``; ``RuntimeError`` for what torch refuses: shapes, dtypes, leaves that require grad.
+        Cost: a check per field, and one write: a single operation for a packed dict of one dtype, otherwise one
+            ``torch._foreach_add_``. These take one call each: tensors with a gradient history, subclasses, and sparse
+            tensors. The last two are also computed on a copy first. Under ``torch.compile`` and functorch transforms
+            all fields take one call each, and errors come from torch.
+
+        >>> d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}})
+        >>> d.add_({"n": {"y": torch.ones(1)}, "x": torch.ones(2)}, alpha=2).add_(1).to_dict()
+        {'x': tensor([4., 5.]), 'n': {'y': tensor([6.])}}
+        >>> d.add_({"x": torch.ones(2)})
+        Traceback (most recent call last):
+        ...
+        ValueError: the other mapping lacks 'n'
+        """
+        arithmetic.add_(self, other, alpha)
+        return self
+
+    def sub_(self, other: Mapping[str, Any] | Tensor | Number, *, alpha: Number = 1) -> Self:
+        """Subtract ``alpha * other`` from every tensor, in place. Returns ``self``.
+
+        Arguments, errors and cost are those of `add_`.
+
+        >>> DeviceDict({"x": [1.0, 2.0]}).sub_(1)["x"]
+        tensor([0., 1.])
+        """
+        arithmetic.sub_(self, other, alpha)
+        return self
+
+    def mul_(self, other: Mapping[str, Any] | Tensor | Number) -> Self:
+        """Multiply every tensor by ``other``, in place. Returns ``self``.
+
+        Arguments, errors and cost are those of `add_`.
+
+        >>> DeviceDict({"x": [1.0, 2.0]}).mul_(0.5)["x"]
+        tensor([0.5000, 1.0000])
+        """
+        arithmetic.mul_(self, other)
+        return self
+
+    def div_(self, other: Mapping[str, Any] | Tensor | Number) -> Self:
+        """Divide every tensor by ``other``, in place. Returns ``self``.
+
+        Arguments, errors and cost are those of `add_`.
+
+        >>> DeviceDict({"x": [1.0, 2.0]}).div_({"x": torch.tensor([2.0, 4.0])})["x"]
+        tensor([0.5000, 0.5000])
+        """
+        arithmetic.div_(self, other)
+        return self
+
+    def lerp_(self, other: Mapping[str, Any] | Tensor, weight: Number) -> Self:
+        """Move every tensor towards ``other``, in place: ``tensor + weight * (other - tensor)``. Returns ``self``.
+
+        Integer and bool fields are copied from ``other``, as the moving average of a model needs for its counters.
+
+        Args:
+            other: a mapping of tensors as in `add_`, or a tensor for all fields. Floating-point fields need the dtype
+                of the field.
+            weight: a number. 0 keeps the tensors, 1 copies ``other``.
+
+        Raises the errors of `add_`, and has its cost.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> average = DeviceDict(model.state_dict()).clone()
+        >>> average.lerp_(model.state_dict(), 0.01) is average
+        True
+        """
+        arithmetic.lerp_(self, other, weight)
+        return self
+
+    def copy_(self, other: Mapping[str, Any] | Tensor) -> Self:
+        """Copy ``other`` into every tensor, in place, with the dtype of the field. Returns ``self``.
+
+        `copy` makes a new dict; this method writes into the memory of this one. Arguments, errors and cost are those
+        of `add_`.
+
+        >>> d = DeviceDict({"x": [1.0, 2.0]})
+        >>> d.copy_({"x": torch.tensor([3, 4])})["x"]
+        tensor([3., 4.])
+        """
+        arithmetic.copy_(self, other)
+        return self
+
+    def total_norm(self, ord: Real = 2) -> Tensor:
+        """The norm over the elements of all fields, as ``torch.nn.utils.get_total_norm`` computes it.
+
+        Args:
+            ord: the order of the norm, above 0; ``inf`` gives the largest absolute value.
+
+        Returns: a 0-d tensor on the device. Zero if there are no fields. Autograd records it.
+
+        Raises: ``TypeError`` that names the field, for integers and encoded strings; ``ValueError`` for another
+            ``ord``. Cost: two operations for each dtype; no synchronization.
+
+        >>> DeviceDict({"x": [3.0], "n": {"y": [0.0, 4.0]}}).total_norm()
+        tensor(5.)
+        """
+        return arithmetic.total_norm(self, ord)
+
+    def tolist(self) -> dict[str, Any]:
+        """A plain nested dict of Python numbers and lists, as ``Tensor.tolist`` gives them, with strings decoded.
+
+        Kept objects stay as they are. ``json.dumps(metrics.tolist())`` works for dicts of numbers and strings.
+
+        Raises: the errors of `decode`; ``TypeError`` or ``ValueError`` that names the field for a layout that torch
+            cannot list. Cost: the copies of `cpu`, then one Python object per element.
+
+        >>> DeviceDict({"loss": 0.5, "n": {"ids": [1, 2]}, "name": ["Ada", "Bo"]}).tolist()
+        {'loss': 0.5, 'n': {'ids': [1, 2]}, 'name': ['Ada', 'Bo']}
+        """
+        return arithmetic.tolist(self if self._device is None or self._device == CPU else self.cpu())
+
+    # --- functions of torch, and operators ---
+
+    if not TYPE_CHECKING:
+        # Type checkers refuse the operators. See `refuse_operator` for the reason why there are none.
+        __add__ = torch_functions.refuse_operator("+", "torch.add", "add_")
+        __radd__ = torch_functions.refuse_operator("+", "torch.add", reflected=True)
+        __sub__ = torch_functions.refuse_operator("-", "torch.sub", "sub_")
+        __rsub__ = torch_functions.refuse_operator("-", "torch.sub", reflected=True)
+        __mul__ = torch_functions.refuse_operator("*", "torch.mul", "mul_")
+        __rmul__ = torch_functions.refuse_operator("*", "torch.mul", reflected=True)
+        __truediv__ = torch_functions.refuse_operator("/", "torch.div", "div_")
+        __rtruediv__ = torch_functions.refuse_operator("/", "torch.div", reflected=True)
+        __floordiv__ = torch_functions.refuse_operator("//", "torch.floor_divide")
+        __rfloordiv__ = torch_functions.refuse_operator("//", "torch.floor_divide", reflected=True)
+        __mod__ = torch_functions.refuse_operator("%", "torch.remainder")
+        __rmod__ = torch_functions.refuse_operator("%", "torch.remainder", reflected=True)
+        __pow__ = torch_functions.refuse_operator("**", "torch.pow")
+        __rpow__ = torch_functions.refuse_operator("**", "torch.pow", reflected=True)
+        __matmul__ = torch_functions.refuse_operator("@", "torch.matmul")
+        __rmatmul__ = torch_functions.refuse_operator("@", "torch.matmul", reflected=True)
+        __neg__ = torch_functions.refuse_operator("-", "torch.neg")
+        __abs__ = torch_functions.refuse_operator("abs()", "torch.abs")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return torch_functions.call(function, args, kwargs or {})
 
     # --- files and other containers ---
 

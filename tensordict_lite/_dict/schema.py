@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, ForwardRef, NamedTuple, TypeVar, Union, cast, get_args, get_origin
@@ -20,6 +20,56 @@ from .._tree.tree import TreeDict
 
 _STORED_AS_TENSORS = (bool, int, float, complex, str, bytes, np.ndarray, np.generic)
 _CLASS_VAR = re.compile(r"""['"]?(\w+\.)*ClassVar\b""")
+
+
+class Default(NamedTuple):
+    """The default of a field, as `field` declares it."""
+
+    value: Any
+    factory: Callable[[], Any] | None
+
+    def make(self) -> Any:
+        return self.value if self.factory is None else self.factory()
+
+
+_UNSET: Any = object()
+_SHARED = (Tensor, np.ndarray, list, dict, set, Mapping)
+
+
+def field(*, default: Any = _UNSET, default_factory: Callable[[], Any] | None = None) -> Any:
+    """Declare the default of a field of a `TypedDeviceDict`. Type checkers then accept a constructor without the field.
+
+    The constructor, ``from_dict``, ``wrap`` and ``load`` store the default if the field is absent. `collate` gives it
+    to each sample that lacks the field. The field cannot be deleted.
+
+    Args:
+        default: a number, a string, or a tuple of them; it is stored as by ``d[key] = default``. None: the field is
+            optional, as with ``= None``.
+        default_factory: a function without arguments that returns the value, called for each instance. A tensor that it
+            returns is moved to the device of the dict.
+
+    Raises: ``TypeError`` without a default, with both, or for a mutable default, which all instances would share.
+
+    >>> import torch
+    >>> from torch import Tensor
+    >>> from tensordict_lite import TypedDeviceDict, field
+    >>> class Batch(TypedDeviceDict):
+    ...     image: Tensor
+    ...     scale: Tensor = field(default=1.0)
+    ...     mean: Tensor = field(default_factory=lambda: torch.zeros(3))
+    >>> Batch(image=torch.zeros(2, 3)).scale
+    tensor(1.)
+    """
+    if (default is _UNSET) == (default_factory is None):
+        raise TypeError("field takes either default= or default_factory=")
+    if default_factory is not None and not callable(default_factory):
+        raise TypeError(f"default_factory is a function without arguments, got {described(default_factory)}")
+    if isinstance(default, _SHARED):
+        raise TypeError(
+            f"the default is {described(cast(object, default))}, which all instances would share; "
+            "use default_factory=lambda: ..."
+        )
+    return Default(default, default_factory)
 
 
 class Field(NamedTuple):
@@ -88,23 +138,29 @@ class Schema:
                 raise TypeError(f"{self.name}.{name}: expected {field.shown}, got {_called(value)}")
 
 
-def names_of(cls: type) -> dict[str, bool]:
-    """The fields that ``cls`` itself declares, without its bases; True for an optional field.
+def names_of(cls: type) -> tuple[dict[str, bool], dict[str, Default]]:
+    """The fields that ``cls`` itself declares, without its bases; True for an optional field. Also the defaults.
 
-    Evaluates no annotation. Raises ``TypeError`` for a default other than None.
+    Evaluates no annotation. Raises ``TypeError`` for a default other than None and `field`.
     """
     names: dict[str, bool] = {}
+    defaults: dict[str, Default] = {}
     for name, annotation in get_annotations(cls, format=Format.FORWARDREF).items():
         text = getattr(annotation, "__forward_arg__", annotation)  # a string, if Python did not evaluate it
         if _CLASS_VAR.match(text) if isinstance(text, str) else ClassVar in (text, get_origin(text)):
             continue
+        given = cls.__dict__.get(name)
+        if isinstance(given, Default) and (given.factory is not None or given.value is not None):
+            names[name] = False
+            defaults[name] = given
+            continue
         names[name] = name in cls.__dict__
-        if cls.__dict__.get(name) is not None:
+        if given is not None and not isinstance(given, Default):
             raise TypeError(
-                f"{cls.__name__}.{name} has the default {cls.__dict__[name]!r}; the only default is None, "
-                "for an optional field"
+                f"{cls.__name__}.{name} has the default {given!r}; declare it as "
+                f"`{name}: ... = field(default=...)`, or `{name}: ... | None = None` for an optional field"
             )
-    return names
+    return names, defaults
 
 
 def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str, Any]) -> dict[str, Field]:
@@ -135,7 +191,10 @@ def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str
 def _field(where: str, hint: Any, absent: bool) -> Field:
     kinds = tuple(dict.fromkeys(_kinds(where, hint)))
     if (NoneType in kinds) != absent and object not in kinds:
-        raise TypeError(f"{where}: declare an optional field as `{where.split('.')[-1]}: ... | None = None`")
+        raise TypeError(
+            f"{where}: declare an optional field as `{where.split('.')[-1]}: ... | None = None`; "
+            "a field with another default takes no None"
+        )
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if sum(map(_is_tree, kinds)) > 1:
         raise TypeError(f"{where}: a field takes one class of nested dicts, and this annotation names several")

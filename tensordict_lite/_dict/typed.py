@@ -14,15 +14,15 @@ from torch import Tensor
 from typing_extensions import Self, Unpack, dataclass_transform
 
 from .._encoders.protocol import StringEncoder
-from .._errors import Path, with_path
+from .._errors import Path, described, with_path
 from .._memory.device import DeviceLike
 from .._tree.missing import NoAttribute
 from .._tree.policy import OPTIONS, Encoders, Objects, OnMismatch, Options
 from .._tree.tree import TreeDict, builtin_dict
-from .._tree.walk import Items, as_dict  # pyright: ignore[reportUnusedImport]  (used in the `else` branch)
+from .._tree.walk import Items, as_dict, tensors_in  # pyright: ignore[reportUnusedImport]  (used in the `else` branch)
 from .device_dict import DeviceDict
 from .insert import insert
-from .schema import Field, Schema, Shaped, names_of, read_annotations, shape_error
+from .schema import Default, Field, Schema, Shaped, field, names_of, read_annotations, shape_error
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # pragma: no cover
         def __set__(self, instance: None, value: Given | None) -> None: ...
 
 
-@dataclass_transform(kw_only_default=True, eq_default=False)
+@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(field,))
 class _Typed(ABCMeta):
     """Metaclass: type checkers see the annotations as fields, and instances have no other attributes."""
 
@@ -70,6 +70,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
     - any other class: an object of that class, or a list of them in a batch. The class needs ``objects="keep"``.
     - ``... | None = None``: an optional field. While the field is absent, it reads as None and is not a key. Setting it
       to None deletes it.
+    - ``... = field(default=...)`` or ``field(default_factory=...)``: a field with a default. See `field`.
 
     A subclass inherits the fields. A class can declare the options of `DeviceDict`:
     ``class Batch(TypedDeviceDict, dtype=...)``.
@@ -114,6 +115,8 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
     # No annotations here: they would be evaluated in the public module, where these names are missing.
     _own = cast("Mapping[str, bool]", {})  # fields that this class itself declares; True if the field is optional
     _optional = cast("Mapping[str, bool]", {})  # the fields of this class and its bases; True if optional
+    _own_defaults = cast("Mapping[str, Default]", {})
+    _defaults = cast("Mapping[str, Default]", {})  # of this class and its bases
     _read = cast("Schema | None", None)  # the schema; None until the annotations can be evaluated
 
     if TYPE_CHECKING:  # pragma: no cover
@@ -138,11 +141,16 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._own = names_of(cls)
+        cls._own, cls._own_defaults = names_of(cls)
         optional: dict[str, bool] = {}
+        defaults: dict[str, Default] = {}
         for base in reversed(cls.__mro__):
-            optional |= base.__dict__.get("_own", {})
-        cls._optional = optional
+            own = base.__dict__.get("_own", {})
+            optional |= own
+            for name in own:
+                defaults.pop(name, None)  # a field that is declared again has the default of this declaration
+            defaults |= base.__dict__.get("_own_defaults", {})
+        cls._optional, cls._defaults = optional, defaults
         _refuse_collisions(cls)
         for name, absent in cls._own.items():
             setattr(cls, name, _attribute(name, absent))
@@ -178,12 +186,34 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         """
         return cls(data, device=device, **options)  # pyright: ignore[reportCallIssue]
 
+    @classmethod
+    def wrap(cls, d: DeviceDict[Any], /) -> Self:
+        """Create an instance of the tensors of a `DeviceDict`. Copies no tensor, and validates all fields once.
+
+        The instance and ``d`` share their tensors, not their structure: in-place writes to a tensor show in both, and
+        a field that is set in one does not show in the other. A packed dict stays packed. Encoders are kept.
+
+        Raises: ``TypeError`` if ``d`` is not a `DeviceDict`; the errors of a typed class. Cost: a check per field.
+
+        >>> class Point(TypedDeviceDict):
+        ...     x: Tensor
+        >>> d = DeviceDict({"x": [1.0, 2.0]})
+        >>> Point.wrap(d).x is d["x"]
+        True
+        """
+        if not isinstance(cast(object, d), DeviceDict):
+            raise TypeError(
+                f"wrap takes a DeviceDict, got {described(d)}; {cls.__name__}.from_dict takes other mappings"
+            )
+        return cls(d)  # pyright: ignore[reportCallIssue]
+
     # --- validation ---
 
     _has_fields = True
 
     def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
-        given = self._drop_none(data)
+        # Only a dict under construction is empty. A field with a default cannot be deleted.
+        given = self._without_none(data) if self else self._drop_none(data)
         if not torch.compiler.is_compiling():  # pragma: no branch  (traced, not executed)
             try:
                 self._schema().check_names(given)
@@ -209,6 +239,9 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
             return
         super()._validate(before, shapes=shapes)
+        absent = [name for name in self._defaults if name not in self]
+        if absent:
+            insert(self, self._made_defaults(absent, self))
         self._schema().check_names(self)
         self._check_fields(self, before, shapes)
 
@@ -228,9 +261,26 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        given = cls._without_none(data)
+        absent = [name for name in cls._defaults if name not in data]
+        return {**given, **cls._made_defaults(absent, data)} if absent else given
+
+    @classmethod
+    def _without_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         if not any(value is None for value in data.values()):
             return data
         return {key: value for key, value in data.items() if value is not None or not cls._optional.get(key, False)}
+
+    @classmethod
+    def _made_defaults(cls, names: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults of these fields, on the device of the tensors in ``data``."""
+        made = {name: cls._defaults[name].make() for name in names}
+        if any(isinstance(value, Tensor) for value in made.values()):
+            tensors = tensors_in(data)
+            if tensors:
+                device = tensors[0].device
+                made = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
+        return made
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
         if type(key) is str:
@@ -324,10 +374,10 @@ def _taken(base: type, name: str) -> bool:
 
 def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) -> Iterator[Shaped]:
     """Yield every tensor with its annotations, in the order of the schema. Nested typed dicts are included."""
-    for name, field in cls._schema().fields.items():
+    for name, declared in cls._schema().fields.items():
         value = items.get(name)
         if isinstance(value, Tensor):
-            yield f"{where}.{name}", value, field.kinds
+            yield f"{where}.{name}", value, declared.kinds
         elif isinstance(value, TypedDeviceDict):
             yield from _shaped(type(value), value, f"{where}.{name}")
 

@@ -91,7 +91,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``data`` without optional fields whose value is None."""
+        """``data`` without optional fields whose value is None, and with the defaults of absent fields."""
         return data  # pragma: no cover  (called for typed dicts only)
 
     def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:

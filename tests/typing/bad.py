@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensordict_lite import DeviceDict, TypedDeviceDict
+from tensordict_lite import DeviceDict, TypedDeviceDict, field
 
 
 class Obs(TypedDeviceDict):
@@ -17,6 +17,11 @@ class Batch(TypedDeviceDict):
     image: Float[Tensor, "batch 3 h w"]
     obs: Obs
     weight: Tensor | None = None
+
+
+class Scaled(TypedDeviceDict):
+    x: Tensor
+    scale: Tensor = field(default=1.0)
 
 
 x = torch.zeros(1)
@@ -47,3 +52,13 @@ batch.rows[0].imge.sum()  # error
 d = DeviceDict({"x": x})
 print(d.x)  # error
 d.to(3.5)  # error
+Scaled(scale=x)  # error
+Scaled(x=x, scal=x)  # error
+Scaled.wrap({"x": x})  # error
+field(defualt=1)  # error
+d.map(torch.add, 1)  # error
+d.add_("a")  # error
+d.lerp_(d)  # error
+d.lerp_(d, "a")  # error
+d + 1  # error
+1 + d  # error

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import assert_type
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, cat, collate, prefetch, stack
+from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, cat, collate, field, prefetch, stack
 
 
 class Obs(TypedDeviceDict):
@@ -32,6 +32,12 @@ class More(Batch):
     extra: Tensor
 
 
+class Scaled(TypedDeviceDict):
+    x: Float[Tensor, "n"]
+    scale: Tensor = field(default=1.0)
+    mean: Tensor = field(default_factory=lambda: torch.zeros(3))
+
+
 x = torch.zeros(1)
 batch = Batch(image=x, label=x, obs=Obs(state=x))
 Batch(image=x, label=x, obs=Obs(state=x), weight=None, device="cuda", dtype=torch.float16)
@@ -40,6 +46,10 @@ Batch(image=x, label=x, obs=Obs(state=x), device=0, encoders={"name": Vocabulary
 more = More(image=x, label=x, obs=Obs(state=x), extra=x)
 assert_type(Batch.from_dict({"image": x}, device="cuda", dtype=torch.float16), Batch)
 assert_type(More.from_dict([("image", x)]), More)
+
+assert_type(Scaled(x=x).scale, Tensor)
+assert_type(Scaled(x=x, scale=x, mean=x, device="cuda"), Scaled)
+assert_type(Scaled.wrap(DeviceDict({"x": x})), Scaled)
 
 assert_type(batch.image, Tensor)
 assert_type(batch.obs, Obs)
@@ -73,6 +83,12 @@ assert_type(next(iter(batch.rows)), Batch)
 assert_type(batch | {"weight": x}, Batch)
 assert_type(more.to("cuda").rows[0].cpu(), More)
 assert_type(batch.map(torch.sum), Batch)
+assert_type(batch.map(torch.add, batch), Batch)
+assert_type(batch.map(torch.lerp, {"image": x}, more), Batch)
+assert_type(batch.add_(batch, alpha=2).mul_(0.5).sub_(x).div_(2), Batch)
+assert_type(batch.lerp_({"image": x}, 0.01).copy_(batch).zero_(), Batch)
+assert_type(batch.total_norm(2.0), Tensor)
+assert_type(batch.tolist(), dict[str, Any])
 assert_type(batch.select("image"), "DeviceDict[Tensor]")
 assert_type(batch.drop("label"), "DeviceDict[Tensor]")
 assert_type(collate([{"image": x}], cls=Batch), Batch)

@@ -1,0 +1,550 @@
+"""Arithmetic on whole dicts: match the fields of several mappings, write all fields in place, norms and lists.
+
+A write has two steps. The first step finds every reason for which torch would refuse a field. The second step writes,
+in as few calls as possible: one for the buffer of a packed dict, one ``torch._foreach_*`` call, or one for each field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .._encoders.protocol import decode_nested
+from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
+from .._memory.packed import as_one, intercepted
+from .._tree.tree import TreeDict, tensor_paths
+from .._tree.walk import only_tensors
+
+_autograd = cast(Any, torch._C)._autograd
+_PLAIN = frozenset((Tensor, Parameter))
+"""The classes of tensors that ``torch._foreach_*`` takes."""
+
+
+# --- matching ---
+
+
+def match(d: TreeDict[Any], other: Any, called: str, flat: bool = False) -> list[Tensor]:
+    """The tensors of a mapping with the keys of ``d``, in the order of ``d._tensors()``.
+
+    Raises ``ValueError`` for a missing or an extra key, ``TypeError`` for a value that is not a tensor where ``d`` has
+    one, and ``DeviceMismatchError``. ``called``: the name of the method, for messages. ``flat``: the caller knows that
+    all values of ``d`` are plain tensors.
+    """
+    if not isinstance(other, Mapping):
+        raise TypeError(
+            f"{called} takes mappings with the keys of this {type(d).__name__}, got {described(other)}; "
+            "bind any other value in a lambda"
+        )
+    mapping = cast("Mapping[str, Any]", other)
+    known = isinstance(other, TreeDict) and d._device is not None and cast("TreeDict[Any]", other)._device == d._device
+    if known and list(d) == list(mapping) and (flat or only_tensors(d.values())):
+        values = list(mapping.values())
+        if only_tensors(values):
+            return values
+    found: list[Tensor] = []
+    _match(d, mapping, None if known else d._device, (), found)
+    return found
+
+
+def _match(
+    d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
+) -> None:
+    if len(d) != len(other) or any(key not in other for key in d):
+        for key in d:
+            if key not in other:
+                raise ValueError(f"the other mapping lacks {dotted((*at, key))}")
+        extra = next(key for key in other if key not in d)
+        raise ValueError(f"the other mapping has {dotted((*at, extra))}, which this {type(d).__name__} lacks")
+    for key, value in d.items():
+        theirs: Any = other[key]
+        if isinstance(value, Tensor):
+            if not isinstance(theirs, Tensor):
+                _refuse_kind((*at, key), theirs, "a tensor")
+            if device is not None and theirs.device != device:
+                _refuse_device((*at, key), device, theirs.device)
+            found.append(theirs)
+        elif isinstance(value, TreeDict):
+            if not isinstance(theirs, Mapping):
+                _refuse_kind((*at, key), theirs, "a mapping")
+            _match(cast("TreeDict[Any]", value), cast("Mapping[str, Any]", theirs), device, (*at, key), found)
+        elif isinstance(theirs, (Tensor, Mapping)):
+            _refuse_kind((*at, key), theirs, f"an object: it is a kept {type(value).__name__} in this dict")
+
+
+def _refuse_kind(path: Path, value: Any, expected: str) -> NoReturn:
+    raise TypeError(f"{dotted(path)} is {described(value)} in the other mapping, expected {expected}")
+
+
+def _refuse_device(path: Path, expected: torch.device, actual: torch.device) -> NoReturn:
+    where = dotted(path) if path else "the other tensor"
+    raise DeviceMismatchError(
+        f"{where} is on {actual}{' in the other mapping' if path else ''}, this DeviceDict is on {expected}; "
+        f"move it with .to({str(expected)!r})",
+        key=(path[0] if len(path) == 1 else path) if path else None,
+        expected=expected,
+        actual=actual,
+    )
+
+
+def refuse_encoded(d: TreeDict[Any], called: str, at: Path = ()) -> None:
+    """Raise ``TypeError`` for the first field of encoded strings: arithmetic would make other strings of them."""
+    encoders = d._policy.encoders
+    if not encoders and only_tensors(d.values()):
+        return
+    for key, value in d.items():
+        nested = isinstance(value, TreeDict)
+        if key in encoders and (nested or (isinstance(value, Tensor) and not _is_float(value))):
+            raise TypeError(
+                f"{dotted((*at, key))} holds encoded strings, which {called} would change; "
+                f"leave it out: drop({key!r}) shares the tensors of the other fields"
+            )
+        if nested:
+            refuse_encoded(cast("TreeDict[Any]", value), called, (*at, key))
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+# --- writing in place ---
+
+
+class _Operation(NamedTuple):
+    """An operation that writes to tensors in place."""
+
+    name: str
+    each: Callable[[Tensor, Any], Any]
+    """Write to one tensor. The second argument is a tensor or a number."""
+    many: Callable[[list[Tensor], Any], Any] | None
+    """The same for lists of tensors. None: there is no such function."""
+    zero_stays: bool = False
+    """Whether the operation with a number maps zero to zero. If not, it may not write to the gaps of a buffer."""
+    casts: bool = False
+    """Whether the operation takes every pair of dtypes."""
+
+
+class _Write(NamedTuple):
+    """The writes of one operation, validated."""
+
+    operation: _Operation
+    tensors: list[Tensor]
+    others: Any
+    """A tensor for each of ``tensors``; or one number, or None, for all."""
+    dtypes: list[torch.dtype]
+    """The dtype of each of ``tensors``."""
+    one_dtype: bool
+    """Whether ``dtypes`` are all the same."""
+    singly: Sequence[int]
+    """The tensors that need a call of their own."""
+    alike: bool
+    """Whether all tensors are contiguous, and the others have the same shapes and the same dtypes."""
+
+
+def zero_(d: TreeDict[Any]) -> None:
+    refuse_encoded(d, "zero_")
+    _run(d, _ZERO, d._tensors(), None)
+
+
+def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
+    _add(d, "add_", Tensor.add_, torch._foreach_add_, other, alpha)
+
+
+def sub_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
+    _add(d, "sub_", Tensor.sub_, torch._foreach_sub_, other, alpha)
+
+
+def _add(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: Any) -> None:
+    _refuse_unless_number(alpha, "alpha")
+    tensors, values = _operands(d, other, name)
+
+    def each_scaled(tensor: Tensor, value: Any) -> None:
+        each(tensor, value, alpha=alpha)
+
+    def many_scaled(tensors: list[Tensor], values: list[Tensor]) -> None:
+        many(tensors, values, alpha=alpha)
+
+    if alpha == 1:
+        operation = _Operation(name, each, many)
+    else:  # the function for lists and a number takes no alpha
+        operation = _Operation(name, each_scaled, many_scaled if isinstance(values, list) else None)
+    _run(d, operation, tensors, values)
+
+
+def mul_(d: TreeDict[Any], other: Any) -> None:
+    tensors, values = _operands(d, other, "mul_")
+    stays = isinstance(values, (int, float)) and values > 0 and isfinite(values)
+    _run(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_, stays), tensors, values)
+
+
+def div_(d: TreeDict[Any], other: Any) -> None:
+    tensors, values = _operands(d, other, "div_")
+    stays = isinstance(values, (int, float)) and values > 0 and isfinite(values)
+    _run(d, _Operation("div_", Tensor.div_, torch._foreach_div_, stays), tensors, values)
+
+
+def copy_(d: TreeDict[Any], other: Any) -> None:
+    _run(d, _COPY, *_operands(d, other, "copy_", numbers=False))
+
+
+def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
+    _refuse_unless_number(weight, "weight")
+
+    def each(tensor: Tensor, end: Tensor) -> None:
+        tensor.lerp_(end, weight)
+
+    def many(tensors: list[Tensor], ends: list[Tensor]) -> None:
+        torch._foreach_lerp_(tensors, ends, weight)
+
+    operation = _Operation("lerp_", each, many)
+    _run(d, operation, *_operands(d, other, "lerp_", numbers=False), integers=_COPY._replace(name="lerp_"))
+
+
+def _zero_each(tensor: Tensor, _: None) -> None:
+    tensor.zero_()
+
+
+def _zero_many(tensors: list[Tensor], _: None) -> None:
+    torch._foreach_zero_(tensors)
+
+
+_ZERO = _Operation("zero_", _zero_each, _zero_many, casts=True)
+_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, casts=True)
+
+
+def _refuse_unless_number(value: Any, name: str) -> None:
+    if not isinstance(value, (int, float, complex)):
+        raise TypeError(f"{name} is a number, got {described(value)}; use .item() for a tensor of one element")
+
+
+def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> tuple[list[Tensor], Any]:
+    """The tensors of ``d``, and the other operand of each, as a list. A number stays itself."""
+    tensors, flat = d._tensors_and_kind()
+    if not flat or d._policy.encoders:
+        refuse_encoded(d, called)
+    if isinstance(other, Mapping):
+        values = match(d, other, called, flat)
+        if isinstance(other, TreeDict) and (not flat or cast("TreeDict[Any]", other)._policy.encoders):
+            refuse_encoded(cast("TreeDict[Any]", other), called)
+        return tensors, values
+    if isinstance(other, Tensor):
+        if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
+            _refuse_device((), d._device, other.device)
+        return tensors, [other] * len(tensors)
+    if not (numbers and isinstance(other, (int, float, complex))):
+        kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
+        raise TypeError(f"{called} takes {kinds}, got {described(other)}")
+    return tensors, other
+
+
+def _run(
+    d: TreeDict[Any], operation: _Operation, tensors: list[Tensor], others: Any, integers: _Operation | None = None
+) -> None:
+    """Validate all fields, then write. ``integers``: the operation for integer and bool fields, if it is another one.
+
+    ``tensors`` and ``others``: the result of `_operands`.
+    """
+    if not tensors:
+        return
+    dtypes = [t.dtype for t in tensors]
+    one_dtype = dtypes.count(dtypes[0]) == len(dtypes)
+    if integers is None or (one_dtype and _is_float_dtype(dtypes[0])):
+        _execute(_validated(d, operation, tensors, others, dtypes, one_dtype, range(len(tensors))))
+        return
+    writes: list[_Write] = []
+    for step, floats in ((operation, True), (integers, False)):
+        chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is floats]
+        if chosen:
+            picked = _pick(tensors, chosen), _pick(others, chosen), _pick(dtypes, chosen)
+            writes.append(_validated(d, step, *picked, len(set(picked[2])) == 1, chosen))
+    for write in writes:
+        _execute(write)
+
+
+def _pick(values: Any, chosen: Sequence[int]) -> Any:
+    return [values[i] for i in chosen] if isinstance(values, list) else values
+
+
+def _is_float_dtype(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+Refuse = Callable[..., NoReturn]
+"""Raise an error for a tensor. Takes its index, the rest of the message, the cause and the class of the error."""
+
+
+def _validated(
+    d: TreeDict[Any],
+    operation: _Operation,
+    tensors: list[Tensor],
+    others: Any,
+    dtypes: list[torch.dtype],
+    one_dtype: bool,
+    indices: Sequence[int],
+) -> _Write:
+    """Raise the error of the first tensor that the operation cannot write to.
+
+    ``indices``: the number of each tensor in ``d._tensors()``, for messages.
+    """
+    if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
+        return _Write(operation, tensors, others, dtypes, one_dtype, range(len(tensors)), False)
+    given = cast("list[Tensor]", others) if isinstance(others, list) else None
+
+    def refuse(i: int, reason: str, error: Exception | None = None, kind: type[Exception] = RuntimeError) -> NoReturn:
+        path = next(path for j, (path, _) in enumerate(tensor_paths(d)) if j == indices[i])
+        raise kind(f"{dotted(path)} {reason}") from error
+
+    _refuse_inference(operation, tensors, refuse)
+    same = _are_alike(tensors, given, dtypes)
+    if same is not None:
+        number = cast(Any, others)
+        moderate = type(number) in (int, float) and abs(number) <= _MODERATE
+        if not (one_dtype and dtypes[0] in _COMMON and (moderate if given is None else same)):
+            every = range(len(tensors))
+            _validate_dtypes(operation, tensors, given, others, every, refuse)
+            _validate_shapes(operation, tensors, given, every, refuse)
+        return _Write(operation, tensors, others, dtypes, one_dtype, (), same)
+    singly: list[int] = []
+    plain: list[int] = []
+    for i, tensor in enumerate(tensors):
+        theirs = None if given is None else given[i]
+        if _is_special(tensor) or (theirs is not None and _is_special(theirs)):
+            _refuse_special(operation, tensor, theirs, others, i, refuse)
+            singly.append(i)
+        else:
+            plain.append(i)
+            if torch._debug_has_internal_overlap(tensor) == 1:
+                refuse(i, f"is expanded: its elements share memory; clone() it before {operation.name}")
+    _validate_dtypes(operation, tensors, given, others, plain, refuse)
+    _validate_shapes(operation, tensors, given, plain, refuse)
+    return _Write(operation, tensors, others, dtypes, one_dtype, singly, False)
+
+
+def _refuse_inference(operation: _Operation, tensors: list[Tensor], refuse: Refuse) -> None:
+    if torch.is_inference_mode_enabled():
+        return
+    try:
+        _ = [t._version for t in tensors]  # raises for inference tensors; in half of the time of `is_inference`
+    except RuntimeError:
+        i = [t.is_inference() for t in tensors].index(True)
+        refuse(i, f"is an inference tensor; clone() it before {operation.name}, or use torch.inference_mode()")
+
+
+def _are_alike(tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[torch.dtype]) -> bool | None:
+    """Whether the others have the dtypes and shapes of the tensors. None if a tensor is `_is_special` or has gaps."""
+    # Passes over a list, of one attribute each: nothing in Python is faster.
+    grad = torch.is_grad_enabled()
+    if not _PLAIN.issuperset(map(type, tensors)) or (grad and True in [t.requires_grad for t in tensors]):
+        return None
+    try:
+        if False in [t.is_contiguous() for t in tensors]:
+            return None
+        if others is None:
+            return None if True in [t.is_nested for t in tensors] else True
+        if not _PLAIN.issuperset(map(type, others)) or (grad and True in [t.requires_grad for t in others]):
+            return None
+        if [t.layout for t in others].count(torch.strided) != len(others):
+            return None
+        return dtypes == [t.dtype for t in others] and [t.shape for t in tensors] == [t.shape for t in others]
+    except RuntimeError:  # sparse tensors are not contiguous, nested tensors have no shape
+        return None
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Whether a tensor needs a call of its own: it has a gradient history, or is a subclass, sparse or nested."""
+    return (
+        type(tensor) not in _PLAIN
+        or tensor.layout != torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or (tensor.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _refuse_special(
+    operation: _Operation, tensor: Tensor, other: Tensor | None, others: Any, i: int, refuse: Refuse
+) -> None:
+    """Raise the error of torch if it refuses to write to this tensor. Autograd has rules; a copy shows the others."""
+    name = operation.name
+    if torch.is_grad_enabled() and (tensor.requires_grad or (other is not None and other.requires_grad)):
+        if tensor.requires_grad and tensor.is_leaf:
+            refuse(i, f"is a leaf that requires grad; call {name} in torch.no_grad(), or detach() the dict first")
+        if tensor._is_view() and (
+            _autograd._get_creation_meta(tensor) != _autograd.CreationMeta.DEFAULT
+            or (tensor.requires_grad and cast(Tensor, tensor._base).is_leaf)
+        ):
+            refuse(i, f"is a view that autograd does not let {name} change; clone() it first")
+    with torch.no_grad():
+        try:
+            operation.each(tensor.detach().clone(), others if other is None else other.detach())
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            _reword(operation, tensor, others if other is None else other, i, error, refuse)
+
+
+def _validate_dtypes(
+    operation: _Operation,
+    tensors: list[Tensor],
+    others: list[Tensor] | None,
+    number: Any,
+    plain: Sequence[int],
+    refuse: Refuse,
+) -> None:
+    """Raise the error of torch for a pair of dtypes that it refuses. Every pair is tried once, with one element."""
+    if operation.casts:
+        return
+    if others is None:
+        pairs: dict[Any, int] = {}
+        for i in reversed(plain):
+            pairs[tensors[i].dtype] = i
+    else:
+        mine, theirs = [t.dtype for t in tensors], [t.dtype for t in others]
+        # The dtype of a result can depend on whether a tensor has dimensions.
+        pairs = {(mine[i], theirs[i], not tensors[i].dim(), not others[i].dim()): i for i in reversed(plain)}
+    for i in sorted(pairs.values()):  # the first field that fails is named
+        mine_, other = tensors[i], number if others is None else others[i]
+        try:
+            operation.each(_one(mine_), _one(cast(Tensor, other)) if others is not None else other)
+        except (RuntimeError, TypeError, ValueError) as error:
+            _reword(operation, mine_, other, i, error, refuse)
+
+
+_MANY = 16
+"""Fields from which on one operation on the buffer of a packed dict takes less time than one for each field."""
+_MODERATE = 65504
+"""The largest number that every dtype of `_COMMON` can represent."""
+_COMMON = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
+"""Dtypes for which torch has every operation here, if both operands have the same."""
+
+
+def _one(tensor: Tensor) -> Tensor:
+    return torch.ones((1,) if tensor.dim() else (), dtype=tensor.dtype, device=tensor.device)
+
+
+def _reword(operation: _Operation, tensor: Tensor, other: Any, i: int, error: Exception, refuse: Refuse) -> NoReturn:
+    beside = "" if other is None else f" and {described(other) if isinstance(other, Tensor) else repr(other)}"
+    said = str(error).splitlines()[0]
+    kind = TypeError if isinstance(error, TypeError) else RuntimeError
+    refuse(i, f"is {described(tensor)}; torch refuses {operation.name} of it{beside}: {said}", error, kind)
+
+
+def _validate_shapes(
+    operation: _Operation, tensors: list[Tensor], others: list[Tensor] | None, plain: Sequence[int], refuse: Refuse
+) -> None:
+    """Raise an error for an other tensor that does not broadcast to the shape of the field."""
+    if others is None:
+        return
+    for i in plain:
+        if tensors[i].shape != others[i].shape and not _broadcasts(others[i].shape, tensors[i].shape):
+            refuse(i, f"is {described(tensors[i])}; {operation.name} cannot broadcast {described(others[i])} to it")
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    try:
+        return cast(Any, torch).broadcast_shapes(shape, target) == target
+    except RuntimeError:
+        return False
+
+
+def _execute(write: _Write) -> None:
+    """Write to all tensors, in as few calls as possible."""
+    operation, tensors, others, dtypes, one_dtype, singly, alike = write
+    many = operation.many
+    listed = isinstance(others, list)
+    for i in range(len(tensors)) if many is None else singly:
+        operation.each(tensors[i], others[i] if listed else others)
+    if many is None or len(singly) == len(tensors):
+        return
+    if singly:
+        rest = sorted(set(range(len(tensors))).difference(singly))
+        tensors, others, dtypes = _pick(tensors, rest), _pick(others, rest), _pick(dtypes, rest)
+        one_dtype = len(set(dtypes)) == 1
+    number = isinstance(others, (int, float, complex))
+    if alike and one_dtype and number and _execute_on_buffer(operation, tensors, others):
+        return
+    if one_dtype and (alike or not listed):
+        many(tensors, others)
+        return
+    # Grouped by dtypes, because the CUDA kernel of some versions misreads a list of mixed dtypes.
+    groups: dict[Any, list[int]] = {}
+    for i, dtype in enumerate(dtypes):
+        theirs = cast("list[Tensor]", others)[i].dtype if listed else None
+        groups.setdefault((dtype, theirs), []).append(i)
+    for members in groups.values():
+        many(_pick(tensors, members), _pick(others, members))
+
+
+def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], number: complex) -> bool:
+    """Write to the buffer of packed tensors in one operation. False if the tensors do not allow it.
+
+    Note: this is for numbers only. With a list of other tensors, and for zeros, `as_one` takes longer than it saves.
+    """
+    found = as_one(tensors) if len(tensors) >= _MANY else None
+    if found is None or (found.gaps and not operation.zero_stays):
+        return False
+    # Packed fields have version counters of their own, which autograd compares.
+    torch.autograd.graph.increment_version(tensors)
+    with torch.no_grad():
+        operation.each(found.flat, number)
+    return True
+
+
+# --- norms and lists ---
+
+
+def total_norm(d: TreeDict[Any], order: float) -> Tensor:
+    if not isinstance(cast(object, order), (int, float)) or not order > 0:
+        raise ValueError(f"ord is a number above 0, or inf, got {order!r}")
+    refuse_encoded(d, "total_norm")
+    for path, tensor in tensor_paths(d):
+        if not _is_float(tensor):
+            raise TypeError(
+                f"{dotted(path)} is {dtype_name(tensor.dtype)}, a norm needs floating-point or complex fields; "
+                "leave it out with drop()"
+            )
+    tensors = d._tensors()
+    if not tensors:
+        return torch.zeros((), device=d._device)
+    # Note: torch.nn.utils.get_total_norm does the same, but records no gradient.
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        together = type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.dtype in _COMMON
+        groups.setdefault(tensor.dtype if together and not intercepted() else torch.bool, []).append(tensor)
+    norms = [cast(Any, torch).linalg.vector_norm(tensor, order) for tensor in groups.pop(torch.bool, ())]
+    for group in groups.values():
+        norms += torch._foreach_norm(group, order)
+    return cast(Any, torch).linalg.vector_norm(torch.stack(norms), order)
+
+
+def tolist(d: TreeDict[Any], at: Path = ()) -> dict[str, Any]:
+    """The lists of a dict on the CPU."""
+    out: dict[str, Any] = {}
+    encoders = d._policy.encoders
+    for key, value in d.items():
+        path = (*at, key)
+        if key in encoders and isinstance(value, (Tensor, TreeDict)) and _is_encoded(value):
+            try:
+                out[key] = decode_nested(encoders[key], cast(Any, value))
+            except (TypeError, ValueError) as error:
+                raise with_path(error, path) from error
+        elif isinstance(value, Tensor):
+            out[key] = _list(value, path)
+        elif isinstance(value, TreeDict):
+            out[key] = tolist(cast("TreeDict[Any]", value), path)
+        else:
+            out[key] = value
+    return out
+
+
+def _is_encoded(value: Any) -> bool:
+    return isinstance(value, TreeDict) or not _is_float(value)
+
+
+def _list(tensor: Tensor, path: Path) -> Any:
+    try:
+        return [cast(Any, one).tolist() for one in tensor.unbind()] if tensor.is_nested else cast(Any, tensor).tolist()
+    except (RuntimeError, TypeError) as error:
+        raise with_path(error, path, "; convert it first") from error

@@ -1,0 +1,213 @@
+"""Functions of torch that take whole dicts: the table behind ``__torch_function__``.
+
+torch calls ``__torch_function__`` when a dict is an argument of one of its functions. A short table says what happens.
+Every other function raises an error, because the result for a dict would be a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor, overrides
+
+from .._encoders.protocol import padding
+from .._errors import dotted
+from .._memory.device import canonical
+from .._tree.compare import agree, equal
+from .._tree.tree import TreeDict, tensor_paths
+from . import arithmetic
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_table: dict[Any, Callable[..., Any]] = {}
+"""What is called in place of each function of torch."""
+
+
+def implements(*functions: Any) -> Callable[[_F], _F]:
+    """Decorator: call this in place of functions of torch if an argument is a dict."""
+
+    def register(implementation: _F) -> _F:
+        for function in functions:
+            _table[function] = implementation
+        return implementation
+
+    return register
+
+
+def call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call the function of the table. Raises ``TypeError`` for a function that is not in the table."""
+    found = _table.get(function)
+    if found is None:
+        _refuse(function, args, kwargs)
+    return found(*args, **kwargs)
+
+
+def _refuse(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+    name: str = cast(Any, overrides).resolve_name(function) or getattr(function, "__name__", repr(function))
+    kinds = [type(value).__name__ for value in (*args, *kwargs.values()) if isinstance(cast(object, value), TreeDict)]
+    kind = kinds[0] if kinds else "DeviceDict"
+    if name.startswith("torch.Tensor."):
+        shown = f"d.map(lambda t: t.{name.removeprefix('torch.Tensor.').removesuffix('.__get__')}(...))"
+    elif len(args) == 1 and not kwargs:
+        shown = f"d.map({name})"
+    else:
+        shown = f"d.map(lambda t: {name}(t, ...))"
+    raise TypeError(f"{name} takes no {kind}; call it for every field: {shown}, or for one field: d[key]")
+
+
+def refuse_operator(symbol: str, function: str, in_place: str = "", reflected: bool = False) -> Callable[..., NoReturn]:
+    """A method for an operator that raises ``TypeError`` and shows what to write. ``reflected``: for ``other + d``.
+
+    Note: there are no arithmetic operators. ``|`` merges dicts and ``==`` gives one bool, as for every dict. Beside
+    them, a ``+`` for every element would mislead. Some readers would expect it to merge, as for a Counter.
+    """
+
+    def refuse(self: TreeDict[Any], *operands: Any) -> NoReturn:
+        kind = type(cast(object, self)).__name__
+        if not operands:
+            shown = f"d.map({function})"
+        elif isinstance(operands[0], Mapping):
+            shown = f"d.map({function}, other)"
+        else:
+            shown = f"d.map(lambda t: {'other' if reflected else 't'} {symbol} {'t' if reflected else 'other'})"
+        more = f", or d.{in_place}(other) in place" if in_place and operands and not reflected else ""
+        raise TypeError(f"{kind} has no operator {symbol}; use {shown}{more}")
+
+    return refuse
+
+
+# --- functions of every field ---
+
+
+def _like(function: Any, fills: bool) -> Callable[..., Any]:
+    """A function such as ``torch.zeros_like``. ``fills``: it gives other numbers than zero."""
+
+    def each(d: Any, *args: Any, **kwargs: Any) -> Any:
+        if fills:
+            arithmetic.refuse_encoded(d, f"torch.{function.__name__}")
+        made: list[Tensor] = []
+        for path, tensor in tensor_paths(d):
+            try:
+                made.append(function(tensor, *args, **kwargs))
+            except RuntimeError as error:
+                raise RuntimeError(f"{dotted(path)}: {error}") from error
+        device = canonical(made[0].device) if made else d._device
+        return d._replace_tensors(made, device)
+
+    return each
+
+
+for _function in (torch.zeros_like, torch.empty_like):
+    implements(_function)(_like(_function, fills=False))
+for _function in (torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like):
+    implements(_function)(_like(_function, fills=True))
+
+
+@implements(torch.clone)
+def clone(input: Any) -> Any:
+    return input.clone()
+
+
+@implements(torch.detach)
+def detach(input: Any) -> Any:
+    return input.detach()
+
+
+# --- comparisons ---
+
+
+@implements(torch.allclose)
+def allclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    first, second = _both("allclose", input, other)
+    return first.allclose(second, rtol, atol, equal_nan)
+
+
+@implements(torch.equal)
+def equal_(input: Any, other: Any) -> bool:
+    return agree(*_both("equal", input, other), equal)
+
+
+def _both(name: str, input: Any, other: Any) -> tuple[Any, Any]:
+    for value in (input, other):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"torch.{name} compares two mappings, got {type(value).__name__}")
+    return (input, other) if isinstance(cast(object, input), TreeDict) else (other, input)
+
+
+@implements(torch.where)
+def where(condition: Any, input: Any, other: Any) -> Any:
+    trees: list[Any] = [value for value in (input, other, condition) if isinstance(cast(object, value), TreeDict)]
+    d: TreeDict[Any] = trees[0]
+    for tree in trees:
+        arithmetic.refuse_encoded(tree, "torch.where")
+    count = len(d._tensors())
+
+    def values(given: Any) -> Sequence[Any]:
+        return arithmetic.match(d, given, "torch.where") if isinstance(given, Mapping) else [given] * count
+
+    made: list[Tensor] = []
+    for (path, _), group in zip(
+        tensor_paths(d), zip(values(condition), values(input), values(other), strict=True), strict=True
+    ):
+        try:
+            made.append(torch.where(*group))
+        except RuntimeError as error:
+            raise RuntimeError(f"{dotted(path)}: {error}") from error
+    return d._replace_tensors(made, d._device)
+
+
+# --- parts ---
+
+
+@implements(torch.split)
+def split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Any, ...]:
+    return _parts(tensor, "split", lambda t, at: cast(Any, t).split(split_size_or_sections, at), dim)
+
+
+@implements(torch.chunk)
+def chunk(input: Any, chunks: int, dim: int = 0) -> tuple[Any, ...]:
+    return _parts(input, "chunk", lambda t, at: t.chunk(chunks, at), dim)
+
+
+@implements(torch.unbind)
+def unbind(input: Any, dim: int = 0) -> tuple[Any, ...]:
+    return _parts(input, "unbind", lambda t, at: t.unbind(at), dim)
+
+
+def _parts(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]], dim: int) -> tuple[Any, ...]:
+    """Cut every field along ``dim``. All fields must have the same size there. Kept lists are not cut: they raise."""
+    tree = cast("TreeDict[Any]", d)
+    places = _dimensions(tree, name, dim)
+    tensors = tree._tensors()
+    sizes = [tensor.shape[at] for tensor, at in zip(tensors, places, strict=True)]
+    if len(set(sizes)) > 1:
+        shown = ", ".join(f"{dotted(path)} {size}" for (path, _), size in zip(tensor_paths(tree), sizes, strict=True))
+        raise ValueError(f"torch.{name}: the fields differ in their size along dim={dim}: {shown}")
+    if not tensors:
+        raise ValueError(f"torch.{name} needs at least one tensor in the dict")
+    cuts = [cut(tensor, at) for tensor, at in zip(tensors, places, strict=True)]
+    return tuple(tree._replace_tensors(list(part), tree._device) for part in zip(*cuts, strict=True))
+
+
+def _dimensions(d: TreeDict[Any], name: str, dim: int) -> list[int]:
+    """``dim`` for each tensor of ``d``. For strings it counts the dimensions of the strings, as in ``stack``."""
+    found: list[int] = []
+
+    def collect(node: TreeDict[Any], at: tuple[str, ...]) -> None:
+        for key, value in node.items():
+            if isinstance(value, TreeDict):
+                collect(cast("TreeDict[Any]", value), (*at, key))
+            elif isinstance(value, Tensor):
+                encoder = node._policy.encoders.get(key)
+                dims = value.dim() - (encoder is not None and padding(encoder, value) is not None)
+                if not -dims <= dim < dims:
+                    raise IndexError(f"{dotted((*at, key))} has {dims} dimensions, no dim={dim} to {name} along")
+                found.append(dim % dims)
+            elif value is not None:
+                raise TypeError(
+                    f"{dotted((*at, key))} is a kept {type(value).__name__}, which torch.{name} cannot cut; use d.rows"
+                )
+
+    collect(d, ())
+    return found

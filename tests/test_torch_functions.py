@@ -1,0 +1,312 @@
+"""Functions of torch that are called with whole dicts, and what `__torch_function__` must leave as it is."""
+
+# The stubs of torch know tensors only, so type checkers refuse these calls; see docs/whole.md.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import copy
+import io
+import operator
+import pickle
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import is_tensor_like
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, default_collate
+
+from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary, cat, stack, unpickle
+
+
+class Point(TypedDeviceDict):
+    x: Tensor
+
+
+def sample() -> Any:
+    return DeviceDict({"x": torch.arange(6.0).reshape(3, 2), "n": {"y": torch.arange(3)}})
+
+
+class TestTable:
+    def test_joining(self) -> None:
+        d = sample()
+        assert torch.stack([d, d]) == stack([d, d]) and torch.stack((d, d), dim=1) == stack([d, d], 1)
+        for function in (torch.cat, torch.concat, torch.concatenate):
+            assert function([d, d]) == cat([d, d]) and type(function([d, d])) is DeviceDict
+        named = DeviceDict({"name": ["Ada", "Grace"]})
+        assert torch.stack([named, DeviceDict({"name": ["a", "b"]})]).decode("name") == [["Ada", "Grace"], ["a", "b"]]
+        assert type(torch.stack([Point(x=1), Point(x=2)])) is Point
+        with pytest.raises(ValueError, match=r"^dict 1 lacks 'n', which dict 0 has$"):
+            torch.stack([d, d.drop("n")])
+        with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+            torch.stack([d, d], out=d)
+
+    def test_like(self) -> None:
+        d = sample()
+        zeros = torch.zeros_like(d)
+        zeros._check()
+        assert (
+            zeros["n", "y"].tolist() == [0, 0, 0]
+            and zeros["n", "y"].dtype == torch.int64
+            and type(zeros["n"]) is DeviceDict
+        )
+        assert torch.ones_like(d)["x"].sum() == 6 and torch.full_like(d, 7)["n", "y"].tolist() == [7] * 3
+        assert torch.empty_like(d, device="meta").device == torch.device("meta")
+        for function in (torch.rand_like, torch.randn_like):
+            made = function(d.drop("n"))
+            assert made["x"].shape == (3, 2) and not torch.equal(made["x"], function(d.drop("n"))["x"])
+            with pytest.raises(RuntimeError, match=r"^'n\.y': "):
+                function(d)
+        assert torch.zeros_like(d, dtype=torch.float64, requires_grad=True)["x"].requires_grad
+        named = DeviceDict({"s": ["a", "b"], "o": 3.0}, encoders={"s": Vocabulary(["a", "b"])})
+        assert torch.zeros_like(named).decode("s") == ["a", "a"]  # room for strings, as in a buffer
+        with pytest.raises(TypeError, match=r"^'s' holds encoded strings, which torch\.ones_like would change"):
+            torch.ones_like(named)
+        kept = torch.zeros_like(DeviceDict({"x": 1.0, "o": object}, objects="keep"))
+        assert kept["o"] is object and kept["x"] == 0 and torch.zeros_like(DeviceDict()) == {}
+
+    def test_comparing(self) -> None:
+        d = sample()
+        near = d.map(lambda t: t * (1 + 1e-6) if t.is_floating_point() else t)
+        assert torch.allclose(d, near) and not torch.allclose(d, near, rtol=0, atol=1e-12)
+        assert torch.equal(d, d.clone()) and not torch.equal(d, near) and not torch.equal(d, d.drop("n"))
+        with pytest.raises(TypeError, match=r"^torch\.equal compares two mappings, got Tensor$"):
+            torch.equal(d, torch.ones(1))
+
+    def test_where(self) -> None:
+        d, zero = sample(), torch.zeros_like(sample())
+        mask = d.map(lambda t: t > 1)
+        assert torch.where(mask, d, zero)["x"].tolist() == [[0, 0], [2, 3], [4, 5]]
+        assert torch.where(torch.tensor(True), d, zero) == d and torch.where(torch.tensor(False), 0, d) == d
+        assert torch.where(mask, d, 0)["n", "y"].tolist() == [0, 0, 2]
+        with pytest.raises(ValueError, match=r"^the other mapping lacks 'n'$"):
+            torch.where(mask, d, d.drop("n"))
+        with pytest.raises(RuntimeError, match=r"^'x': "):
+            torch.where(torch.ones(4, dtype=torch.bool), d, zero)
+
+    def test_parts(self) -> None:
+        d = sample()
+        assert [len(part.rows) for part in torch.split(d, 2)] == [2, 1] and torch.cat(torch.split(d, [1, 2])) == d
+        assert type(torch.split(d, 2)) is tuple and [len(p.rows) for p in torch.chunk(d, 2)] == [2, 1]
+        rows = torch.unbind(d)
+        assert len(rows) == 3 and rows[1]["x"].tolist() == [2, 3] and torch.stack(rows) == d
+        rows[0]["x"].zero_()  # views
+        assert d["x"][0].sum() == 0
+        times = DeviceDict({"a": torch.arange(6).reshape(2, 3), "s": [["a", "b", "c"], ["d", "e", "f"]]})
+        columns = torch.unbind(times, dim=1)
+        assert (
+            columns[2]["a"].tolist() == [2, 5]
+            and columns[2].decode("s") == ["c", "f"]
+            and torch.unbind(times, -1) == columns
+        )
+        with pytest.raises(
+            ValueError, match=r"^torch\.split: the fields differ in their size along dim=0: 'a' 2, 'b' 3$"
+        ):
+            torch.split(DeviceDict({"a": torch.ones(2), "b": torch.ones(3)}), 1)
+        with pytest.raises(IndexError, match=r"^'n\.y' has 1 dimensions, no dim=1 to chunk along$"):
+            torch.chunk(d, 2, dim=1)
+        with pytest.raises(TypeError, match=r"^'o' is a kept list, which torch\.unbind cannot cut; use d\.rows$"):
+            torch.unbind(DeviceDict({"x": [1.0], "o": [object]}, objects="keep"))
+
+    def test_clone_and_detach(self) -> None:
+        d = sample()
+        assert torch.clone(d) == d and torch.clone(d)["x"] is not d["x"]
+        assert not torch.detach(DeviceDict({"x": torch.ones(1, requires_grad=True)}))["x"].requires_grad
+
+
+class TestEverythingElse:
+    @pytest.mark.parametrize(("call", "text"), [
+        (torch.relu, "torch.relu takes no DeviceDict; call it for every field: d.map(torch.relu), or for one field: d[key]"),
+        (F.relu, "torch.nn.functional.relu takes no DeviceDict; call it for every field: d.map(lambda t: torch.nn.functional.relu(t, ...))"),
+        (lambda d: torch.add(d, 1), "torch.add takes no DeviceDict; call it for every field: d.map(lambda t: torch.add(t, ...))"),
+        (nn.Linear(2, 1), "torch.nn.functional.linear takes no DeviceDict"), (torch.sum, "d.map(torch.sum)"),
+        (lambda d: torch.ones(2).add_(d), "torch.Tensor.add_ takes no DeviceDict; call it for every field: d.map(lambda t: t.add_(...))"),
+        (lambda d: torch.ones(2)[d], "torch.Tensor.__getitem__ takes no DeviceDict"), (lambda d: torch.lerp(torch.ones(2), d, 0.5), "torch.lerp takes no"),
+    ])  # fmt: skip
+    def test_functions(self, call: Callable[[Any], Any], text: str) -> None:
+        d = sample()
+        with pytest.raises(TypeError) as caught:
+            call(d)
+        assert text in str(caught.value)
+        with pytest.raises(TypeError, match="takes no Point"):
+            torch.relu(Point(x=1))
+
+    @pytest.mark.parametrize("symbol", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"])
+    def test_operators(self, symbol: str) -> None:
+        d, function = sample(), getattr(operator, symbol)
+        signs = {
+            "add": "+",
+            "sub": "-",
+            "mul": "*",
+            "truediv": "/",
+            "floordiv": "//",
+            "mod": "%",
+            "pow": "**",
+            "matmul": "@",
+        }
+        sign = signs[symbol]
+        for other in (2, torch.ones(2)):
+            with pytest.raises(TypeError) as caught:
+                function(d, other)
+            assert str(caught.value).startswith(
+                f"DeviceDict has no operator {sign}; use d.map(lambda t: t {sign} other)"
+            )
+            with pytest.raises(TypeError) as caught:
+                function(other, d)
+            assert str(caught.value) == f"DeviceDict has no operator {sign}; use d.map(lambda t: other {sign} t)"
+        with pytest.raises(TypeError, match=r"use d\.map\(torch\.\w+, other\)"):
+            function(d, d)
+        before = d
+        with pytest.raises(TypeError):
+            getattr(operator, f"i{symbol}")(d, 2)
+        assert d is before
+
+    def test_the_way_out_works(self) -> None:
+        d = sample()
+        with pytest.raises(
+            TypeError,
+            match=r"^DeviceDict has no operator \+; use d\.map\(lambda t: t \+ other\), or d\.add_\(other\) in place$",
+        ):
+            operator.add(d, 1)
+        with pytest.raises(TypeError, match=r"use d\.map\(torch\.neg\)$"):
+            operator.neg(d)
+        with pytest.raises(TypeError, match=r"use d\.map\(torch\.abs\)$"):
+            abs(d)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="has no operator"):
+            sum([d, d])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="has no operator"):
+            np.ones(2) + d  # type: ignore[operator]
+        assert d.map(torch.add, d)["x"][1, 1] == 6 and d.map(torch.neg)["x"][1, 1] == -3
+        assert (d | {"z": 1}).keys() == {"x", "n", "z"}  # merging is what it was
+
+
+class TestWhatStays:
+    def test_it_is_no_tensor(self) -> None:
+        d = sample()
+        assert not torch.is_tensor(d) and not isinstance(d, Tensor) and is_tensor_like(d)
+        assert default_collate([d, d]) == stack([d, d]) and repr(d).startswith("DeviceDict(cpu")
+        for fails in (torch.as_tensor, torch.tensor):
+            with pytest.raises((TypeError, RuntimeError)):
+                fails(d)
+        assert next(iter(DataLoader([d, d], batch_size=2))) == stack([d, d])  # type: ignore[arg-type]
+
+    def test_copies_and_files(self) -> None:
+        d = sample()
+        assert copy.deepcopy(d) == d and pickle.loads(pickle.dumps(d)) == d
+        for weights_only in (True, False):
+            file = io.BytesIO()
+            torch.save({"d": d}, file)
+            file.seek(0)
+            assert torch.load(file, weights_only=weights_only)["d"] == d
+
+    def test_a_forged_pickle_with_a_dict_for_a_buffer(self) -> None:
+        with pytest.raises(ValueError, match="a packed dict whose storage is damaged"):
+            unpickle.restore(DeviceDict, {}, "cpu", None, sample(), [])
+
+    def test_modes(self) -> None:
+        d = sample()
+        with torch.device("cpu"):  # a mode that sees every function first
+            assert torch.stack([d, d]) == stack([d, d])
+            with pytest.raises(TypeError, match=r"d\.map\(torch\.relu\)"):
+                torch.relu(d)
+        with torch._C.DisableTorchFunctionSubclass(), pytest.raises(TypeError):
+            torch.relu(d)
+
+    def test_pytree_and_transforms(self) -> None:
+        d = sample()
+        assert tree_map(lambda t: t * 2, d)["x"][1, 1] == 6
+        out: Any = torch.func.vmap(torch.zeros_like)(d)
+        assert type(out) is DeviceDict and out["x"].shape == (3, 2)
+        stacked: Any = torch.func.vmap(lambda d: torch.stack([d, d]))(d)
+        assert stacked["n", "y"].shape == (3, 2)
+        gradient: Any = torch.func.grad(lambda d: torch.cat([d, d])["x"].sum())(d.drop("n"))
+        assert type(gradient) is DeviceDict and gradient["x"].tolist() == [[2, 2]] * 3
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_checkpoint(self, reentrant: bool) -> None:
+        x = torch.ones(2, requires_grad=True)
+
+        def block(d: DeviceDict, scale: Tensor) -> Any:
+            return torch.stack([d, torch.ones_like(d)])["x"].exp().sum() * scale
+
+        checkpoint(block, DeviceDict({"x": x}), torch.ones((), requires_grad=True), use_reentrant=reentrant).backward()
+        assert reentrant or torch.allclose(x.grad, x.exp())
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "read and write": lambda d: DeviceDict({"q": d["x"] + 1, "w": d["n", "y"] * 2}),
+    "stack": lambda d: torch.stack([d, d]),
+    "cat": lambda d: torch.cat([d, d]),
+    "zeros_like": torch.zeros_like,
+    "where": lambda d: torch.where(torch.ones((), dtype=torch.bool), d, torch.zeros_like(d)),
+    "split": lambda d: torch.split(d, 2)[0],
+    "unbind": lambda d: torch.unbind(d)[1],
+    "clone": torch.clone,
+    "map with others": lambda d: d.map(torch.add, d),
+    "arithmetic": lambda d: d.clone().add_(1).mul_(d).lerp_(d, 0.5),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("run", COMPILED.values(), ids=COMPILED)
+def test_in_one_graph(run: Callable[[Any], Any], backend: str) -> None:
+    torch._dynamo.reset()
+    got, expected = torch.compile(run, fullgraph=True, backend=backend)(sample()), run(sample())
+    assert type(got) is DeviceDict and got == expected
+    got._check()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@pytest.mark.filterwarnings("ignore")
+def test_with_inductor() -> None:
+    torch._dynamo.reset()
+
+    def run(d: Any) -> Any:
+        out: Any = torch.stack([d, torch.ones_like(d)]).lerp_(torch.stack([d, d]), 0.5)
+        out["z"] = out["x"] * 2
+        return out
+
+    assert torch.compile(run, fullgraph=True)(sample()).allclose(run(sample()))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, batch: Any, both: bool = True) -> Any:
+        parts: Any = torch.split(torch.clone(batch), 1)
+        out: Any = torch.cat([part.map(self.used) for part in parts])
+        return out | {"w": self.sometimes(batch["x"])} if both else out
+
+
+def ddp(rank: int, mode: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), **({} if mode == "plain" else {mode: True}))
+    for step in range(2):
+        out = model(DeviceDict({"x": torch.tensor([[float(rank + 1), float(step)]])}), mode != "find_unused_parameters")
+        assert type(out) is DeviceDict
+        model.zero_grad()
+        sum(v.sum() for v in out.values()).backward()
+        assert model.module.used.weight.grad.tolist() == [[1.5, float(step)]], (mode, rank)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
+def test_ddp(mode: str) -> None:
+    on_ranks(ddp, mode)
+
+
+def test_devices_that_disagree() -> None:
+    with pytest.raises(DeviceMismatchError, match="dict 1 is on meta"):
+        torch.stack([sample(), sample().to("meta")])
