@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
@@ -65,6 +66,20 @@ class TestRows:
         )
         taken["x"].zero_()
         assert d["x"][3].any() and len(d.rows[[]].rows) == 0
+
+    def test_huge_rows(self) -> None:
+        """Buffers above 32 MiB are allocated in another way."""
+        image = torch.arange(64 << 10, dtype=torch.int32).reshape(64, 1024).repeat(1, 160)
+        d = DeviceDict({"image": image, "label": torch.arange(64), "u": image.view(torch.uint32)})
+        index = torch.arange(63, -1, -1)
+        for batch in (d.rows[index], d.rows[index].pack(), d.pack().clone()):
+            batch._check()
+            assert len(batch.rows) == 64 and batch["image"].data_ptr() % 64 == 0
+            same = torch.arange(64) if batch["label"][0] == 0 else index
+            assert torch.equal(batch["image"], image[same]) and torch.equal(batch["u"].view(torch.int32), image[same])
+        shared = d.rows[index].pack().share_memory_()
+        assert shared.is_packed and shared["image"].is_shared() and torch.equal(shared["image"], image[index])
+        assert pickle.loads(pickle.dumps(shared)) == shared
 
     @pytest.mark.parametrize(
         ("index", "error", "message"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from .device import CPU
-from .layout import Layout
+from .layout import ALIGNMENT, Layout
 
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
@@ -32,13 +32,24 @@ BY_VALUE = 512 << 10
 """Bytes of a buffer up to which a pipe is faster than shared memory. Time of a batch of 12 fields from 2 workers, by
 value over shared memory: 0.41 at 16 KiB, 0.54 at 64 KiB, 0.64 at 256 KiB, 0.65 at 512 KiB, 1.15 at 1 MiB, 1.57 at
 2 MiB."""
+HUGE = 32 << 20
+"""Bytes from which a new buffer on the CPU has huge pages. The C library reuses smaller ones, whose pages exist."""
 _CLEAR_ALL_LIMIT = 32 << 10
 """Bytes per run with gaps. It is faster to clear a whole buffer up to this size than to clear each gap."""
 
 
 def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
     """A new uint8[nbytes] on ``device``. ``pin``: in pinned memory of the host."""
+    if nbytes > HUGE and device.type == "cpu" and not pin:
+        return _huge_buffer(nbytes)
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
+
+
+def _huge_buffer(nbytes: int) -> Tensor:
+    # NumPy asks the system for huge pages, and torch does not. Rows are copied 3.5 times as fast into 48 MiB.
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return cast(Any, torch).from_numpy(memory[start : start + nbytes])
 
 
 def goes_by_value(nbytes: int) -> bool:

@@ -6,15 +6,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from .buffer import FOREACH_DTYPES, new_batch_buffer, regions, views_of
+from .buffer import FOREACH_DTYPES, HUGE, new_batch_buffer, new_buffer, regions, views_of
+from .device import CPU
 from .jagged import is_jagged, select_rows
 from .layout import Group, Layout, Sizes, lay_out, row_major
-from .packed import can_pack, find_unpackable
+from .packed import can_pack, find_unpackable, intercepted, packable
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """torch has no ``index_select`` for these dtypes in one dimension. The signed dtypes of the same size have one."""
@@ -72,6 +74,10 @@ def _take(t: Tensor, index: Tensor) -> Tensor:
     if type(t) is not Tensor:
         return select_rows(t, index) if is_jagged(t) else t[index]
     signed = _SIGNED.get(t.dtype)
+    if t.numel() * len(index) > HUGE // 16 * len(t) and t.is_cpu and packable(t) and not intercepted():
+        shape = (len(index), *t.shape[1:])
+        out = new_buffer(prod(shape) * t.itemsize, CPU).view(signed or t.dtype).view(shape)
+        return torch.index_select(t.view(signed or t.dtype), 0, index, out=out).view(t.dtype)
     return t.index_select(0, index) if signed is None else t.view(signed).index_select(0, index).view(t.dtype)
 
 
