@@ -481,10 +481,10 @@ class TestReading:
 
     def test_a_manifest_of_the_largest_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path, text = forged(tmp_path / "d", plan()), json.dumps(plan())
-        monkeypatch.setattr(reading, "_MAX_MANIFEST", len(text))
+        monkeypatch.setattr(reading, "MAX_MANIFEST", len(text))
         monkeypatch.setattr(reading, "_MAX_BRACKETS", text.count("[") + text.count("{"))
         assert load(path) == {"x": torch.ones(2)}
-        for limit in ("_MAX_MANIFEST", "_MAX_BRACKETS"):
+        for limit in ("MAX_MANIFEST", "_MAX_BRACKETS"):
             with monkeypatch.context() as patch:
                 patch.setattr(reading, limit, getattr(reading, limit) - 1)
                 with pytest.raises(InvalidFileError, match=f"its manifest takes {len(text)} characters"):

@@ -591,7 +591,7 @@ class TestDamaged:
             (lambda i: i.pop("version"), "has no version"),
             (lambda i: i.update(more=1), "has other fields than"),
             (lambda i: i.update(columns=[]), "it has no columns"),
-            (lambda i: i["columns"].pop(), "tree does not have each of the 3 tensors once"),
+            (lambda i: i["columns"].pop(), "tree does not contain each of the 3 tensors exactly once"),
             (lambda i: i["columns"][0].update(file="../x.safetensors"), "is no name of a column file"),
             (lambda i: i["columns"][0].update(file="/etc/passwd"), "is no name of a column file"),
             (lambda i: i["columns"][0].update(file="name.safetensors"), "two columns have the same file"),

@@ -209,7 +209,7 @@ class TestWhatStays:
             assert torch.load(file, weights_only=weights_only)["d"] == d
 
     def test_a_forged_pickle_with_a_dict_for_a_buffer(self) -> None:
-        with pytest.raises(ValueError, match="a packed dict whose storage is damaged"):
+        with pytest.raises(ValueError, match="the storage of a packed dict is damaged"):
             unpickle.restore(DeviceDict, {}, "cpu", None, sample(), [])
 
     def test_modes(self) -> None:

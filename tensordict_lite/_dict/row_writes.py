@@ -154,7 +154,7 @@ class _Plan:
         paths = [(*at, key) for at, key in self.paths]
         for path, target in zip(paths, self.targets, strict=True):
             if target.layout is torch.strided and len(target) > 1 and not target.stride(0):
-                raise ValueError(f"{dotted(path)} is an expanded tensor, whose rows share memory; clone() it first")
+                raise RuntimeError(f"{dotted(path)}: the rows of an expanded tensor share memory; clone() it first")
         before = [target[index].clone() for target in self.targets]
         done = 0
         try:

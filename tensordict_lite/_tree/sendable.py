@@ -51,10 +51,13 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     is not plain is pickled here.
     """
     try:
-        state = _sent_state(d)
+        # Another process maps a file again, so a reference replaces each large tensor of a mapped file.
+        mapped = is_any_mapped() and any(map(is_candidate, d._tensors()))
+        given = d._map_tensors(by_file, d._device) if mapped else d
+        state = _sent_state(given, alone=not mapped)
         if is_plain(d, state[2]):
-            return reduce_args(_by_file(d), state)
-        data = _dumps(_Pickler, _by_file(d))
+            return reduce_args(given, state)
+        data = _dumps(_Pickler, given)
     except Exception as error:
         return _in_place_of(d, _named(d, error), error)
     for one in dicts_of(d):
@@ -63,21 +66,14 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     return pickle.loads, (data,)
 
 
-def _sent_state(d: TreeDict[Any]) -> PackedState:
+def _sent_state(d: TreeDict[Any], alone: bool = True) -> PackedState:
     """`packed_state`, with the bytes of the buffer in its place if the buffer goes by value."""
-    buffer, specs, numbers = packed_state(d, alone=True)
+    buffer, specs, numbers = packed_state(d, alone=alone)
     if buffer is None or not (buffer.is_cpu and goes_by_value(buffer.nbytes)):
         return buffer, specs, numbers
     if buffer.untyped_storage().is_shared():  # the receiver must see the same memory
         return buffer, specs, numbers
     return host_array(buffer).tobytes(), specs, numbers
-
-
-def _by_file(d: TreeDict[Any]) -> TreeDict[Any]:
-    """``d``, with a reference in place of each large tensor of a mapped file: another process maps the file again."""
-    if not is_any_mapped() or not any(map(is_candidate, d._tensors())):
-        return d
-    return d._map_tensors(by_file, d._device)
 
 
 def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH) -> bool:
