@@ -99,7 +99,8 @@ class TestBatches:
         with pytest.MonkeyPatch.context() as patch:
             if in_worker:
                 patch.setattr(memory_rows, "get_worker_info", object)
-            for form in (index, np.array(index, dtype=np.int64), torch.tensor(index, dtype=torch.int64)):
+            forms: Any = (index, np.array(index, dtype=np.int64), torch.tensor(index, dtype=torch.int64))
+            for form in forms:
                 batch = collate(d.rows.__getitems__(form))
                 batch._check()
                 assert batch == d.map(lambda field: field[torch.tensor(index, dtype=torch.int64)])
@@ -191,25 +192,25 @@ class TestLoader:
 
     def test_through_subsets_and_samplers(self) -> None:
         d = table()
-        first, second = random_split(d.rows, [20, 3], torch.Generator().manual_seed(0))  # pyright: ignore[reportArgumentType]
+        first, second = random_split(d.rows, [20, 3], torch.Generator().manual_seed(0))
         seen = [i for part in (first, second) for batch in DataLoader(part, 4) for i in batch["n", "id"].tolist()]
         assert sorted(seen) == list(range(23))
-        nested: Any = Subset(Subset(d.rows, range(3, 20)), [0, 2, -1])  # pyright: ignore[reportArgumentType]
+        nested: Any = Subset(Subset(d.rows, range(3, 20)), [0, 2, -1])
         assert [rows_as_lists(batch) for batch in DataLoader(nested, 2)] == [expected([3, 5]), expected([19])]
         sampler = BatchSampler(SequentialSampler(range(23)), 10, drop_last=True)
-        assert [len(batch.rows) for batch in DataLoader(d.rows, batch_sampler=sampler)] == [10, 10]  # pyright: ignore[reportArgumentType]
-        whole: Any = DataLoader(d.rows, sampler=BatchSampler(RandomSampler(range(23)), 10, False), batch_size=None)  # pyright: ignore[reportArgumentType]
+        assert [len(batch.rows) for batch in DataLoader(d.rows, batch_sampler=sampler)] == [10, 10]
+        whole: Any = DataLoader(d.rows, sampler=BatchSampler(RandomSampler(range(23)), 10, False), batch_size=None)
         assert [len(batch.rows) for batch in whole] == [10, 10, 3], "an index list as one item"
-        single: Any = DataLoader(d.rows, batch_size=None)  # pyright: ignore[reportArgumentType]
+        single: Any = DataLoader(d.rows, batch_size=None)
         assert [row["n", "id"].item() for row in single] == list(range(23))
 
     @pytest.mark.parametrize("workers", [0, 1])
     def test_typed_and_kept(self, workers: int) -> None:
         d = table(6)
-        for batch in DataLoader(Point(d).rows, 4, num_workers=workers):  # pyright: ignore[reportArgumentType]
+        for batch in DataLoader(Point.from_dict(d).rows, 4, num_workers=workers):
             assert type(batch) is Point and batch.decode("name") == [f"n{i}" for i in batch.n["id"].tolist()]
         kept = Kept({"x": torch.arange(6), "o": [None, {1}, "x", (), 2, "y"]})
-        batches = list(DataLoader(kept.rows, 4, num_workers=workers))  # pyright: ignore[reportArgumentType]
+        batches = list(DataLoader(kept.rows, 4, num_workers=workers))
         assert [batch["o"] for batch in batches] == [[None, {1}, "x", ()], [2, "y"]]
 
     @pytest.mark.slow

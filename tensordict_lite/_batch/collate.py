@@ -51,7 +51,7 @@ _NO_PADS, _NO_KEYS = Pads(None, "collate"), frozenset[Any]()  # made once: most 
 
 
 def collate(
-    samples: Sequence[Mapping[str, Any]],
+    samples: Sequence[Mapping[str, Any]] | Rows[Any],
     *,
     cls: type[D] = DeviceDict,
     encoders: Encoders | None = None,
@@ -98,7 +98,9 @@ def collate(
             [4, 0, 0]])
     """
     rows = samples if isinstance(samples, Rows) and not pad and jagged == () else None
-    if rows is None and not isinstance(samples, (list, tuple)):
+    if rows is not None:
+        samples = []
+    elif not isinstance(samples, (list, tuple)):
         if isinstance(samples, (Mapping, str)) or not isinstance(cast(object, samples), Iterable):
             raise TypeError(f"collate takes a list of samples, got {described(samples)}; for one sample write [sample]")
         samples = list(samples)
@@ -110,7 +112,7 @@ def collate(
     pads = _NO_PADS if pad is None else Pads(pad, "collate")
     ragged = _jagged_keys(jagged, pad) if jagged != () else _NO_KEYS
     if rows is not None:
-        return _batch_of(cast("Rows[Any]", rows)._dict, cls, encoders, objects, pack)
+        return _batch_of(rows._dict, cls, encoders, objects, pack)
     kinds = set(map(type, samples))
     if kinds != _DICT and not all(issubclass(kind, Mapping) for kind in kinds):
         i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, dotted
@@ -25,8 +26,8 @@ _CHUNK = 64
 """Rows per ``unbind`` call in iteration. One call per field makes many views, which halves the time per view."""
 
 
-class Rows(Generic[D]):
-    """The batch view of a dict. See `DeviceDict.rows`."""
+class Rows(Dataset[D]):
+    """The batch view of a dict, and a dataset of its rows. See `DeviceDict.rows`."""
 
     __slots__ = ("_dict",)
 
