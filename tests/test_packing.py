@@ -355,9 +355,11 @@ class TestWhatCostsOneTensor:
         assert copies == {"d2h": 1} and back.is_packed and back == d
         copies.clear()
         half = d.to("sim", torch.float16)
-        assert half.is_packed and half["k3"].dtype == torch.float16 and copies == {"h2d": 1, "d2d": 1}, (
-            "cast over there"
+        assert half.is_packed and half["k3"].dtype == torch.float16 and copies == {"h2d": 1}, (
+            "cast here: half the bytes"
         )
+        copies.clear()
+        assert d.to("sim", torch.float64).is_packed and copies == {"h2d": 1, "d2d": 1}, "cast over there"
         copies.clear()
         with simulated.memory_left(0):
             assert half.to("cpu", torch.float32) == d and copies == {"d2h": 1}
