@@ -119,7 +119,6 @@ def _has_streams(device: torch.device) -> bool:
             tensor = torch.empty(1, dtype=torch.uint8, device=device)
         event = side.record_event()
         event.synchronize()
-        side.wait_event(event)
         side.synchronize()
         side.wait_stream(torch.accelerator.current_stream(device))
         tensor.record_stream(torch.accelerator.current_stream(device))
