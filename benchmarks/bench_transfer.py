@@ -24,7 +24,8 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from tensordict_lite import DeviceDict, _transfer
+from tensordict_lite import DeviceDict
+from tensordict_lite._memory import transfer as _transfer
 
 sys.path.insert(0, str(Path(__file__).parent))  # runpy does not add the folder of the script to sys.path
 from common import Seconds, aligned, cause, in_turn, interleaved, parser, ratio, same, setting, write

@@ -52,7 +52,8 @@ class TestPlan:
         tensors = [*small(3), *large(2), *small(2)]
         for source, target in ((CPU, SIM), (SIM, CPU), (SIM, OTHER)):
             how = plan(tensors, source, target)
-            assert members(how) == [[0, 1, 2, 5, 6]] and how.one_by_one == (3, 4) and how.packed is None
+            alone = [*how.one_by_one, *(i for layout in how.staged for i in layout.members)]
+            assert members(how) == [[0, 1, 2, 5, 6]] and alone == [3, 4] and how.packed is None
 
     def test_the_largest_small_one(self) -> None:
         edge = [torch.zeros(SMALL, dtype=torch.uint8), torch.zeros(SMALL + 1, dtype=torch.uint8)]
