@@ -31,7 +31,8 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 @pytest.fixture
 def able(untried: dict[Any, Any], streams: simulated.Streams) -> simulated.Streams:
     """The simulated devices have streams and pinned memory, and nobody knows yet."""
-    untried.pop(SIM), untried.pop(OTHER)
+    for device in (SIM, OTHER):
+        del untried[device]
     return streams
 
 

@@ -296,7 +296,7 @@ def test_between_two_devices_under_busy_streams(pack: bool) -> None:
     moved = d.to(f"{NAME}:1")
     for value in d.values():
         value.zero_()
-    assert all((moved[f"k{i}"] == i + 1).all() for i in range(20)) and moved.device.index == 1
+    assert all((moved[f"k{i}"] == i + 1).all() for i in range(20)) and moved["k0"].device.index == 1
 
 
 @real
@@ -305,4 +305,6 @@ def test_moves_to_another_device_than_the_current_one() -> None:
     d = fields()
     for source in (d, d.pack()):
         moved = source.to(f"{NAME}:1")
-        assert moved.cpu() == d and moved.device.index == 1 and torch.accelerator.current_stream().device.index == 0
+        assert (
+            moved.cpu() == d and moved["k0"].device.index == 1 and torch.accelerator.current_stream().device.index == 0
+        )

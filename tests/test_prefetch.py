@@ -60,13 +60,14 @@ class TestOnAnyDevice:
                     raise IndexError
                 return torch.full((2,), float(i))
 
-        for source in (
+        sources: list[Any] = [
             batches(),
             list(batches()),
             map(torch.clone, batches()),
             Indexed(),
             prefetch(list(batches()), "cpu"),
-        ):
+        ]
+        for source in sources:
             moved = prefetch(source, device, max_bytes=1 << 20)
             assert [t.tolist() for t in moved] == [[0, 0], [1, 1], [2, 2]]
         with pytest.raises(TypeError):
