@@ -24,7 +24,9 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from tensordict_lite import DeviceDict, _transfer
+from tensordict_lite import DeviceDict
+from tensordict_lite._memory import transfer as _transfer
+from tensordict_lite._memory.device import capabilities
 
 sys.path.insert(0, str(Path(__file__).parent))  # runpy does not add the folder of the script to sys.path
 from common import Seconds, aligned, cause, in_turn, interleaved, parser, ratio, same, setting, write
@@ -108,11 +110,21 @@ SIZES: dict[str, Callable[[], Fields]] = {
     "8 x 2 KB": lambda: equal(8, 16, 32),
     "40 x 2 KB": lambda: equal(40, 16, 32),
     "200 x 2 KB": lambda: equal(200, 16, 32),
+    "4 x 2 MB": lambda: equal(4, 512, 1024),
+    "40 x 200 KB": lambda: equal(40, 50, 1000),
     "4 x 40 MB": lambda: equal(4, 10, 1000, 1000),
     "38 MB + 20 small": batch,
     "20 differing": differing,
 }
-MOVED = ("8 x 2 KB", "40 x 2 KB", "200 x 2 KB", "4 x 40 MB", "38 MB + 20 small")
+MOVED = (
+    "8 x 2 KB",
+    "40 x 2 KB",
+    "200 x 2 KB",
+    "40 x 200 KB",  # to the host through pinned memory, with one wait for many
+    "4 x 2 MB",  # packed, to the device in chunks through pinned memory
+    "4 x 40 MB",
+    "38 MB + 20 small",
+)
 
 
 def all_bytes(fields: Fields) -> Tensor:
@@ -163,7 +175,7 @@ def moves(device: torch.device) -> list[Operation]:
     returning = (PACKED, UNPACKED, LOOP, PEER, SENT)
     pageable = Operation("H2D", from_pageable, TO_MOVE, MOVED, end=device, waits=True)
     out = [pageable]
-    if device.type == "cuda":
+    if capabilities(device).pinned_memory:
         from_pinned = tuple(IN_PINNED.get(one, one) for one in either)
         pinned = replace(pageable, name="H2D from pinned memory", contenders=from_pinned, start=Tensor.pin_memory)
         out.append(pinned)
@@ -319,6 +331,33 @@ def load_seconds(connection: Connection, one: Contender, size: str) -> float:
     return end - start
 
 
+def halves(device: torch.device, rounds: int, synchronize: Callable[[], None]) -> str:
+    """What each constant of larger copies brings: the time without it divided by the time with it."""
+    rows = [["without / with", "fields", "synchronized", "until the call returns"]]
+    cases: list[tuple[str, str, int, Callable[[Fields], Any], bool]] = [
+        ("STAGED_TENSOR", "40 x 200 KB", 0, DeviceDict, True),
+        ("STAGED_CHUNK: IN_FLIGHT", "4 x 2 MB", 0, lambda s: DeviceDict(s).pack(), False),
+    ]
+    for name, size, without, make, back in cases:
+        constant = name.split(": ")[-1]
+        as_is = getattr(_transfer, constant)
+        source = make(SIZES[size]())
+        known = {"to": CPU if back else device, "x": source.to(device) if back else source, "transfer": _transfer}
+        known["synchronize"] = synchronize
+        row = [name, size]
+        for end in ("; synchronize()", ""):
+            code = f"x.to(to){end}"
+            timers = {
+                who: Timer(code, f"transfer.{constant} = {value}; synchronize()", timer=perf_counter, globals=known)
+                for who, value in (("with", as_is), ("without", without))
+            }
+            seconds = interleaved({size: timers}, rounds)[size]
+            row.append(shown(ratio(seconds["without"], seconds["with"])))
+        setattr(_transfer, constant, as_is)
+        rows.append(row)
+    return aligned(rows)
+
+
 def sweep(device: torch.device, rounds: int, synchronize: Callable[[], None]) -> str:
     """The time of the plain loop divided by our unpacked time, for 40 equal fields of different sizes."""
     as_is, everything, nothing = (
@@ -370,13 +409,11 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def found(name: str) -> torch.device | None:
-    """The device, made the current device. None if it does not exist."""
+    """The device, with its index. None if it does not exist."""
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError):  # the second if torch was built without the device
         return None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     return device
 
 
@@ -387,7 +424,8 @@ def main() -> None:
     args = options.parse_args()
     measured = setting(tensordict=TensorDict, accelerate=send_to_device)
     device = None if args.device == "cpu" else found(args.device)
-    measured["gpu"] = torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None
+    named = None if device is None else getattr(torch.get_device_module(device), "get_device_name", None)
+    measured["gpu"] = None if named is None else named(device)
     versions = {what: name for what, name in measured.items() if what != "gpu" or name}
     print(", ".join(f"{what} {name or 'is not installed, it is left out'}" for what, name in versions.items()))
     if device is None:
@@ -398,7 +436,7 @@ def main() -> None:
     print(f"median (least..greatest) of {args.rounds} ratios of times; above 1 ours is faster\n", flush=True)
     if args.sweep:
         if device is not None:
-            print(sweep(device, args.rounds, synchronize))
+            print(sweep(device, args.rounds, synchronize), halves(device, args.rounds, synchronize), sep="\n\n")
         return
 
     bench = Bench(args.rounds)

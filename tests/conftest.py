@@ -40,3 +40,9 @@ def copies() -> simulated.Counter[str]:
     """The copies to, from and on the simulated device, counted from here."""
     simulated.COPIES.clear()
     return simulated.COPIES
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> simulated.Streams:
+    """The simulated devices with streams, events and pinned memory, as far as Python can pretend."""
+    return simulated.Streams(monkeypatch)

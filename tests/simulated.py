@@ -6,6 +6,9 @@ accelerator's name (``kDLExtDev``), so its tensors are plain ``torch.Tensor`` wi
 rules for devices, copies, views and autograd apply to them.
 
 Every copy that has an end on the device goes through ``_copy_from`` and is counted in ``COPIES``.
+
+A backend in Python has no streams, no events and no pinned memory. `Streams` stands in for them: it notes in order what
+is asked of torch. The copies are made at once, so it shows what is asked for, and not what would happen without it.
 """
 
 from __future__ import annotations
@@ -21,8 +24,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tensordict_lite._memory import device as device_module
+from tensordict_lite._memory import staging as staging_module
+from tensordict_lite._memory.device import DeviceCapabilities
+
 COPIES: Counter[str] = Counter()
 """Copies since the last ``clear()``, by direction: ``h2d``, ``d2h``, ``d2d``."""
+LOG: list[str] = []
+"""What `Streams` notes."""
 
 _EXT_DEV = 12  # DLDeviceType.kDLExtDev, which torch maps to PrivateUse1
 _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}  # DLDataTypeCode
@@ -170,7 +179,9 @@ def host_view(t: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    COPIES["d2d" if src.device.type == dst.device.type else "h2d" if dst.device.type == "sim" else "d2h"] += 1
+    way = "d2d" if src.device.type == dst.device.type else "h2d" if dst.device.type == "sim" else "d2h"
+    COPIES[way] += 1
+    LOG.append(f"{src.nbytes} {way}" + ("" if non_blocking else " and waits"))
     host_view(dst).copy_(host_view(src))
     return dst
 
@@ -221,3 +232,77 @@ for _name in ("view", "as_strided", "set_.source_Storage_storage_offset", "_resh
     _op = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
     _ops.impl(_name, lambda *args, _op=_op: _on_cpu(_op, *args))
 _rest.fallback(_fallback, "PrivateUse1")
+
+
+class Event:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def synchronize(self) -> None:
+        LOG.append(f"host waits for {self.name}")
+
+
+class Stream:
+    """Notes what is asked of it. The current streams have the id 0."""
+
+    def __init__(self, device: Any, stream_id: int = 0, name: str = "main") -> None:
+        self.device_index, self.stream_id, self.name = torch.device(device).index, stream_id, name
+        self.capturing = False
+        self.events = 0
+
+    def synchronize(self) -> None:
+        LOG.append(f"host waits for {self.name}")
+
+    def record_event(self) -> Event:
+        event = Event(f"{self.name} {self.events}")
+        self.events += 1
+        LOG.append(f"{event.name} under way")
+        return event
+
+    def wait_stream(self, other: Stream) -> None:
+        LOG.append(f"{self.name} waits for {other.name}")
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class Streams:
+    """Stands in for the streams, events and pinned memory of the simulated devices while a test runs.
+
+    ``LOG`` has each copy with its bytes and whether the host waits, each pinned allocation with its device, and what is
+    asked of streams and events.
+    """
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.log = LOG
+        self.current = [Stream(f"sim:{i}") for i in range(2)]
+        self.can_pin = True
+        self.known = {torch.device("sim", i): DeviceCapabilities(True, True, True, True) for i in range(2)}
+        real_empty = torch.empty
+
+        def current_stream(device: Any = None) -> Stream:
+            return self.current[sim.current if device is None else torch.device(device).index]
+
+        def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.pop("pin_memory", False):
+                if not self.can_pin:
+                    raise RuntimeError("no more memory can be pinned")
+                LOG.append(f"{args[0]} pinned on sim:{sim.current}")
+            return real_empty(*args, **kwargs)
+
+        monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
+        monkeypatch.setattr(torch, "Stream", lambda device: Stream(device, 1, "copy"))
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: LOG.append("recorded"))
+        monkeypatch.setattr(device_module, "_device_index", sim.device)
+        monkeypatch.setattr(device_module, "_stream_knows", True)
+        monkeypatch.setattr(staging_module, "_streams", {})
+        for device, can in self.known.items():
+            monkeypatch.setitem(device_module._known, device, can)
+        LOG.clear()

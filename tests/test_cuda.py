@@ -1,18 +1,56 @@
-"""What only a GPU can show: copies under a busy stream, pinned memory that is used again, a graph that is captured."""
+"""What only a real accelerator can show: copies under a busy stream, pinned memory that is used again, a captured graph.
+
+While the simulated device is registered, it is the current accelerator of torch, and CUDA goes the safe way. So one test
+runs this file again in a process without it. By hand, on any accelerator:
+
+    python -m pytest --noconftest tests/test_cuda.py
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tensordict_lite import DeviceDict, to_numpy
+from tensordict_lite import DeviceDict, prefetch, to_numpy
+from tensordict_lite._memory.device import capabilities
+from tensordict_lite._memory.staging import IN_FLIGHT
 
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+NAME = "cpu" if ACCELERATOR is None else ACCELERATOR.type
+module: Any = torch.get_device_module(NAME)
 pytestmark = pytest.mark.device
+real = pytest.mark.skipif(NAME in ("cpu", "sim"), reason="needs an accelerator, and no simulated one beside it")
+cuda = pytest.mark.skipif(NAME != "cuda", reason="needs CUDA, and no simulated device beside it")
+two = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
 
-BUSY = 50_000_000  # clock cycles: tens of milliseconds, in which every copy below would be done
+
+def busy() -> None:
+    """Keep the current stream busy for tens of milliseconds, in which every copy below would be done."""
+    if not hasattr(module, "_sleep"):
+        pytest.skip(f"nothing keeps a stream of {NAME} busy for a known time")
+    module._sleep(50_000_000)
+
+
+def wait() -> None:
+    torch.accelerator.synchronize()
+
+
+@pytest.mark.skipif(NAME != "sim", reason="this is the process without the simulated device")
+def test_this_file_without_the_simulated_device() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
+
+@real
+def test_it_takes_the_fast_way() -> None:
+    able = capabilities(torch.zeros(1, device=NAME).device)
+    assert able.accelerator and able.streams and able.pinned_memory and able.byte_views
 
 
 def fields(n: int = 20, device: str = "cpu") -> DeviceDict:
@@ -22,6 +60,7 @@ def fields(n: int = 20, device: str = "cpu") -> DeviceDict:
     )
 
 
+@real
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize(
     "take",
@@ -35,10 +74,10 @@ def fields(n: int = 20, device: str = "cpu") -> DeviceDict:
 def test_results_on_the_host_are_complete_under_a_busy_stream(
     take: Callable[[DeviceDict], DeviceDict], pack: bool
 ) -> None:
-    d = fields(device="cuda")
+    d = fields(device=NAME)
     d = d.pack() if pack else d
     expected = {key: value.cpu() + 1 for key, value in d.items()}
-    torch.cuda._sleep(BUSY)
+    busy()
     for value in d.values():
         value.add_(1)
     result = take(d)
@@ -46,6 +85,7 @@ def test_results_on_the_host_are_complete_under_a_busy_stream(
     assert not any(value.is_pinned() for value in result.values())
 
 
+@real
 @pytest.mark.parametrize("pin", [False, True])
 @pytest.mark.parametrize("pack", [False, True])
 def test_small_dicts_do_not_wait_for_a_busy_stream_and_their_sources_are_free(pack: bool, pin: bool) -> None:
@@ -53,88 +93,94 @@ def test_small_dicts_do_not_wait_for_a_busy_stream_and_their_sources_are_free(pa
     d = fields().drop("large")
     d = d.pack() if pack else d
     d = d.pin_memory() if pin else d
-    d.to("cuda")  # the first pinned memory is asked of the driver
-    torch.cuda.synchronize()
-    torch.cuda._sleep(BUSY)
+    d.to(NAME)  # the first pinned memory is asked of the driver
+    wait()
+    busy()
     moved = []
     for i in range(50):
         for value in d.values():
             value.fill_(float(i))
-        moved.append(d.to("cuda"))
-    assert not torch.cuda.current_stream().query(), "the calls returned while the stream was busy"
+        moved.append(d.to(NAME))
+    assert not torch.accelerator.current_stream().query(), "the calls returned while the stream was busy"
     for i, result in enumerate(moved):
         assert all((value == i).all() for value in result.values())
 
 
+@real
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_pinned_source_of_large_fields_is_free_on_return(pack: bool) -> None:
     d = DeviceDict({"x": torch.ones(1 << 22), "y": torch.ones(1 << 22)})
     d = (d.pack() if pack else d).pin_memory()
-    torch.cuda._sleep(BUSY)
-    moved = d.to("cuda")
+    busy()
+    moved = d.to(NAME)
     for value in d.values():
         value.zero_()
     assert all((value == 1).all() for value in moved.values())
 
 
+@real
 def test_on_a_side_stream() -> None:
     d = fields()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        moved = d.to("cuda")
+    with torch.Stream(device=NAME):
+        moved = d.to(NAME)
         assert moved.cpu() == d
-    torch.cuda.synchronize()
+    wait()
 
 
+@cuda
 def test_a_captured_graph_reads_its_inputs_again() -> None:
     static = {key: torch.zeros(4, pin_memory=True) for key in "abc"}
     d = DeviceDict(static)
-    d.to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
+    d.to(NAME, non_blocking=True)
+    wait()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        moved = d.to("cuda", non_blocking=True)
+        moved = d.to(NAME, non_blocking=True)
         total = moved["a"] + moved["b"] + moved["c"]
     for value in (1.0, 2.0):
         for tensor in static.values():
             tensor.fill_(value)
         graph.replay()
-        torch.cuda.synchronize()
+        wait()
         assert total.tolist() == [3 * value] * 4
 
 
+@real
 def test_nothing_leaks() -> None:
     d = fields()
     packed = d.pack()
 
     def work() -> None:
         for source in (d, packed):
-            source.to("cuda", torch.float16)
-            source.to("cuda").cpu()
+            source.to(NAME, torch.float16)
+            source.to(NAME).cpu()
 
     work()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    wait()
+    before = module.memory_allocated()
     for _ in range(20):
         work()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    wait()
+    assert module.memory_allocated() == before
 
 
+@cuda
 def test_out_of_memory_in_the_middle_of_a_move() -> None:
     d = DeviceDict({**fields(), "huge": torch.zeros(1 << 28)})
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 256e6) / total)
-    before = torch.cuda.memory_allocated()
+    before = module.memory_allocated()
     try:
         for source in (d, d.pack()):
             with pytest.raises(torch.OutOfMemoryError):
-                source.to("cuda")
-            assert torch.cuda.memory_allocated() == before and (source["k3"] == 3).all()
+                source.to(NAME)
+            assert module.memory_allocated() == before and (source["k3"] == 3).all()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@real
 @pytest.mark.parametrize(
     "dtype", [torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.complex64]
 )
@@ -145,5 +191,120 @@ def test_dtypes_that_not_every_kernel_takes(dtype: torch.dtype) -> None:
     def same(x: Any, y: Any) -> bool:
         return all(x[key].view(torch.uint8).equal(y[key].view(torch.uint8)) for key in y)
 
-    for source in (d, d.pack(), d.to("cuda"), d.to("cuda").pack(), d.pack().to("cuda").clone()):
-        assert same(source.cpu(), d) and same(source.to("cuda").cpu(), d) and same(source.to("cuda").pack().cpu(), d)
+    for source in (d, d.pack(), d.to(NAME), d.to(NAME).pack(), d.pack().to(NAME).clone()):
+        assert same(source.cpu(), d) and same(source.to(NAME).cpu(), d) and same(source.to(NAME).pack().cpu(), d)
+
+
+@real
+@pytest.mark.parametrize("pin", [False, True])
+def test_prefetched_batches_are_whole_under_busy_streams(pin: bool) -> None:
+    n = 1 << 18
+    batches = [DeviceDict({"x": torch.full((n,), float(i)), "y": torch.full((n,), i)}).pack() for i in range(12)]
+    source = [d.pin_memory() for d in batches] if pin else batches
+    totals: list[Any] = []
+    for d in prefetch(source, NAME):
+        busy()
+        totals.append((d["x"] * 1.0).mean() + d["y"].double().mean())
+    assert [total.item() for total in totals] == [2.0 * i for i in range(12)]
+
+
+@real
+@pytest.mark.parametrize("max_bytes", [None, 1, 5_000])
+def test_prefetch_of_a_generator_that_uses_its_memory_again(max_bytes: int | None) -> None:
+    memory = torch.zeros(1000, device="cpu").pin_memory()
+    small = {f"k{i}": torch.zeros(5) for i in range(10)}
+
+    def source() -> Iterator[Any]:
+        for i in range(20):
+            memory.fill_(i)
+            yield DeviceDict({"x": memory, **{key: t.fill_(i) for key, t in small.items()}})
+
+    for i, d in enumerate(prefetch(source(), NAME, depth=3, max_bytes=max_bytes)):
+        kept = [value.clone() for value in d.values()]
+        del d
+        assert all((value == i).all() for value in kept)
+
+
+@real
+def test_prefetch_leaves_no_memory_behind() -> None:
+    wait()
+    before = module.memory_allocated()
+    batches = iter(prefetch([DeviceDict({"x": torch.ones(1000)}) for _ in range(5)], NAME))
+    next(batches)
+    del batches  # as a loop does that is left by break
+    wait()
+    assert module.memory_allocated() == before
+
+
+@real
+def test_a_packed_dict_of_some_megabytes_does_not_wait_for_a_busy_stream() -> None:
+    d = DeviceDict({"x": torch.arange(1 << 20), "y": torch.ones(1 << 19)}).pack()
+    expected = d.clone()
+    d.to(NAME)
+    wait()
+    busy()
+    moved = d.to(NAME)
+    assert not torch.accelerator.current_stream().query(), "the call returned while the stream was busy"
+    for value in d.values():
+        value.zero_()
+    assert moved.is_packed and moved.cpu() == expected
+
+
+@real
+def test_a_host_that_runs_ahead_pins_a_bounded_amount() -> None:
+    d = DeviceDict({"x": torch.zeros((1 << 18) - 64), "y": torch.ones(3)}).pack()
+    busy()
+    moved: list[DeviceDict] = []
+    for i in range(3 * IN_FLIGHT // d.nbytes):
+        d["x"].fill_(i)
+        moved.append(d.to(NAME))
+    assert all((result["x"] == i).all() for i, result in enumerate(moved))
+
+
+@real
+@pytest.mark.parametrize("count", [2, 30])
+def test_large_fields_to_the_host_under_a_busy_stream(count: int) -> None:
+    d = DeviceDict({f"k{i}": torch.full((100_000,), float(i)) for i in range(count)}).to(NAME)
+    busy()
+    for value in d.values():
+        value.add_(1)
+    back = d.cpu()
+    d["k0"].zero_()
+    assert all((value == i + 1).all() for i, value in enumerate(back.values()))
+    assert not any(value.is_pinned() for value in back.values())
+
+
+@real
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_casts_of_a_packed_dict_each_way(dtype: torch.dtype) -> None:
+    d = DeviceDict({"x": torch.randn(300_000), "id": torch.arange(7)}).pack()
+    for source in (d, d.pin_memory()):
+        moved = source.to(NAME, dtype)
+        back = d.to(NAME).to("cpu", dtype)
+        assert moved.is_packed and back.is_packed and moved.cpu() == back == d.to(dtype)
+
+
+@real
+@two
+@pytest.mark.parametrize("pack", [False, True])
+def test_between_two_devices_under_busy_streams(pack: bool) -> None:
+    d = fields(device=f"{NAME}:0")
+    d = d.pack() if pack else d
+    busy()
+    for value in d.values():
+        value.add_(1)
+    moved = d.to(f"{NAME}:1")
+    for value in d.values():
+        value.zero_()
+    assert all((moved[f"k{i}"] == i + 1).all() for i in range(20)) and moved["k0"].device.index == 1
+
+
+@real
+@two
+def test_moves_to_another_device_than_the_current_one() -> None:
+    d = fields()
+    for source in (d, d.pack()):
+        moved = source.to(f"{NAME}:1")
+        assert (
+            moved.cpu() == d and moved["k0"].device.index == 1 and torch.accelerator.current_stream().device.index == 0
+        )

@@ -355,9 +355,11 @@ class TestWhatCostsOneTensor:
         assert copies == {"d2h": 1} and back.is_packed and back == d
         copies.clear()
         half = d.to("sim", torch.float16)
-        assert half.is_packed and half["k3"].dtype == torch.float16 and copies == {"h2d": 1, "d2d": 1}, (
-            "cast over there"
+        assert half.is_packed and half["k3"].dtype == torch.float16 and copies == {"h2d": 1}, (
+            "cast here: half the bytes"
         )
+        copies.clear()
+        assert d.to("sim", torch.float64).is_packed and copies == {"h2d": 1, "d2d": 1}, "cast over there"
         copies.clear()
         with simulated.memory_left(0):
             assert half.to("cpu", torch.float32) == d and copies == {"d2h": 1}
@@ -371,7 +373,8 @@ class TestWhatCostsOneTensor:
 
     def test_larger_than_what_is_gathered(self, copies: Any) -> None:
         d = DeviceDict({f"k{i}": torch.full((1 << 19,), float(i)) for i in range(3)}).pack()
-        assert d.to("sim").cpu() == d and copies == {"h2d": 1, "d2h": 1}
+        assert d.to("sim").cpu() == d and copies["d2h"] == 1
+        assert copies["h2d"] in (1, 3), "one copy; through pinned memory one for each 2 MiB"
 
     def test_casts_keep_it_packed_and_ids_as_they_are(self) -> None:
         d = sample(w=torch.ones(2, requires_grad=True)).pack()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import threading
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from tensordict_lite import DeviceDict, collate, prefetch
-from tensordict_lite._batch import prefetch as prefetch_module
 
 
 def samples(n: int = 8) -> list[dict[str, Any]]:
@@ -51,6 +49,30 @@ class TestOnAnyDevice:
         bar = tqdm(batches, disable=False, leave=False)
         assert bar.total == 4 and len(list(bar)) == 4
 
+    def test_any_iterable(self, device: torch.device) -> None:
+        def batches() -> Iterator[Any]:
+            for i in range(3):
+                yield torch.full((2,), float(i))
+
+        class Indexed:
+            def __getitem__(self, i: int) -> Any:
+                if i == 3:
+                    raise IndexError
+                return torch.full((2,), float(i))
+
+        sources: list[Any] = [
+            batches(),
+            list(batches()),
+            map(torch.clone, batches()),
+            Indexed(),
+            prefetch(list(batches()), "cpu"),
+        ]
+        for source in sources:
+            moved = prefetch(source, device, max_bytes=1 << 20)
+            assert [t.tolist() for t in moved] == [[0, 0], [1, 1], [2, 2]]
+        with pytest.raises(TypeError):
+            len(prefetch(batches(), device))
+
     def test_without_a_length(self) -> None:
         class Stream(IterableDataset[Any]):
             def __iter__(self) -> Iterator[Any]:
@@ -69,6 +91,9 @@ class TestOnAnyDevice:
     def test_what_is_no_depth_and_no_device(self) -> None:
         with pytest.raises(ValueError, match=r"prefetch takes a depth of at least 1, an int, got 1\.5"):
             prefetch([], "cpu", depth=1.5)  # type: ignore[arg-type]
+        for wrong in (0, 1.5, "1"):
+            with pytest.raises(ValueError, match=r"prefetch takes max_bytes of at least 1, an int, or None, got "):
+                prefetch([], "cpu", max_bytes=wrong)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="nonsense"):
             prefetch([], "nonsense")
 
@@ -83,78 +108,110 @@ class TestOnAnyDevice:
         assert set(threading.enumerate()) <= threads and set(multiprocessing.active_children()) <= children
 
 
-class Module:
-    """Stands in for ``torch.cuda``: notes what is asked of streams and events. The device is simulated."""
+SIM = torch.device("sim", 0)
 
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.streams = ["main"]
-        module = self
 
-        class Event:
-            count = 0
-
-            def __init__(self) -> None:
-                self.name = f"copy {Event.count}"
-                Event.count += 1
-
-            def record(self, stream: Any) -> None:
-                module.log.append(f"{self.name} under way")
-
-            def synchronize(self) -> None:
-                module.log.append(f"host waits for {self.name}")
-
-        class Stream:
-            def __init__(self, device: Any = None) -> None:
-                pass
-
-            def wait_stream(self, other: Any) -> None:
-                module.log.append("side waits for main")
-
-        class Current:
-            def wait_event(self, event: Any) -> None:
-                module.log.append(f"main waits for {event.name}")
-
-        self.Event, self.Stream, self.current = Event, Stream, Current()
-
-    def current_stream(self, device: Any = None) -> Any:
-        return self.current
-
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        self.streams.append("side")
-        yield
-        self.streams.pop()
+def told(streams: simulated.Streams) -> list[str]:
+    """What was asked of streams and events, without the copies."""
+    return [line for line in streams.log if "h2d" not in line and "pinned" not in line]
 
 
 class TestStreams:
     """The order of things on a device with streams, on a machine without one."""
 
-    @pytest.fixture
-    def module(self, monkeypatch: pytest.MonkeyPatch) -> Module:
-        module = Module()
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: module.log.append("recorded"))
-        return module
+    def ahead(self, batches: Any, depth: int = 2, max_bytes: int | None = None) -> Iterator[Any]:
+        return iter(prefetch(batches, SIM, depth=depth, max_bytes=max_bytes))
 
-    def ahead(self, batches: Any, module: Module, depth: int = 2) -> Iterator[Any]:
-        return prefetch_module._ahead(iter(batches), torch.device("sim:0"), depth, module)
-
-    def test_the_next_ones_are_under_way_before_one_is_handed_over(self, module: Module) -> None:
-        batches = self.ahead([DeviceDict({"x": float(i)}) for i in range(4)], module)
+    def test_the_next_ones_are_under_way_before_one_is_handed_over(self, streams: simulated.Streams) -> None:
+        batches = self.ahead([DeviceDict({"x": float(i)}) for i in range(4)])
         assert next(batches)["x"].item() == 0
-        assert module.log == [
+        assert told(streams) == [
             "copy 0 under way", "host waits for copy 0", "copy 1 under way", "host waits for copy 1", "copy 2 under way",
-            "main waits for copy 0", "recorded",
+            "recorded",
         ]  # fmt: skip
-        module.log.clear()
+        streams.log.clear()
         assert next(batches)["x"].item() == 1
-        assert module.log == ["host waits for copy 2", "copy 3 under way", "main waits for copy 1", "recorded"]
-        module.log.clear()
+        assert told(streams) == ["host waits for copy 2", "copy 3 under way", "recorded"]
+        streams.log.clear()
         assert [d["x"].item() for d in batches] == [2, 3]
-        assert "under way" not in "".join(module.log) and module.log[-1] == "host waits for copy 3"
+        assert "under way" not in "".join(streams.log) and told(streams)[-1] == "host waits for copy 3"
+
+    @pytest.mark.parametrize("max_bytes", [None, 1, 8, 20, 1000])
+    @pytest.mark.parametrize("depth", [1, 2, 5])
+    @pytest.mark.parametrize("fails_at", [None, 3])
+    def test_a_batch_is_complete_when_it_is_handed_over(
+        self, streams: simulated.Streams, depth: int, max_bytes: int | None, fails_at: int | None
+    ) -> None:
+        """Then the current stream needs no event to wait for. It fails if the host asks the loader without a wait."""
+
+        def source() -> Iterator[Any]:
+            for i in range(7):
+                if i == fails_at:
+                    raise KeyError("broken")
+                yield {"x": torch.full((1 + i % 4,), float(i)), "y": torch.zeros(0)}
+
+        batches = self.ahead(source(), depth, max_bytes)
+        for i in range(7 if fails_at is None else fails_at):
+            assert (next(batches)["x"] == i).all()
+            assert f"host waits for copy {i}" in streams.log, "before the batch is handed over"
+        with pytest.raises(StopIteration if fails_at is None else KeyError):
+            next(batches)
+
+    @pytest.mark.parametrize(("max_bytes", "ahead"), [(4, 0), (8, 1), (17, 2), (24, 3), (1000, 5)])
+    def test_no_more_bytes_are_copied_ahead_than_allowed(
+        self, streams: simulated.Streams, max_bytes: int, ahead: int
+    ) -> None:
+        batches = [{"x": torch.full((2,), float(i))} for i in range(20)]  # 8 bytes each
+        for i, d in enumerate(self.ahead(batches, 5, max_bytes)):
+            copied = sum("under way" in line for line in streams.log)
+            assert d["x"].tolist() == [i, i] and copied == min(20, i + 1 + ahead)
+
+    def test_a_batch_that_waits_on_the_host_is_released_with_the_iterator(self, streams: simulated.Streams) -> None:
+        made: list[Any] = []
+
+        def source() -> Iterator[Any]:
+            while True:
+                batch = {"x": torch.zeros(100)}
+                made.append(weakref.ref(batch["x"]))
+                yield batch
+                del batch
+
+        batches = self.ahead(source(), 5, 8)
+        gc.disable()
+        try:
+            next(batches)
+            assert len(made) == 2 and made[1]() is not None
+            batches.close()  # pyright: ignore[reportAttributeAccessIssue]
+            assert made[1]() is None
+        finally:
+            gc.enable()
+
+    def test_a_storage_is_recorded_once(self, streams: simulated.Streams) -> None:
+        """Small fields share a buffer and packed fields a storage, and the allocator knows whole blocks."""
+        fields = {f"k{i}": torch.full((4,), float(i)) for i in range(200)}
+        large = {f"large{i}": torch.zeros(100_000) for i in range(3)}
+        for batch, storages in (
+            (DeviceDict(fields), 1),
+            (DeviceDict({**fields, **large}).pack(), 1),
+            ({"a": fields, "b": large, "c": dict(list(fields.items())[:3])}, 4),
+        ):
+            streams.log.clear()
+            list(self.ahead([batch]))
+            assert streams.log.count("recorded") == storages
+
+    def test_a_device_without_streams_gets_each_batch_when_it_is_asked_for(self) -> None:
+        fetched: list[int] = []
+
+        def source() -> Iterator[Any]:
+            for i in range(3):
+                fetched.append(i)
+                yield {"x": torch.full((1,), float(i))}
+
+        for i, d in enumerate(prefetch(source(), SIM, max_bytes=1)):
+            assert d["x"].device == SIM and d["x"].item() == i and len(fetched) == i + 1
 
     @pytest.mark.parametrize("depth", [1, 2, 5])
-    def test_so_many_and_no_more_are_fetched_ahead(self, module: Module, depth: int) -> None:
+    def test_so_many_and_no_more_are_fetched_ahead(self, streams: simulated.Streams, depth: int) -> None:
         fetched: list[int] = []
 
         def source() -> Iterator[Any]:
@@ -162,33 +219,33 @@ class TestStreams:
                 fetched.append(i)
                 yield {"x": torch.full((1,), float(i))}
 
-        for i, d in enumerate(self.ahead(source(), module, depth)):
+        for i, d in enumerate(self.ahead(source(), depth)):
             assert d["x"].item() == i and len(fetched) == min(10, i + 1 + depth)
 
-    def test_an_exception_comes_at_its_batch(self, module: Module) -> None:
+    def test_an_exception_comes_at_its_batch(self, streams: simulated.Streams) -> None:
         def source() -> Iterator[Any]:
             yield {"x": torch.zeros(1)}
             yield {"x": torch.ones(1)}
             raise KeyError("broken")
 
-        batches = self.ahead(source(), module, depth=5)
+        batches = self.ahead(source(), depth=5)
         assert next(batches)["x"].item() == 0 and next(batches)["x"].item() == 1
         with pytest.raises(KeyError, match="broken"):
             next(batches)
         assert list(batches) == []
 
-    def test_what_is_on_the_device_already_may_still_be_computed_there(self, module: Module) -> None:
-        list(self.ahead([{"x": torch.ones(1, device="sim:1")}], module))
-        assert module.log[0] == "side waits for main"
+    def test_what_is_on_the_device_already_may_still_be_computed_there(self, streams: simulated.Streams) -> None:
+        list(self.ahead([{"x": torch.ones(1, device="sim:1")}]))
+        assert streams.log[0] == "copy waits for main"
 
-    def test_a_failing_copy_comes_at_its_batch(self, module: Module) -> None:
-        batches = self.ahead([{"x": torch.zeros(n)} for n in (10, 10, 10_000)], module, depth=5)
+    def test_a_failing_copy_comes_at_its_batch(self, streams: simulated.Streams) -> None:
+        batches = self.ahead([{"x": torch.zeros(n)} for n in (10, 10, 10_000)], depth=5)
         with simulated.memory_left(2000):
             assert len(next(batches)["x"]) == len(next(batches)["x"]) == 10
             with pytest.raises(torch.OutOfMemoryError):
                 next(batches)
 
-    def test_a_loader_that_uses_its_memory_again(self, module: Module) -> None:
+    def test_a_loader_that_uses_its_memory_again(self, streams: simulated.Streams) -> None:
         memory = torch.zeros(2)
 
         def source() -> Iterator[Any]:
@@ -196,11 +253,11 @@ class TestStreams:
                 memory.fill_(i)
                 yield {"x": memory}
 
-        assert [d["x"].tolist() for d in self.ahead(source(), module)] == [[i, i] for i in range(5)]
+        assert [d["x"].tolist() for d in self.ahead(source())] == [[i, i] for i in range(5)]
 
     @pytest.mark.parametrize("to_the_end", [False, True])
     def test_a_break_or_an_error_lets_go_of_all_without_the_garbage_collector(
-        self, module: Module, to_the_end: bool
+        self, streams: simulated.Streams, to_the_end: bool
     ) -> None:
         class Source:
             def __init__(self) -> None:
@@ -219,7 +276,7 @@ class TestStreams:
         try:
             source = Source()
             gone = weakref.ref(source)
-            batches = self.ahead(source, module, depth=5)
+            batches = self.ahead(source, depth=5)
             kept = weakref.ref(next(batches))
             del source
             if to_the_end:
@@ -228,27 +285,6 @@ class TestStreams:
             else:
                 batches.close()  # pyright: ignore[reportAttributeAccessIssue]  # as a loop does that is left by break
             del batches
-            assert gone() is None and kept() is None and module.log[-1] == "host waits for copy 1"
+            assert gone() is None and kept() is None and told(streams)[-1] == "host waits for copy 1"
         finally:
             gc.enable()
-
-
-@pytest.mark.device
-class TestOnCuda:
-    @pytest.mark.parametrize("pin", [False, True])
-    def test_batches_are_whole_under_busy_streams(self, pin: bool) -> None:
-        n = 1 << 20
-        batches = [DeviceDict({"x": torch.full((n,), float(i)), "y": torch.full((n,), i)}).pack() for i in range(20)]
-        source = [d.pin_memory() for d in batches] if pin else batches
-        totals = []
-        for d in prefetch(source, "cuda"):
-            torch.cuda._sleep(1_000_000)
-            totals.append((d["x"] * 1.0).mean() + d["y"].double().mean())
-        assert [total.item() for total in totals] == [2.0 * i for i in range(20)]
-
-    def test_it_leaves_no_memory_behind(self) -> None:
-        before = torch.cuda.memory_allocated()
-        for _ in prefetch(loader(), "cuda"):
-            break
-        gc.collect()
-        assert torch.cuda.memory_allocated() == before

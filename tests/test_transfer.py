@@ -19,10 +19,11 @@ import tensordict_lite
 from tensordict_lite import DeviceDict, to_device, to_numpy
 from tensordict_lite._memory.device import CPU
 from tensordict_lite._memory.packed import pack
+from tensordict_lite._memory.staging import IN_FLIGHT
 from tensordict_lite._memory.transfer import COALESCED_BUFFER as BLOCK
 from tensordict_lite._memory.transfer import COALESCED_TENSOR as SMALL
+from tensordict_lite._memory.transfer import STAGED_BUFFER, STAGED_CHUNK, STAGED_TENSOR, plan_copies, transfer
 from tensordict_lite._memory.transfer import CopyPlan as Plan
-from tensordict_lite._memory.transfer import plan_copies, transfer
 
 SIM, META, MPS = torch.device("sim:0"), torch.device("meta"), torch.device("mps")
 OTHER = torch.device("sim:1")
@@ -49,9 +50,10 @@ def members(how: Plan) -> list[list[int]]:
 class TestPlan:
     def test_small_tensors_go_together_and_large_ones_singly(self) -> None:
         tensors = [*small(3), *large(2), *small(2)]
-        for source, target in ((CPU, SIM), (SIM, CPU)):
+        for source, target in ((CPU, SIM), (SIM, CPU), (SIM, OTHER)):
             how = plan(tensors, source, target)
-            assert members(how) == [[0, 1, 2, 5, 6]] and how.one_by_one == (3, 4) and how.packed is None
+            alone = [*how.one_by_one, *(i for layout in how.staged for i in layout.members)]
+            assert members(how) == [[0, 1, 2, 5, 6]] and alone == [3, 4] and how.packed is None
 
     def test_the_largest_small_one(self) -> None:
         edge = [torch.zeros(SMALL, dtype=torch.uint8), torch.zeros(SMALL + 1, dtype=torch.uint8)]
@@ -93,9 +95,8 @@ class TestPlan:
         how = plan([*special, *small(2)], CPU, SIM)
         assert members(how) == [[3, 4]] and how.one_by_one == (0, 1, 2)
 
-    def test_between_devices_and_where_bytes_are_not_trusted_nothing_is_gathered(self) -> None:
+    def test_where_bytes_are_not_trusted_nothing_is_gathered(self) -> None:
         singly = Plan(one_by_one=(0, 1, 2))
-        assert plan(small(3, SIM), SIM, OTHER) == singly
         assert plan(small(3), CPU, MPS) == plan(small(3), CPU, META) == singly
         assert plan(pack(small(3), CPU), CPU, MPS) == singly
         assert plan(small(3, SIM), SIM, CPU, non_blocking=True) == singly, "it is for the caller to wait"
@@ -308,114 +309,234 @@ def test_to_mps_every_copy_is_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(MPS, False)] * 6
 
 
-class FakeStream:
-    """Stands in for CUDA's current stream: notes when the host waits."""
+class TestHowStreamsAreUsed:
+    """What is asked of a device with streams and pinned memory: which copies wait, what is pinned, in which order."""
 
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
+    def test_small_tensors_go_through_pinned_memory_and_nobody_waits(self, streams: simulated.Streams) -> None:
+        moved = transfer(small(5), SIM, source=CPU)
+        assert streams.log == ["321 pinned on sim:0", "321 h2d"] and means(moved) == [0, 1, 2, 3, 4]
 
-    def synchronize(self) -> None:
-        self.log.append("wait")
-
-
-class TestHowCudaIsCalled:
-    """What is asked of torch for CUDA, on machines without: which copies wait, what is pinned. The device is simulated."""
-
-    CUDA = torch.device("cuda:0")
-
-    @pytest.fixture
-    def log(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        log: list[str] = []
-        real_to, real_empty = Tensor.to, torch.empty
-
-        def to(self: Tensor, device: Any, *args: Any, **kwargs: Any) -> Tensor:
-            waits = "" if kwargs.pop("non_blocking", False) else " and waits"
-            log.append(f"{self.nbytes} to {torch.device(device).type}{waits}")
-            return real_to(self, "sim" if torch.device(device).type == "cuda" else device, *args, **kwargs)
-
-        def empty(*args: Any, **kwargs: Any) -> Tensor:
-            if kwargs.pop("pin_memory", False):
-                log.append(f"{args[0]} pinned")
-            if kwargs.get("device") == self.CUDA:
-                kwargs["device"] = "sim"
-            return real_empty(*args, **kwargs)
-
-        monkeypatch.setattr(Tensor, "to", to)
-        monkeypatch.setattr(torch, "empty", empty)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream(log))
-        return log
-
-    def test_small_tensors_go_through_pinned_memory_and_nobody_waits(self, log: list[str]) -> None:
-        moved = transfer(small(5), self.CUDA, source=CPU)
-        assert log == ["321 pinned", "321 to cuda"] and [t.cpu().mean() for t in moved] == [0, 1, 2, 3, 4]
-
-    def test_so_does_a_small_packed_dict(self, log: list[str]) -> None:
+    def test_so_does_a_small_packed_dict(self, streams: simulated.Streams) -> None:
         packed = pack(small(5), CPU)
-        moved = transfer(packed, self.CUDA, source=CPU)
+        moved = transfer(packed, SIM, source=CPU)
         packed[3].fill_(-1)
-        assert log == ["320 pinned", "320 to cuda"] and [t.cpu().mean() for t in moved] == [0, 1, 2, 3, 4]
+        assert streams.log == ["320 pinned on sim:0", "320 h2d"] and means(moved) == [0, 1, 2, 3, 4]
 
-    def test_large_ones_are_never_pinned_and_waited_for_once(self, log: list[str]) -> None:
-        transfer([*large(3), *small(2)], self.CUDA, source=CPU)
+    def test_memory_is_pinned_under_the_target_device(self, streams: simulated.Streams) -> None:
+        """Else torch makes a context on the current device, and asks that device for the end of the copy."""
+        for target in (OTHER, SIM):
+            streams.log.clear()
+            transfer(small(3), target, source=CPU)
+            transfer(pack(small(3), CPU), target, source=CPU)
+            there = small(3, target)
+            streams.log.clear()
+            transfer(there, CPU, source=target)
+            pinned = [line for line in streams.log if "pinned" in line]
+            assert pinned and all(line.endswith(f"on sim:{target.index}") for line in pinned)
+            assert simulated.sim.current == 0
+
+    def test_large_ones_to_a_device_are_never_pinned_and_waited_for_once(self, streams: simulated.Streams) -> None:
+        transfer([*large(3), *small(2)], SIM, source=CPU)
         each = SMALL + 4
-        assert log == ["129 pinned", "129 to cuda", *[f"{each} to cuda"] * 3, "wait"]
+        assert streams.log == ["129 pinned on sim:0", "129 h2d", *[f"{each} h2d"] * 3, "host waits for main"]
 
-    def test_nor_is_a_large_packed_dict(self, log: list[str]) -> None:
-        packed = pack([torch.zeros(BLOCK // 4), torch.zeros(1)], CPU)
-        transfer(packed, self.CUDA, source=CPU)
-        assert log == [f"{BLOCK + 4} to cuda and waits"]
+    def test_large_ones_to_the_host_wait_once_and_end_in_memory_of_their_own(self, streams: simulated.Streams) -> None:
+        there = [*large(3, SIM), torch.full((STAGED_TENSOR // 4 + 1,), 7.0, device=SIM)]
+        how = plan(there, SIM, CPU)
+        assert [layout.members for layout in how.staged] == [[0, 1, 2]] and how.one_by_one == (3,)
+        streams.log.clear()
+        back = transfer(there, CPU, source=SIM)
+        pinned, each = 3 * SMALL + 2 * 64 + 4, SMALL + 4
+        assert streams.log == [
+            f"{pinned} pinned on sim:0", *[f"{each} d2h"] * 3, "host waits for main", f"{STAGED_TENSOR + 4} d2h and waits",
+        ]  # fmt: skip
+        assert means(back) == [0, 1, 2, 7] and all(t.untyped_storage().nbytes() == t.nbytes for t in back)
 
-    def test_non_blocking_copies_straight_from_the_source(self, log: list[str]) -> None:
-        transfer(pack(small(5), CPU), self.CUDA, non_blocking=True, source=CPU)
-        transfer(large(2), self.CUDA, non_blocking=True, source=CPU)
-        assert log == ["320 to cuda", f"{SMALL + 4} to cuda", f"{SMALL + 4} to cuda"]
+    def test_so_many_large_ones_wait_once_for_each_buffer(self, streams: simulated.Streams) -> None:
+        there = [torch.full((STAGED_TENSOR // 4,), float(i), device=SIM) for i in range(9)]
+        streams.log.clear()
+        assert means(transfer(there, CPU, source=SIM)) == list(range(9))
+        waits = [i for i, line in enumerate(streams.log) if "waits" in line]
+        assert (
+            len(waits) == 3 and max(int(line.split()[0]) for line in streams.log if "pinned" in line) == STAGED_BUFFER
+        )
 
-    def test_the_host_waits_though_a_copy_fails(self, log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_large_one_that_is_cast_goes_singly(self, streams: simulated.Streams) -> None:
+        there = [
+            torch.zeros(SMALL, dtype=dtype, device=SIM) for dtype in (torch.float32,) * 2 + (torch.int64, torch.int32)
+        ]
+        how = plan(there, SIM, CPU, torch.float16)
+        assert [layout.members for layout in how.staged] == [[2, 3]] and how.one_by_one == (0, 1)
+        assert plan(large(3, SIM), SIM, CPU, non_blocking=True).staged == ()
+
+    def test_the_host_waits_though_a_staged_copy_fails(
+        self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        there = large(2, SIM)
+
+        def copy_(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(Tensor, "copy_", copy_)
+        with pytest.raises(RuntimeError, match="broken"):
+            transfer(there, CPU, source=SIM)
+        assert streams.log[-1] == "host waits for main"
+
+    def test_a_packed_dict_of_some_megabytes_goes_in_chunks_and_nobody_waits(self, streams: simulated.Streams) -> None:
+        packed = pack([torch.arange(BLOCK + 5.0), torch.ones(3)], CPU)
+        nbytes = packed[0].untyped_storage().nbytes()
+        expected = packed[0].clone()
+        moved = transfer(packed, SIM, source=CPU)
+        packed[0].zero_()
+        chunk = -(-nbytes // 3)
+        sizes = [chunk, chunk, nbytes - 2 * chunk]
+        assert streams.log == [line for n in sizes for line in (f"{n} pinned on sim:0", f"{n} h2d")]
+        assert torch.equal(moved[0].cpu(), expected) and moved[1].sum() == 3 and chunk <= STAGED_CHUNK
+        DeviceDict({"x": moved[0], "y": moved[1]})._check()
+
+    def test_a_larger_one_is_copied_by_the_driver(self, streams: simulated.Streams) -> None:
+        packed = pack([torch.zeros(IN_FLIGHT // 8), torch.zeros(1)], CPU)
+        transfer(packed, SIM, source=CPU)
+        assert streams.log == [f"{IN_FLIGHT // 2 + 4} h2d and waits"]
+
+    def test_so_is_a_pinned_one(self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Tensor, "is_pinned", lambda self: True)
+        transfer(pack([torch.zeros(BLOCK // 4), torch.zeros(1)], CPU), SIM, source=CPU)
+        assert streams.log == [f"{BLOCK + 4} h2d and waits"]
+
+    def test_non_blocking_copies_straight_from_the_source(self, streams: simulated.Streams) -> None:
+        transfer(pack(small(5), CPU), SIM, non_blocking=True, source=CPU)
+        transfer(large(2), SIM, non_blocking=True, source=CPU)
+        assert streams.log == ["320 h2d", f"{SMALL + 4} h2d", f"{SMALL + 4} h2d"]
+
+    def test_the_host_waits_though_a_copy_fails(
+        self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             raise torch.OutOfMemoryError("out of memory")
 
         monkeypatch.setattr(Tensor, "to", to)
         with pytest.raises(torch.OutOfMemoryError):
-            transfer(large(2), self.CUDA, source=CPU)
-        assert log == ["wait"]
+            transfer(large(2), SIM, source=CPU)
+        assert streams.log == ["host waits for main"]
 
     @pytest.mark.parametrize("dtype", [None, torch.float16])
+    @pytest.mark.parametrize("target", [SIM, OTHER])
     def test_while_a_graph_is_captured_nothing_is_gathered(
-        self, log: list[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+        self, streams: simulated.Streams, dtype: torch.dtype | None, target: torch.device
     ) -> None:
-        """A replay reads again from where the copy read: that must be the tensors themselves."""
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        """A replay reads again from where the copy read: that must be the tensors themselves.
+
+        The stream of the device that takes part is asked, not the stream of the current device.
+        """
+        streams.current[target.index].capturing = True
         for source in (small(3), pack(small(3), CPU)):
-            log.clear()
-            transfer(source, self.CUDA, dtype, non_blocking=True, source=CPU)
-            assert log == ["64 to cuda"] * 3
+            streams.log.clear()
+            transfer(source, target, dtype, non_blocking=True, source=CPU)
+            assert streams.log == ["64 h2d"] * 3
+        there = small(3, target)
+        assert plan(there, target, CPU, dtype) == plan(there, target, CPU, dtype, True) == Plan(one_by_one=(0, 1, 2))
+        assert plan(there, target, OTHER if target == SIM else SIM) == Plan(one_by_one=(0, 1, 2))
+        assert plan(small(3), CPU, OTHER if target == SIM else SIM).coalesced, "the other device captures nothing"
 
-    def test_a_packed_dict_is_cast_on_the_gpu(self, log: list[str]) -> None:
-        moved = transfer(pack([*small(3), *large(1)], CPU), self.CUDA, torch.float16, source=CPU)
-        assert log[1:] == ["65732 to cuda"] and all(t.dtype == torch.float16 and t.device == SIM for t in moved)
+    def test_what_is_in_flight_is_bounded(self, streams: simulated.Streams) -> None:
+        """A host that runs ahead waits for the copies of the half before: it pins no more and more memory."""
+        packed = pack([torch.zeros(BLOCK // 4 - 16), torch.zeros(1)], CPU)
+        for _ in range(100):
+            transfer(packed, SIM, source=CPU)
+        waiting = largest = 0
+        ends: list[int] = []  # bytes copied when each event was recorded
+        copied = done = 0
+        for line in streams.log:
+            if line.endswith("h2d"):
+                copied += int(line.split()[0])
+            elif "under way" in line:
+                ends.append(copied)
+            elif "host waits" in line:
+                done = ends[int(line.split()[-1])]
+                waiting += 1
+            largest = max(largest, copied - done)
+        assert waiting == len(ends) - 1 > 1 and largest <= IN_FLIGHT
+        assert streams.current[1].events == 0
 
-    def test_on_the_way_to_the_host_it_is_cast_there_unless_nobody_waits(self, log: list[str]) -> None:
+    def test_each_stream_has_its_own_count(self, streams: simulated.Streams) -> None:
+        packed = pack([torch.zeros(BLOCK // 4 - 16), torch.zeros(1)], CPU)
+        for _ in range(12):
+            for target in (SIM, OTHER):
+                transfer(packed, target, source=CPU)
+        assert not any("under way" in line for line in streams.log)
+
+    def test_between_two_devices_small_tensors_are_one_copy(self, streams: simulated.Streams, copies: Any) -> None:
+        there = [t.to(SIM) for t in small(200)]
+        copies.clear()
+        streams.log.clear()
+        moved = transfer(there, OTHER, source=SIM)
+        assert len(streams.log) == 1 and streams.log[0].split()[1] == "d2d" and copies.total() <= 2
+        assert all(t.device == OTHER and t._version == 0 for t in moved) and means(moved) == list(range(200))
+        assert not DeviceDict(enumerate_keys(moved)).is_packed and moved[0].untyped_storage().nbytes() <= BLOCK
+        for t in there:
+            t.fill_(-1)
+        assert means(moved) == list(range(200))
+
+    def test_a_packed_dict_is_cast_where_that_makes_the_copy_smaller(self, streams: simulated.Streams) -> None:
+        packed, there = pack(small(3), CPU), pack(small(3, SIM), SIM)
+        for dtype, sizes in ((torch.float16, (160, 160, 160)), (torch.float64, (192, 192, 192))):
+            for (source, from_, to), nbytes in zip(
+                ((packed, CPU, SIM), (there, SIM, CPU), (there, SIM, OTHER)), sizes, strict=True
+            ):
+                streams.log.clear()
+                moved = transfer(source, to, dtype, source=from_)
+                moves = [
+                    line for line in streams.log if "h2d" in line or "d2h" in line or (to == OTHER and "d2d" in line)
+                ]
+                assert moves[-1].split()[0] == str(nbytes), (dtype, from_, to)
+                assert all(t.dtype == dtype and t.device == to for t in moved) and means(moved) == [0, 1, 2]
+
+    def test_a_pinned_one_and_one_that_nobody_waits_for_are_cast_on_the_device(
+        self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        transfer(pack(small(3), CPU), SIM, torch.float16, non_blocking=True, source=CPU)
+        assert streams.log[0] == "192 h2d"
+        monkeypatch.setattr(Tensor, "is_pinned", lambda self: True)
+        streams.log.clear()
+        transfer(pack(small(3), CPU), SIM, torch.float16, source=CPU)
+        assert streams.log[:2] == ["192 pinned on sim:0", "192 h2d"]
+
+    def test_on_the_way_to_the_host_without_a_wait_it_is_cast_on_the_device(
+        self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = Tensor.to
+
+        def to(self: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+            streams.log.append(f"{self.nbytes} {non_blocking=}")
+            return real(self, *args, **kwargs)  # torch would pin the result
+
         there = transfer(pack(small(3), CPU), SIM)
-        log.clear()
-        for non_blocking in (False, True):
-            moved = transfer(there, CPU, torch.float16, non_blocking, source=self.CUDA)
-            assert all(t.dtype == torch.float16 and t.device == CPU for t in moved) and moved[2].mean() == 2
-        assert log == ["192 to cpu and waits", "160 to cpu"]
+        streams.log.clear()
+        monkeypatch.setattr(Tensor, "to", to)
+        moved = transfer(there, CPU, torch.float64, True, source=SIM)
+        assert "384 non_blocking=True" in streams.log and all(t.dtype == torch.float64 for t in moved)
+        assert means(moved) == [0, 1, 2]
 
-    def test_casts_of_large_ones_wait_so_that_they_are_done_on_the_host(self, log: list[str]) -> None:
-        transfer(large(2), self.CUDA, torch.float64, source=CPU)
-        assert log == [f"{SMALL + 4} to cuda and waits"] * 2
+    def test_a_full_device_does_not_stop_a_cast_on_the_way_out(self, streams: simulated.Streams) -> None:
+        there = pack(small(3, SIM), SIM)
+        with simulated.memory_left(0):
+            assert means(transfer(there, CPU, torch.float16, source=SIM)) == [0, 1, 2]
 
-    def test_where_no_memory_can_be_pinned(self, log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        real = torch.empty
+    def test_casts_of_large_ones_wait_so_that_they_are_done_on_the_host(self, streams: simulated.Streams) -> None:
+        transfer(large(2), SIM, torch.float64, source=CPU)
+        assert [line.endswith("and waits") for line in streams.log] == [True] * 2
 
-        def empty(*args: Any, **kwargs: Any) -> Tensor:
-            if kwargs.get("pin_memory"):
-                raise RuntimeError("CUDA error: out of memory")
-            return real(*args, **kwargs)
+    def test_where_no_memory_can_be_pinned(self, streams: simulated.Streams) -> None:
+        streams.can_pin = False
+        moved = transfer(small(3), SIM, source=CPU)
+        assert streams.log == ["193 h2d and waits"] and means(moved) == [0, 1, 2]
+        there = large(2, SIM)
+        streams.log.clear()
+        assert means(transfer(there, CPU, source=SIM)) == [0, 1] and all("and waits" in line for line in streams.log)
+        packed = pack([torch.ones(BLOCK), torch.zeros(1)], CPU)
+        assert means(transfer(packed, SIM, source=CPU)) == [1, 0]
 
-        monkeypatch.setattr(torch, "empty", empty)
-        moved = transfer(small(3), self.CUDA, source=CPU)
-        assert log == ["193 to cuda and waits"] and [t.cpu().mean() for t in moved] == [0, 1, 2]
+
+def means(tensors: list[Tensor]) -> list[float]:
+    return [t.cpu().float().mean().item() for t in tensors]

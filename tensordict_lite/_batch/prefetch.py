@@ -9,25 +9,28 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from .._memory.device import DeviceLike, resolve
-from .._tree.walk import components
+from .._memory.device import DeviceLike, capabilities, record_stream, resolve
+from .._memory.packed import intercepted
+from .._tree.walk import components, nbytes
 from .containers import tensors_inside, to_device
 
 B = TypeVar("B")
-_STREAMS = ("cuda", "xpu")
 
 
 class prefetch(Generic[B]):
     """Iterate over ``loader`` with its batches on ``device``, and copy ``depth`` batches ahead.
 
-    The copies run on a side stream, in parallel with the work on the current stream. The current stream waits for the
-    copy of a batch, so you can use the batch at once. Devices without streams (the CPU, ``mps``) get no copies ahead:
-    each batch moves when you ask for it.
+    The copies run on a side stream, in parallel with the work on the current stream. The copy of a batch is complete
+    when you receive the batch, so you can use it at once. This works on every accelerator whose backend has streams and
+    events. Other devices (the CPU, ``mps``) get no copies ahead: each batch moves when you ask for it.
 
     Args:
-        loader: a DataLoader, or any other iterable of batches. Every new iteration iterates over it again.
+        loader: a DataLoader, or any other iterable of batches, such as a generator. Every new iteration iterates over
+            it again.
         device: where the batches go.
         depth: the number of batches to fetch and copy ahead.
+        max_bytes: the most bytes of batches to copy ahead. None: no limit but ``depth``. A batch that is larger is
+            copied when you ask for it.
 
     A batch may be a `DeviceDict`, a tensor, or a plain container that `to_device` visits. ``len`` and other attributes,
     such as ``dataset``, ``sampler`` and ``batch_sampler``, come from the loader. An exception of the loader is raised
@@ -38,9 +41,10 @@ class prefetch(Generic[B]):
     that you received. Batches ahead do not count, so a resumed run skips none. Before the first batch and after the
     end, the state is the loader's own. ``load_state_dict`` goes to the loader; call it before you iterate.
 
-    Raises: ``TypeError`` for a loader that is not iterable; ``ValueError`` if ``depth`` is not an int of at least 1;
-    torch's own error for a device that does not exist.
-    Cost: one copy per batch, and memory on the device for ``depth`` more batches. Copies are fastest from pinned memory
+    Raises: ``TypeError`` for a loader that is not iterable; ``ValueError`` if ``depth`` or ``max_bytes`` is not an int
+    of at least 1; torch's own error for a device that does not exist.
+    Cost: one copy per batch, and memory on the device for ``depth`` more batches, or for ``max_bytes``. With
+    ``max_bytes``, one more batch waits on the host. Copies are fastest from pinned memory
     (``DataLoader(..., pin_memory=True)``) and of packed batches (see `collate`). The host waits for the copy of a batch
     before it asks the loader for the next one, so the loader may reuse its memory. With streams, the loader's
     ``state_dict`` is copied once per batch.
@@ -53,14 +57,19 @@ class prefetch(Generic[B]):
     (2, [tensor([0., 1.]), tensor([2., 3.])])
     """
 
-    def __init__(self, loader: Iterable[B], device: DeviceLike, *, depth: int = 2) -> None:
+    def __init__(
+        self, loader: Iterable[B], device: DeviceLike, *, depth: int = 2, max_bytes: int | None = None
+    ) -> None:
         if not isinstance(cast(object, depth), int) or depth < 1:
             raise ValueError(f"prefetch takes a depth of at least 1, an int, got {depth!r}")
+        if max_bytes is not None and (not isinstance(cast(object, max_bytes), int) or max_bytes < 1):
+            raise ValueError(f"prefetch takes max_bytes of at least 1, an int, or None, got {max_bytes!r}")
         if not isinstance(cast(object, loader), Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
         self.loader = loader
         self.device = resolve(device)
         self.depth = depth
+        self.max_bytes = max_bytes
         self._handed_over: Any = None  # the loader's state at the last batch; None: ask the loader
 
     def __len__(self) -> int:
@@ -87,13 +96,13 @@ class prefetch(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         self._hand_over(None)
-        if self.device.type not in _STREAMS:
+        if intercepted() or not capabilities(self.device).streams:
             return (to_device(batch, self.device) for batch in self.loader)
-        module, batches = torch.get_device_module(self.device), iter(self.loader)
+        batches = iter(self.loader)
         if not hasattr(self.loader, "state_dict"):
-            return _ahead(batches, self.device, self.depth, module)
+            return _ahead(batches, self.device, self.depth, self.max_bytes)
         state_of: Callable[[], Any] = cast(Any, self.loader).state_dict
-        return _ahead(batches, self.device, self.depth, module, state_of, self._hand_over)
+        return _ahead(batches, self.device, self.depth, self.max_bytes, state_of, self._hand_over)
 
 
 def _nothing(_: Any = None) -> None:
@@ -104,54 +113,62 @@ def _ahead(
     batches: Iterator[B],
     device: torch.device,
     depth: int,
-    module: Any,
+    max_bytes: int | None,
     state_of: Callable[[], Any] = _nothing,
     hand_over: Callable[[Any], None] = _nothing,
 ) -> Iterator[B]:
-    """Yield each batch once the current stream waits for its copy, with ``depth`` more copies running.
+    """Yield each batch after its copy, with up to ``depth`` more batches of up to ``max_bytes`` copied or under way.
 
     ``state_of`` returns the loader's state, and is called after each batch is fetched. ``hand_over`` receives the state
     of a batch just before the batch is yielded, and None at the end.
+
+    The host waits for each copy before it asks the loader for more, and it does ask before it yields that batch. So a
+    batch is complete when it is yielded, and the current stream has nothing to wait for.
     """
-    side = module.Stream(device)
-    ready: deque[tuple[Any, Any, Any]] = deque()  # (batch, event of its copy, state), or (exception, None, None)
+    side = torch.Stream(device=device)
+    ready: deque[tuple[Any, int, Any]] = deque()  # (batch, bytes, state), or (exception, -1, None)
+    fetched: tuple[Any, int, Any] | None = None  # a batch of the loader that is not copied yet
     source: Any = None  # the last batch of the loader, kept until its copy is done
-    last: Any = None  # the event of that copy
+    last: torch.Event | None = None  # the event of that copy
     fetching = True
     batch: Any = None
     try:
         while True:
             while fetching and len(ready) <= depth:
-                if last is not None:
-                    last.synchronize()  # the loader may now reuse the memory of the last batch
                 try:
-                    source = next(batches)
-                    state = copy.deepcopy(state_of())  # the loader may change parts of it
+                    if fetched is None:
+                        if last is not None:
+                            last.synchronize()  # the loader may now reuse the memory of the last batch
+                        source = next(batches)
+                        state = copy.deepcopy(state_of())  # the loader may change parts of it
+                        fetched = source, 0 if max_bytes is None else _bytes_of(source), state
+                    source, size, state = fetched
+                    # The first batch that is ready is not ahead: it is yielded next.
+                    if max_bytes is not None and ready and sum(b for _, b, _ in ready) - ready[0][1] + size > max_bytes:
+                        break
                     if any(tensor.device.type == device.type for tensor in tensors_inside(source)):
-                        side.wait_stream(module.current_stream(device))  # a kernel may still write it there
-                    with module.stream(side):
+                        side.wait_stream(torch.accelerator.current_stream(device))  # a kernel may still write it there
+                    with side:
                         moved = to_device(source, device, non_blocking=True)
-                        last = module.Event()
-                        last.record(side)
+                        last = side.record_event()
                 except StopIteration:
                     fetching = False
                 except Exception as error:  # raised below, after the batches before it
-                    ready.append((error, None, None))
+                    ready.append((error, -1, None))
                     fetching = False
                 else:
-                    ready.append((moved, last, state))
+                    ready.append((moved, size, state))
                     del moved
+                    fetched = None
             if not ready:
                 hand_over(None)
                 return
-            batch, copied, handed = ready.popleft()
-            if copied is None:
+            batch, size, handed = ready.popleft()
+            if size < 0:
                 raise batch
-            current = module.current_stream(device)
-            current.wait_event(copied)  # only this copy: the side stream goes on with later batches
-            for tensor in tensors_inside(batch):
-                for part in components(tensor):
-                    part.record_stream(current)  # the allocator keeps the memory until this stream is done
+            # The allocator keeps the memory until the current stream is done with it.
+            parts = [part for tensor in tensors_inside(batch) for part in components(tensor)]
+            record_stream(parts, torch.accelerator.current_stream(device))
             hand_over(handed)
             yield batch
             batch = None  # free it before the next batches are fetched
@@ -159,4 +176,8 @@ def _ahead(
         if last is not None:
             last.synchronize()
         ready.clear()  # an exception here or in `batch` would keep this frame and the loader's iterator alive
-        batch = None
+        batch = fetched = None
+
+
+def _bytes_of(batch: Any) -> int:
+    return sum(nbytes(tensor) for tensor in tensors_inside(batch))

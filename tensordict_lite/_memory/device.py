@@ -1,10 +1,14 @@
-"""Parse and resolve devices."""
+"""Parse and resolve devices, and find out what a device can do."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 DeviceLike = torch.device | str | int
 
@@ -42,3 +46,138 @@ def resolve(device: DeviceLike) -> torch.device:
         return parsed
     # Ask torch, which knows every backend and the current device.
     return torch.empty(0, device=parsed).device
+
+
+@dataclass(frozen=True)
+class DeviceCapabilities:
+    """What a device can do. The defaults are the safe answers: every copy is made by itself, and waits."""
+
+    accelerator: bool = False
+    """It is the current accelerator of torch, and it exists."""
+    streams: bool = False
+    """It has streams and events, and ``record_stream``. So copies can run beside other work."""
+    pinned_memory: bool = False
+    """Copies from and to pinned memory are asynchronous, and torch reuses that memory only after the copy."""
+    byte_views: bool = False
+    """Its memory can be viewed as any dtype, at any aligned offset."""
+
+
+_known = {CPU: DeviceCapabilities(byte_views=True), META: DeviceCapabilities()}
+_WITHOUT_BYTE_VIEWS = ("mps",)
+"""Metal does not guarantee byte views, and a trial cannot show it: the views exist, but not every kernel reads them."""
+_stream_knows = hasattr(torch.Stream, "is_capturing")  # from torch 2.13
+_device_index: Any = getattr(torch.accelerator, "device_index", None)  # newer than torch 2.7
+
+
+def capabilities(device: torch.device) -> DeviceCapabilities:
+    """What ``device``, which is resolved, can do. Found by a trial at the first call, then cached.
+
+    The type alone does not tell: a backend in Python has the classes, and their methods raise. Do not call it while
+    operations on tensors are intercepted.
+
+    Cost: the first call for an accelerator initializes it, and creates a stream. It waits for no work.
+    """
+    known = _known.get(device)
+    return _try_out(device) if known is None else known
+
+
+def _try_out(device: torch.device) -> DeviceCapabilities:
+    current = torch.accelerator.current_accelerator()
+    # Compare first: some backends end the process when they are asked for a device that they do not have.
+    if current is None or current.type != device.type or not 0 <= device.index < torch.accelerator.device_count():
+        return DeviceCapabilities()
+    views = current.type not in _WITHOUT_BYTE_VIEWS
+    try:
+        # A graph that is captured must not see the trial. This call also initializes the device.
+        if is_capturing(device):
+            return DeviceCapabilities(accelerator=True, byte_views=views and _has_byte_views(device))
+        streams = _has_streams(device)
+        found = DeviceCapabilities(True, streams, streams and _can_pin(device), views and _has_byte_views(device))
+    except torch.OutOfMemoryError:  # this says nothing of the device: try again at the next call
+        return DeviceCapabilities(accelerator=True)
+    except RuntimeError:  # it cannot be initialized, as in a forked process. The copy will raise torch's own error
+        return DeviceCapabilities()
+    _known[device] = found
+    return found
+
+
+def _has_byte_views(device: torch.device) -> bool:
+    try:
+        memory = torch.empty(64, dtype=torch.uint8, device=device).untyped_storage()
+        view = torch.empty(0, dtype=torch.float32, device=device).set_(memory, 1, (2, 3), (3, 1))
+        return view.data_ptr() == memory.data_ptr() + 4
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def _has_streams(device: torch.device) -> bool:
+    try:
+        side = torch.Stream(device=device)
+        with side:
+            tensor = torch.empty(1, dtype=torch.uint8, device=device)
+        event = side.record_event()
+        event.synchronize()
+        side.synchronize()
+        side.wait_stream(torch.accelerator.current_stream(device))
+        tensor.record_stream(torch.accelerator.current_stream(device))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AttributeError):  # a backend in Python "doesn't support synchronizing events"
+        return False
+    return True
+
+
+def _can_pin(device: torch.device) -> bool:
+    try:
+        with on_device(device):
+            return torch.empty(1, dtype=torch.uint8, device=CPU, pin_memory=True).is_pinned()
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of an accelerator records its work for a graph, as a CUDA graph does.
+
+    Raises torch's own error if the device cannot be initialized, as in a forked process.
+    """
+    stream = torch.accelerator.current_stream(device)
+    if _stream_knows:
+        return stream.is_capturing()
+    ask: Any = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    if ask is None:
+        return False
+    with on_device(device):
+        return ask()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make an accelerator the current device within the block.
+
+    Not ``with stream``: it changes nothing if the stream is the current stream of a device that is not current. Not
+    ``set_device_index``: to set the device back would create a context on a device that the process does not use.
+    """
+    if _device_index is not None:
+        return _device_index(device.index)
+    return torch.get_device_module(device).device(device.index)
+
+
+def record_stream(tensors: Iterable[Tensor], stream: torch.Stream) -> None:
+    """Call ``Tensor.record_stream`` once for each storage of some dense tensors.
+
+    The allocator knows whole blocks of memory, so a second call for a storage would change nothing.
+    """
+    seen: set[int] = set()
+    start = end = (
+        0  # of the last storage: most tensors of a batch share one, and to ask each takes longer than to record
+    )
+    for tensor in tensors:
+        if start <= tensor.data_ptr() < end:
+            continue
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        end = start + storage.nbytes()
+        if start not in seen:
+            seen.add(start)
+            tensor.record_stream(stream)

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from .buffer import PACKABLE, buffer_from, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
+from .device import capabilities
 from .layout import ALIGNMENT, Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
 MAX_DIMENSIONS = 64
@@ -51,17 +52,9 @@ def intercepted() -> bool:
     return bool(_compiling() or _interpreters() or _dispatch_modes() or _trace() or _forward_ad._current_level >= 0)
 
 
-def supports_buffers(device: torch.device) -> bool:
-    """Whether memory on ``device`` can be viewed as any dtype, at any aligned offset.
-
-    True for the CPU, CUDA, XPU and out-of-tree devices. Metal and XLA do not guarantee it; meta has no memory.
-    """
-    return device.type in ("cpu", "cuda", "xpu") or device.type == torch._C._get_privateuse1_backend_name()
-
-
 def can_pack(device: torch.device | None) -> bool:
     """Whether tensors on ``device`` can be packed now."""
-    return device is not None and not intercepted() and supports_buffers(device)
+    return device is not None and not intercepted() and capabilities(device).byte_views
 
 
 def packable(t: Tensor) -> bool:

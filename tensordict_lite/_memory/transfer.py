@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .buffer import buffer_of, copy_into, new_buffer, regions, views_of
 from .cast import CASTS, clone_each, copy_each
-from .device import CPU, META
+from .device import CPU, META, capabilities, is_capturing
 from .layout import ALIGNMENT, Layout, cast_groups, lay_out, split
 from .packed import (
     arrange,
@@ -20,17 +20,23 @@ from .packed import (
     may_be_packed,
     pack_into,
     repeats_of,
-    supports_buffers,
 )
+from .staging import IN_FLIGHT, staging_buffer
 
 COALESCED_TENSOR = 64 << 10
 """The largest tensor in bytes that is coalesced with others. Coalescing takes host time: 0.4 us for 2 KiB, 2.1 us for
 64 KiB, 5.6 us for 256 KiB, 13.7 us for 512 KiB, and 1.6 us per tensor besides. A separate copy to a GPU takes some
 microseconds before the first byte. (``bench_transfer.py --sweep`` measures both.)"""
 COALESCED_BUFFER = 1 << 20
-"""The largest buffer in bytes for coalesced tensors, and the largest packed buffer that is staged in pinned memory. A
-coalesced tensor keeps its whole buffer alive. torch's pool for small allocations (``kSmallSize`` in c10's
-CUDACachingAllocator) has the same limit."""
+"""The largest buffer in bytes for coalesced tensors. A coalesced tensor keeps its whole buffer alive. torch's pool for
+small allocations (``kSmallSize`` in c10's CUDACachingAllocator) has the same limit."""
+STAGED_TENSOR = 1 << 20
+"""The largest tensor in bytes that comes to the host through pinned memory. Each is copied once more on the host, which
+takes less time than a wait. A larger one is copied faster by the driver, which overlaps both copies."""
+STAGED_BUFFER = 4 << 20
+"""The bytes of pinned memory for such tensors. The host waits once for each buffer."""
+STAGED_CHUNK = 2 << 20
+"""The most bytes of a packed buffer that are staged at once. The device copies a chunk while the host fills another."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class CopyPlan:
     """The layout of the packed tensors after the cast, if it changes any."""
     coalesced: tuple[Layout, ...] = ()
     """Buffers into which small tensors are copied, so that one copy moves them all."""
+    staged: tuple[Layout, ...] = ()
+    """Buffers in pinned memory, through which larger tensors come to the host with one wait for all."""
     one_by_one: tuple[int, ...] = ()
     """The tensors that are copied one by one."""
     repeats: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -59,8 +67,8 @@ def plan_copies(
 ) -> CopyPlan | None:
     """Plan how ``tensors``, all on ``source``, get to ``target``. None while operations on tensors are intercepted.
 
-    Small tensors are coalesced between the host and a device. Between two devices they are not, because the host waits
-    for no copy. With ``non_blocking`` to the host they are not, because the caller waits.
+    Small tensors are coalesced: on the host if they go to a device, else on their device. With ``non_blocking`` to the
+    host they are not, because the caller waits.
     """
     if intercepted():
         return None
@@ -68,11 +76,9 @@ def plan_copies(
     indices = range(len(tensors))
     everything = tuple(i for i in indices if i not in repeats) if repeats else tuple(indices)
     one_by_one = CopyPlan(one_by_one=everything, repeats=repeats)
-    if len(everything) < 2 or not (supports_buffers(source) and supports_buffers(target)):
+    if len(everything) < 2 or not (capabilities(source).byte_views and capabilities(target).byte_views):
         return one_by_one
-    cuda = source != target and "cuda" in (source.type, target.type)
-    # Only CUDA that is initialized captures. Without CUDA the copy raises torch's error.
-    if cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if source != target and any(capabilities(end).accelerator and is_capturing(end) for end in (target, source)):
         return one_by_one  # each replay of the graph must read the sources again
     casts = CASTS[dtype]
     groups, unpackable = arrange(tensors, repeats)
@@ -82,13 +88,22 @@ def plan_copies(
         # A single tensor is cast on its way, without a buffer.
         if (source != target or copy) if cast is None else len(unpackable) + 1 < len(everything):
             return CopyPlan(packed, cast, one_by_one=tuple(unpackable), repeats=repeats)
-    if (source == CPU) == (target == CPU) or (target == CPU and non_blocking):
+    if source == target or (target == CPU and non_blocking):
         return one_by_one
-    groups = cast_groups(groups, casts) if casts else groups
-    parts = split(groups, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT)
-    coalesced = tuple([part for part in parts if sum([len(run.members) for run in part.runs]) > 1])
-    rest = set(everything).difference(*[run.members for part in coalesced for run in part.runs])
-    return CopyPlan(None, None, coalesced, tuple(sorted(rest)), repeats)
+    after = cast_groups(groups, casts) if casts else groups
+    coalesced = _together(split(after, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT))
+    rest = set(everything).difference(*[layout.members for layout in coalesced])
+    staged: tuple[Layout, ...] = ()
+    if target == CPU and len(rest) > 1 and capabilities(source).pinned_memory:
+        large = [(spec, [i for i in members if i in rest]) for spec, members in groups if spec[0] not in casts]
+        staged = _together(split(large, STAGED_TENSOR, STAGED_BUFFER))
+        rest = rest.difference(*[layout.members for layout in staged])
+    return CopyPlan(None, None, coalesced, staged, tuple(sorted(rest)), repeats)
+
+
+def _together(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+    """The layouts of more than one tensor."""
+    return tuple([layout for layout in layouts if sum([len(run.members) for run in layout.runs]) > 1])
 
 
 def execute(
@@ -106,20 +121,24 @@ def execute(
     if plan.packed is not None:
         _move_packed(plan.packed, plan.cast, out, source, target, non_blocking)
     for layout in plan.coalesced:
-        if target != CPU:
+        if source == CPU:
             _coalesce_to_device(layout, out, target)
-        elif not _coalesce_to_host(layout, out, source):
+        elif not _coalesce_on_device(layout, out, source, target):
+            one_by_one += layout.members
+    for layout in plan.staged:
+        if not _stage_to_host(layout, out, source):
             one_by_one += layout.members
     if one_by_one:
         # Copies from the host are asynchronous, and one synchronization at the end frees the sources. With a cast each
         # copy is synchronous, because torch casts on the host. A cast on the device could run out of memory.
-        wait = target.type == "cuda" and source == CPU and dtype is None and not non_blocking and len(one_by_one) > 1
+        wait = source == CPU and dtype is None and not non_blocking and len(one_by_one) > 1
+        wait = wait and capabilities(target).streams
         device = None if source == target else target
         try:
             made = copy_each([tensors[i] for i in one_by_one], device, dtype, non_blocking or wait, copy)
         finally:
             if wait:
-                torch.cuda.current_stream(target).synchronize()
+                torch.accelerator.current_stream(target).synchronize()
         for i, tensor in zip(one_by_one, made, strict=True):
             out[i] = tensor
     for i, first in plan.repeats.items():
@@ -141,7 +160,7 @@ def transfer(
 
     Without ``copy``, a tensor that needs no change is returned itself. A tensor that occurs twice is moved once. Packed
     tensors stay packed. Autograd records the copies. With ``non_blocking=False`` the caller may change every source on
-    return and use every result: on the host it is complete, on CUDA for later work on the current stream. With True
+    return and use every result: on the host it is complete, on a device for later work on the current stream. With True
     torch's contract holds.
 
     Cost: the copies of `plan_copies`. On the same device: a copy of each tensor that is cast, or of a packed buffer.
@@ -198,20 +217,27 @@ def _move_packed(
     target: torch.device,
     non_blocking: bool,
 ) -> None:
-    """Replace the packed tensors in ``out`` by copies on ``target``, cast there if ``cast`` is their new layout."""
-    if cast is not None and (source == target or (target == CPU and non_blocking)):
-        # Cast before the copy to the host. A cast on the host could read data that has not arrived.
-        buffer = pack_into(out, cast, source)
-        layout, cast = cast, None
+    """Replace the packed tensors in ``out`` by copies on ``target``. ``cast`` is their layout after a cast, if any.
+
+    The cast is made on the side where it makes the copy smaller. It waits for nothing there that the caller could
+    change: a copy to the device with ``non_blocking`` reads the buffer itself, and is cast after.
+    """
+    if cast is not None and _cast_first(buffer_of(out, layout), cast, source, target, non_blocking):
+        try:
+            buffer = pack_into(out, cast, source)
+            layout, cast = cast, None
+        except torch.OutOfMemoryError:
+            if source == target or non_blocking:
+                raise
+            buffer = buffer_of(out, layout)  # tensors may be moved because the device is full
         if source == target:
             return
     else:
         buffer = buffer_of(out, layout)
     if source == target:
         moved = buffer.clone()
-    elif target.type == "cuda" and source == CPU and not non_blocking and buffer.nbytes <= COALESCED_BUFFER:
-        staging, pinned = _staging_buffer(buffer.nbytes, True)
-        moved = staging.copy_(buffer).to(target, non_blocking=pinned)
+    elif source == CPU and not non_blocking and capabilities(target).pinned_memory:
+        moved = _through_pinned(buffer, target)
     else:
         moved = buffer.to(target, non_blocking=non_blocking)
     views_of(layout, regions(moved, layout), out)
@@ -219,37 +245,85 @@ def _move_packed(
         pack_into(out, cast, target)
 
 
+def _cast_first(buffer: Tensor, cast: Layout, source: torch.device, target: torch.device, non_blocking: bool) -> bool:
+    """Whether the packed tensors in ``buffer`` are cast before they are copied."""
+    if source == target:
+        return True
+    if non_blocking and CPU in (source, target):
+        return target == CPU  # a cast on the host could read data that has not arrived, or make the caller wait
+    # From pinned memory, all bytes cross the bus in less time than the host needs for the cast.
+    return cast.nbytes < buffer.nbytes and not (source == CPU and _is_pinned(buffer, target))
+
+
+def _is_pinned(buffer: Tensor, target: torch.device) -> bool:
+    """Whether a buffer on the host is pinned for copies to ``target``. It asks the driver."""
+    return capabilities(target).pinned_memory and buffer.is_pinned()
+
+
+def _through_pinned(buffer: Tensor, target: torch.device) -> Tensor:
+    """A copy on a device of a buffer on the host. The source is free on return.
+
+    A copy from pageable memory waits for all earlier work on the stream. A copy through pinned memory does not.
+    """
+    large = buffer.nbytes > COALESCED_BUFFER
+    # Larger than half of what may be in flight, the host would wait in any case. A pinned buffer is copied faster.
+    if large and (buffer.nbytes > IN_FLIGHT // 2 or buffer.is_pinned()):
+        return buffer.to(target)
+    moved = new_buffer(buffer.nbytes, target)
+    chunks = -(-buffer.nbytes // STAGED_CHUNK)
+    for part, into in zip(buffer.chunk(chunks), moved.chunk(chunks), strict=True):
+        staging, pinned = staging_buffer(part.nbytes, target)
+        into.copy_(staging.copy_(part), non_blocking=pinned)
+    return moved
+
+
 def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device) -> None:
-    """Replace the tensors of the layout in ``out`` by copies on ``target``, which share a buffer."""
+    """Replace the tensors of the layout in ``out``, on the host, by copies on ``target``, which share a buffer."""
     # One byte more than the layout, so that the results do not count as packed.
-    staging, pinned = _staging_buffer(layout.nbytes + 1, target.type == "cuda")
+    staging, pinned = staging_buffer(layout.nbytes + 1, target)
     copy_into(staging, layout, out)
     views_of(layout, regions(staging.to(target, non_blocking=pinned), layout), out)
 
 
-def _coalesce_to_host(layout: Layout, out: list[Tensor], source: torch.device) -> bool:
-    """Replace the tensors of the layout in ``out`` by copies on the CPU. False if ``source`` has no memory for it."""
-    staging, _ = _staging_buffer(layout.nbytes, source.type == "cuda")
+def _coalesce_on_device(layout: Layout, out: list[Tensor], source: torch.device, target: torch.device) -> bool:
+    """Replace the tensors of the layout in ``out`` by copies on ``target``. False if ``source`` has no memory for it.
+
+    On the host each copy owns its memory. On another device they share a buffer.
+    """
     try:
-        buffer = new_buffer(layout.nbytes, source)
+        buffer = new_buffer(layout.nbytes + (target != CPU), source)
     except torch.OutOfMemoryError:  # tensors may be moved because the device is full
         return False
     copy_into(buffer, layout, out)
+    if target != CPU:
+        views_of(layout, regions(buffer.to(target), layout), out)
+        return True
+    staging, _ = staging_buffer(layout.nbytes, source, waits=True)
     views_of(layout, regions(staging.copy_(buffer), layout), out)
-    for run in layout.runs:
-        for i in run.members:
-            out[i] = out[i].clone()  # pageable memory of its own
+    _own_memory(layout, out)
     return True
 
 
-def _staging_buffer(nbytes: int, pin: bool) -> tuple[Tensor, bool]:
-    """uint8[nbytes] on the host, and whether it is pinned. ``pin``: ask for pinned memory.
+def _stage_to_host(layout: Layout, out: list[Tensor], source: torch.device) -> bool:
+    """Replace the tensors of the layout in ``out`` by copies on the host. False if no memory can be pinned for it."""
+    staging, pinned = staging_buffer(layout.nbytes, source, waits=True)
+    if not pinned:
+        return False
+    staged: dict[int, Tensor] = {}
+    views_of(layout, regions(staging, layout), staged)
+    try:
+        for i, view in staged.items():
+            view.copy_(out[i], non_blocking=True)
+    finally:  # the copies that were made may still write there
+        torch.accelerator.current_stream(source).synchronize()
+    for i, view in staged.items():
+        out[i] = view
+    _own_memory(layout, out)
+    return True
 
-    A copy from pinned memory needs no wait: torch reuses the memory only after the copy.
-    """
-    if pin:
-        try:
-            return new_buffer(nbytes, CPU, pin=True), True
-        except RuntimeError:  # no more memory can be pinned
-            pass
-    return new_buffer(nbytes, CPU), False
+
+def _own_memory(layout: Layout, out: list[Tensor]) -> None:
+    """Replace the tensors of the layout in ``out`` by copies in pageable memory of their own."""
+    for run in layout.runs:
+        for i in run.members:
+            out[i] = out[i].clone()

@@ -204,10 +204,10 @@ def process_group(group: ProcessGroup) -> Any:
 
 
 def comm_device(group: ProcessGroup) -> torch.device:
-    """The device of tensors that a group sends: the CPU if its backend supports it, else the current accelerator."""
-    if "cpu:" in str(dist.get_backend_config(process_group(group))):
-        return resolve("cpu")
-    return resolve(torch.accelerator.current_accelerator() or "cuda")  # pragma: no cover  (needs an accelerator)
+    """The device of tensors that a group sends: the CPU if the group has a backend for it, else its accelerator."""
+    # Such as "cpu:gloo,cuda:nccl".
+    types = [one.partition(":")[0] for one in str(dist.get_backend_config(process_group(group))).split(",")]
+    return resolve("cpu" if "cpu" in types else types[0])
 
 
 def as_tensor(text: bytes, device: torch.device) -> Tensor:

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_prefetch import Module
 from test_sendable import Made
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tensordict_lite import collate, prefetch
-from tensordict_lite._batch import prefetch as prefetch_module
 
 pytest.importorskip("torchdata")
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -43,11 +41,8 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.fixture(params=["cpu", "sim:0"])
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    # Streams of the simulated device, so that batches are fetched ahead.
-    monkeypatch.setattr(prefetch_module, "_STREAMS", ("sim",))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+def where(request: pytest.FixtureRequest, streams: Any) -> str:
+    """With streams of the simulated device, so that batches are fetched ahead."""
     return str(request.param)
 
 

@@ -1,0 +1,71 @@
+"""Staging: pinned memory of the host, through which copies from and to a device go without a wait."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from .buffer import new_buffer
+from .device import CPU, capabilities, on_device
+
+IN_FLIGHT = 32 << 20
+"""The most bytes of pinned memory that copies on one stream may still read. Without a bound, a host that runs ahead of
+the device pins more and more memory, and torch keeps it."""
+_STREAMS = 64
+"""The number of streams to keep count of."""
+
+
+def staging_buffer(nbytes: int, device: torch.device, waits: bool = False) -> tuple[Tensor, bool]:
+    """uint8[nbytes] on the host for one copy from or to ``device``, and whether it is pinned.
+
+    A copy from pinned memory needs no wait: torch reuses the memory only after the copy. This call waits if more than
+    `IN_FLIGHT` would be under way. ``waits``: the caller waits for the copy, so it does not count.
+    """
+    if capabilities(device).pinned_memory:
+        if not waits:
+            _count(nbytes, device)
+        # On the target device: torch would create a context on the current device, and ask that device for events.
+        with on_device(device):
+            try:
+                return new_buffer(nbytes, CPU, pin=True), True
+            except RuntimeError:  # no more memory can be pinned
+                pass
+    return new_buffer(nbytes, CPU), False
+
+
+class _Stream:
+    """The copies of one stream in two halves of `IN_FLIGHT`: the one that is filled now, and the one before it."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.nbytes = 0  # since the last event
+        self.event: torch.Event | None = None  # at the end of the half before
+
+    def count(self, nbytes: int, stream: torch.Stream) -> None:
+        with self.lock:
+            self.nbytes += nbytes
+            if self.nbytes <= IN_FLIGHT // 2:
+                return
+            before, self.event, self.nbytes = self.event, stream.record_event(), nbytes
+        if before is not None:
+            before.synchronize()
+
+
+_streams: dict[tuple[int, int], _Stream] = {}
+
+
+def _count(nbytes: int, device: torch.device) -> None:
+    """Count a copy that follows on the current stream of ``device``.
+
+    An event per 16 MiB, not per copy: to record one takes as long as a small copy.
+    """
+    stream = torch.accelerator.current_stream(device)
+    key = stream.device_index, stream.stream_id
+    known = _streams.get(key)
+    if known is None:
+        if len(_streams) >= _STREAMS:
+            _streams.clear()  # programs use a few streams, again and again
+        known = _streams.setdefault(key, _Stream())
+    known.count(nbytes, stream)
