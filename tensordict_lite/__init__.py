@@ -13,6 +13,7 @@ from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_jso
 from ._encoders.tokenizer import Tokenizer
 from ._errors import DeviceMismatchError, InvalidFileError
 from ._tree.missing import MissingKeyError
+from ._tree.pickle5 import view_read_only
 
 __all__ = [
     # the container
@@ -29,6 +30,8 @@ __all__ = [
     "save",
     "load",
     "InvalidFileError",
+    # between processes
+    "view_read_only",
     # plain containers
     "to_device",
     "to_numpy",

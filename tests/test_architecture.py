@@ -17,7 +17,7 @@ ORDER = [
     "_errors",
     *(f"_memory.{name}" for name in ("device", "layout", "buffer", "packed", "cast", "transfer")),
     *(f"_encoders.{name}" for name in ("protocol", "builtin", "tokenizer")),
-    *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "sendable")),
+    *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "pickle5", "sendable")),
     *(f"_files.{name}" for name in ("atomic_write", "manifest", "safetensors", "torch_save")),
     *(f"_dict.{name}" for name in ("arguments", "display", "rows", "insert", "device_dict", "schema", "typed", "io")),
     "unpickle",
