@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._errors import TooDeep
 from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
+from .._memory.dense import dense_bytes
 from .._memory.device import CPU
 from .._memory.layout import ALIGNMENT, Group, Layout, aligned, dense_stride, lay_out, split
 from .._memory.packed import arrange, buffer_layout, intercepted, is_saved_group, repeats_of
@@ -82,10 +83,9 @@ class Field:
 
     def __reduce_ex__(self, protocol: Any, /) -> tuple[Any, ...]:
         t = self.tensor
-        shape, stride = tuple(t.shape), dense_stride(t.shape, t.stride())
-        if stride != t.stride():  # a view with gaps
-            t = torch.empty_strided(shape, stride, dtype=t.dtype).copy_(t)
-        return restore_field, (_buffer_over(t), t.dtype, shape, stride)
+        return restore_field, (
+            _pickle_buffer(dense_bytes(t)), t.dtype, tuple(t.shape), dense_stride(t.shape, t.stride())
+        )  # fmt: skip
 
 
 _fields: WeakValueDictionary[int, Field] = WeakValueDictionary()
@@ -151,12 +151,6 @@ def _with_spare(nbytes: int) -> int:
     torch saves only storages whose size is a multiple of the size of an element.
     """
     return aligned(nbytes + 1)
-
-
-def _buffer_over(t: Tensor) -> PickleBuffer:
-    """The bytes of a dense tensor."""
-    flat = torch.empty(0, dtype=torch.uint8)
-    return _pickle_buffer(flat.set_(t.untyped_storage(), t.storage_offset() * t.itemsize, (t.nbytes,), (1,)))
 
 
 def _pickle_buffer(buffer: Tensor) -> PickleBuffer:
