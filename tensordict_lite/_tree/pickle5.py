@@ -209,13 +209,13 @@ def _tensors_in(buffer: Any, specs: Any, out: dict[int, Tensor]) -> int:
 def _layout_of(specs: Any) -> tuple[Layout, int]:
     """The layout of a buffer and the number of its tensors. Raises ``ValueError`` for damaged specs."""
     groups: list[Group] = []
-    for spec in specs if type(specs) is tuple else (None,):
-        if type(spec) is not tuple or len(spec) != 4 or type(spec[3]) is not tuple:
+    for spec in cast("tuple[Any, ...]", specs if type(specs) is tuple else (None,)):
+        if type(spec) is not tuple or len(cast("tuple[Any, ...]", spec)) != 4:
             raise ValueError(_DAMAGED)
-        members = list(spec[3])
-        if not is_saved_group((*spec[:3], members)):
+        *of, numbers = cast("tuple[Any, ...]", spec)
+        if type(numbers) is not tuple or not is_saved_group((*of, list(cast("tuple[int, ...]", numbers)))):
             raise ValueError(_DAMAGED)
-        groups.append((spec[:3], members))
+        groups.append((cast(Any, tuple(of)), list(cast("tuple[int, ...]", numbers))))
     layout = lay_out(groups)
     members = layout.members
     if len(set(members)) != len(members):
@@ -241,7 +241,7 @@ def _received(buffer: Any, layout: Layout) -> Tensor:
         array = np.asarray(_Writable(array))
     elif not writable:
         return _copied(array)
-    flat = torch.from_numpy(array)
+    flat: Tensor = cast(Any, torch).from_numpy(array)
     aligned = not flat.data_ptr() % max((run.dtype.itemsize for run in layout.runs), default=1)
     return flat if aligned else _copied(array)  # kernels crash on misaligned memory
 
