@@ -49,6 +49,7 @@ class view_read_only:
     Cost: none. Without it, one copy of the bytes for each read-only buffer.
 
     >>> import pickle
+    >>> from tensordict_lite import view_read_only
     >>> buffers = []
     >>> data = pickle.dumps(DeviceDict({"x": [1, 2]}), 5, buffer_callback=buffers.append)
     >>> read_only = [bytes(buffer) for buffer in buffers]
