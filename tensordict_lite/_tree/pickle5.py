@@ -111,7 +111,7 @@ def reduce_buffers(d: TreeDict[Any]) -> tuple[Any, ...] | None:
         parts = [(packed, buffer_of(tensors, packed))]
     else:
         parts = [(layout, _coalesced(tensors, layout)) for layout in _small(groups)]
-    entries = {id(tensors[i]): i for layout, _ in parts for i in layout.members}
+    entries: dict[int, Any] = {id(tensors[i]): i for layout, _ in parts for i in layout.members}
     if len(entries) < len(tensors):
         left_out = {id(tensors[i]) for i in unpackable}
         for tensor in tensors:
