@@ -10,7 +10,7 @@ RESULTS ?= benchmarks/out
 # One worker for each core. Tests of one group, which would disturb each other, share a worker.
 PARALLEL := -n auto --dist loadgroup
 
-.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks check bench bench-more bench-gpu guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks test-engines check bench bench-more bench-gpu guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -43,6 +43,10 @@ test-pythons:
 # Lightning, accelerate, transformers and the like, and torch's own parallel modules on real ranks.
 test-frameworks: .venv/frameworks
 	$(BIN)/python -m pytest tests/frameworks
+
+# Ray and Dask, and the examples for them. They take 500 MB, so .ci/run leaves them out.
+test-engines: .venv/engines
+	$(BIN)/python -m pytest tests/engines tests/test_pickle5.py
 
 # pyright is clean with the annotations of NumPy 2.4, which needs Python 3.11. On 3.10, where NumPy ends at 2.2, it is
 # left out; elsewhere it checks the code as Python 3.10 (pythonVersion in pyproject.toml).
@@ -118,6 +122,10 @@ clean:
 	touch $@
 
 .venv/frameworks: tests/frameworks/requirements.txt .venv/tests
+	$(INSTALL) -r $<
+	touch $@
+
+.venv/engines: tests/engines/requirements.txt .venv/tests
 	$(INSTALL) -r $<
 	touch $@
 

@@ -30,7 +30,7 @@ except ImportError:
     TensorDict = None
 
 OURS, LOOP, OBJECTS, PEER = "ours", "loop", "objects", "TensorDict"
-SIZES = {"10 x 64 B": (10, 16), "100 x 64 B": (100, 16), "4 x 4 MB": (4, 1_000_000)}
+SIZES = {"10 x 64 B": (10, 16), "100 x 64 B": (100, 16), "4 x 512 KiB": (4, 1 << 17), "4 x 4 MB": (4, 1_000_000)}
 GOAL = 10  # times the time of the loop, at 100 small fields
 Calls = dict[str, Callable[[], Any]]
 

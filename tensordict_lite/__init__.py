@@ -16,6 +16,7 @@ from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_jso
 from ._encoders.tokenizer import Tokenizer
 from ._errors import DeviceMismatchError, InvalidFileError
 from ._tree.missing import MissingKeyError
+from ._tree.pickle5 import view_read_only
 
 __all__ = [
     # the container
@@ -35,6 +36,8 @@ __all__ = [
     "load",
     "RowWriter",
     "InvalidFileError",
+    # between processes
+    "view_read_only",
     # plain containers
     "to_device",
     "to_numpy",

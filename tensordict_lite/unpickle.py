@@ -8,6 +8,8 @@ exceptions, and your own classes.
 name                      found in
 ========================= ===========================================================================================
 ``restore``               pickles of a `DeviceDict`
+``restore_buffers``       pickles of a `DeviceDict` in protocol 5
+``restore_field``         the same, for a large tensor
 ``rebuild``               files of ``torch.save``; the only function that ``torch.load(weights_only=True)`` may call
 ``EncodeOnly``            pickles of a dict with a plain callable as an encoder
 ``rebuild_tokenizer``     pickles of a `Tokenizer`
@@ -33,6 +35,7 @@ from ._encoders.tokenizer import rebuild_tokenizer
 from ._errors import TooDeep
 from ._files.torch_save import rebuild
 from ._memory.mapped import map_again
+from ._tree.pickle5 import restore_buffers, restore_field
 from ._tree.policy import Policy
 from ._tree.pytree import Context
 from ._tree.sendable import arrive
@@ -49,6 +52,8 @@ __all__ = [
     "rebuild",
     "rebuild_tokenizer",
     "restore",
+    "restore_buffers",
+    "restore_field",
 ]
 
 for _name in __all__:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from ranks import meet, on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
 
 from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, register_encoder
 from tensordict_lite import distributed as d_
@@ -317,6 +319,95 @@ def test_on_ranks(world: int) -> None:
     on_ranks(on_some, world, count=world)
 
 
+def large_tensors(rank: int) -> None:
+    """Every call with several parts: large tensors, and the small ones before, between and behind them."""
+
+    @cache
+    def made(of: int) -> DeviceDict:
+        generator = torch.Generator().manual_seed(of)
+
+        def rand(*shape: int) -> Tensor:
+            return torch.rand(*shape, generator=generator)
+
+        return DeviceDict(
+            {
+                "flag": [True, False],
+                "large": rand(4, 100_001),
+                "small": rand(4, 3),
+                "n": {"t": rand(600, 700).t(), "bf": rand(2, 600_001).bfloat16(), "slice": rand(4, 600_000)[:, 1:]},
+                "channels": rand(2, 3, 300, 301).to(memory_format=torch.channels_last),
+                "same shape": rand(4, 100_001),
+                "none": torch.ones(0, 4),
+                "last": of,
+            }
+        )
+
+    def check(d: DeviceDict, of: int, packed: bool = True) -> None:
+        d._check()
+        assert d == made(of) and d.is_packed == packed, of
+        assert not packed or torch.equal(buffer(d), buffer(made(of).pack()))
+
+    def buffer(d: DeviceDict) -> Tensor:
+        """The whole storage, with the gaps, where nothing old may stand."""
+        return torch.empty(0, dtype=torch.uint8).set_(d["flag"].untyped_storage())
+
+    for mine in (made(rank), made(rank).pack()):  # with the header, and without it
+        if rank:
+            d_.send(mine, 0)
+            check(d_.recv(0), 0)
+        else:
+            check(d_.recv(1), 1)
+            d_.send(mine, 1)
+        works = [d_.irecv(1 - rank), d_.irecv(1 - rank)]
+        sent = [d_.isend(mine, 1 - rank), d_.isend(DeviceDict({"x": rank}), 1 - rank)]
+        check(works[0].wait(), 1 - rank)
+        assert works[1].wait()["x"] == 1 - rank
+        for work in sent:
+            work.wait()
+        check(d_.broadcast(mine, 1), 1, mine.is_packed if rank else True)
+        everyone = d_.all_gather(mine)
+        check(everyone[1 - rank], 1 - rank)
+        assert everyone[rank] is mine
+        different = d_.all_gather(mine if rank else mine.drop("large"))
+        assert different[1 - rank] == (made(0).drop("large") if rank else made(1))
+        different[1 - rank]._check()
+        gathered = d_.gather(mine)
+        assert (gathered is None) == (rank == 1)
+        if gathered is not None:
+            check(gathered[1], 1)
+        rows = DeviceDict({"x": mine["n", "slice"], "y": mine["small"]})
+        part = d_.scatter(rows, 0)
+        assert part == DeviceDict({"x": made(0)["n", "slice"], "y": made(0)["small"]}).rows[2 * rank : 2 * rank + 2]
+        summed = d_.all_reduce(mine.drop("flag"))
+        both = pytree.tree_map(torch.add, made(0).drop("flag"), made(1).drop("flag"))
+        assert summed.allclose(both)
+        mean = d_.all_reduce(mine.select("large", "channels", "same shape"), "mean")
+        assert mean["large"].sub(summed["large"] / 2).abs().max() < 1e-6
+        mean["large"].zero_()
+        assert mean["same shape"].any() and mine["large"].any()
+        refused = DeviceDict({"x": torch.ones(1 << 20), "f": torch.ones(1 << 21).to(torch.float8_e5m2)})
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: sum of torch.float8_e5m2, which 'f' is: "):
+            d_.all_reduce(refused)
+        assert d_.all_reduce(DeviceDict({"x": 1}))["x"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_large_tensors() -> None:
+    on_ranks(large_tensors)
+
+
+def test_large_tensors_are_not_copied() -> None:
+    d = DeviceDict({"a": [1, 2], "x": torch.rand(1 << 18), "b": torch.ones(7), "y": torch.rand(3, 1 << 18).t()})
+    parts = message_of(d).parts
+    assert [part.nbytes for part in parts] == [16, 1 << 20, 28, 3 << 20]
+    assert [part.data_ptr() for part in parts[1::2]] == [d["x"].data_ptr(), d["y"].data_ptr()]
+    packed = d.pack()
+    assert [part.data_ptr() for part in message_of(packed).parts] == [t.data_ptr() for t in packed.values()]
+    small = DeviceDict({"x": torch.rand(1 << 17), "y": torch.rand(1 << 17)})
+    assert len(message_of(small).parts) == 1
+
+
 DTYPES = (
     torch.bool,
     torch.uint8,
@@ -413,16 +504,18 @@ class TestHeaders:
         cpu = torch.device("cpu")
         schema = message_of(sample(0)).schema
         assert (
-            read_prefix(prefix_of(schema, 3, cpu)) == (False, schema.digest, 3, schema.nbytes)
+            read_prefix(prefix_of(schema, 3, cpu)) == (False, schema.digest, 3, schema.nbytes, 1)
             and read_prefix(prefix_of(None, 1, cpu))[0]
         )
         magic = int(prefix_of(None, 0, cpu)[-1])
         for wrong in (
-            [0, 0, 0, 0, 0],
-            [2, 0, 0, 0, magic],
-            [0, 0, -1, 0, magic],
-            [0, 0, 1 << 40, 0, magic],
-            [0, 0, 0, -1, magic],
+            [0, 0, 0, 0, 0, 0],
+            [2, 0, 0, 0, 0, magic],
+            [0, 0, -1, 0, 0, magic],
+            [0, 0, 1 << 40, 0, 0, magic],
+            [0, 0, 0, -1, 0, magic],
+            [0, 0, 0, 8, -1, magic],
+            [0, 0, 0, 8, 2, magic],
         ):
             with pytest.raises(ValueError, match=r"the message is not from tensordict_lite"):
                 read_prefix(torch.tensor(wrong))

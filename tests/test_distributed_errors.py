@@ -167,21 +167,22 @@ def refused_on_arrival(rank: int, world: int) -> None:
             return read_header(header, digest)
 
         channel_module.read_header = refuses  # pyright: ignore[reportAttributeAccessIssue]
-    new = DeviceDict({"too-new": torch.arange(size)})
     said = "it is too new"
-    for _ in range(3):  # the sender sends the header once
-        check(rank, world, "broadcast", lambda: d_.broadcast(new, 1), {0: said})
-        check(rank, world, "scatter", lambda: d_.scatter(new, 1), {0: said})
-        check(rank, world, "gather", lambda: d_.gather(new), {0: said})
-        check(rank, world, "all_gather", lambda: d_.all_gather(new), {0: said})
+    large = {"a": torch.rand(size, 1 << 17), "too-new": torch.arange(size), "b": torch.rand(size, 1 << 17)}
+    for new in (DeviceDict({"too-new": torch.arange(size)}), DeviceDict(large)):  # in one part, and in several
+        for _ in range(3):  # the sender sends the header once
+            check(rank, world, "broadcast", lambda: d_.broadcast(new, 1), {0: said})  # noqa: B023
+            check(rank, world, "scatter", lambda: d_.scatter(new, 1), {0: said})  # noqa: B023
+            check(rank, world, "gather", lambda: d_.gather(new), {0: said})  # noqa: B023
+            check(rank, world, "all_gather", lambda: d_.all_gather(new), {0: said})  # noqa: B023
 
-        def one_to_one() -> None:
-            if rank == 1:
-                d_.send(new, 0)
-            elif rank == 0:
-                d_.recv(1)
+            def one_to_one(new: Any = new) -> None:
+                if rank == 1:
+                    d_.send(new, 0)
+                elif rank == 0:
+                    d_.recv(1)
 
-        check(rank, world, "send", one_to_one, {0: said})
+            check(rank, world, "send", one_to_one, {0: said})
 
 
 def every_family(rank: int, world: int) -> None:

@@ -180,9 +180,14 @@ class TestGolden:
     def test_every_form_is_there(self) -> None:
         pickles = {f"{name}-protocol{p}-{version}.pickle" for name in ("unpacked", "packed", "kept", "tokenizer", "rows") for p in range(2, 6) for version in (1, 2)}  # fmt: skip
         files = {f"{name}-{version}.pt" for name in ("unpacked", "packed", "kept", "tokenizer") for version in (1, 2)}
-        assert {path.name for path in FILES} == pickles | files
+        buffers = {
+            f"{name}-protocol5-3.pickle" for name in ("unpacked", "packed", "kept", "tokenizer", "rows", "large")
+        }
+        assert {path.name for path in FILES} == pickles | files | buffers
 
-    @pytest.mark.parametrize("path", [path for path in FILES if path.stem.endswith("-2")], ids=lambda path: path.name)
+    @pytest.mark.parametrize(
+        "path", [path for path in FILES if path.stem.endswith(("-2", "-3"))], ids=lambda path: path.name
+    )
     def test_new_ones_name_nothing_private(self, path: Path) -> None:
         data = path.read_bytes()
         if path.suffix == ".pt":
@@ -223,6 +228,17 @@ class TestGolden:
     def test_rows(self) -> None:
         for path in self.named("rows"):
             assert self.read(path)[1]["x"].tolist() == 2
+
+    def test_large_tensors(self) -> None:
+        (path,) = self.named("large")
+        d = self.read(path)
+        d._check()
+        x = torch.arange(40_000).remainder(251).to(torch.int16).reshape(2, -1)
+        assert torch.equal(d["x"], x) and d["n", "same"] is d["x"] and d["y"].tolist() == [1, 2]
+        assert d["n", "z"].tolist() == 3 and d["n", "e"].shape == (0, 3) and not d.is_packed
+        d["n", "z"] += 1
+        d["x"] += 1
+        assert d["y"].tolist() == [1, 2] and path.stat().st_size < 100_000
 
     def test_moved_to_another_device(self) -> None:
         for path in self.named("unpacked", "packed"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, canonical, resolve
 from .._memory.packed import can_pack, is_packed, map_buffer, pack, packed_layout
 from .._memory.transfer import clone, transfer
-from .._tree import sendable
+from .._tree import pickle5, sendable
 from .._tree.columns import arrow_items, pandas_items
 from .._tree.compare import agree, values_agree
 from .._tree.missing import NoAttribute, missing_key, rows_hint
@@ -1205,6 +1206,8 @@ class DeviceDict(TreeDict[V]):
         if protocol == torch_save.PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
             with suppress(torch_save.NotKept):
                 return torch_save.reduce_saved(self)
+        elif protocol == pickle5.PROTOCOL and not torch_save.is_saving(sys._getframe(1)):
+            return pickle5.reduce_buffers(self) or self.__reduce__()
         return self.__reduce__()
 
     _sent = staticmethod(sendable.sent)

@@ -8,6 +8,7 @@ is saved as its name. `rebuild` looks up the name among the defined classes and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,15 @@ from .manifest import InvalidManifest, Reader, describe, invalid
 
 PROTOCOL = 2
 """The pickle protocol of ``torch.save``. With any other protocol, the pickle names the class and imports it."""
+
+
+_save = getattr(torch.serialization, "_save", None)
+_code = getattr(_save, "__code__", None)
+
+
+def is_saving(caller: FrameType) -> bool:
+    """Whether ``torch.save`` pickles in this frame. It stores the tensors itself, in any protocol."""
+    return caller.f_code is _code
 
 
 class NotKept(ValueError):

@@ -342,8 +342,8 @@ def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any
     device = None if d._device is None else str(d._device)
     buffer, specs, numbers = packed_state(d) if state is None else state
     states: dict[int, dict[str, Any]] = {}
-    items = dict(d) if buffer is None else _packed_items(d, numbers, states)
-    return restore, (type(d), items, device, _policy_state(d, states), buffer, specs)
+    items = dict(d) if buffer is None else packed_items(d, numbers, states)
+    return restore, (type(d), items, device, policy_state(d, states), buffer, specs)
 
 
 def packed_state(d: TreeDict[Any], *, alone: bool = False) -> tuple[Tensor | None, list[Any] | None, dict[int, int]]:
@@ -376,7 +376,7 @@ def class_named(name: Any) -> type[Any]:
     raise ValueError(f"the class {str(name)[:200]!r} of a saved dict is not defined here; import its module first")
 
 
-def _policy_state(d: TreeDict[Any], states: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+def policy_state(d: TreeDict[Any], states: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
     """The policy of a dict for pickle; None if it is the policy of its class. Dicts with one policy share one state."""
     policy = d._policy
     if policy is d._class_policy:
@@ -386,7 +386,7 @@ def _policy_state(d: TreeDict[Any], states: dict[int, dict[str, Any]]) -> dict[s
     return states[id(policy)]
 
 
-def _packed_items(d: TreeDict[Any], numbers: Mapping[int, int], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def packed_items(d: TreeDict[Any], numbers: Mapping[int, int], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """The items of a packed dict in the form that pickle writes.
 
     A tensor in the buffer becomes its number. A nested dict becomes a list ``[class, items, policy]``. Any other value
@@ -394,9 +394,9 @@ def _packed_items(d: TreeDict[Any], numbers: Mapping[int, int], states: dict[int
     """
     items: dict[str, Any] = {}
     for key, value in d.items():
-        if isinstance(value, TreeDict):
+        if type(value) is not Tensor and isinstance(value, TreeDict):
             nested = cast("TreeDict[Any]", value)
-            items[key] = [type(nested), _packed_items(nested, numbers, states), _policy_state(nested, states)]
+            items[key] = [type(nested), packed_items(nested, numbers, states), policy_state(nested, states)]
         else:
             items[key] = numbers.get(id(value), (value,))
     return items
@@ -420,7 +420,7 @@ def restore(
             _refuse_unless_dict(items)
             out = _restored(cls, items, policy, {})
         else:
-            out = _unpacked(cls, items, policy, from_buffer(buffer, specs), {})
+            out = unpacked(cls, items, policy, from_buffer(buffer, specs), {})
         dicts_of(out)
         out._infer_device(fallback)
     except RecursionError as error:
@@ -451,10 +451,10 @@ def _refuse_unless_dict(items: Any) -> None:
         raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
 
 
-def _unpacked(
+def unpacked(
     cls: Any, items: Any, policy: Any, fields: Mapping[int, Tensor], policies: dict[int, Policy]
 ) -> TreeDict[Any]:
-    """Rebuild a dict from the items of `_packed_items`. ``fields``: the tensors of the buffer, by number."""
+    """Rebuild a dict from the items of `packed_items`. ``fields``: the tensors of the buffer, by number."""
     _refuse_unless_dict(items)
     out: dict[str, Any] = {}
     for key, value in items.items():
@@ -463,7 +463,7 @@ def _unpacked(
             out[key] = fields[value]
         elif kind is list and len(value) == 3:
             nested, inner, its_policy = value
-            out[key] = _unpacked(nested, inner, its_policy, fields, policies)
+            out[key] = unpacked(nested, inner, its_policy, fields, policies)
         elif kind is tuple and len(value) == 1:
             out[key] = value[0]
         else:

@@ -15,14 +15,27 @@ from .._dict.device_dict import DeviceDict
 from .._files.manifest import InvalidManifest
 from .._memory.device import DeviceLike, resolve
 from .._memory.transfer import transfer
-from .message import PREFIX, Header, Message, failure, prefix_of, read_header, read_prefix, text_of
+from .message import (
+    PREFIX,
+    Header,
+    Message,
+    failure,
+    prefix_of,
+    read_header,
+    read_prefix,
+    read_sizes,
+    sizes_of,
+    text_of,
+)
 
 ProcessGroup = Any
+T = TypeVar("T")
 M = TypeVar("M", Header, Message, Header | Message)
 dist: Any = torch.distributed  # half of its functions have no types
 _KEPT = 64
 """The size of the schema cache. Both sides evict the same schemas, because both see the same messages in order."""
 _UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
+_WRONG_SIZE = "the size of the buffer differs from its header"
 _channels: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dict[int, Header | str], list[Any]]]] = (
     WeakKeyDictionary()
 )
@@ -141,7 +154,7 @@ class Channel:
         return schema
 
     def tensors_of(self, message: Message | None, errors: Errors) -> list[Tensor]:
-        """The tensors to send: a prefix, a header if the schema is new, and the buffer unless it is empty.
+        """The tensors to send: a prefix, the sizes of several parts, a header if the schema is new, and the parts.
 
         Without a message, after an error: a prefix and the text of the error.
         """
@@ -150,8 +163,9 @@ class Channel:
                 schema = message.schema
                 text = b"" if schema.digest in self.known else schema.text
                 header = [as_tensor(text, self.comm_device)] if text else []
-                buffer = [transfer([message.buffer], self.comm_device)[0]] if schema.nbytes else []
-                out = [prefix_of(schema, len(text), self.comm_device), *header, *buffer]
+                parts = transfer(message.parts, self.comm_device)
+                sizes = sizes_of(schema, self.comm_device)
+                out = [prefix_of(schema, len(text), self.comm_device), *sizes, *header, *parts]
                 self.remember(schema.digest, schema)  # last, because nothing can fail after it
                 return out
         assert errors.first is not None
@@ -161,36 +175,49 @@ class Channel:
     def empty_prefix(self) -> Tensor:
         return torch.zeros(PREFIX, dtype=torch.int64, device=self.comm_device)
 
-    def receive(self, prefix: Tensor, take: Callable[[Tensor], Any], src: int) -> tuple[Header, Tensor]:
-        """Receive the rest of a message after its prefix: the schema and the buffer. ``take`` receives into a tensor.
+    def receive(self, prefix: Tensor, take: Callable[[list[Tensor]], Any], src: int) -> tuple[Header, Tensor]:
+        """Receive the rest of a message after its prefix: the schema and the buffer. ``take`` receives into tensors.
 
         Raises ``RuntimeError`` that names rank ``src`` if the sender failed or the message is invalid.
         """
         rank = dist.get_rank()
         try:
-            failed, digest, size, nbytes = read_prefix(prefix)
+            failed, digest, size, nbytes, count = read_prefix(prefix)
+            sizes = [nbytes][:count]
+            if count > 1:
+                announced = torch.empty(count, dtype=torch.int64, device=self.comm_device)
+                take([announced])
+                sizes = read_sizes(announced, nbytes)
         except ValueError as error:
             raise RuntimeError(f"rank {rank}: from rank {src}: {error}") from error
         text = torch.empty(size, dtype=torch.uint8, device=self.comm_device)
         if size:
-            take(text)
+            take([text])
         if failed:
             raise RuntimeError(f"rank {rank}: rank {src} could not send: {text_of(text)}")
         schema = self.learn(bytes(text.cpu().numpy()), digest) if size else self.known.get(digest, _UNANNOUNCED)
         if not size and schema is not _UNANNOUNCED:
             self.remember(digest, schema)
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.comm_device)
-        if nbytes:
-            take(buffer)  # also if the schema is invalid; else the next receive would read this buffer as its prefix
-        return accepted(schema, nbytes, src), buffer
+        if isinstance(schema, Header) and schema.nbytes == nbytes and [p.nbytes for p in schema.parts] == sizes:
+            buffer, parts = schema.new_buffer(self.comm_device)
+            take(parts)
+            return schema, buffer
+        # An invalid message is received too; else the next receive would read these bytes as its prefix.
+        take([torch.empty(size, dtype=torch.uint8, device=self.comm_device) for size in sizes])
+        raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, src)
+
+
+def refused(reason: str, src: int) -> RuntimeError:
+    """The error for an invalid message from rank ``src``."""
+    return RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {reason}")
 
 
 def accepted(schema: Header | str, nbytes: int, src: int) -> Header:
     """The schema, if it is valid and fits a buffer of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
     if isinstance(schema, Header) and schema.nbytes != nbytes:
-        schema = "the size of the buffer differs from its header"
+        schema = _WRONG_SIZE
     if isinstance(schema, str):
-        raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {schema}")
+        raise refused(schema, src)
     return schema
 
 
@@ -217,6 +244,23 @@ def as_tensor(text: bytes, device: torch.device) -> Tensor:
 def ranks_of(group: ProcessGroup) -> list[int]:
     """The global ranks of a group, in the order of the group."""
     return dist.get_process_group_ranks(process_group(group))
+
+
+def together(start: Callable[[T], Any], parts: list[T]) -> list[Any]:
+    """Start a transfer for each part, and wait for all transfers. Returns the result of each ``wait()``.
+
+    Raises the first error after all transfers have ended. The transfers start one by one, not as
+    ``batch_isend_irecv``, since with NCCL that call needs every rank of the group.
+    """
+    errors, works, out = Errors(), list[Any](), list[Any]()
+    for part in parts:
+        with errors:
+            works.append(start(part))
+    for work in works:
+        with errors:
+            out.append(work.wait())
+    errors.raise_first()
+    return out
 
 
 @contextmanager
@@ -261,9 +305,9 @@ def agreed(
             errors.raise_first()
         reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
         raise RuntimeError(f"rank {dist.get_rank()}: {reasons}") from errors.first
-    if len({marked for _, _, marked, _ in read}) > 1:
+    if len({marked for _, _, marked, *_ in read}) > 1:
         raise RuntimeError(f"rank {dist.get_rank()}: the ranks make this call with different arguments, such as op")
-    return made, [(digest, nbytes) for _, digest, _, nbytes in read]
+    return made, [(digest, nbytes) for _, digest, _, nbytes, _ in read]
 
 
 def texts_of_all(mine: bytes, group: ProcessGroup) -> list[bytes]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -15,17 +15,20 @@ from .._encoders.protocol import StringEncoder
 from .._errors import Path, dotted, dtype_name
 from .._files.manifest import Manifest, Reader, choose_from, describe, paths_of
 from .._memory.buffer import DTYPES, buffer_of, clear_gaps, copy_into, new_buffer
+from .._memory.dense import dense_bytes
 from .._memory.device import canonical
 from .._memory.layout import Group, Layout, lay_out
 from .._memory.packed import arrange, buffer_layout, from_buffer, is_saved_group
 from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
-PREFIX = 5
+PREFIX = 6
 """The number of int64 values in the prefix of a message: a failure flag, the digest of the schema, the size of the text
-in bytes, the size of the buffer in bytes, and `_MAGIC`."""
-_MAGIC = 0x7464_6C31
+in bytes, the size of the buffer in bytes, the number of its parts, and `_MAGIC`."""
+_MAGIC = 0x7464_6C32
 """Identifies this protocol."""
+LARGE = 1 << 20
+"""The size in bytes of the smallest tensor that is sent without a copy, in a message of its own."""
 _LARGEST = 16 << 20
 """The maximum size of a header in bytes, equal to that of the manifest in a file."""
 
@@ -46,6 +49,17 @@ class Header:
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        return parts_of(self.layout)
+
+    def new_buffer(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """A buffer for the tensors on ``device``, and its parts, which a message fills."""
+        buffer = new_buffer(self.nbytes, device)
+        if len(self.parts) > 1:  # no message fills the gaps between two parts
+            clear_gaps(buffer, self.layout)
+        return buffer, [buffer[part.start : part.start + part.nbytes] for part in self.parts]
 
     @cached_property
     def paths(self) -> list[Path]:
@@ -95,10 +109,39 @@ class Header:
 
 @dataclass(frozen=True)
 class Message:
-    """The header and the buffer of a dict, ready to send."""
+    """The header of a dict, and its bytes in parts, ready to send. The parts are those of `parts_of`."""
 
     schema: Header
-    buffer: Tensor
+    parts: list[Tensor]
+
+
+class Part(NamedTuple):
+    """A part of a buffer, which is a message of its own: a large tensor, or the tensors between two large ones."""
+
+    start: int
+    """Bytes from the start of the buffer."""
+    groups: list[Group]
+
+    @property
+    def nbytes(self) -> int:
+        return lay_out(self.groups).nbytes
+
+
+def parts_of(layout: Layout) -> list[Part]:
+    """The parts of a buffer, in order. A small buffer is one part. A receiver computes the same parts."""
+    parts: list[Part] = []
+    between = False
+    for run in layout.runs:
+        spec = (run.dtype, run.shape, run.stride)
+        if run.nbytes >= LARGE:
+            parts += [Part(run.offset + i * run.step, [(spec, [member])]) for i, member in enumerate(run.members)]
+            between = False
+        elif run.nbytes:
+            if not between:
+                parts.append(Part(run.offset, []))
+                between = True
+            parts[-1].groups.append((spec, run.members))
+    return parts
 
 
 _known: dict[Any, tuple[Any, Header]] = {}
@@ -107,18 +150,25 @@ _known: dict[Any, tuple[Any, Header]] = {}
 def message_of(d: TreeDict[Any]) -> Message:
     """The message of a dict. Raises ``TypeError`` or ``ValueError`` that names the field that cannot be sent.
 
-    Cost: one copy of the tensors; no copy if the dict is packed. The header of a schema is built once.
+    Cost: one copy of the tensors below 1 MiB; no copy if the dict is packed. The header of a schema is built once.
     """
     tensors, groups, unpackable = _arranged(d)
     schema = _sendable(tensors, _schema(d, tensors, groups, unpackable))
-    device = tensors[0].device if tensors else torch.device("cpu")
     if not schema.nbytes:
-        return Message(schema, torch.empty(0, dtype=torch.uint8, device=device))
+        return Message(schema, [])
     if buffer_layout(tensors, groups) is not None:
-        return Message(schema, buffer_of(tensors, schema.layout))
-    buffer = clear_gaps(new_buffer(schema.nbytes, device), schema.layout)
-    copy_into(buffer, schema.layout, tensors)
-    return Message(schema, buffer)
+        buffer = buffer_of(tensors, schema.layout)
+        return Message(schema, [buffer[part.start : part.start + part.nbytes] for part in schema.parts])
+    parts: list[Tensor] = []
+    for _, part in schema.parts:
+        layout = lay_out(part)
+        if len(layout.members) == 1:
+            parts.append(dense_bytes(tensors[layout.members[0]]))
+            continue
+        buffer = clear_gaps(new_buffer(layout.nbytes, tensors[0].device), layout)
+        copy_into(buffer, layout, tensors)
+        parts.append(buffer)
+    return Message(schema, parts)
 
 
 def header_to_send(d: TreeDict[Any]) -> Header:
@@ -221,19 +271,37 @@ def read_header(text: bytes, digest: int) -> Header:
 
 def prefix_of(schema: Header | None, text: int, device: torch.device) -> Tensor:
     """The prefix of a message with ``text`` bytes of text. If ``schema`` is None, the message is a failure."""
-    known = (0, 0) if schema is None else (schema.digest, schema.nbytes)
-    return torch.tensor([schema is None, known[0], text, known[1], _MAGIC], device=device)
+    known = (0, 0, 0) if schema is None else (schema.digest, schema.nbytes, len(schema.parts))
+    return torch.tensor([schema is None, known[0], text, known[1], known[2], _MAGIC], device=device)
 
 
-def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int]:
-    """The failure flag, the digest of the schema, and the sizes of the text and the buffer in bytes.
+def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int, int]:
+    """The failure flag, the digest of the schema, the sizes of the text and the buffer in bytes, the number of parts.
 
     Raises ``ValueError`` if the sender is not this package.
     """
-    failed, digest, text, buffer, magic = cast("list[int]", cast(Any, prefix).tolist())
-    if magic != _MAGIC or failed not in (0, 1) or not 0 <= text <= _LARGEST or buffer < 0:
+    failed, digest, text, buffer, count, magic = cast("list[int]", cast(Any, prefix).tolist())
+    plausible = 0 <= text <= _LARGEST and buffer >= 0 and 0 <= count <= min(buffer, 2 * buffer // LARGE + 1)
+    if magic != _MAGIC or failed not in (0, 1) or not plausible:
         raise ValueError("the message is not from tensordict_lite; do all ranks make the same calls?")
-    return bool(failed), digest, text, buffer
+    return bool(failed), digest, text, buffer, count
+
+
+def sizes_of(schema: Header, device: torch.device) -> list[Tensor]:
+    """The message with the sizes of the parts in bytes. A buffer of one part needs no such message.
+
+    A receiver that cannot read the header still receives every part, so the next call finds its own messages.
+    """
+    sizes = [part.nbytes for part in schema.parts]
+    return [torch.tensor(sizes, device=device)] if len(sizes) > 1 else []
+
+
+def read_sizes(sizes: Tensor, nbytes: int) -> list[int]:
+    """The sizes of the parts of a buffer of ``nbytes``. Raises ``ValueError`` if the sender is not this package."""
+    read = cast("list[int]", cast(Any, sizes).tolist())
+    if min(read) < 0 or sum(read) > nbytes:
+        raise ValueError("the message is not from tensordict_lite; do all ranks make the same calls?")
+    return read
 
 
 def failure(error: Exception) -> bytes:

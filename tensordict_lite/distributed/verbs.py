@@ -26,8 +26,9 @@ from .channel import (
     error_context,
     ranks_of,
     texts_of_all,
+    together,
 )
-from .message import Header, Message, header_for, header_to_send, message_of, read_header
+from .message import LARGE, Header, Message, header_for, header_to_send, message_of, read_header
 
 D = TypeVar("D", bound=DeviceDict[Any])
 Op = Literal["sum", "mean", "max", "min"]
@@ -45,8 +46,8 @@ def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None)
 
     Raises: ``TypeError`` that names the field that cannot be sent. The receiver raises a ``RuntimeError`` with the same
     text.
-    Cost: two messages, or three if the schema is new to ``dst``. One copy of the tensors; no copy if the dict is
-    packed.
+    Cost: two messages, or three if the schema is new to ``dst``. One copy of the small tensors; no copy if the dict is
+    packed. Each tensor of 1 MiB or more is a message of its own and is not copied.
     """
     isend(d, dst, tag, group).wait()
 
@@ -123,6 +124,9 @@ def irecv(
         with error_context(f"receive from rank {src}"):
             return dist.irecv(prefix, src, group=group, tag=tag)
 
+    def take(parts: list[Tensor]) -> None:
+        together(lambda part: dist.irecv(part, src, group=group, tag=tag), parts)
+
     # Messages arrive in order, and each has several parts. So a receive starts only after all parts of the earlier
     # messages were received.
     earlier = list(channel.pending)
@@ -136,7 +140,7 @@ def irecv(
         try:
             with errors, error_context(f"receive from rank {src}"):
                 (post() if first is None else first).wait()
-                received = channel.receive(prefix, lambda part: dist.recv(part, src, group=group, tag=tag), src)
+                received = channel.receive(prefix, take, src)
         finally:
             channel.pending.remove(out)
         errors.raise_first()
@@ -168,20 +172,20 @@ def broadcast(
 
     Raises: ``TypeError`` on ``src`` for a dict that cannot be sent. The other ranks raise ``RuntimeError`` that names
     ``src``.
-    Cost: two collectives, or three for a new schema. One copy of the tensors; no copy if the dict is packed.
+    Cost: two collectives, or three for a new schema, and one for each tensor of 1 MiB or more. One copy of the tensors
+    below 1 MiB; no copy if the dict is packed.
     """
     errors, channel = Errors(), Channel(group, "broadcast", src)
 
-    def share(part: Tensor) -> None:
-        dist.broadcast(part, src, group=group)
+    def share(parts: list[Tensor]) -> None:
+        together(lambda part: dist.broadcast(part, src, group=group, async_op=True), parts)
 
     if dist.get_rank() == src:
         message: Message | None = None
         with errors:
             message = message_of(_checked(d, "broadcast"))
         with error_context(f"broadcast from rank {src}"):
-            for part in channel.tensors_of(message, errors):
-                share(part)
+            share(channel.tensors_of(message, errors))
         errors.raise_first()
         return cast(D, d)
     target, received = cast(Any, None), cast(Any, None)
@@ -189,7 +193,7 @@ def broadcast(
         target = Target(cls, device)
     with errors, error_context(f"broadcast from rank {src}"):
         prefix = channel.empty_prefix()
-        share(prefix)
+        share([prefix])
         received = channel.receive(prefix, share, src)
     errors.raise_first()
     schema, buffer = received
@@ -275,7 +279,8 @@ def all_gather(
 
     Raises: an error on every rank, if the dict or the arguments of one rank are invalid. If a received dict is invalid
     on one rank, only this rank raises, after the last collective.
-    Cost: two collectives, or four if a schema is new. Each rank sends as many bytes as the largest dict has.
+    Cost: two collectives, or four if a schema is new. One copy of the tensors. Each rank sends as many bytes as the
+    largest dict has. If all dicts have the same schema, a tensor of 1 MiB or more is not copied, and has a collective.
     """
     channel, errors = Channel(group, "all"), Errors()
     target: Any = None
@@ -289,16 +294,37 @@ def all_gather(
             schemas = [channel.learn(text, digest) for text, (digest, _) in zip(texts, announced, strict=True)]
         for (digest, _), schema in zip(announced, schemas, strict=True):
             channel.remember(digest, schema)
-        largest = max(nbytes for _, nbytes in announced)
-        mine = torch.zeros(largest, dtype=torch.uint8, device=channel.comm_device)
-        mine[: message.schema.nbytes] = message.buffer
-        buffers = [torch.empty_like(mine) for _ in schemas]
-        if largest:
-            dist.all_gather(buffers, mine, group=group)
+        buffers = _gathered(message, schemas, announced, channel, group)
     rank = dist.get_rank()
     return [
-        d if src == rank else target.build(accepted(schema, nbytes, src), buffer[:nbytes].clone(), src)
+        d if src == rank else target.build(accepted(schema, nbytes, src), buffer, src)
         for src, schema, buffer, (_, nbytes) in zip(ranks_of(group), schemas, buffers, announced, strict=True)
+    ]
+
+
+def _gathered(
+    message: Message, schemas: list[Any], announced: list[tuple[int, int]], channel: Channel, group: ProcessGroup
+) -> list[Tensor]:
+    """Gather the buffers of all ranks. If all schemas are equal, each part of the buffer is gathered by itself."""
+    parts, device = transfer(message.parts, channel.comm_device), channel.comm_device
+
+    def start(mine: Tensor, outputs: list[Tensor]) -> Any:
+        return dist.all_gather(outputs, mine, group=group, async_op=True)
+
+    if len(set(announced)) == 1:
+        received = [message.schema.new_buffer(device) for _ in schemas]
+        outputs = list(zip(*[theirs for _, theirs in received], strict=True))
+        together(lambda i: start(parts[i], list(outputs[i])), list(range(len(parts))))
+        return [buffer for buffer, _ in received]
+    largest = max(nbytes for _, nbytes in announced)
+    mine = torch.zeros(largest, dtype=torch.uint8, device=device)
+    for bytes_, part in zip(parts, message.schema.parts, strict=True):
+        mine[part.start : part.start + part.nbytes] = bytes_
+    buffers = [torch.empty_like(mine) for _ in schemas]
+    together(lambda _: start(mine, buffers), [mine])
+    return [
+        buffer if nbytes == largest else buffer[:nbytes].clone()
+        for buffer, (_, nbytes) in zip(buffers, announced, strict=True)
     ]
 
 
@@ -310,7 +336,8 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
     Raises: ``ValueError`` for an invalid ``op``, and ``RuntimeError`` on the other ranks. Every rank raises
     ``RuntimeError`` that names the rank and the field, if schemas differ. Every rank raises ``RuntimeError`` that names
     the field, if its dtype does not support ``op``. Integers have no mean, bools no sum, complex numbers no order.
-    Cost: one small collective, and one collective for each dtype.
+    Cost: one small collective, one collective for each dtype, and one for each tensor of 1 MiB or more. A copy of the
+    tensors.
     """
     errors, mark = Errors(), 0
     with errors:
@@ -331,12 +358,15 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
             if reason:
                 raise RuntimeError(f"rank {dist.get_rank()}: {names[members[0]]} is {dtype}: {reason}")
         out: list[Any] = [None] * len(tensors)
-        for dtype, members in by_dtype.items():
-            flat = torch.cat([tensors[i].reshape(-1) for i in members])
-            with error_context(f"{op} of {dtype}, which {names[members[0]]} is"):
-                flat = _reduced(flat, op, group)
-            parts = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
-            for i, part in zip(members, parts, strict=True):
+        parts = _together_or_alone(by_dtype, tensors)
+
+        def start(members: list[int]) -> Work:
+            what = f"{op} of {tensors[members[0]].dtype}, which {names[members[0]]} is"
+            return _started_reduction(torch.cat([tensors[i].reshape(-1) for i in members]), op, group, what)
+
+        for members, flat in zip(parts, together(start, parts), strict=True):
+            split = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
+            for i, part in zip(members, split, strict=True):
                 out[i] = part.reshape(tensors[i].shape).data  # .data has its own version counter
     return d._replace_tensors(out, d._device)
 
@@ -381,6 +411,16 @@ def _refuse_differing(mine: Header, digests: list[int], group: ProcessGroup) -> 
             )
 
 
+def _together_or_alone(by_dtype: dict[torch.dtype, list[int]], tensors: list[Tensor]) -> list[list[int]]:
+    """The tensors that one collective reduces: the small ones of a dtype, or one large one."""
+    out: list[list[int]] = []
+    for members in by_dtype.values():
+        small = [i for i in members if tensors[i].nbytes < LARGE]
+        out += [small] if small else []
+        out += [[i] for i in members if tensors[i].nbytes >= LARGE]
+    return out
+
+
 def _irreducible(dtype: torch.dtype, op: Op) -> str:
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return "integers have no mean; convert it to float first"
@@ -391,8 +431,8 @@ def _irreducible(dtype: torch.dtype, op: Op) -> str:
     return ""
 
 
-def _reduced(flat: Tensor, op: Op, group: ProcessGroup) -> Tensor:
-    """Reduce ``flat`` over all ranks. Overwrites ``flat``."""
+def _started_reduction(flat: Tensor, op: Op, group: ProcessGroup, what: str) -> Work:
+    """Start to reduce ``flat`` over all ranks. Overwrites ``flat``. ``what``: the reduction, for the error of torch."""
     kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     home = canonical(flat.device)
     flat = transfer([flat], comm_device(group))[0]
@@ -400,6 +440,13 @@ def _reduced(flat: Tensor, op: Op, group: ProcessGroup) -> Tensor:
     view = (
         flat.view(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat) if flat.is_complex() else flat
     )
-    if flat.numel():
-        dist.all_reduce(view, kind, group=group)
-    return transfer([flat.div_(len(ranks_of(group))) if op == "mean" else flat], home)[0]
+    with error_context(what):
+        work = dist.all_reduce(view, kind, group=group, async_op=True) if flat.numel() else None
+
+    def finish() -> Tensor:
+        with error_context(what):
+            if work is not None:
+                work.wait()
+        return transfer([flat.div_(len(ranks_of(group))) if op == "mean" else flat], home)[0]
+
+    return Work(finish)

@@ -1,0 +1,21 @@
+"""The bytes of one tensor, without the rest of its storage."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .layout import dense_stride
+
+
+def dense_bytes(t: Tensor) -> Tensor:
+    """The elements of a packable tensor in the order of its memory, as uint8[nbytes].
+
+    A view if the tensor has no gap and no overlap, as a transposed or channels_last tensor. Else a view of a dense
+    copy, with the strides of `dense_stride`.
+    """
+    stride = dense_stride(t.shape, t.stride())
+    if stride != t.stride():
+        t = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+    flat = torch.empty(0, dtype=torch.uint8, device=t.device)
+    return flat.set_(t.untyped_storage(), t.storage_offset() * t.itemsize, (t.nbytes,), (1,))
