@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
-import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -146,24 +145,3 @@ def test_headings_that_links_name_exist() -> None:
             headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
             assert anchor in anchors or f"::: {anchor}" in text, f"{page.name}: {target}#{anchor}"
-
-
-MEASURED = {
-    "`.to()` on the current device": "to(same device)",
-    "read one field": "read",
-    "write 80 fields": "write",
-    "construct": "construct",
-    "stack 32 dicts": "stack 32",
-    "receive a batch from a DataLoader worker": "loader, 1 worker",
-}
-
-
-def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
-    peers = json.loads((ROOT / "benchmarks" / "results" / "peers-cpu.json").read_text(encoding="utf-8"))
-    assert peers["fields"] == 40
-    medians = {row["operation"]: row["medians"] for row in peers["results"]}
-    rows = re.findall(r"^\| (.*?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGES[0].read_text(), flags=re.MULTILINE)
-    assert [label for label, *_ in rows] == list(MEASURED)
-    for label, *shown in rows:
-        seconds = [medians[MEASURED[label]][one] for one in ("DeviceDict", "dict", "TensorDict")]
-        assert [float(figure) for figure in shown] == [float(f"{1e6 * s:.2g}") for s in seconds], label
