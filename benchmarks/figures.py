@@ -169,6 +169,28 @@ def disk() -> Rows:
     return lines
 
 
+def tables() -> Rows:
+    """Times of other formats as multiples of ours, for each operation on each of the two tables."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for line in results("table")["lines"]:
+        operation = line["operation"].partition(",")[0].replace("write 256 at a time", "write")
+        cells = found.setdefault((operation.replace("gather 256", "256 rows").replace("gather 4096", "4096 rows"),
+                                  line["fields"]), {})  # fmt: skip
+        cells |= {who: number(r["median"]) for who, r in line["ratios"].items()}
+    whos = {
+        "`memmap_like` (x)": ("TensorDict memmap_like", "TensorDict memmap"),
+        "`append_memmap` (x)": ("TensorDict append_memmap",),
+        "NumPy memmap (x)": ("NumPy memmap",),
+        "h5py (x)": ("h5py",),
+        "zarr (x)": ("zarr",),
+        "HF datasets (x)": ("HF datasets",),
+    }
+    lines = [["operation", f"table of {results('table')['mib']} MiB", *whos]]
+    for (operation, table), cells in found.items():
+        lines.append([operation, table, *("".join(cells.get(who, "") for who in any_of) for any_of in whos.values())])
+    return lines
+
+
 def ranks() -> Rows:
     verbs = ["broadcast", "send, recv", "all_gather", "all_reduce"]
     lines = [["fields", *(f"`{verb}` (x)".replace(", ", "`, `") for verb in verbs)]]
@@ -215,6 +237,15 @@ def slower() -> Rows:
     lines.append(["`rows[i]`, `rows[a:b]`: sizes are compared", "a loop", shown])
     shown = span(1 / row["ratios"]["ours"]["dict"]["median"] for row in rows_of("loader", "load, 0 workers"))
     lines.append(["`collate` in the main process", "`default_collate`", shown])
+    for label, operations, fields in [
+        ("`lerp_`: all fields are checked first", ["lerp_ (EMA)"], 8),
+        ("`add_`, `copy_`, `zero_`", ["add_ (mapping)", "copy_", "zero_"], 400),
+    ]:
+        chosen = [row for name in operations for row in rows_of("whole", name, [fields])
+                  if row["ours"] == "DeviceDict" and row["size"] == "small"]  # fmt: skip
+        lines.append(
+            [f"{label}, {fields} small fields", "a loop", span(row["ratios"]["dict"]["median"] for row in chosen)]
+        )
     shown = span(1 / row["ratios"]["ours packed"]["loop of clones"]["median"] for row in rows_of("transfer", "pack"))
     lines.append(["`pack`", "a loop of clones", shown])
     return lines
@@ -222,7 +253,7 @@ def slower() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
-    for table in (speed, operations, packing, loader, processes, descriptors, disk, ranks, outputs, slower)
+    for table in (speed, operations, packing, loader, processes, descriptors, disk, tables, ranks, outputs, slower)
 }  # fmt: skip
 
 
