@@ -96,9 +96,9 @@ bench-gpu:
 # The tables and charts of README.md and docs/performance.md, from the committed results. Nothing is measured.
 figures: .venv/tests
 	$(BIN)/python benchmarks/figures.py
-	$(BIN)/python benchmarks/plot_peers.py benchmarks/results/peers-cpu.json benchmarks/results/peers-cpu.svg
-	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json benchmarks/results/transfer-cpu.svg
-	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json benchmarks/results/loader-cpu.svg
+	$(BIN)/python benchmarks/plot_peers.py benchmarks/results/peers-cpu.json docs/charts/peers-cpu.svg
+	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json docs/charts/transfer-cpu.svg
+	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json docs/charts/loader-cpu.svg
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
