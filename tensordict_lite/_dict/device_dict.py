@@ -758,8 +758,7 @@ class DeviceDict(TreeDict[V]):
 
         For example, ``step.new_zeros(128)`` is a rollout buffer for 128 dicts like ``step``.
 
-        Raises: ``TypeError`` that names the field for kept objects, which have no zero; torch's error for a dimension
-            that is not an int from 0. Cost: the memory of the new tensors.
+        Raises: ``TypeError`` that names the field for kept objects, which have no zero; torch's error for a dimension that is not an int of 0 or more. Cost: the memory of the new tensors.
 
         >>> step = DeviceDict({"obs": [1.0, 2.0], "done": False})
         >>> buffer = step.new_zeros(128)

@@ -97,7 +97,7 @@ class Rows(Generic[D]):
         return Rows(_copied(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
-        """Write ``other`` into these rows, in place. ``other`` must have the keys of the dict, all of them.
+        """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
 
         Values are converted as by ``d[key] = value``, and broadcast as by ``tensor[index] = value``. Strings are padded
         to the width of their field. A kept list with one object per row takes an object, or a list of objects. Values
