@@ -959,8 +959,8 @@ class DeviceDict(TreeDict[V]):
         Integer and bool fields are copied from ``other``, as the moving average of a model needs for its counters.
 
         Args:
-            other: a mapping of tensors as in `add_`, or a tensor for all fields. It needs the dtype of the field if
-                that is floating-point.
+            other: a mapping of tensors as in `add_`, or a tensor for all fields. For a
+                floating-point field, its dtype must be that of the field.
             weight: a number. 0 keeps the tensors, 1 copies ``other``.
 
         Raises the errors of `add_`, and has its cost.
