@@ -10,7 +10,7 @@ RESULTS ?= benchmarks/out
 # One worker for each core. Tests of one group, which would disturb each other, share a worker.
 PARALLEL := -n auto --dist loadgroup
 
-.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks test-engines check bench bench-more bench-gpu guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks test-engines check bench bench-more bench-gpu figures guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -97,6 +97,13 @@ bench-gpu:
 	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/transfer-gpu.json $(RESULTS)/transfer-gpu.svg
 	$(PYTHON) benchmarks/bench_loader.py --json $(RESULTS)/loader-gpu.json
 	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/loader-gpu.json $(RESULTS)/loader-gpu.svg
+
+# The tables and charts of README.md and docs/performance.md, from the committed results. Nothing is measured.
+figures: .venv/tests
+	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python benchmarks/plot_peers.py benchmarks/results/peers-cpu.json docs/charts/peers-cpu.svg
+	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json docs/charts/transfer-cpu.svg
+	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json docs/charts/loader-cpu.svg
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -277,7 +277,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     lines: list[dict[str, Any]] = []
-    results: dict[str, Any] = {"setting": setting(tensordict=tensordict, h5py=h5py, zarr=zarr, datasets=datasets)}
+    measured = setting(tensordict=tensordict, h5py=h5py, zarr=zarr, datasets=datasets)
+    results: dict[str, dict[str, list[float]]] = {}
     try:
         for name, make in {"12 columns": columns, "images": images}.items():
             whole = make(given.mib)
@@ -295,9 +296,8 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     print(ratio_table(lines, "their time over ours", "goal met", ""))
     for what, times in results.items():
-        if what != "setting":
-            print(f"{what}: " + ", ".join(f"{who} {1e3 * median(spent):.3f} ms" for who, spent in times.items()))
-    write(given.json, {**results, "lines": lines})
+        print(f"{what}: " + ", ".join(f"{who} {1e3 * median(spent):.3f} ms" for who, spent in times.items()))
+    write(given.json, {**measured, "mib": given.mib, "rounds": given.rounds, **results, "lines": lines})
 
 
 def _lines(operation: str, table: str, ratios: dict[str, Any], goals: dict[str, float]) -> list[dict[str, Any]]:

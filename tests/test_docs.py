@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
-import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 
 import tensordict_lite
 from tensordict_lite import DeviceDict, distributed
+from tensordict_lite._dict.rows import Rows
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -54,6 +54,26 @@ def test_the_example_of_distributed_runs() -> None:
     example = doctest.DocTestParser().get_doctest(distributed.__doc__ or "", {}, "distributed", None, 0)
     assert len(example.examples) > 5
     doctest.DocTestRunner(optionflags=FLAGS).run(example, out=output.append)
+    assert not output, "".join(output)
+
+
+def test_every_public_name_has_an_entry_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for name in tensordict_lite.__all__:
+        assert f"\n::: tensordict_lite.{name}\n" in text, name
+    table = text[: text.index("\n## Options")]
+    assert all(f"`{name}`" in table for name in [*tensordict_lite.__all__, "Rows"])
+    methods = {name for name, _ in _public() if "." in name}
+    groups = text[text.index("## Methods of a DeviceDict") : text.index("## Functions of torch")]
+    inherited = {name for name in methods if hasattr(dict, name.removeprefix("DeviceDict."))}
+    assert not [name for name in methods - inherited if f"`{name.removeprefix('DeviceDict.')}`" not in groups]
+
+
+def test_the_example_of_rows_runs() -> None:
+    output: list[str] = []
+    for member in [Rows, *(member for member in vars(Rows).values() if inspect.isfunction(member))]:
+        example = doctest.DocTestParser().get_doctest(inspect.getdoc(member) or "", {}, "Rows", None, 0)
+        doctest.DocTestRunner(optionflags=FLAGS).run(example, out=output.append)
     assert not output, "".join(output)
 
 
@@ -112,12 +132,16 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_page_of_the_guide_has_examples() -> None:
     guide = [
         "index",
+        "start",
         "storing",
         "moving",
+        "move",
         "batches",
+        "tables",
         "typed",
         "strings",
         "files",
+        "whole",
         "ranks",
         "frameworks",
         "recipes",
@@ -146,24 +170,3 @@ def test_headings_that_links_name_exist() -> None:
             headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
             assert anchor in anchors or f"::: {anchor}" in text, f"{page.name}: {target}#{anchor}"
-
-
-MEASURED = {
-    "`.to()` on the current device": "to(same device)",
-    "read one field": "read",
-    "write 80 fields": "write",
-    "construct": "construct",
-    "stack 32 dicts": "stack 32",
-    "receive a batch from a DataLoader worker": "loader, 1 worker",
-}
-
-
-def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
-    peers = json.loads((ROOT / "benchmarks" / "results" / "peers-cpu.json").read_text(encoding="utf-8"))
-    assert peers["fields"] == 40
-    medians = {row["operation"]: row["medians"] for row in peers["results"]}
-    rows = re.findall(r"^\| (.*?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGES[0].read_text(), flags=re.MULTILINE)
-    assert [label for label, *_ in rows] == list(MEASURED)
-    for label, *shown in rows:
-        seconds = [medians[MEASURED[label]][one] for one in ("DeviceDict", "dict", "TensorDict")]
-        assert [float(figure) for figure in shown] == [float(f"{1e6 * s:.2g}") for s in seconds], label

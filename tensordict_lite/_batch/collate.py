@@ -63,9 +63,9 @@ def collate(
     """Stack the samples into one batch: every field along a new first dimension, all fields in one buffer.
 
     Pass it to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker sends a small batch by
-    value. The buffer of a larger one is shared memory, which needs one file descriptor and no other copy. The loader's
-    ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the batch arrives
-    unpacked.)
+    value. The buffer of a larger batch is shared memory. It takes one file descriptor, and no further copy is made. The
+    loader's ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the batch
+    arrives unpacked.)
 
     Args:
         samples: mappings with the same keys. A value may be anything that a `DeviceDict` takes: a tensor, a number, a
@@ -76,8 +76,9 @@ def collate(
         encoders: as for `DeviceDict`.
         objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one item per sample.
         pad: fill values for fields whose samples differ in their first dimension: ``{"input_ids": 0}``. Shorter
-            samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. A `Pad` in place of the number pads on the
-            left or to a multiple, and adds lengths or a mask. Keys apply at any depth; paths work too.
+            samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. Give a `Pad` instead of the number to pad on
+            the left or to a multiple, or to add lengths or a mask. A key stands for the fields of that name at every
+            depth, a path for one field.
         jagged: keys or paths of fields that become nested tensors (``torch.nested``) of layout ``torch.jagged``. Their
             samples may differ in the first dimension, and nothing is padded. A nested tensor is not packed.
         pack: False gives every field its own storage.

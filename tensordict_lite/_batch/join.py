@@ -47,7 +47,8 @@ def cat(
     Rules, errors and cost are those of `stack`. The exception: kept lists are concatenated.
 
     ``pad``: fill values for batches whose second dimensions differ, as in `collate`: numbers or `Pad`. Lengths and
-    masks that the dicts have are continued, others are made. It needs ``dim=0``, and copies padded fields twice.
+    masks are joined if the dicts have them, and made otherwise. ``pad`` needs ``dim=0``. Padded fields are copied
+    twice.
 
     >>> from tensordict_lite import DeviceDict, cat
     >>> cat([DeviceDict({"x": [1, 2]}), DeviceDict({"x": [3]})])["x"]

@@ -27,7 +27,7 @@ class Pad:
         side: ``"right"`` puts the filling behind the sample, ``"left"`` before it.
         multiple_of: round the length of the batch up to a multiple of this number.
         lengths: the key of a new field for the lengths of the samples: int64 ``[n]``.
-        mask: the key of a new field that is True for every element of a sample: bool ``[n, length]``.
+        mask: the key of a new bool field ``[n, length]``: True for the elements of a sample, False for the filling.
 
     The new fields are in the same dict as the padded field. A plain number in ``pad=`` is short for ``Pad(number)``.
 

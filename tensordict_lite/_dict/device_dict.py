@@ -760,7 +760,7 @@ class DeviceDict(TreeDict[V]):
         For example, ``step.new_zeros(128)`` is a rollout buffer for 128 dicts like ``step``.
 
         Raises: ``TypeError`` that names the field for kept objects, which have no zero; torch's error for a dimension
-            that is not an int from 0. Cost: the memory of the new tensors.
+            that is not an int of 0 or more. Cost: the memory of the new tensors.
 
         >>> step = DeviceDict({"obs": [1.0, 2.0], "done": False})
         >>> buffer = step.new_zeros(128)
@@ -960,8 +960,8 @@ class DeviceDict(TreeDict[V]):
         Integer and bool fields are copied from ``other``, as the moving average of a model needs for its counters.
 
         Args:
-            other: a mapping of tensors as in `add_`, or a tensor for all fields. Floating-point fields need the dtype
-                of the field.
+            other: a mapping of tensors as in `add_`, or a tensor for all fields. For a
+                floating-point field, its dtype must be that of the field.
             weight: a number. 0 keeps the tensors, 1 copies ``other``.
 
         Raises the errors of `add_`, and has its cost.
@@ -1080,13 +1080,13 @@ class DeviceDict(TreeDict[V]):
     ) -> Self:
         """Load a safetensors file of `save` or of any other program, or a table of `RowWriter`. Needs ``safetensors``.
 
-        A file of another program gives one level of keys. Of the names in a file, `load` imports and calls registered
-        encoders only. These encoders must consist of plain data, so `Tokenizer` is excluded. The dict takes the options
-        of the file, unless this class declares options. A typed class validates the fields.
+        A file of another program gives one level of keys. `load` imports and calls nothing that a file names, except
+        registered encoders. These encoders must consist of plain data, so `Tokenizer` is excluded. The dict takes the
+        options of the file, unless this class declares options. A typed class validates the fields.
 
         Args:
-            path: the path of a regular file or of a table, which is a folder; not a file descriptor. Of a table, `load`
-                sees the rows of the last ``flush``, and keeps them while rows are added.
+            path: the path of a regular file or of a table, which is a folder; not a file descriptor. A loaded table has
+                the rows of the last ``flush``. It does not see rows that are added later.
             device: the target device; tensors are read directly onto it. None and ``"cpu"``: the file is memory-mapped,
                 and a field is read from the disk on first use. Writing to a field changes the memory, not the file. A
                 field that another program did not align to its element size is copied.
@@ -1138,7 +1138,8 @@ class DeviceDict(TreeDict[V]):
             table: the table.
             nulls: ``"error"``: a null raises. ``"mask"``: a null becomes 0, False, an empty string or an empty list,
                 and the bool field ``<column>_valid`` is False there. Any other value replaces nulls. A mapping gives
-                one of these for each column that it names. It adds the mask of a column without nulls too.
+                one of these for each column that it names. A column that it gives
+                ``"mask"`` gets a mask also if it has no nulls.
             options: the options of the constructor.
 
         Raises: ``ValueError`` that names the column for a null, and for a mask whose name is a column; ``TypeError``
@@ -1160,8 +1161,8 @@ class DeviceDict(TreeDict[V]):
     def from_pandas(cls, frame: Any, *, nulls: Any = "error", **options: Any) -> Self:
         """Create a dict from a ``pandas.DataFrame``, with options for missing values. Needs ``pandas``.
 
-        The arguments, errors and cost are those of `from_arrow`. Missing values are those of ``DataFrame.isna``. NaN in
-        a NumPy column of floats is a number with ``nulls="error"``, and missing otherwise.
+        The arguments, errors and cost are those of `from_arrow`. Missing values are those of ``DataFrame.isna``. With
+        ``nulls="error"``, NaN in a NumPy column of floats is a number. Otherwise it is a missing value.
 
         >>> try:
         ...     import pandas

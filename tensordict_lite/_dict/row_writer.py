@@ -92,8 +92,8 @@ class RowWriter:
         padded to the width of their column. The values are copied, so you can change them afterwards.
 
         Args:
-            rows: a mapping with the fields of the table, all of them, a `DeviceDict`, or the ``rows`` of one. Each
-                value has the rows as its first dimension. Without this dimension in any value, the mapping is one row.
+            rows: a mapping with every field of the table, a `DeviceDict`, or its ``rows``. The first dimension of each
+                value counts the rows. If no value has this dimension, the mapping is one row.
 
         Raises: ``ValueError`` that names the field, for keys, shapes, dtypes, encoders and strings that do not fit; the
             errors of ``d[key] = value``; ``OSError``, for example for a full disk; ``ValueError`` if the writer is

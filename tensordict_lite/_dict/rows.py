@@ -27,7 +27,23 @@ _CHUNK = 64
 
 
 class Rows(Dataset[D]):
-    """The batch view of a dict, and a dataset of its rows. See `DeviceDict.rows`."""
+    """The view of a dict as a batch: ``d.rows``. The rows are the first dimension of all fields.
+
+    - ``len(rows)``: the number of rows.
+    - ``rows[3]``, ``rows[8:16]`` and iteration: dicts of views, of the class of ``d``.
+    - ``rows[mask]``, ``rows[indices]``: a dict of new tensors.
+    - ``rows[index] = other``: write to all fields in place.
+    - ``DataLoader(rows, batch_size)``: the rows are a dataset.
+
+    The view holds the dict itself: it shows fields and rows that you write later.
+
+    Raises: ``ValueError`` with the shapes of the fields if their first dimensions differ. Cost: nothing is copied.
+
+    >>> from tensordict_lite import DeviceDict
+    >>> rows = DeviceDict({"x": [1.0, 2.0, 3.0], "name": ["Ada", "Bo", "Cy"]}).rows
+    >>> len(rows), rows[1:].decode("name")
+    (3, ['Bo', 'Cy'])
+    """
 
     __slots__ = ("_dict",)
 
@@ -70,7 +86,7 @@ class Rows(Dataset[D]):
 
         >>> from torch.utils.data import DataLoader
         >>> from tensordict_lite import DeviceDict
-        >>> table = DeviceDict({"x": range(6), "name": list("abcdef")})
+        >>> table = DeviceDict({"x": list(range(6)), "name": list("abcdef")})
         >>> [batch.decode("name") for batch in DataLoader(table.rows, batch_size=4)]
         [['a', 'b', 'c', 'd'], ['e', 'f']]
         """
@@ -82,7 +98,7 @@ class Rows(Dataset[D]):
         return Rows(_copied(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
-        """Write ``other`` into these rows, in place. ``other`` must have the keys of the dict, all of them.
+        """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
 
         Values are converted as by ``d[key] = value``, and broadcast as by ``tensor[index] = value``. Strings are padded
         to the width of their field. A kept list with one object per row takes an object, or a list of objects. Values
@@ -127,7 +143,7 @@ class Rows(Dataset[D]):
         Cost: one permutation, and one copy of each batch with ``shuffle``; no synchronization.
 
         >>> from tensordict_lite import DeviceDict
-        >>> [batch["x"].tolist() for batch in DeviceDict({"x": range(5)}).rows.batches(2)]
+        >>> [batch["x"].tolist() for batch in DeviceDict({"x": list(range(5))}).rows.batches(2)]
         [[0, 1], [2, 3], [4]]
         """
         try:

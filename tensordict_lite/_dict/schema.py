@@ -48,7 +48,8 @@ def field(*, default: Any = _UNSET, default_factory: Callable[[], Any] | None = 
         default_factory: a function without arguments that returns the value, called for each instance. A tensor that it
             returns is moved to the device of the dict.
 
-    Raises: ``TypeError`` without a default, with both, or for a mutable default, which all instances would share.
+    Raises: ``TypeError`` if neither or both arguments are given, and for a mutable default, which all instances would
+    share.
 
     >>> import torch
     >>> from torch import Tensor

@@ -77,7 +77,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     Fields are validated when values enter: at construction, on set and delete, in `update` (once, at the end), `map`,
     ``|``, and `collate` with ``cls=``. These results of a valid dict are not validated again: `to` and the other casts
-    and moves, `rows` (they lack the batch dimension), `stack`, `cat`, copies, pickle and pytree. If such a result no
+    and moves, `rows` (they have no batch dimension), `stack`, `cat`, copies, pickle and pytree. If such a result no
     longer has the dtypes or shapes of the schema, later changes validate only names and kinds. A change to a nested
     dict validates that dict alone. `select` and `drop` return a plain `DeviceDict`. While torch.compile traces, nothing
     is validated.

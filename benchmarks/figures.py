@@ -1,0 +1,320 @@
+"""Write the tables of README.md and docs/performance.md, and the chart of README.md, from the committed results.
+
+    python benchmarks/figures.py
+
+A table stands behind a line ``<!-- figures: NAME -->``. The function of that name in this file makes the table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+CHART = ROOT / "docs" / "charts" / "loader-bars.svg"
+MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)((?:\|.*\n)*)\n?")
+
+Rows = list[list[str]]
+
+
+@cache
+def results(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}-cpu.json").read_text(encoding="utf-8"))
+
+
+def number(value: float) -> str:
+    """Two significant digits, without an exponent."""
+    rounded = float(f"{value:.2g}")
+    if rounded >= 10:
+        return f"{rounded:.0f}"
+    return f"{rounded:.1f}" if rounded >= 1 else f"{rounded:.2g}"
+
+
+def micro(seconds: float) -> str:
+    return number(1e6 * seconds)
+
+
+def span(values: Iterable[float]) -> str:
+    """The smallest and the largest value; one number if both are shown alike."""
+    found = sorted(values)
+    least, most = number(found[0]), number(found[-1])
+    return least if least == most else f"{least} to {most}"
+
+
+def rows_of(name: str, operation: str, fields: Iterable[Any] | None = None) -> list[dict[str, Any]]:
+    """The results of one operation, in the order of ``fields``."""
+    found = [row for row in results(name)["results"] if row["operation"] == operation]
+    return found if fields is None else [row for field in fields for row in found if row["fields"] == field]
+
+
+def peer(operation: str) -> dict[str, Any]:
+    (row,) = (row for row in results("peers")["results"] if row["operation"] == operation)
+    return row
+
+
+def times(operation: str, whos: Iterable[str]) -> list[str]:
+    """The times of several containers as multiples of the time of DeviceDict. A missing contender has an empty cell."""
+    ratios = peer(operation)["ratios"]
+    return [number(ratios[who]["median"]) if who in ratios else "" for who in whos]
+
+
+def against(name: str, operation: str, who: str, ours: str, fields: Any) -> str:
+    """The time of another contender as a multiple of our time, of the results with two levels of ratios."""
+    (row,) = rows_of(name, operation, [fields])
+    return number(row["ratios"][ours][who]["median"]) if who in row["ratios"][ours] else ""
+
+
+SPEED = {
+    "`.to()` on the current device": "to(same device)",
+    "read one field": "read",
+    "write 80 fields": "write",
+    "construct": "construct",
+    "stack 32 dicts": "stack 32",
+    "receive a batch from a DataLoader worker": "loader, 1 worker",
+}
+
+
+def speed() -> Rows:
+    whos = ["DeviceDict", "dict", "TensorDict"]
+    head = ["operation", "DeviceDict (µs)", "plain dict and a loop (µs)", "tensordict (µs)"]
+    return [head, *([label, *(micro(peer(name)["medians"][who]) for who in whos)] for label, name in SPEED.items())]
+
+
+OPERATIONS = {
+    "`.to()` on the current device": "to(same device)",
+    "cast of every tensor": "to(torch.float64)",
+    "`numpy`": "numpy",
+    "clone": "clone",
+    "read one field": "read",
+    "write 80 fields": "write",
+    "construct": "construct",
+    "one row": "one row",
+    "stack 32 dicts": "stack 32",
+    "1000 strings in": "1000 strings in",
+    "1000 strings out": "1000 strings out",
+    "import after torch": "import, beside torch",
+}
+
+
+def operations() -> Rows:
+    whos = ["dict", "TensorDict", "tianshou Batch", "BatchFeature"]
+    head = [
+        "operation",
+        "DeviceDict (µs)",
+        "plain dict (x)",
+        "TensorDict (x)",
+        "tianshou's Batch (x)",
+        "BatchFeature (x)",
+    ]
+    lines = [
+        [label, micro(peer(name)["medians"]["DeviceDict"]), *times(name, whos)] for label, name in OPERATIONS.items()
+    ]
+    return [head, *lines]
+
+
+def packing() -> Rows:
+    lines = [["operation", "fields", "loop or unpacked (x)", "TensorDict, consolidated (x)"]]
+    for label, operation, loop, fields in [
+        ("pack", "pack", "loop of clones", "40 x 2 KB"),
+        ("pack", "pack", "loop of clones", "200 x 2 KB"),
+        ("unpickle from another process", "unpickle from another process", "ours unpacked", "40 x 2 KB"),
+        ("unpickle from another process", "unpickle from another process", "ours unpacked", "200 x 2 KB"),
+    ]:
+        cells = [
+            against("transfer", operation, who, "ours packed", fields) for who in (loop, "TensorDict consolidated")
+        ]
+        lines.append([label, fields.partition(" ")[0], *cells])
+    return lines
+
+
+def loader() -> Rows:
+    lines = [["fields", "plain dicts and `default_collate` (x)", "TensorDict, consolidated (x)"]]
+    for label, fields in [("8", "8 x 64 float32"), ("40", "40 x 16 float32"), ("200", "200 x 4 float32"),
+                          ("4 images", "4 images")]:  # fmt: skip
+        cells = [
+            against("loader", "load, 1 worker", who, "ours", fields) for who in ("dict", "TensorDict consolidated")
+        ]
+        lines.append([label, *cells])
+    return lines
+
+
+def processes() -> Rows:
+    whos = ["dict", "dict, packed", "TensorDict"]
+    head = ["through", "plain dict (x)", "dict joined by hand (x)", "TensorDict, consolidated (x)"]
+    names = {"a DataLoader worker": "loader, 1 worker", "a queue": "through a queue"}
+    return [head, *([label, *times(name, whos)] for label, name in names.items())]
+
+
+def descriptors() -> Rows:
+    growth = results("loader")["file_descriptors"]["growth"]
+    named = {"packed batches of `collate`": "ours", "plain dicts": "dict"}
+    return [
+        ["64 held batches of 50 fields", "file descriptors"],
+        *([label, str(growth[who])] for label, who in named.items()),
+    ]
+
+
+def disk() -> Rows:
+    lines = [["operation", "fields", "safetensors (x)", "`torch.save` (x)", "TensorDict `memmap` (x)"]]
+    for operation in ("save", "load and read"):
+        for row in rows_of("disk", operation, ["200 x 2 KB", "4 x 40 MB"]):
+            ratios = [1 / row["ratios"][who]["median"] for who in ("safetensors", "torch.save", "TensorDict memmap")]
+            lines.append([operation, row["fields"].replace(" x ", " of "), *map(number, ratios)])
+    return lines
+
+
+def tables() -> Rows:
+    """Times of other formats as multiples of ours, for each operation on each of the two tables."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for line in results("table")["lines"]:
+        operation = line["operation"].partition(",")[0].replace("write 256 at a time", "write")
+        cells = found.setdefault((operation.replace("gather 256", "256 rows").replace("gather 4096", "4096 rows"),
+                                  line["fields"]), {})  # fmt: skip
+        cells |= {who: number(r["median"]) for who, r in line["ratios"].items()}
+    whos = {
+        "`memmap_like` (x)": ("TensorDict memmap_like", "TensorDict memmap"),
+        "`append_memmap` (x)": ("TensorDict append_memmap",),
+        "NumPy memmap (x)": ("NumPy memmap",),
+        "h5py (x)": ("h5py",),
+        "zarr (x)": ("zarr",),
+        "HF datasets (x)": ("HF datasets",),
+    }
+    lines = [["operation", f"table of {results('table')['mib']} MiB", *whos]]
+    for (operation, table), cells in found.items():
+        lines.append([operation, table, *("".join(cells.get(who, "") for who in any_of) for any_of in whos.values())])
+    return lines
+
+
+def ranks() -> Rows:
+    verbs = ["broadcast", "send, recv", "all_gather", "all_reduce"]
+    lines = [["fields", *(f"`{verb}` (x)".replace(", ", "`, `") for verb in verbs)]]
+    for fields in ("10 x 64 B", "100 x 64 B", "4 x 4 MB"):
+        cells = [rows_of("distributed", verb, [fields])[0]["ratios"]["loop"]["median"] for verb in verbs]
+        lines.append([fields.replace(" x ", " of "), *map(number, cells)])
+    return lines
+
+
+OUTCOMES = {
+    "trains": "trains",
+    "has no gradients": "no error, but no gradients",
+    "gradients are not synchronised": "no error, but gradients are **not synchronized**",
+}
+
+
+def outputs() -> Rows:
+    """A row for each way to train, a column for all containers with the same outcomes."""
+    found = results("outputs")["results"]
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for who in found["DDP"]:
+        outcomes = tuple(OUTCOMES.get(shown[who], shown[who].partition(":")[0]) for shown in found.values())
+        columns.setdefault(outcomes, []).append(who)
+    lines = [["trained with", *(", ".join(whos) for whos in columns.values())]]
+    return lines + [[way, *cells] for way, *cells in zip(found, *columns, strict=True)]
+
+
+def slower() -> Rows:
+    """Our time as a multiple of that of a plain dict or a loop."""
+    lines = [["operation", "beside", "our time (x)"]]
+    core = {
+        "`DeviceDict(d)`: every value is validated": "construct",
+        '`d["x"] = tensor`: the tensor is validated': "write",
+        '`"x" in d`: paths are accepted': "membership",
+        '`d["x"]`: as in every subclass of dict': "read",
+    }
+    for label, operation in core.items():
+        found = rows_of("core", operation, [8, 100])
+        lines.append([label, "a plain dict", span(row["ratios"]["dict"]["median"] for row in found)])
+    found = rows_of("core", "attribute, typed", [8, 100])
+    lines.append(["`d.x` of a typed dict", '`d["x"]`', span(row["ratios"]["ours[key]"]["median"] for row in found)])
+    views = rows_of("loader", "rows 8 to 16") + rows_of("loader", "one row")
+    shown = span(1 / row["ratios"]["ours"]["dict"]["median"] for row in views)
+    lines.append(["`rows[i]`, `rows[a:b]`: sizes are compared", "a loop", shown])
+    shown = span(1 / row["ratios"]["ours"]["dict"]["median"] for row in rows_of("loader", "load, 0 workers"))
+    lines.append(["`collate` in the main process", "`default_collate`", shown])
+    for label, operations, fields in [
+        ("`lerp_`: all fields are checked first", ["lerp_ (EMA)"], 8),
+        ("`add_`, `copy_`, `zero_`", ["add_ (mapping)", "copy_", "zero_"], 400),
+    ]:
+        chosen = [row for name in operations for row in rows_of("whole", name, [fields])
+                  if row["ours"] == "DeviceDict" and row["size"] == "small"]  # fmt: skip
+        lines.append(
+            [f"{label}, {fields} small fields", "a loop", span(row["ratios"]["dict"]["median"] for row in chosen)]
+        )
+    shown = span(1 / row["ratios"]["ours packed"]["loop of clones"]["median"] for row in rows_of("transfer", "pack"))
+    lines.append(["`pack`", "a loop of clones", shown])
+    return lines
+
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    table.__name__: table
+    for table in (speed, operations, packing, loader, processes, descriptors, disk, tables, ranks, outputs, slower)
+}  # fmt: skip
+
+
+def markdown(rows: Rows) -> str:
+    """A Markdown table. A column whose cells are numbers is aligned to the right."""
+    numeric = [all(re.fullmatch(r"[\d. to]*", cell) for cell in column[1:]) for column in zip(*rows, strict=True)]
+    numeric[0] = False
+    rule = "|" + "|".join("--:" if right else "---" for right in numeric) + "|"
+    first, *others = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([first, rule, *others]).replace("|  ", "| ") + "\n"
+
+
+def with_figures(page: str) -> str:
+    """The text of a page with its tables made again."""
+    return MARKED.sub(lambda found: found[1] + markdown(TABLES[found[2]]()) + "\n", page)
+
+
+BARS = {
+    "DeviceDict": "DeviceDict",
+    "tensordict, consolidated": "TensorDict",
+    "plain dict": "dict",
+    "BatchFeature": "BatchFeature",
+    "tianshou Batch": "tianshou Batch",
+}
+WIDTH, LEFT, BAR, STEP, TOP = 640, 190, 20, 32, 52  # pixels
+
+
+def bars() -> str:
+    """The chart of the README: the time to receive a batch from a DataLoader worker, a bar for each container.
+
+    The chart has a background of its own, so that it is legible on light and dark pages.
+    """
+    medians = peer("loader, 1 worker")["medians"]
+    most = max(medians[who] for who in BARS.values())
+    height = TOP + STEP * len(BARS) + 8
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="14" role="img">',
+        "  <title>Time to receive a batch of 40 fields from a DataLoader worker</title>",
+        "  <style>.p { fill: #ffffff; } text { fill: #24292f; } .o { fill: #8c959f; } .u { fill: #1b6ca8; }",
+        "    @media (prefers-color-scheme: dark) { .p { fill: #161b22; } text { fill: #e6edf3; }",
+        "      .o { fill: #6e7681; } .u { fill: #58a6ff; } }</style>",
+        f'  <rect class="p" width="{WIDTH}" height="{height}" rx="6" />',
+        '  <text x="16" y="30" font-weight="bold">Receive a batch of 40 fields from a DataLoader worker</text>',
+    ]
+    for i, (label, who) in enumerate(BARS.items()):
+        y, width = TOP + STEP * i, (WIDTH - LEFT - 90) * medians[who] / most
+        kind = "u" if who == "DeviceDict" else "o"
+        out += [
+            f'  <text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">{label}</text>',
+            f'  <rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2" />',
+            f'  <text x="{LEFT + width + 8:.1f}" y="{y + 15}">{number(1e3 * medians[who])} ms</text>',
+        ]
+    return "\n".join([*out, "</svg>", ""])
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(with_figures(page.read_text(encoding="utf-8")), encoding="utf-8")
+    CHART.write_text(bars(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The numbers of the pages and of the charts are those of the committed results."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+sys.path.append(str(BENCHMARKS))
+figures: Any = importlib.import_module("figures")
+PAGES: list[Path] = figures.PAGES
+
+AGAIN = "; run `make figures`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for _, name, table in figures.MARKED.findall(text):
+        assert table == figures.markdown(figures.TABLES[name]()), f"{page.name}: {name}{AGAIN}"
+    assert figures.with_figures(text) == text
+
+
+def test_a_changed_number_is_noticed() -> None:
+    """Every number of every table: the test above fails where one digit differs."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for marked in figures.MARKED.finditer(text):
+            for digit in re.finditer(r"\d", marked[3]):
+                at = marked.start(3) + digit.start()
+                wrong = text[:at] + str((int(digit[0]) + 1) % 10) + text[at + 1 :]
+                assert figures.with_figures(wrong) == text
+
+
+def test_every_table_is_on_a_page_and_every_marker_has_a_table() -> None:
+    names = [name for page in PAGES for _, name, _ in figures.MARKED.findall(page.read_text(encoding="utf-8"))]
+    assert sorted(names) == sorted(figures.TABLES)
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        if page not in PAGES:
+            assert "<!-- figures" not in page.read_text(encoding="utf-8"), f"{page.name} is not in PAGES"
+
+
+def test_no_measured_number_stands_outside_a_table() -> None:
+    """Times and ratios are in tables that are made of the results. Text can name none that a new result would make wrong."""
+    measured = re.compile(r"\d+ ?(x our|x faster|times (as|our|their|faster)|µs|ms|%)(?!\w)")
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for line in text.splitlines():
+            assert line.startswith("|") or not measured.search(re.sub(r"`[^`]*`", "", line)), f"{page.name}: {line}"
+
+
+def test_the_chart_of_the_readme_is_that_of_the_results() -> None:
+    assert figures.CHART.read_text(encoding="utf-8") == figures.bars(), f"{figures.CHART.name}{AGAIN}"
+    assert figures.CHART.name in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["peers", "transfer", "loader"])
+def test_the_charts_are_those_of_the_results(name: str, tmp_path: Path) -> None:
+    """Equal results give equal files, with the version of Matplotlib that drew them."""
+    matplotlib = pytest.importorskip("matplotlib")
+    drawn, script = (
+        ROOT / "docs" / "charts" / f"{name}-cpu.svg",
+        "plot_peers.py" if name == "peers" else "plot_transfer.py",
+    )
+    if f"Matplotlib v{matplotlib.__version__}," not in drawn.read_text(encoding="utf-8"):
+        pytest.skip("another version of Matplotlib drew the chart")
+    again = tmp_path / drawn.name
+    subprocess.run([sys.executable, BENCHMARKS / script, RESULTS / f"{name}-cpu.json", again], check=True, timeout=60)
+    assert again.read_bytes() == drawn.read_bytes(), f"{drawn.name}{AGAIN}"
