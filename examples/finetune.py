@@ -57,7 +57,7 @@ def training_samples() -> list[DeviceDict]:
 def make_model() -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=len(WORDS), n_positions=32, n_embd=32, n_layer=1, n_head=2,
-        pad_token_id=PAD, eos_token_id=END, bos_token_id=END, loss_type="ForCausalLM",
+        pad_token_id=PAD, eos_token_id=END, bos_token_id=END,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
