@@ -1,0 +1,94 @@
+"""Typed batches: the editor, the type checker and the run agree on the fields and their shapes.
+
+    python examples/typed.py
+    pyright examples/typed.py
+
+`Batch` declares its fields once. Pyright knows them and the result of each method. jaxtyping validates dtypes and
+shapes when values enter.
+"""
+
+# pyright: standard
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tensordict_lite import TypedDeviceDict, collate, field, prefetch
+
+
+class Observation(TypedDeviceDict):
+    position: Float[Tensor, "batch 3"]
+    speed: Float[Tensor, "batch 3"]
+
+
+class Batch(TypedDeviceDict):
+    obs: Observation
+    action: Int[Tensor, "batch"]
+    weight: Float[Tensor, "batch"] = field(default=1.0)  # stored in each sample that lacks it
+    note: Tensor | None = None  # may be absent
+
+
+def make_samples(count: int) -> list[dict[str, object]]:
+    """Points that move. The action is 1 if a point moves away from the origin. Every fourth sample counts twice."""
+    samples: list[dict[str, object]] = []
+    for i in range(count):
+        position, speed = torch.randn(2, 3)
+        action = int((position * speed).sum() > 0)
+        sample: dict[str, object] = {"obs": {"position": position, "speed": speed}, "action": action}
+        samples.append(sample if i % 4 else {**sample, "weight": 2.0})
+    return samples
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(9, 32), nn.ReLU(), nn.Linear(32, 2))
+
+    def forward(self, obs: Observation) -> Float[Tensor, "batch 2"]:
+        return self.net(torch.cat([obs.position, obs.speed, obs.position * obs.speed], dim=1))
+
+
+def loss_of(policy: Policy, batch: Batch) -> Tensor:
+    losses = F.cross_entropy(policy(batch.obs), batch.action, reduction="none")
+    return (losses * batch.weight).sum() / batch.weight.sum()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    to_batch = partial(collate, cls=Batch)
+    samples: Any = make_samples(512)  # torch annotates datasets as Dataset, and takes a list too
+    loader = DataLoader(samples, batch_size=64, shuffle=True, collate_fn=to_batch)
+    policy = Policy()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    loss = torch.zeros(())
+    for _ in range(6):
+        for batch in prefetch(loader, "cpu"):
+            loss = loss_of(policy, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    print(f"loss {loss.item():.3f}")
+
+    obs = Observation(position=torch.zeros(2, 3), speed=torch.ones(2, 3))
+    batch = Batch(obs=obs, action=torch.tensor([0, 1]), weight=torch.ones(2))
+    print(batch)
+    print(type(batch.to("cpu").rows[:1].obs).__name__, batch.weight, batch.note)
+    for wrong in (
+        lambda: batch.update({"action": torch.zeros(3, dtype=torch.int64)}),
+        lambda: batch.update({"weight": torch.zeros(2, dtype=torch.int64)}),
+        lambda: batch.update({"acton": 1}),
+    ):
+        try:
+            wrong()
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()
