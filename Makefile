@@ -84,6 +84,7 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_loader.py --json $(RESULTS)/loader-cpu.json
 	$(BENCH)/plot_transfer.py $(RESULTS)/loader-cpu.json $(RESULTS)/loader-cpu.svg
 	$(BENCH)/bench_disk.py --json $(RESULTS)/disk-cpu.json
+	$(BENCH)/bench_rows.py --json $(RESULTS)/rows-cpu.json
 	$(BENCH)/bench_table.py --json $(RESULTS)/table-cpu.json
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json

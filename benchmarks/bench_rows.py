@@ -221,7 +221,15 @@ def line(
     ratios = {who: ratio(seconds[OURS], times) for who, times in seconds.items() if who != OURS}
     met = {f"<= {limit:g} x {who}": ratios[who]["median"] <= limit for who, limit in goals if who in ratios}
     first = next((ratios[who]["median"] <= limit for who, limit in goals if who in ratios), None)
-    return {"operation": operation, "fields": str(size), "ratios": ratios, "met": first, "goals": met}
+    rows = {"rows[t] = step": 1, "rows[a:b] = steps": 4, "rows[indices] = rows": 256}.get(operation, size)
+    return {
+        "operation": operation,
+        "fields": "12",
+        "rows": str(rows),
+        "ratios": ratios,
+        "met": first,
+        "goals": met,
+    }
 
 
 def main() -> None:
@@ -239,8 +247,8 @@ def main() -> None:
         limit = 1.3 if size == 256 else 1.15
         cases["rows[index]", size] = gathers(table, size)
         goals["rows[index]", size] = ((LOOP, limit), ("TensorDict", 0.6))
-        cases["rows[index], images", size] = gathers(pictures, size // 8)
-        goals["rows[index], images", size] = ((LOOP, limit),)
+        cases["rows[index], images", size // 8] = gathers(pictures, size // 8)
+        goals["rows[index], images", size // 8] = ((LOOP, limit),)
     part = {key: column[:100_000] for key, column in table.items()}
     for size in SIZES:
         cases["batches, shuffled", size] = epochs(part, size)
