@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, collate
+from tensordict_lite._memory.device import record_stream
 from tensordict_lite._memory.jagged import is_jagged, join_jagged, select_rows
+from tensordict_lite._tree.walk import components
 
 # torch says so itself when a nested tensor is printed or compiled code is near
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
@@ -112,3 +114,22 @@ def test_a_typed_check_of_the_dict() -> None:
     d = DeviceDict({"x": join_jagged([torch.ones(1), torch.ones(2)])})
     d._check()
     assert "jagged" in repr(d) and not d.is_packed
+
+
+def test_a_stream_is_recorded_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nested tensor has no storage of its own: its values and offsets have."""
+    nested = collate([{"b": torch.ones(2)}, {"b": torch.ones(3)}], jagged=["b"])["b"]
+    seen: list[int] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: seen.append(self.numel()))
+    record_stream(components(nested), None)  # pyright: ignore[reportArgumentType]
+    assert seen == [5, 3] and type(nested) is not Tensor
+
+
+def test_rows_of_a_nested_tensor_cannot_be_set() -> None:
+    d = collate([{"x": 1, "b": torch.ones(2)}, {"x": 2, "b": torch.ones(3)}], jagged=["b"])
+    for index in (0, slice(0, 1), [0]):
+        with pytest.raises(
+            ValueError, match=r"^'b' is a nested tensor, whose rows cannot be set; replace the whole field$"
+        ):
+            d.rows[index] = d.rows[index]
+    assert d["x"].tolist() == [1, 2]

@@ -173,6 +173,9 @@ def record_stream(tensors: Iterable[Tensor], stream: torch.Stream) -> None:
         0  # of the last storage: most tensors of a batch share one, and to ask each takes longer than to record
     )
     for tensor in tensors:
+        if type(tensor) is not Tensor:  # a wrapper of other tensors may have no storage of its own
+            tensor.record_stream(stream)
+            continue
         if start <= tensor.data_ptr() < end:
             continue
         storage = tensor.untyped_storage()

@@ -124,7 +124,11 @@ def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]
 
 
 def components(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the elements: a dense tensor itself, or the indices and values of a sparse tensor."""
+    """The tensors that hold the elements: a dense tensor itself, or the parts of a sparse or jagged tensor."""
+    if tensor.is_nested and tensor.layout == torch.jagged:
+        nested = cast(Any, tensor)
+        parts = (nested.values(), nested.offsets(), nested.lengths())
+        return tuple(part for part in parts if part is not None)
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -135,5 +139,5 @@ def components(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """The size of a tensor's elements in bytes. For a sparse tensor, the size of its indices and values."""
+    """The size of a tensor's elements in bytes. For a sparse or jagged tensor, the size of its parts."""
     return sum(part.numel() * part.element_size() for part in components(tensor))
