@@ -38,7 +38,7 @@ coverage: .venv/tests
 # The tests on each CPython from 3.10 to 3.13 that is on the path or in pyenv, each in an environment of its own. torch
 # takes 5 GB in each. Types and style are those of `make check`.
 test-pythons:
-	.ci/pythons
+	.ci/pythons $(PARALLEL)
 
 # Lightning, accelerate, transformers and the like, and torch's own parallel modules on real ranks.
 test-frameworks: .venv/frameworks

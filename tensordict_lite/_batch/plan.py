@@ -75,12 +75,9 @@ def _plan_of(specs: tuple[_Spec, ...]) -> _Plan | None:
         return None
     layout = lay_out(((dtype, shape, row_major(tuple(shape))), [i]) for i, (dtype, shape) in enumerate(specs))
     found: list[_Region] = []
-    for dtype, shape, stride, members, offset, step, nbytes in layout.runs:
-        size = dtype.itemsize
-        single = len(members) == 1
-        sizes = shape if single else (len(members), *shape)
-        strides = stride if single else (step // size, *stride)
-        found.append(_Region(dtype, sizes, strides, offset // size, tuple(members), single or step == nbytes))
+    for run in layout.runs:
+        is_dense = len(run.members) == 1 or run.step == run.nbytes
+        found.append(_Region(run.dtype, *run.region(), tuple(run.members), is_dense))
     is_dense = len(found) == 1 and found[0].is_dense
     return _Plan(layout, tuple(found), is_dense) if layout.nbytes else None
 

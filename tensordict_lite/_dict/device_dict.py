@@ -528,9 +528,9 @@ class DeviceDict(TreeDict[V]):
 
         Args:
             non_blocking: False: when this returns, the source may be changed or freed, and the result can be used. On
-                the host the result is complete. On CUDA it is ready for later work on the current stream; another
-                stream must wait for the current stream. True: torch's contract for asynchronous copies. A copy to MPS
-                always blocks.
+                the host the result is complete. On an accelerator it is ready for later work on the current stream;
+                another stream must wait for the current stream. True: torch's contract for asynchronous copies. A copy
+                to MPS always blocks.
             copy: True: copy every tensor, also if nothing changes.
 
         Returns: a new dict with the same keys and policy, or ``self`` if nothing changes. Kept objects are not moved.
@@ -541,11 +541,11 @@ class DeviceDict(TreeDict[V]):
         memory; this dict is then unchanged.
 
         Cost: nothing on the current device, for any number of fields. A packed dict (see `pack`) is copied as one
-        tensor. Other dicts: between the host and a device, tensors of up to 64 KiB are coalesced in a buffer, which is
-        copied at once. The buffer has up to 1 MiB, and is pinned for CUDA. Larger tensors are copied one by one.
-        Results on the host own their memory. A call to CUDA waits only for the tensors that are copied one by one. A
-        cast copies each tensor that changes. In a packed dict it is one copy into a new storage, usually on the target
-        device.
+        tensor. Other dicts: tensors of up to 64 KiB are coalesced in a buffer of up to 1 MiB, which is copied at once.
+        On the host the buffer is pinned, if the device has pinned memory. Larger tensors are copied one by one. Results
+        on the host own their memory. A call to an accelerator with streams waits only for the tensors that are copied
+        one by one. A cast copies each tensor that changes. In a packed dict it is one copy into a new storage, on the
+        side where it makes the copy smaller.
 
         >>> d = DeviceDict({"x": [0.5], "id": [7]})
         >>> d.to("cpu") is d

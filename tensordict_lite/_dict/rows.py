@@ -146,12 +146,7 @@ class Rows(Dataset[D]):
         >>> [batch["x"].tolist() for batch in DeviceDict({"x": list(range(5))}).rows.batches(2)]
         [[0, 1], [2, 3], [4]]
         """
-        try:
-            size = as_int(size)
-        except TypeError:
-            raise TypeError(f"batches takes a size, got {size!r}") from None
-        if size < 1:
-            raise ValueError(f"batches takes a size of at least 1, got {size}")
+        size = _positive("batches", size, "a size", "a size of at least 1")
         count = len(self)
         end = count - count % size if drop_last else count
         if not shuffle:
@@ -193,12 +188,7 @@ class Rows(Dataset[D]):
         >>> rollout.rows.flatten()["obs"].shape
         torch.Size([1024, 2])
         """
-        try:
-            dims = as_int(dims)
-        except TypeError:
-            raise TypeError(f"flatten takes a number of dimensions, got {dims!r}") from None
-        if dims < 1:
-            raise ValueError(f"flatten takes at least 1 dimension, got {dims}")
+        dims = _positive("flatten", dims, "a number of dimensions", "at least 1 dimension")
         d = self._dict
         count = _count(d)
         lead = d._tensors()[0].shape[:dims]
@@ -249,6 +239,17 @@ class Rows(Dataset[D]):
 
     def __repr__(self) -> str:
         return f"{type(self._dict).__name__}.rows({len(self)})"
+
+
+def _positive(method: str, given: Any, what: str, least: str) -> int:
+    """``given`` as an int of at least 1."""
+    try:
+        number = as_int(given)
+    except TypeError:
+        raise TypeError(f"{method} takes {what}, got {given!r}") from None
+    if number < 1:
+        raise ValueError(f"{method} takes {least}, got {number}")
+    return number
 
 
 def _sizes(given: Any) -> int | list[int]:

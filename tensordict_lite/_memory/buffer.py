@@ -115,15 +115,12 @@ def regions(buffer: Tensor, layout: Layout) -> list[Tensor]:
     The tensor is [members, *shape] in the run's dtype, or [*shape] for a run of one field. The tensors share memory,
     but no version counter.
     """
-    # This takes a third of the time of a view of the buffer for each dtype, and of slices of these views.
+    # This takes 0.4 times as long as a view of the buffer for each dtype, and slices of these views (7 runs).
     storage, device = buffer.untyped_storage(), buffer.device
     out: list[Tensor] = []
-    for dtype, shape, stride, members, offset, step, _ in layout.runs:
-        size = dtype.itemsize
-        single = len(members) == 1
-        sizes = shape if single else (len(members), *shape)
-        strides = stride if single else (step // size, *stride)
-        out.append(view_over(storage, dtype, sizes, strides, offset // size, device))
+    for run in layout.runs:
+        sizes, strides, offset = run.region()
+        out.append(view_over(storage, run.dtype, sizes, strides, offset, device))
     return out
 
 

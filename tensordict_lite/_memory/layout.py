@@ -35,6 +35,13 @@ class Run(NamedTuple):
     nbytes: int
     """Bytes of one field."""
 
+    def region(self) -> tuple[Sizes, Sizes, int]:
+        """The shape, stride and offset, in elements, of one tensor over all fields: [members, *shape], or [*shape]."""
+        size = self.dtype.itemsize
+        if len(self.members) == 1:
+            return self.shape, self.stride, self.offset // size
+        return (len(self.members), *self.shape), (self.step // size, *self.stride), self.offset // size
+
 
 class Layout(NamedTuple):
     """The layout of a buffer: its runs, in the order of their first fields, and its size."""
