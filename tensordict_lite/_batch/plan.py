@@ -77,7 +77,7 @@ def _plan_of(specs: tuple[_Spec, ...]) -> _Plan | None:
     found: list[_Region] = []
     for run in layout.runs:
         is_dense = len(run.members) == 1 or run.step == run.nbytes
-        found.append(_Region(run.dtype, *run.region(), tuple(run.members), is_dense))
+        found.append(_Region(run.dtype, *run.region, tuple(run.members), is_dense))
     is_dense = len(found) == 1 and found[0].is_dense
     return _Plan(layout, tuple(found), is_dense) if layout.nbytes else None
 

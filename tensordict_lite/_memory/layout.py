@@ -34,13 +34,8 @@ class Run(NamedTuple):
     """Bytes from the start of a field to the start of the next; 0 for fields without elements."""
     nbytes: int
     """Bytes of one field."""
-
-    def region(self) -> tuple[Sizes, Sizes, int]:
-        """The shape, stride and offset, in elements, of one tensor over all fields: [members, *shape], or [*shape]."""
-        size = self.dtype.itemsize
-        if len(self.members) == 1:
-            return self.shape, self.stride, self.offset // size
-        return (len(self.members), *self.shape), (self.step // size, *self.stride), self.offset // size
+    region: tuple[Sizes, Sizes, int]
+    """Shape, stride and offset, in elements, of one tensor over all fields: [members, *shape], or [*shape] for one."""
 
 
 class Layout(NamedTuple):
@@ -74,22 +69,20 @@ def lay_out(groups: Iterable[Group]) -> Layout:
     start = end = 0
     for (dtype, shape, stride), members in merged.items():
         members.sort()
-        nbytes = _nbytes(dtype, shape)
+        size, count = dtype.itemsize, len(members)
+        nbytes = prod(shape) * size
         step = aligned(nbytes)
-        runs.append(Run(dtype, shape, stride, members, start, step, nbytes))
+        region = (shape, stride) if count == 1 else ((count, *shape), (step // size, *stride))
+        runs.append(Run(dtype, shape, stride, members, start, step, nbytes, (*region, start // size)))
         if nbytes:
-            end = start + step * (len(members) - 1) + nbytes
-            start += step * len(members)
+            end = start + step * (count - 1) + nbytes
+            start += step * count
     return Layout(tuple(runs), end)
 
 
 def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> list[Group]:
     """The groups after a cast; ``casts`` maps each dtype that changes to the new one."""
     return [((casts.get(dtype, dtype), shape, stride), members) for (dtype, shape, stride), members in groups]
-
-
-def _nbytes(dtype: torch.dtype, shape: Sizes) -> int:
-    return prod(shape) * dtype.itemsize
 
 
 def aligned(nbytes: int) -> int:
@@ -105,7 +98,8 @@ def split(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
     parts: list[list[Group]] = [[]]
     room = limit
     for spec, members in groups:
-        nbytes = _nbytes(*spec[:2])
+        dtype, shape, _ = spec
+        nbytes = prod(shape) * dtype.itemsize
         step = aligned(nbytes)
         left = members if 0 < nbytes <= largest else []
         while left:

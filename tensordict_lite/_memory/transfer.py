@@ -76,9 +76,11 @@ def plan_copies(
     indices = range(len(tensors))
     everything = tuple(i for i in indices if i not in repeats) if repeats else tuple(indices)
     one_by_one = CopyPlan(one_by_one=everything, repeats=repeats)
-    if len(everything) < 2 or not (capabilities(source).byte_views and capabilities(target).byte_views):
+    here, there = capabilities(source), capabilities(target)
+    if len(everything) < 2 or not (here.byte_views and there.byte_views):
         return one_by_one
-    if source != target and any(capabilities(end).accelerator and is_capturing(end) for end in (target, source)):
+    capturing = (there.accelerator and is_capturing(target)) or (here.accelerator and is_capturing(source))
+    if capturing and source != target:
         return one_by_one  # each replay of the graph must read the sources again
     casts = CASTS[dtype]
     groups, unpackable = arrange(tensors, repeats)
@@ -94,7 +96,7 @@ def plan_copies(
     coalesced = _together(split(after, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT))
     rest = set(everything).difference(*[layout.members for layout in coalesced])
     staged: tuple[Layout, ...] = ()
-    if target == CPU and len(rest) > 1 and capabilities(source).pinned_memory:
+    if target == CPU and len(rest) > 1 and here.pinned_memory:
         large = [(spec, [i for i in members if i in rest]) for spec, members in groups if spec[0] not in casts]
         staged = _together(split(large, STAGED_TENSOR, STAGED_BUFFER))
         rest = rest.difference(*[layout.members for layout in staged])
