@@ -224,7 +224,7 @@ class TestLoader:
             pytest.importorskip("safetensors")
             d.save(tmp_path / "d.safetensors")
             d = DeviceDict.load(tmp_path / "d.safetensors")
-        loader: Any = DataLoader(d.rows, 8, num_workers=2, multiprocessing_context=context)
+        loader: Any = DataLoader(d.rows, 8, num_workers=2, multiprocessing_context=context, persistent_workers=True)
         for _ in range(2):
             assert [rows_as_lists(batch) for batch in loader] == [
                 expected(list(range(i, min(i + 8, 23)))) for i in (0, 8, 16)
