@@ -15,7 +15,8 @@ LINK = re.compile(r"\]\(\.\./examples/([\w/]+)\.(py|ipynb)\)")
 
 
 def program(path: Path) -> str:
-    return f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+    """The code, on a page without a table of contents, so that lines have more room."""
+    return f"---\nhide: [toc]\n---\n\n# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
 
 
 def notebook(path: Path) -> str:
