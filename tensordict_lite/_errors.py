@@ -42,7 +42,10 @@ def described(value: Any) -> str:
         where = "" if value.is_cpu else f" on {value.device}"
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
         return f"{dtype_name(value.dtype)}[{shape}]{where}"
-    return "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    name = type(value).__name__
+    return f"{'an' if name.startswith(tuple('aeioAEIO')) else 'a'} {name}"
 
 
 def with_path(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:

@@ -65,7 +65,7 @@ class TestMap:
         (lambda e: e["n"].pop("b"), ValueError, "the other mapping lacks 'n.b'"),
         (lambda e: e.pop("d"), ValueError, "the other mapping lacks 'd'"),
         (lambda e: e["n"]["m"].update(q=torch.ones(1)), ValueError, "the other mapping has 'n.m.q', which this DeviceDict lacks"),
-        (lambda e: e.update(d=1.5), TypeError, "'d' is a float in the other mapping, expected a tensor"),
+        (lambda e: e.update(d=1.5), TypeError, "'d' is a float in the other mapping, expected a tensor; DeviceDict(other) makes tensors of numbers"),
         (lambda e: e.update(d={"x": 1}), TypeError, "'d' is a mapping in the other mapping, expected a tensor"),
         (lambda e: e.update(n=torch.ones(1)), TypeError, "'n' is float32[1] in the other mapping, expected a mapping"),
         (lambda e: e["n"].update(b=torch.ones(5, device="meta")), DeviceMismatchError, "'n.b' is on meta in the other mapping, this DeviceDict is on cpu; move it with .to('cpu')"),
@@ -80,7 +80,7 @@ class TestMap:
         unchanged(d, calls[method], error, text)
 
     def test_another_value_than_a_mapping(self) -> None:
-        unchanged(d := sample(), lambda: d.map(torch.add, 1), TypeError, "map takes mappings with the keys of this DeviceDict, got a int; bind any other value in a lambda")  # type: ignore[arg-type]  # fmt: skip
+        unchanged(d := sample(), lambda: d.map(torch.add, 1), TypeError, "map takes mappings with the keys of this DeviceDict, got an int; bind any other value in a lambda")  # type: ignore[arg-type]  # fmt: skip
         other = sample().to("meta")
         with pytest.raises(DeviceMismatchError, match=r"^'a' is on meta in the other mapping"):
             d.map(torch.add, other)
@@ -354,7 +354,7 @@ class TestRefusals:
     def test_other_operands(self) -> None:
         d = sample()
         unchanged(d, lambda: d.add_("1"), TypeError, "add_ takes a mapping, a tensor or a number, got a str")  # type: ignore[arg-type]
-        unchanged(d, lambda: d.copy_(1), TypeError, "copy_ takes a mapping or a tensor, got a int")  # type: ignore[arg-type]
+        unchanged(d, lambda: d.copy_(1), TypeError, "copy_ takes a mapping or a tensor, got an int")  # type: ignore[arg-type]
         unchanged(d, lambda: d.lerp_(d, torch.tensor(0.5)), TypeError, "weight is a number, got float32[]; use .item()")  # type: ignore[arg-type]
         unchanged(d, lambda: d.add_(d, alpha="2"), TypeError, "alpha is a number, got a str")  # type: ignore[arg-type]
         unchanged(d, lambda: d.add_(torch.ones(1, device="meta")), DeviceMismatchError, "the other tensor is on meta, this DeviceDict is on cpu")  # fmt: skip

@@ -144,7 +144,7 @@ class TestCollate:
             ([], ValueError, "collate takes a list of at least one sample, got an empty list"), ({"x": 1}, TypeError, "collate takes a list of samples, got a mapping; for one sample write [sample]"),
             ([{"x": 1}, (1, 2)], TypeError, "collate takes samples that are mappings, sample 1 is a tuple; torch's default_collate"),
             ([{"x": 1}, {"x": None}], TypeError, "sample 1: 'x' is NoneType, expected a tensor"),
-            ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has a int, sample 0 has a str"),
+            ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has an int, sample 0 has a str"),
             ([{"x": np.zeros(2)}, {"x": np.zeros(3)}], ValueError, "'x': sample 1 has float64[3], sample 0 has float64[2]"),
             ([{"x": np.zeros(2)}, {"x": np.zeros(2, dtype=np.int64)}], ValueError, "'x': sample 1 has int64[2], sample 0 has float64[2]"),
             ([{"x": torch.ones(1)}, {"x": torch.ones(1, device="meta")}], DeviceMismatchError, "'x' is on meta"),
@@ -164,7 +164,7 @@ class TestCollate:
             ([{1: 2.0, "a": 1}, {"b": 3.0}], ValueError, "sample 1 lacks"),
             ([{"x": np.int64(1)}, {"x": np.float32(0.1)}], ValueError, "'x': sample 1 has float32[], sample 0 has int64[]"),
             ([{"x": np.str_("a")}, {"x": np.float64(1)}], ValueError, "'x': sample 1 has a float64, sample 0 has a str_"),
-            ([{"x": "a"}, {"x": 1}], ValueError, "'x': sample 1 has a int, sample 0 has a str"),
+            ([{"x": "a"}, {"x": 1}], ValueError, "'x': sample 1 has an int, sample 0 has a str"),
         ],
     )  # fmt: skip
     def test_what_a_dict_would_not_take_either(self, samples: Any, error: type[Exception], message: str) -> None:

@@ -324,7 +324,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...]
     "stack of none": (
         TypeError, "stack takes several dicts, in a list or another iterable, got a NoneType", stack, (None,),
     ),
-    "cat of an int": (TypeError, "cat takes several dicts, in a list or another iterable, got a int", cat, (3,)),
+    "cat of an int": (TypeError, "cat takes several dicts, in a list or another iterable, got an int", cat, (3,)),
     "stack of tensors": (
         TypeError, "stack takes mappings, dict 1 is float32[1]; torch.stack joins tensors", stack, ([D, torch.ones(1)],),
     ),

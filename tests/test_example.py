@@ -297,6 +297,21 @@ def test_the_gallery_shows_the_code_of_the_examples() -> None:
     assert checked >= 6
 
 
+def test_the_pages_link_to_programs_and_notebooks_that_exist() -> None:
+    """`docs/programs.py` makes a page of the site for each."""
+    pages = sorted(GALLERY.parent.glob("*.md"))
+    links = {link for page in pages for link in re.findall(r"\]\((\.\./examples/.*?)\)", page.read_text("utf-8"))}
+    assert all((GALLERY.parent / link).is_file() for link in links)
+    linked = {(GALLERY.parent / link).resolve() for link in links}
+    programs = {*EXAMPLES.glob("*.py"), *EXAMPLES.glob("plain/*.py"), *EXAMPLES.glob("notebooks/*.ipynb")}
+    assert {path.resolve() for path in programs} <= linked
+
+
+def test_every_picture_of_the_gallery_exists() -> None:
+    pictures = re.findall(r"!\[.+?\]\((.*?)\)", GALLERY.read_text("utf-8"))
+    assert len(pictures) == 3 and all((GALLERY.parent / picture).is_file() for picture in pictures)
+
+
 def test_examples_are_short() -> None:
     for name in [*TWINS, "rows", "typed", "checkpoint", "table", "ddp_penguins"]:
         assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 150, name

@@ -38,7 +38,7 @@ class TestPad:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({"value": "0"}, TypeError, "value is a number, got '0'"),
+            ({"value": "0"}, TypeError, "Pad takes a number as value, got '0'"),
             ({"side": "both"}, ValueError, "side is 'left' or 'right', got 'both'"),
             ({"multiple_of": 0}, ValueError, "multiple_of is a whole number of 1 or more, got 0"),
             ({"multiple_of": True}, ValueError, "multiple_of is a whole number of 1 or more, got True"),

@@ -186,7 +186,7 @@ class TestRows:
             ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError, "the given mapping has 'n.z', which is not in this dict"),
             ({"x": torch.ones(3), "n": {"y": 1}}, ValueError, "'x': expected [2] for these rows, got [3]"),
             ({"x": torch.ones(2), "n": {"y": [1, 2]}}, ValueError, "'n.y': expected [] for these rows, got [2]"),
-            ({"x": torch.ones(2), "n": 1}, ValueError, "'n' is a nested dict; its rows cannot be set from a int"),
+            ({"x": torch.ones(2), "n": 1}, ValueError, "'n' is a nested dict; its rows cannot be set from an int"),
             ({"x": torch.ones(2, device="meta"), "n": {"y": 1}}, DeviceMismatchError, "'x' is on meta"),
             ([1], TypeError, "rows are set from a mapping with the keys of the dict, got list"),
         ],

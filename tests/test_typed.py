@@ -778,7 +778,7 @@ class TestDefaults:
     @pytest.mark.parametrize(("make", "message"), [
         (field, "field takes either default= or default_factory="), (lambda: field(default=1, default_factory=dict), "field takes either"),
         (lambda: field(default=[1]), "the default is a list, which all instances would share; use default_factory="), (lambda: field(default=torch.ones(1)), "the default is float32[1], which"),
-        (lambda: field(default_factory=3), "default_factory is a function without arguments, got a int"),
+        (lambda: field(default_factory=3), "default_factory is a function without arguments, got an int"),
         (lambda: type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Optional[Tensor]}, "x": field(default=1)}), "Bad.x: declare an optional field as `x: ... | None = None`; a field with another default takes no None"),  # noqa: UP045
     ])  # fmt: skip
     def test_what_is_refused(self, make: Any, message: str) -> None:

@@ -50,7 +50,7 @@ class Pad:
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.value), (bool, int, float, complex)):
-            raise TypeError(f"value is a number, got {self.value!r:.60}")
+            raise TypeError(f"Pad takes a number as value, got {self.value!r:.60}")
         if self.side not in ("left", "right"):
             raise ValueError(f"side is 'left' or 'right', got {self.side!r}")
         many = cast(object, self.multiple_of)

@@ -64,7 +64,7 @@ def _match(
         theirs: Any = other[key]
         if isinstance(value, Tensor):
             if not isinstance(theirs, Tensor):
-                _refuse_kind((*at, key), theirs, "a tensor")
+                _refuse_kind((*at, key), theirs, "a tensor; DeviceDict(other) makes tensors of numbers")
             if device is not None and theirs.device != device:
                 _refuse_device((*at, key), device, theirs.device)
             found.append(theirs)

@@ -44,6 +44,7 @@ class RowWriter:
         folder: the folder of the table. It is created if it does not exist.
         like: a batch with the fields of a new table: a `DeviceDict`, or a mapping that is converted to one. It gives
             the keys, dtypes, shapes of a row, options and encoders. Its rows are not written. The folder must be empty.
+            From one row ``sample``: ``like=collate([sample])``.
             A column of strings gets the width of this batch. Choose a width with ``Utf8(max_length)`` as the encoder.
         append: True: append to the table in ``folder``.
         encoders: string encoders for ``like``, or in place of those of the table, as in `DeviceDict` and `load`.
@@ -99,6 +100,7 @@ class RowWriter:
             errors of ``d[key] = value``; ``OSError``, for example for a full disk; ``ValueError`` if the writer is
             closed.
         Cost: one copy into a buffer. A full buffer is written to the files. Larger batches are written directly.
+        Collect many single rows first, and write ``collate(rows)``: a call for each row takes longer.
 
         >>> import tempfile
         >>> from tensordict_lite import RowWriter
