@@ -230,8 +230,8 @@ class TestRefused:
             ({"name": torch.zeros(3, 14, dtype=torch.uint8)}, r"^'name': a string of 14 bytes does not fit this column of 12; create the table with encoders=\{'name': Utf8\(max_length\)\}$"),
             ({"species": ["cat", "dog", "cow"]}, "^'species': 'cow' is not among the 2 tokens"),
             ({"n": {"z": None, "empty": {}}}, "'n.z'"),
-            ({"x": torch.zeros(3, 2).to_sparse()}, "^'x' is sparse, nested or quantized, and tables hold dense tensors; convert it first$"),
-            ({"x": torch.zeros(3, 2, device="meta")}, "^'x' is on meta, without values, and tables hold dense tensors; convert it first$"),
+            ({"x": torch.zeros(3, 2).to_sparse()}, "^'x' is sparse, nested or quantized, and this column holds dense tensors; convert it first$"),
+            ({"x": torch.zeros(3, 2, device="meta")}, "^'x' is on meta, without values, and this column holds dense tensors; convert it first$"),
             ({"x": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, "^'x' is sparse, nested or quantized"),
         ],
     )  # fmt: skip
@@ -587,7 +587,10 @@ class TestDamaged:
             (lambda i: i.update(rows=1 << 63), "the row count or the columns in its table.json are damaged"),
             (lambda i: i.update(rows=-1), "damaged"),
             (lambda i: i.update(rows=True), "damaged"),
-            (lambda i: i.update(version=2), "its version is 2, and this package reads version 1; update the package"),
+            (
+                lambda i: i.update(version=3),
+                "its version is 3, and this package reads versions 1 to 2; update the package",
+            ),
             (lambda i: i.pop("version"), "has no version"),
             (lambda i: i.update(more=1), "has other fields than"),
             (lambda i: i.update(columns=[]), "it has no columns"),

@@ -14,6 +14,12 @@ def is_jagged(tensor: Tensor) -> bool:
     return tensor.is_nested and tensor.layout is torch.jagged
 
 
+def is_plain_jagged(tensor: Tensor) -> bool:
+    """Whether a nested tensor has rows that differ in their first dimension only, without gaps between them."""
+    nested = cast(Any, tensor)
+    return is_jagged(tensor) and nested._ragged_idx == 1 and nested.lengths() is None
+
+
 def join_jagged(rows: Sequence[Tensor]) -> Tensor:
     """One nested tensor of these rows. All have one dtype, one device, and equal dimensions after the first."""
     lengths = list(map(len, rows))
@@ -21,6 +27,44 @@ def join_jagged(rows: Sequence[Tensor]) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(
         torch.cat(list(rows)), offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
     )
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of a nested tensor without gaps between its rows, and the length of each row.
+
+    Raises ``ValueError`` if another dimension of the rows than the first is ragged.
+    """
+    nested = cast(Any, tensor)
+    if nested._ragged_idx != 1:
+        raise ValueError("another dimension of its rows than the first differs between the rows")
+    if nested.lengths() is not None:
+        nested = cast(Any, select_rows(tensor, torch.arange(tensor.shape[0], device=tensor.device)))
+    offsets: Tensor = nested.offsets()
+    values: Tensor = nested.values()
+    first, end = offsets[[0, -1]].tolist()
+    return values[first:end], offsets.diff()
+
+
+def empty_jagged(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A nested tensor on the CPU without rows. ``shape``: of the dimensions after the ragged one."""
+    return over_jagged(torch.empty((0, *shape), dtype=dtype, device="cpu"), torch.zeros(1, dtype=torch.int64), 0, 0)
+
+
+def over_jagged(values: Tensor, offsets: Tensor, least: int, most: int) -> Tensor:
+    """The nested tensor over these values and offsets, without a copy. ``least``, ``most``: the lengths of its rows."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=least, max_seqlen=most)
+
+
+def select_row(tensor: Tensor, index: int) -> Tensor:
+    """A view of one row of a tensor. torch makes views of all rows of a nested tensor to return one."""
+    if not is_jagged(tensor) or cast(Any, tensor)._ragged_idx != 1:
+        return tensor[index]
+    nested = cast(Any, tensor)
+    offsets: Tensor = nested.offsets()
+    given: Tensor | None = nested.lengths()
+    start = int(offsets[index])
+    end = int(offsets[index + 1]) if given is None else start + int(given[index])
+    return tensor.values()[start:end]
 
 
 def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
@@ -31,8 +75,8 @@ def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
     nested = cast(Any, tensor)
     offsets: Tensor = nested.offsets()
     given: Tensor | None = nested.lengths()
-    lengths = offsets.diff() if given is None else given
-    starts, lengths = offsets[: len(lengths)][index], lengths[index]
+    starts = offsets[: tensor.shape[0]][index]
+    lengths = offsets[1:][index] - starts if given is None else given[index]
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     total = int(ends[-1])
     shift = torch.repeat_interleave(starts - ends[:-1], lengths, output_size=total)
