@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -709,8 +710,19 @@ def test_a_crash_between_two_headers_is_repaired(tmp_path: Path, small_buffers: 
     assert load(folder) == sample(6)
 
 
+def ragged(count: int = 3, first: int = 0) -> DeviceDict:
+    """Jagged columns of numbers and of text beside a plain one."""
+    i = range(first, first + count)
+    samples = [{"x": n, "ids": torch.arange(n % 4), "text": torch.tensor([97] * (n % 5 + 1)).byte()} for n in i]
+    return collate(samples, jagged=["ids", "text"], encoders={"text": Utf8()})
+
+
+@pytest.mark.parametrize("sample", [sample, ragged])
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt just after open()
-def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None) -> None:
+def test_an_interrupt_between_any_two_lines(
+    tmp_path: Path, small_buffers: None, sample: Callable[..., DeviceDict]
+) -> None:
     """An interrupt in any line of the writer leaves a table with whole rows, and the writer goes on."""
 
     def run(stop: int) -> bool:
@@ -752,6 +764,9 @@ def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None)
         assert len(writer) == 80 and expected in (40, 80)
         with safe_open(str(folder / "x.safetensors"), "pt") as file:
             assert file.get_slice("x").get_shape()[0] in (40, 80)
+        if "ids" in load(folder):
+            with safe_open(str(folder / "ids.offsets.safetensors"), "pt") as file:
+                assert file.get_slice("ids.offsets").get_shape()[0] in (41, 81)
         writer.write(sample(40, 80))
         writer.close()
         assert load(folder) == sample(120)
@@ -764,10 +779,18 @@ def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None)
     assert stop > 100
 
 
-def test_the_golden_table(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_the_golden_tables(tmp_path: Path) -> None:
     made = make.table()
     table = load(GOLDEN / make.TABLE)
     assert table == made and table.encoders == made.encoders and table.decode("name") == ["Ada", "Bo"]
+    jagged = load(GOLDEN / make.JAGGED)
+    assert jagged.decode("text") == ["Ada", "", "é"] and jagged["n"].tolist() == {
+        "ids": [[1, 2], [], [3]],
+        "box": [[[0.5]], [], [[1], [2]]],
+    }
     make.save_table(tmp_path)
-    for path in (GOLDEN / make.TABLE).iterdir():
-        assert (tmp_path / make.TABLE / path.name).read_bytes() == path.read_bytes()
+    for name in (make.TABLE, make.JAGGED):
+        assert len(list((tmp_path / name).iterdir())) == len(list((GOLDEN / name).iterdir()))
+        for path in (GOLDEN / name).iterdir():
+            assert (tmp_path / name / path.name).read_bytes() == path.read_bytes()

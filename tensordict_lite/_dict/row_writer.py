@@ -16,9 +16,9 @@ from typing_extensions import Self
 from .._encoders.protocol import StringEncoder, encode_jagged, padding
 from .._errors import Path, described, dotted, dtype_name, with_path
 from .._files.atomic_write import FilePath
-from .._files.table_writer import TableWriter, create_table, open_table
+from .._files.table_writer import JaggedRows, TableWriter, create_table, open_table
 from .._memory.device import CPU
-from .._memory.jagged import empty_jagged, is_jagged, join_jagged, parts_of
+from .._memory.jagged import is_jagged, parts_of
 from .._memory.transfer import transfer
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
@@ -246,13 +246,14 @@ def _empty(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> Devi
 
 def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:
     if is_jagged(tensor):
-        return empty_jagged(tensor.dtype, parts_of(tensor)[0].shape[1:]) if _is_ragged_first(tensor, path) else tensor
+        _refuse_other_jagged(tensor, path)
+        return JaggedRows.of(tensor.dtype, tensor.values().shape[1:])
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return tensor  # refused by `create_table`, which names the field
     if jagged and tensor.dim() < 2:
         raise ValueError(f"{dotted(path)}: rows of a jagged column have a dimension, like= has {described(tensor)}")
     if jagged:
-        return empty_jagged(tensor.dtype, tensor.shape[2:])
+        return JaggedRows.of(tensor.dtype, tensor.shape[2:])
     return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
 
 
@@ -284,7 +285,7 @@ def _collect(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _
         encoder = fields._policy.encoders.get(key)
         if key in encoders and encoder is not None and encoders[key] != encoder:
             raise ValueError(f"{dotted(path)} is encoded with {encoder!r}, the given value with {encoders[key]!r}")
-        if isinstance(column, Tensor) and column.is_nested and not isinstance(value, Mapping):
+        if isinstance(column, JaggedRows) and not isinstance(value, Mapping):
             _add_jagged(fields, key, value, at, found)
             count = found.count
             continue
@@ -355,20 +356,24 @@ def _refuse_unwritable(column: Tensor, value: Tensor, path: Path) -> None:
 
 def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _Found) -> None:
     """Convert and validate a value for the jagged column at ``key`` of ``fields``, and append it to ``found``."""
-    path, column, encoder = (*at, key), cast(Tensor, fields[key]), fields._policy.encoders.get(key)
-    element = column.values().shape[1:]
+    path, column, encoder = (*at, key), cast(JaggedRows, fields[key]), fields._policy.encoders.get(key)
+    element = column.shape[2:]
     if not isinstance(value, Tensor):
         try:
-            codes = encode_jagged(encoder, value)
+            codes = None if element else encode_jagged(encoder, value)
         except ValueError as error:
             raise with_path(error, path) from error
-        if codes is not None and not element:
+        if codes is None and _is_list(value) and value and isinstance(value[0], (list, tuple, np.ndarray, Tensor)):
+            codes = _rows_of_list(fields, key, value, at)
+        if codes is not None:
             found.add(path, len(codes[1]), *codes)
             return
-        value = _converted_jagged(fields, key, value, at)
+        none = _is_list(value) and not value  # one row without values
+        value = torch.empty((0, *element), dtype=column.dtype) if none else _converted(fields, key, value, at)
     value = value.detach()
     count, given = (value.shape[0] if value.dim() == column.dim() else None), value
-    if is_jagged(value) and _is_ragged_first(value, path):
+    if is_jagged(value):
+        _refuse_other_jagged(value, path)
         values, lengths = parts_of(value)
         _refuse_unwritable(column, values, path)
         fits = values.shape[1:] == element
@@ -376,35 +381,34 @@ def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _F
         _refuse_unwritable(column, value, path)
         value = value if count is not None else value.unsqueeze(0)
         fits = value.dim() == column.dim() and value.shape[2:] == element
-        values, lengths = _flat(value, padding(encoder, column.values(), value)) if fits else (value, value)
+        values, lengths = _flat(value, padding(encoder, column, value)) if fits else (value, value)
     if not fits:
         row = ", ".join(["*", *map(str, element)])
         raise ValueError(f"{dotted(path)}: expected rows [..., {row}] or one row [{row}], got {described(given)}")
     found.add(path, count, values, lengths)
 
 
-def _is_ragged_first(tensor: Tensor, path: Path) -> bool:
-    """True for a nested tensor whose rows differ in their first dimension. Raises ``ValueError`` for others."""
+def _refuse_other_jagged(tensor: Tensor, path: Path) -> None:
     if cast(Any, tensor)._ragged_idx != 1:
         raise ValueError(f"{dotted(path)}: rows of a jagged column differ in their first dimension, these in another")
-    return True
 
 
-def _converted_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path) -> Tensor:
-    """The rows of a jagged column as one tensor. A list of rows is converted row by row, since their lengths differ."""
-    column = cast(Tensor, fields[key])
-    rows = cast("list[Any]", value) if isinstance(value, (list, tuple)) else None
-    if rows is None or (rows and not isinstance(rows[0], (list, tuple, np.ndarray, Tensor))):
-        return _converted(fields, key, value, at)
-    none = column.values()  # an empty list has no dtype of its own
-    if not rows:
-        return none
-    parts = [_converted(fields, key, row, at) if len(row) else none for row in rows]
+def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) -> tuple[Tensor, Tensor]:
+    """The values and the lengths of a list of rows. They are converted one by one, since they differ in length."""
+    column, path = cast(JaggedRows, fields[key]), (*at, key)
+    # An empty list has no dtype of its own.
+    none = torch.empty((0, *column.shape[2:]), dtype=column.dtype, device="cpu")
+    parts = [none if _is_list(row) and not len(row) else _converted(fields, key, row, at) for row in rows]
     for i, part in enumerate(parts):
+        _refuse_unwritable(column, part, path)
         if part.dim() != none.dim() or part.shape[1:] != none.shape[1:]:
             row = ", ".join(["*", *map(str, none.shape[1:])])
-            raise ValueError(f"{dotted((*at, key))}: expected rows [{row}], row {i} is {described(part)}")
-    return join_jagged(parts)
+            raise ValueError(f"{dotted(path)}: expected rows [{row}], row {i} is {described(part)}")
+    return torch.cat(parts).detach(), torch.tensor(list(map(len, parts)))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _flat(value: Tensor, number: int | None) -> tuple[Tensor, Tensor]:

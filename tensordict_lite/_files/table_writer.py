@@ -26,7 +26,6 @@ from torch import Tensor
 from .._encoders.protocol import StringEncoder
 from .._errors import Path
 from .._memory.device import CPU
-from .._memory.jagged import empty_jagged, is_jagged
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
 from .atomic_write import FilePath, atomic_write, is_temporary, sweep
@@ -55,6 +54,17 @@ _LEAST_ROOM, _MOST_ROOM = 1 << 20, 1 << 30
 """The limits of the unused bytes that are added to the file of a column when it grows."""
 
 _sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # without the time of the last change
+
+
+class JaggedRows(Tensor):
+    """Stands for the rows of a jagged column in a dict without rows: [0, 0, *shape of a value].
+
+    A nested tensor would do, but torch takes seconds to make the first one of a process.
+    """
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Sequence[int]) -> JaggedRows:
+        return torch.empty((0, 0, *shape), dtype=dtype, device="cpu").as_subclass(cls)
 
 
 class _Extent(NamedTuple):
@@ -322,6 +332,8 @@ class TableWriter:
 def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     """Create a table without rows, for the fields of ``d``, in a new or empty folder. The first dimension is the rows.
 
+    A field that is `JaggedRows` becomes a jagged column.
+
     Raises ``FileExistsError`` if the folder is not empty, and the errors of `DeviceDict.save`.
     """
     import_library()
@@ -354,26 +366,26 @@ def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
 
 def _columns(leaves: Sequence[tuple[Path, Any]]) -> list[Column]:
     """The columns of a new table. Raises ``TypeError`` for the first leaf that a file cannot hold."""
-    are_jagged = [isinstance(value, Tensor) and is_jagged(value) for _, value in leaves]
-    stored = [
-        (path, value.values() if jagged else value) for (path, value), jagged in zip(leaves, are_jagged, strict=True)
-    ]
-    refuse_unwritable(stored, "pass like=d.drop({})")
+    refuse_unwritable(leaves, "pass like=d.drop({})")
     paths: list[Path] = []
-    for (path, _), jagged in zip(leaves, are_jagged, strict=True):
-        paths += [path, (*path, "offsets")] if jagged else [path]
+    for path, tensor in leaves:
+        paths += [path, (*path, "offsets")] if isinstance(tensor, JaggedRows) else [path]
     names = field_names(paths)
     left = iter(zip(choose_names(names), names, strict=True))
     columns: list[Column] = []
-    for (_, tensor), jagged in zip(stored, are_jagged, strict=True):
-        columns.append(Column(*next(left), tensor.dtype, tuple(tensor.shape[1:])))
-        if jagged:
-            columns[-1] = columns[-1]._replace(offsets=offsets_column(*next(left)))
+    for _, tensor in leaves:
+        if isinstance(tensor, JaggedRows):
+            column = Column(*next(left), tensor.dtype, tuple(tensor.shape[2:]))
+            columns.append(column._replace(offsets=offsets_column(*next(left))))
+        else:
+            columns.append(Column(*next(left), tensor.dtype, tuple(tensor.shape[1:])))
     return columns
 
 
 def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[TableWriter, Any]:
     """Open a table to append rows. Returns the writer, and a dict of class ``cls`` with the fields, without rows.
+
+    The field of a jagged column is `JaggedRows`.
 
     Raises ``FileNotFoundError``, ``IsADirectoryError`` for a folder that is no table, and ``InvalidFileError``.
     """
@@ -388,7 +400,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
             empty = [
                 torch.empty((0, *c.shape), dtype=c.dtype, device="cpu")
                 if c.offsets is None
-                else empty_jagged(c.dtype, c.shape)
+                else JaggedRows.of(c.dtype, c.shape)
                 for c in index.columns
             ]
             fields = reader.build(choose_from(cls), empty.__getitem__, CPU, own=False)
