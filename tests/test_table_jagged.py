@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
+from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, cast
@@ -111,7 +113,11 @@ class TestRoundTrip:
     def test_nested_tensors(self, tmp_path: Path) -> None:
         """A batch with nested tensors gives the columns, and is written; its views and copies too."""
         batch = collate(
-            [{"ids": [1, 2], "box": [[0.5]]}, {"ids": [], "box": []}, {"ids": [3], "box": [[1], [2]]}],
+            [
+                {"ids": [1, 2], "box": [[0.5]]},
+                {"ids": [], "box": torch.zeros(0, 1)},
+                {"ids": [3], "box": [[1.0], [2.0]]},
+            ],
             jagged=["ids", "box"],
         )
         narrowed = torch.nested.narrow(
@@ -140,7 +146,7 @@ class TestRoundTrip:
     def test_codes_without_padding_stay(self, tmp_path: Path) -> None:
         with RowWriter(tmp_path / "t", like={"ids": [[1]]}, jagged=["ids"]) as writer:
             writer.write({"ids": [[1, 0], [0, 0]]})
-            writer.write({"ids": torch.zeros(1, 3)})
+            writer.write({"ids": torch.zeros(1, 3, dtype=torch.int32)})
         assert load(tmp_path / "t").tolist() == {"ids": [[1, 0], [0, 0], [0, 0, 0]]}
 
     def test_one_long_text_takes_no_room_in_other_rows(self, tmp_path: Path) -> None:
@@ -213,7 +219,7 @@ class TestReaders:
                 writer.flush()
                 values = load_file(folder / "text.safetensors")["text"].numpy().tobytes()
                 ends = cast("list[int]", load_file(folder / "text.offsets.safetensors")["text.offsets"].tolist())
-                found = [values[a:b].decode() for a, b in zip(ends, ends[1:], strict=False)]
+                found = [values[a:b].decode() for a, b in pairwise(ends)]
                 assert found == texts(first + 100)
         with safe_open(str(folder / "text.offsets.safetensors"), "pt") as file:
             assert list(file.keys()) == ["text.offsets"]
@@ -270,8 +276,8 @@ class TestRefused:
         [
             ({"text": ["a", "b\0", "c"]}, r"^'text': 'b\\x00' holds a NUL character"),
             ({"text": ["a", "b"]}, "^'n.ids' has 3 rows, and 'text' has 2 rows$"),
-            ({"text": torch.zeros(3)}, r"^'n.ids' has 3 rows, and 'text' has no dimension for rows$"),
-            ({"text": torch.zeros(3, 1, 1)}, r"^'text': expected rows \[..., \*\] or one row \[\*\], got float32\[3, 1, 1\]$"),
+            ({"text": torch.zeros(3).byte()}, r"^'n.ids' has 3 rows, and 'text' has no dimension for rows$"),
+            ({"text": torch.zeros(3, 1, 1).byte()}, r"^'text': expected rows \[..., \*\] or one row \[\*\], got uint8\[3, 1, 1\]$"),
             ({"n": {"ids": [[1], [2], [3]], "box": torch.zeros(3, 1, 3)}}, r"^'n.box': expected rows \[..., \*, 2\] or one row \[\*, 2\], got float32\[3, 1, 3\]$"),
             ({"n": {"ids": [[1], 2, [3]], "box": torch.zeros(3, 1, 2)}}, r"^'n.ids': expected rows \[\*\], row 1 is int64\[\]$"),
             ({"n": {"ids": [[1], [[2]], [3]], "box": torch.zeros(3, 1, 2)}}, r"^'n.ids': expected rows \[\*\], row 1 is int64\[1, 1\]$"),
@@ -322,9 +328,9 @@ class TestRefused:
         message = "^'x': rows of a jagged column differ in their first dimension, these in another$"
         with pytest.raises(ValueError, match=message):
             RowWriter(tmp_path / "t", like={"x": rows})
-        with RowWriter(tmp_path / "t", like={"x": [[[0.5]]]}, jagged=["x"]) as writer:
-            with pytest.raises(ValueError, match=message):
-                writer.write({"x": rows})
+        writer = RowWriter(tmp_path / "t", like={"x": [[[0.5]]]}, jagged=["x"])
+        with writer, pytest.raises(ValueError, match=message):
+            writer.write({"x": rows})
 
 
 def overwrite(folder: Path, name: str, position: int, number: int) -> None:
@@ -359,7 +365,7 @@ class TestDamaged:
             with pytest.raises(InvalidFileError, match=message):
                 call()
         assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert load(folder, keys=["n"])["n", "ids"].tolist if position else True
+        assert plain(load(folder, keys=["n", "s"]))["n"] == expected(9)["n"]
 
     def test_files_that_are_too_short(self, tmp_path: Path) -> None:
         folder = written(tmp_path / "t", 9)
@@ -422,10 +428,8 @@ class TestDamaged:
                 found.rows[:].clone()
                 found.rows[torch.arange(len(found.rows)).flip(0)]
                 if "text" in found and len(found.rows) and found["text"].dtype is torch.uint8:
-                    try:
+                    with suppress(ValueError):  # of bytes that are no UTF-8
                         found.decode("text")
-                    except (UnicodeDecodeError, ValueError):
-                        pass
                 with warnings.catch_warnings():
                     RowWriter(folder, append=True).close()
             except (InvalidFileError, IsADirectoryError):

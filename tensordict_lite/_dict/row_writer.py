@@ -306,15 +306,9 @@ def _converted(fields: TreeDict[Any], key: str, value: Any, at: Path) -> Any:
     into = fields._untyped_subset(())
     into._policy = replace(fields._policy, on_mismatch="move")
     insert(into, {key: value}, at=at)
-    column = fields[key]
-    if (
-        isinstance(column, Tensor)
-        and column.is_nested
-        and into._policy.encoders.keys() != fields._policy.encoders.keys()
-    ):
-        raise ValueError(
-            f"{dotted((*at, key))} is a column of numbers, got strings"
-        )  # of any length, so they would fit
+    # A jagged column takes codes of any length, so nothing else refuses the codes of strings.
+    if isinstance(fields[key], JaggedRows) and into._policy.encoders.keys() != fields._policy.encoders.keys():
+        raise ValueError(f"{dotted((*at, key))} is a column of numbers, got strings")
     return into[key]
 
 
@@ -393,12 +387,17 @@ def _refuse_other_jagged(tensor: Tensor, path: Path) -> None:
         raise ValueError(f"{dotted(path)}: rows of a jagged column differ in their first dimension, these in another")
 
 
-def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) -> tuple[Tensor, Tensor]:
-    """The values and the lengths of a list of rows. They are converted one by one, since they differ in length."""
+def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) -> tuple[Tensor, Tensor] | None:
+    """The values and the lengths of a list of rows. They are converted one by one, since they differ in length.
+
+    None for the values of one row.
+    """
     column, path = cast(JaggedRows, fields[key]), (*at, key)
     # An empty list has no dtype of its own.
     none = torch.empty((0, *column.shape[2:]), dtype=column.dtype, device="cpu")
     parts = [none if _is_list(row) and not len(row) else _converted(fields, key, row, at) for row in rows]
+    if parts[0].dim() == none.dim() - 1:
+        return None
     for i, part in enumerate(parts):
         _refuse_unwritable(column, part, path)
         if part.dim() != none.dim() or part.shape[1:] != none.shape[1:]:

@@ -60,6 +60,7 @@ def select_row(tensor: Tensor, index: int) -> Tensor:
     nested = cast(Any, tensor)
     offsets: Tensor = nested.offsets()
     given: Tensor | None = nested.lengths()
+    index = index + tensor.shape[0] if index < 0 else index
     start = int(offsets[index])
     end = int(offsets[index + 1]) if given is None else start + int(given[index])
     return tensor.values()[start:end]
