@@ -33,6 +33,7 @@ from tensordict_lite import (
     TypedDeviceDict,
     Utf8,
     Vocabulary,
+    cat,
     collate,
     load,
 )
@@ -501,6 +502,50 @@ whole["x"].zero_()
         assert len(ForkingPickler.dumps(table.select("x"))) < 3000
         with safe_open(str(column), "np") as file:  # with "pt", safetensors maps no file that is larger than the memory
             assert file.get_slice("x").get_shape() == [rows, 1 << 20]
+
+
+class TestSeveral:
+    """`cat` of several files and tables of one schema."""
+
+    def files(self, folder: Path) -> list[Path]:
+        sample(3).save(folder / "a")
+        written(folder / "b", sample(2, 3))
+        DeviceDict({**sample(4, 5), "name": ["wide"] * 3 + ["row 8"]}, encoders={"species": SPECIES}).save(folder / "c")
+        return [folder / name for name in "abc"]
+
+    def test_files_and_tables(self, tmp_path: Path) -> None:
+        whole = cat([load(path) for path in self.files(tmp_path)])
+        assert torch.equal(whole["x"], sample(9)["x"]) and torch.equal(whole["n", "z"], sample(9)["n", "z"])
+        assert whole.decode("species") == sample(9).decode("species") and whole["n", "empty"] == {}
+        assert whole.decode("name") == [*(f"row {i}" for i in range(5)), "wide", "wide", "wide", "row 8"]
+
+    def test_typed(self, tmp_path: Path) -> None:
+        for name in "ab":
+            written(tmp_path / name, Step(x=torch.zeros(2, 3), obs=Obs(state=torch.ones(2))))
+        whole = cat([Step.load(tmp_path / name) for name in "ab"])
+        assert type(whole) is Step and type(whole.obs) is Obs and len(whole.rows) == 4 and whole.w is None
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"x": torch.zeros(3, 3)}, r"^'x': dict 3 has float32\[3, 3\], dict 0 has float32\[3, 2\]$"),
+            ({"n": {"z": [1]}}, r"^dict 3 lacks 'n.empty', which dict 0 has$"),
+            ({"y": [1]}, r"^dict 3 has 'y', which dict 0 lacks$"),
+            ({"x": ["a"]}, r"^'x': dict 3 has uint8\[1, 1\], dict 0 has float32\[3, 2\]$"),
+        ],
+    )
+    def test_another_schema_is_named_with_its_position(self, tmp_path: Path, change: Any, message: str) -> None:
+        DeviceDict({**sample(3), **change}, encoders=sample().encoders).save(tmp_path / "d")
+        with pytest.raises(ValueError, match=message):
+            cat([load(path) for path in [*self.files(tmp_path), tmp_path / "d"]])
+
+    def test_a_list_of_paths_is_refused_with_the_way_out(self, tmp_path: Path) -> None:
+        several: Any = [tmp_path, tmp_path]
+        with pytest.raises(
+            TypeError,
+            match=r"^load takes one path; cat\(\[load\(path\) for path in paths\]\) joins the dicts of several files$",
+        ):
+            load(several)
 
 
 def write_on(writer: RowWriter, count: int) -> None:

@@ -24,7 +24,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tensordict_lite import DeviceDict, InvalidFileError, RowWriter, TypedDeviceDict, Utf8, Vocabulary, collate, load
+from tensordict_lite import (
+    DeviceDict,
+    InvalidFileError,
+    RowWriter,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    cat,
+    collate,
+    load,
+)
 from tensordict_lite._files import table, table_writer  # pyright: ignore[reportPrivateUsage]
 
 # torch says so itself when a nested tensor is printed or compiled code is near
@@ -65,7 +75,8 @@ def new(folder: Path, **options: Any) -> RowWriter:
 
 def written(folder: Path, count: int = 3) -> Path:
     with new(folder) as writer:
-        writer.write(sample(count))
+        if count:
+            writer.write(sample(count))
     return folder
 
 
@@ -268,6 +279,20 @@ assert "/t/text.safetensors" in open("/proc/self/maps").read()
         assert again[3].decode("text") == "y"
         found["text"].values()[0] = 65  # a write is sent by value
         assert pickle.loads(ForkingPickler.dumps(found.rows))[0].decode("text") == "A" + "x" * 19
+
+    def test_several_tables_as_one(self, tmp_path: Path) -> None:
+        paths = [written(tmp_path / "a", 4), written(tmp_path / "b", 0), written(tmp_path / "c", 3)]
+        whole = cat([load(path) for path in paths])
+        one, two = expected(4), expected(3)
+        assert plain(whole)["text"] == one["text"] + two["text"] and whole.decode("s") == one["s"] + two["s"]
+        assert plain(whole)["n"]["box"] == one["n"]["box"] + two["n"]["box"]
+        assert whole.rows[5].decode("text") == texts(3)[1] and len(whole.rows) == 7
+        dense = written(tmp_path / "d", 2)
+        other = {**load(dense), "text": torch.zeros(2, 1).byte()}
+        with pytest.raises(ValueError, match=r"^'text': dict 1 has uint8\[2, 1\], dict 0 has uint8\[jagged\]$"):
+            cat([load(dense), other])
+        with pytest.raises(ValueError, match=r"^'text': dict 1 has uint8\[jagged\], dict 0 has uint8\[2, 1\]$"):
+            cat([other, load(dense)])
 
 
 class TestRefused:

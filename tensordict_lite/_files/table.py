@@ -34,17 +34,17 @@ from .._memory.layout import row_major
 from .._memory.mapped import map_append_only
 from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
-from .._tree.policy import Encoders, Policy
+from .._tree.policy import Encoders
 from .atomic_write import FilePath
 from .manifest import Reader, choose_from, invalid
 from .safetensors import (
     MAX_MANIFEST,
     PAIRS,
-    as_paths,
     import_library,
     invalid_file,
     is_too_long,
     open_regular,
+    reading,
 )
 
 INDEX = "table.json"
@@ -240,10 +240,8 @@ def read(
     encoders: Encoders | None,
 ) -> Any:
     """Load the table in a folder as a dict of class ``cls``, without validating it against the class."""
-    library = import_library()
-    paths = None if keys is None else as_paths(keys)
-    Policy().override(encoders)  # raises for an invalid argument, before any error can blame the table
-    folder = os.path.abspath(os.fsdecode(path))
+    library, folder, paths = reading(path, keys, encoders)
+    folder = os.path.abspath(folder)
     with invalid_file(folder, library.SafetensorError, RuntimeError):
         index = read_index(folder)
         reader = Reader(index.manifest, len(index.columns), encoders)

@@ -32,6 +32,13 @@ def join_jagged(rows: Sequence[Tensor]) -> Tensor:
     )
 
 
+def cat_jagged(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of several nested tensors as one, which torch's ``cat`` does not make. See `parts_of`."""
+    values, lengths = zip(*map(parts_of, tensors), strict=True)
+    ends = torch.cat(lengths).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(values), torch.cat([ends.new_zeros(1), ends]))
+
+
 def parts_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a nested tensor without gaps between its rows, and the length of each row.
 
