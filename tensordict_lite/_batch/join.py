@@ -173,7 +173,7 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
 def widened(column: Sequence[Tensor], encoder: object) -> list[Tensor] | None:
     """The codes, padded to the width of the widest. None if they cannot be padded or have one width already."""
     number = padding(encoder, *column)
-    if number is None:
+    if number is None or any([codes.is_nested for codes in column]):  # noqa: C419  (faster)
         return None
     widths = [codes.shape[-1] for codes in column]
     if len(set(widths)) == 1:
