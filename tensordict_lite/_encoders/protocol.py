@@ -243,9 +243,10 @@ def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, 
 def encode_jagged(encoder: object, strings: Any) -> tuple[Tensor, Tensor] | None:
     """The codes of a list of strings without padding, and their lengths. None for other values and other encoders."""
     method = getattr(encoder, "encode_jagged", None)
-    if method is None or not isinstance(strings, (list, tuple)) or not {str}.issuperset(map(type, strings)):
+    if method is None or not isinstance(strings, (list, tuple)):
         return None
-    return method(cast("list[str]", strings))
+    flat = cast("list[Any]", strings)
+    return method(flat) if {str}.issuperset(map(type, flat)) else None
 
 
 def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:

@@ -51,8 +51,8 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
         nested = cast(Any, select_rows(tensor, torch.arange(tensor.shape[0], device=tensor.device)))
     offsets: Tensor = nested.offsets()
     values: Tensor = nested.values()
-    first, end = offsets[[0, -1]].tolist()
-    return values[first:end], offsets.diff()
+    ends: list[int] = cast(Any, offsets[[0, -1]]).tolist()
+    return values[ends[0] : ends[1]], offsets.diff()
 
 
 def over_jagged(values: Tensor, offsets: Tensor, least: int, most: int) -> Tensor:
