@@ -39,6 +39,11 @@ def cat_jagged(tensors: Sequence[Tensor]) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(torch.cat(values), torch.cat([ends.new_zeros(1), ends]))
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """The values of a nested tensor. torch's ``values()`` takes as long as a copy of many rows; autograd needs it."""
+    return tensor.values() if tensor.requires_grad else cast(Any, tensor)._values
+
+
 def parts_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a nested tensor without gaps between its rows, and the length of each row.
 
@@ -67,10 +72,10 @@ def select_row(tensor: Tensor, index: int) -> Tensor:
     nested = cast(Any, tensor)
     offsets: Tensor = nested.offsets()
     given: Tensor | None = nested.lengths()
-    index = index + tensor.shape[0] if index < 0 else index
+    index = index + len(offsets) - 1 if index < 0 else index
     start = int(offsets[index])
     end = int(offsets[index + 1]) if given is None else start + int(given[index])
-    return tensor.values()[start:end]
+    return values_of(tensor)[start:end]
 
 
 def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
@@ -81,10 +86,10 @@ def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
     nested = cast(Any, tensor)
     offsets: Tensor = nested.offsets()
     given: Tensor | None = nested.lengths()
-    starts = offsets[: tensor.shape[0]][index]
+    starts = offsets[:-1][index]
     lengths = offsets[1:][index] - starts if given is None else given[index]
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    values = tensor.values()
+    values = values_of(tensor)
     if values.is_cpu and packable(values) and not intercepted():
         return torch.nested.nested_tensor_from_jagged(_copied(values, starts, ends), ends)
     total = int(ends[-1])
