@@ -275,7 +275,7 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
     if not isinstance(codes, Mapping) and codes.is_nested:
         decode = getattr(encoder, "decode_jagged", None)
         if decode is not None and is_plain_jagged(codes) and codes.dim() == 2:
-            return decode(values_of(codes.detach()).cpu(), cast(Any, codes).offsets().cpu())
+            return decode(values_of(codes).detach().cpu(), cast(Any, codes).offsets().cpu())
         return [decode_nested(encoder, row) for row in codes.unbind()]
     # Without code_ndim, the first dimension is the number of strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)
