@@ -2,8 +2,9 @@
 
     python benchmarks/bench_table.py [--quick] [--rounds N] [--json PATH] [--folder PATH] [--mib N]
 
-Two tables: twelve narrow columns, and one with images. Files stay in the page cache, so that it is the programs that
-are timed and not the disk. Every contender reads the same rows as a dict of tensors; the results are compared first.
+Three tables: twelve narrow columns, one with images, and one of texts in a jagged column. Files stay in the page cache,
+so that it is the programs that are timed and not the disk. Every contender reads the same rows as a dict of tensors, or
+as strings; the results are compared first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +47,7 @@ Table = dict[str, torch.Tensor]
 OURS, HAND, NUMPY, PEER = "ours", "index_select by hand", "NumPy memmap", "TensorDict memmap"
 APPEND, CHUNKS = "TensorDict append_memmap", "TensorDict memmap_like"
 HDF5, ZARR, ARROW = "h5py", "zarr", "HF datasets"
+SELECT, SLICES = "index_select of bytes", "a slice for each row"
 # The time of the other contender over ours: at least this.
 GATHER_GOALS = {HAND: 0.75, PEER: 4.0, NUMPY: 1.2}
 BATCH, BLOCK = 256, 4096
@@ -269,6 +272,40 @@ def gather_timers(whole: Table, folder: Path, written: Mapping[str, Any]) -> dic
     return timers
 
 
+def text_timers(mib: int, folder: Path) -> dict[int, dict[str, Timer]]:
+    """Gathering texts of 0 to 400 bytes, as Python strings."""
+    lengths = torch.randint(400, ((mib << 20) // 200,)).tolist()
+    texts = ["x" * length for length in lengths]
+    with RowWriter(folder, like={"text": ["x"]}, jagged=["text"]) as writer:
+        for first in range(0, len(texts), BLOCK):
+            writer.write({"text": texts[first : first + BLOCK]})
+    table = load(folder)
+    nested: Any = table["text"]
+    values, offsets = nested.values(), nested.offsets()
+
+    def by_index(index: torch.Tensor) -> list[str]:
+        """With an index for each byte, as for dense fields."""
+        starts, ends = offsets[:-1][index], offsets[1:][index]
+        at = (ends - starts).cumsum(0)
+        shift = torch.repeat_interleave(ends - at, ends - starts)
+        data = values.index_select(0, torch.arange(int(at[-1])) + shift).numpy().tobytes()
+        places = [0, *at.tolist()]
+        return [data[a:b].decode() for a, b in pairwise(places)]
+
+    def by_row(index: torch.Tensor) -> list[str]:
+        """With a slice for each row."""
+        return [bytes(values[offsets[i] : offsets[i + 1]].numpy()).decode() for i in index.tolist()]
+
+    gathers = {OURS: lambda index: table.rows[index].decode("text"), SELECT: by_index, SLICES: by_row}
+    timers: dict[int, dict[str, Timer]] = {}
+    for size in (256, 4096):
+        index = torch.randint(len(texts), (size,), generator=torch.Generator().manual_seed(size))
+        for who, gather in gathers.items():
+            assert gather(index) == [texts[i] for i in index.tolist()], who
+            timers.setdefault(size, {})[who] = Timer("gather(index)", globals={"gather": gather, "index": index})
+    return timers
+
+
 def main() -> None:
     options = parser("Writing tables and gathering their rows, beside other formats.")
     options.add_argument("--folder", type=Path, help="where the files are written (a temporary folder)")
@@ -292,6 +329,10 @@ def main() -> None:
                 ratios = {who: ratio(spent, times[OURS]) for who, spent in times.items() if who != OURS}
                 lines += _lines(f"gather {size}", name, ratios, GATHER_GOALS)
                 results[f"gather {size} {name}"] = times
+        for size, times in interleaved(text_timers(given.mib, folder / "texts"), given.rounds).items():
+            ratios = {who: ratio(spent, times[OURS]) for who, spent in times.items() if who != OURS}
+            lines += _lines(f"gather {size} and decode", "texts", ratios, {})
+            results[f"gather {size} texts"] = times
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(ratio_table(lines, "their time over ours", "goal met", ""))

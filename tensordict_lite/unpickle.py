@@ -17,6 +17,7 @@ name                      found in
 ``Context``, ``Policy``   pickles of the pytree structure of a dict
 ``TooDeep``               pickles of the exception for a dict that is nested too deep
 ``map_again``             messages with a field of a mapped file: the receiver maps the file too
+``over_jagged``           messages with a nested tensor of a mapped file
 ``arrive``                messages that replace a dict that a process could not pickle
 ========================= ===========================================================================================
 
@@ -34,6 +35,7 @@ from ._encoders.protocol import EncodeOnly
 from ._encoders.tokenizer import rebuild_tokenizer
 from ._errors import TooDeep
 from ._files.torch_save import rebuild
+from ._memory.jagged import over_jagged
 from ._memory.mapped import map_again
 from ._tree.pickle5 import restore_buffers, restore_field
 from ._tree.policy import Policy
@@ -49,6 +51,7 @@ __all__ = [
     "TooDeep",
     "arrive",
     "map_again",
+    "over_jagged",
     "rebuild",
     "rebuild_tokenizer",
     "restore",

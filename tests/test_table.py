@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tensordict_lite import (
     TypedDeviceDict,
     Utf8,
     Vocabulary,
+    cat,
     collate,
     load,
 )
@@ -230,8 +232,8 @@ class TestRefused:
             ({"name": torch.zeros(3, 14, dtype=torch.uint8)}, r"^'name': a string of 14 bytes does not fit this column of 12; create the table with encoders=\{'name': Utf8\(max_length\)\}$"),
             ({"species": ["cat", "dog", "cow"]}, "^'species': 'cow' is not among the 2 tokens"),
             ({"n": {"z": None, "empty": {}}}, "'n.z'"),
-            ({"x": torch.zeros(3, 2).to_sparse()}, "^'x' is sparse, nested or quantized, and tables hold dense tensors; convert it first$"),
-            ({"x": torch.zeros(3, 2, device="meta")}, "^'x' is on meta, without values, and tables hold dense tensors; convert it first$"),
+            ({"x": torch.zeros(3, 2).to_sparse()}, "^'x' is sparse, nested or quantized, and this column holds dense tensors; convert it first$"),
+            ({"x": torch.zeros(3, 2, device="meta")}, "^'x' is on meta, without values, and this column holds dense tensors; convert it first$"),
             ({"x": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, "^'x' is sparse, nested or quantized"),
         ],
     )  # fmt: skip
@@ -502,6 +504,50 @@ whole["x"].zero_()
             assert file.get_slice("x").get_shape() == [rows, 1 << 20]
 
 
+class TestSeveral:
+    """`cat` of several files and tables of one schema."""
+
+    def files(self, folder: Path) -> list[Path]:
+        sample(3).save(folder / "a")
+        written(folder / "b", sample(2, 3))
+        DeviceDict({**sample(4, 5), "name": ["wide"] * 3 + ["row 8"]}, encoders={"species": SPECIES}).save(folder / "c")
+        return [folder / name for name in "abc"]
+
+    def test_files_and_tables(self, tmp_path: Path) -> None:
+        whole = cat([load(path) for path in self.files(tmp_path)])
+        assert torch.equal(whole["x"], sample(9)["x"]) and torch.equal(whole["n", "z"], sample(9)["n", "z"])
+        assert whole.decode("species") == sample(9).decode("species") and whole["n", "empty"] == {}
+        assert whole.decode("name") == [*(f"row {i}" for i in range(5)), "wide", "wide", "wide", "row 8"]
+
+    def test_typed(self, tmp_path: Path) -> None:
+        for name in "ab":
+            written(tmp_path / name, Step(x=torch.zeros(2, 3), obs=Obs(state=torch.ones(2))))
+        whole = cat([Step.load(tmp_path / name) for name in "ab"])
+        assert type(whole) is Step and type(whole.obs) is Obs and len(whole.rows) == 4 and whole.w is None
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"x": torch.zeros(3, 3)}, r"^'x': dict 3 has float32\[3, 3\], dict 0 has float32\[3, 2\]$"),
+            ({"n": {"z": [1]}}, r"^dict 3 lacks 'n.empty', which dict 0 has$"),
+            ({"y": [1]}, r"^dict 3 has 'y', which dict 0 lacks$"),
+            ({"x": ["a"]}, r"^'x': dict 3 has uint8\[1, 1\], dict 0 has float32\[3, 2\]$"),
+        ],
+    )
+    def test_another_schema_is_named_with_its_position(self, tmp_path: Path, change: Any, message: str) -> None:
+        DeviceDict({**sample(3), **change}, encoders=sample().encoders).save(tmp_path / "d")
+        with pytest.raises(ValueError, match=message):
+            cat([load(path) for path in [*self.files(tmp_path), tmp_path / "d"]])
+
+    def test_a_list_of_paths_is_refused_with_the_way_out(self, tmp_path: Path) -> None:
+        several: Any = [tmp_path, tmp_path]
+        with pytest.raises(
+            TypeError,
+            match=r"^load takes one path; cat\(\[load\(path\) for path in paths\]\) joins the dicts of several files$",
+        ):
+            load(several)
+
+
 def write_on(writer: RowWriter, count: int) -> None:
     while True:
         writer.write({"x": torch.ones(count, 1000)})
@@ -587,7 +633,10 @@ class TestDamaged:
             (lambda i: i.update(rows=1 << 63), "the row count or the columns in its table.json are damaged"),
             (lambda i: i.update(rows=-1), "damaged"),
             (lambda i: i.update(rows=True), "damaged"),
-            (lambda i: i.update(version=2), "its version is 2, and this package reads version 1; update the package"),
+            (
+                lambda i: i.update(version=3),
+                "its version is 3, and this package reads versions 1 to 2; update the package",
+            ),
             (lambda i: i.pop("version"), "has no version"),
             (lambda i: i.update(more=1), "has other fields than"),
             (lambda i: i.update(columns=[]), "it has no columns"),
@@ -706,8 +755,19 @@ def test_a_crash_between_two_headers_is_repaired(tmp_path: Path, small_buffers: 
     assert load(folder) == sample(6)
 
 
+def ragged(count: int = 3, first: int = 0) -> DeviceDict:
+    """Jagged columns of numbers and of text beside a plain one."""
+    i = range(first, first + count)
+    samples = [{"x": n, "ids": torch.arange(n % 4), "text": torch.tensor([97] * (n % 5 + 1)).byte()} for n in i]
+    return collate(samples, jagged=["ids", "text"], encoders={"text": Utf8()})
+
+
+@pytest.mark.parametrize("sample", [sample, ragged])
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt just after open()
-def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None) -> None:
+def test_an_interrupt_between_any_two_lines(
+    tmp_path: Path, small_buffers: None, sample: Callable[..., DeviceDict]
+) -> None:
     """An interrupt in any line of the writer leaves a table with whole rows, and the writer goes on."""
 
     def run(stop: int) -> bool:
@@ -749,6 +809,9 @@ def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None)
         assert len(writer) == 80 and expected in (40, 80)
         with safe_open(str(folder / "x.safetensors"), "pt") as file:
             assert file.get_slice("x").get_shape()[0] in (40, 80)
+        if "ids" in load(folder):
+            with safe_open(str(folder / "ids.offsets.safetensors"), "pt") as file:
+                assert file.get_slice("ids.offsets").get_shape()[0] in (41, 81)
         writer.write(sample(40, 80))
         writer.close()
         assert load(folder) == sample(120)
@@ -761,10 +824,18 @@ def test_an_interrupt_between_any_two_lines(tmp_path: Path, small_buffers: None)
     assert stop > 100
 
 
-def test_the_golden_table(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_the_golden_tables(tmp_path: Path) -> None:
     made = make.table()
     table = load(GOLDEN / make.TABLE)
     assert table == made and table.encoders == made.encoders and table.decode("name") == ["Ada", "Bo"]
+    jagged = load(GOLDEN / make.JAGGED)
+    assert jagged.decode("text") == ["Ada", "", "é"] and jagged["n"].tolist() == {
+        "ids": [[1, 2], [], [3]],
+        "box": [[[0.5]], [], [[1], [2]]],
+    }
     make.save_table(tmp_path)
-    for path in (GOLDEN / make.TABLE).iterdir():
-        assert (tmp_path / make.TABLE / path.name).read_bytes() == path.read_bytes()
+    for name in (make.TABLE, make.JAGGED):
+        assert len(list((tmp_path / name).iterdir())) == len(list((GOLDEN / name).iterdir()))
+        for path in (GOLDEN / name).iterdir():
+            assert (tmp_path / name / path.name).read_bytes() == path.read_bytes()

@@ -20,13 +20,21 @@ from tensordict_lite._files import table_writer  # pyright: ignore[reportPrivate
 
 # `TIMES=500 pytest tests/test_table_crash.py` for more.
 TIMES = int(os.environ.get("TIMES", "25"))
-LIKE = DeviceDict({"i": [0], "wide": torch.zeros(1, 300, dtype=torch.float64), "s": ["0"]}, encoders={"s": Utf8(12)})
+LIKE = DeviceDict(
+    {"i": [0], "wide": torch.zeros(1, 300, dtype=torch.float64), "s": ["0"], "text": ["0"]}, encoders={"s": Utf8(12)}
+)
+FILES = ("i", "wide", "s", "text", "text.offsets")
 
 
 def rows(first: int, count: int) -> dict[str, Any]:
     """Rows whose values follow from their number, so that a torn row shows."""
     i = torch.arange(first, first + count)
-    return {"i": i, "wide": i.double()[:, None].expand(count, 300), "s": [str(n) for n in i.tolist()]}
+    texts = [text(n) for n in i.tolist()]
+    return {"i": i, "wide": i.double()[:, None].expand(count, 300), "s": list(map(str, i.tolist())), "text": texts}
+
+
+def text(n: int) -> str:
+    return f"{'é' * (n % 13)}{n}" if n % 3 else ""
 
 
 def check(folder: Path, least: int) -> int:
@@ -37,15 +45,17 @@ def check(folder: Path, least: int) -> int:
     assert torch.equal(table["i"], torch.arange(count))
     assert torch.equal(table["wide"], torch.arange(count).double()[:, None].expand(count, 300))
     assert table.decode("s") == [str(n) for n in range(count)]
+    assert table.decode("text") == [text(n) for n in range(count)]
     return count
 
 
 def opened_plainly(folder: Path, count: int) -> bool:
     """Whether safetensors itself reads every column, with the rows of the table."""
-    for name in ("i", "wide", "s"):
+    for name in FILES:
+        least = count if name != "text" else sum(len(text(n).encode()) for n in range(count))
         try:
             with safe_open(str(folder / f"{name}.safetensors"), "pt") as file:
-                assert file.get_slice(name).get_shape()[0] >= count
+                assert file.get_slice(name).get_shape()[0] >= least
                 assert set(file.keys()) <= {name, "unused"}
         except Exception:
             return False
@@ -55,7 +65,7 @@ def opened_plainly(folder: Path, count: int) -> bool:
 def write_forever(folder: Path, acknowledge: Callable[[int], object], seed: int) -> None:
     choose = random.Random(seed)
     append = (folder / "table.json").exists()
-    with RowWriter(folder, append=True) if append else RowWriter(folder, like=LIKE) as writer:
+    with RowWriter(folder, append=True) if append else RowWriter(folder, like=LIKE, jagged=["text"]) as writer:
         if append:
             acknowledge(len(writer))
         stop = len(writer) + 3_000
@@ -115,10 +125,11 @@ def small_steps() -> Any:
 
 
 def left_over(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {"table.json", *(f"{n}.safetensors" for n in ("i", "wide", "s"))}
+    return {path.name for path in folder.iterdir()} - {"table.json", *(f"{n}.safetensors" for n in FILES)}
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) -> None:

@@ -13,6 +13,7 @@ from .._dict.device_dict import DeviceDict
 from .._dict.torch_functions import implements
 from .._encoders.protocol import decode_alike, padding
 from .._errors import DeviceMismatchError, Path, described, dotted
+from .._memory.jagged import cat_jagged, is_jagged
 from .._tree.policy import Policy
 from .._tree.tree import TreeDict
 from .pad import Pad, Pads, pad_rows
@@ -44,7 +45,8 @@ def cat(
 ) -> DeviceDict[Any]:
     """Concatenate every field of the dicts with ``torch.cat``, along the dimension ``dim``.
 
-    Rules, errors and cost are those of `stack`. The exception: kept lists are concatenated.
+    Rules, errors and cost are those of `stack`. The exceptions: kept lists are concatenated, and the rows of nested
+    tensors of layout ``torch.jagged``.
 
     ``pad``: fill values for batches whose second dimensions differ, as in `collate`: numbers or `Pad`. Lengths and
     masks are joined if the dicts have them, and made otherwise. ``pad`` needs ``dim=0``. Padded fields are copied
@@ -90,20 +92,23 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
         if isinstance(column[0], Tensor):
             encoder = policy.encoders.get(key)
             along = dim if encoder is None else _leading(column[0], encoder, verb, dim, path)
+            rows = (verb, along) == ("cat", 0) and column[0].is_nested  # torch has no `cat` of nested tensors
+            if rows and not all([isinstance(value, Tensor) and is_jagged(value) for value in column]):  # noqa: C419
+                raise_mismatch(column, path, "dict", None)
             try:
-                items[key] = join(column, along)
+                items[key] = cat_jagged(column) if rows else join(column, along)
             except torch.OutOfMemoryError:
                 raise
             except IndexError as error:  # the dimension does not exist
                 raise IndexError(f"{dotted(path)}: {error}") from error
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError, AttributeError) as error:  # nested tensors raise the last
                 if verb == "cat" and not column[0].dim():
                     raise ValueError(
                         f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
                     ) from error
                 wide = widened(column, encoder)
                 if wide is None:
-                    raise_mismatch(column, path, "dict", error)
+                    raise_mismatch(column, path, "dict", error, along=along if verb == "cat" else None)
                 items[key] = join(wide, along)
         elif isinstance(column[0], TreeDict):
             if not all(isinstance(value, TreeDict) for value in column):
@@ -168,7 +173,7 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
 def widened(column: Sequence[Tensor], encoder: object) -> list[Tensor] | None:
     """The codes, padded to the width of the widest. None if they cannot be padded or have one width already."""
     number = padding(encoder, *column)
-    if number is None:
+    if number is None or any([codes.is_nested for codes in column]):  # noqa: C419  (faster)
         return None
     widths = [codes.shape[-1] for codes in column]
     if len(set(widths)) == 1:
@@ -177,12 +182,30 @@ def widened(column: Sequence[Tensor], encoder: object) -> list[Tensor] | None:
     return [F.pad(codes, (0, most - width), value=number) for codes, width in zip(column, widths, strict=True)]
 
 
-def raise_mismatch(column: Sequence[Any], path: Path, noun: str, error: Exception | None, hint: str = "") -> NoReturn:
-    """Raise a ``ValueError`` that names the first value whose shape, dtype or type differs from value 0."""
+def raise_mismatch(
+    column: Sequence[Any],
+    path: Path,
+    noun: str,
+    error: Exception | None,
+    hint: str = "",
+    along: int | None = None,
+) -> NoReturn:
+    """Raise a ``ValueError`` that names the first value whose shape, dtype or type differs from value 0.
+
+    ``along``: the dimension that may differ for ``torch.cat``, which promotes dtypes; None if nothing may differ.
+    """
     for i, value in enumerate(column):
-        if described(value) != described(column[0]):
+        if described(value) != described(column[0]) and (along is None or not _can_cat(value, column[0], along)):
             message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(column[0])}{hint}"
             raise ValueError(message) from error
     if error is not None:
         raise error
     raise ValueError(f"{dotted(path)}: these cannot be joined")
+
+
+def _can_cat(a: Any, b: Any, along: int) -> bool:
+    """Whether two values are tensors with shapes that differ in one dimension only."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() != b.dim():
+        return False
+    along %= a.dim()
+    return a.shape[:along] == b.shape[:along] and a.shape[along + 1 :] == b.shape[along + 1 :]

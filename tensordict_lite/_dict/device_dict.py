@@ -1104,6 +1104,8 @@ class DeviceDict(TreeDict[V]):
         ...     DeviceDict.load(f"{folder}/d.safetensors", keys=[("n", "z")]).to_dict()
         {'n': {'z': tensor(3)}}
         """
+        if isinstance(cast(object, path), (list, tuple)):
+            raise TypeError("load takes one path; cat([load(path) for path in paths]) joins the dicts of several files")
         read = table.read if os.path.isdir(path) else safetensors.read
         out = read(cls, path, CPU if device is None else resolve(device), keys, encoders)
         out._validate()

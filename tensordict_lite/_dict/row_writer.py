@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from .._encoders.protocol import StringEncoder, padding
-from .._errors import Path, described, dotted, dtype_name
+from .._encoders.protocol import StringEncoder, encode_jagged, padding
+from .._errors import Path, described, dotted, dtype_name, with_path
 from .._files.atomic_write import FilePath
-from .._files.table_writer import TableWriter, create_table, open_table
+from .._files.table_writer import JaggedRows, TableWriter, create_table, open_table
 from .._memory.device import CPU
+from .._memory.jagged import is_jagged, parts_of
 from .._memory.transfer import transfer
+from .._tree.missing import missing_key
 from .._tree.policy import Encoders
-from .._tree.tree import TreeDict
+from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import Items, as_dict
 from .device_dict import DeviceDict
 from .insert import insert
@@ -46,6 +49,9 @@ class RowWriter:
             the keys, dtypes, shapes of a row, options and encoders. Its rows are not written. The folder must be empty.
             From one row ``sample``: ``like=collate([sample])``.
             A column of strings gets the width of this batch. Choose a width with ``Utf8(max_length)`` as the encoder.
+            A nested tensor of layout ``torch.jagged`` becomes a jagged column.
+        jagged: keys or paths of fields of ``like`` that become jagged columns. The first dimension of a row may differ
+            from row to row: the bytes of a text, the boxes of an image. `load` gives nested tensors.
         append: True: append to the table in ``folder``.
         encoders: string encoders for ``like``, or in place of those of the table, as in `DeviceDict` and `load`.
 
@@ -65,6 +71,15 @@ class RowWriter:
     ...     table = load(f"{folder}/people")
     ...     table.rows[[2, 0]].decode("name"), table["x"]
     (['Grace', 'Ada'], tensor([1., 2., 3.]))
+
+    Rows of any length, as text, are a jagged column:
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with RowWriter(folder, like={"text": ["Ada"]}, jagged=["text"]) as writer:
+    ...         writer.write({"text": ["To be, or not to be", "No"]})
+    ...     table = load(folder)
+    ...     table.decode("text"), table.rows[1]["text"].shape
+    (['To be, or not to be', 'No'], torch.Size([2]))
     """
 
     def __init__(
@@ -72,15 +87,19 @@ class RowWriter:
         folder: FilePath,
         like: Items | Rows[Any] | None = None,
         *,
+        jagged: Iterable[str | Path] = (),
         append: bool = False,
         encoders: Encoders | None = None,
     ) -> None:
+        keys = _jagged_keys(jagged)
+        if append and keys:
+            raise TypeError("RowWriter takes jagged= with like=; a table that exists knows its jagged columns")
         if append == (like is not None):
             raise TypeError("RowWriter takes like=, a batch with the fields of a new table, or append=True; give one")
         if like is None:
             self._writer, fields = open_table(folder, DeviceDict, encoders)
         else:
-            fields = _empty(like, encoders)
+            fields = _empty(like, encoders, keys)
             self._writer = create_table(folder, fields)
         self._fields: TreeDict[Any] = fields
 
@@ -91,6 +110,9 @@ class RowWriter:
 
         Values are converted as by ``d[key] = value``, on any device, and cast as by ``d.rows[i] = row``. Strings are
         padded to the width of their column. The values are copied, so you can change them afterwards.
+
+        A jagged column takes a nested tensor, a dense tensor, strings, or a list with a value for each row. The padding
+        of strings is not written.
 
         Args:
             rows: a mapping with every field of the table, a `DeviceDict`, or its ``rows``. The first dimension of each
@@ -116,8 +138,6 @@ class RowWriter:
         tensors = found.tensors
         if not all(tensor.is_cpu for tensor in tensors):
             tensors = transfer(tensors, CPU)
-        if found.count is None:
-            tensors = [tensor.unsqueeze(0) for tensor in tensors]
         self._table.append(tensors, 1 if found.count is None else found.count)
 
     def flush(self) -> None:
@@ -171,7 +191,7 @@ class RowWriter:
 
 
 class _Found:
-    """The tensors of a batch, in the order of the columns, and the number of rows."""
+    """The tensors of a batch, in the order of the columns, and the number of rows. See `TableWriter.append`."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -179,6 +199,14 @@ class _Found:
         """None for one row without a dimension for the rows."""
         self.first: Path | None = None
         """The path of the first field."""
+
+    def add(self, path: Path, count: int | None, *tensors: Tensor) -> None:
+        """Append the tensors of one field, which has ``count`` rows."""
+        if self.first is None:
+            self.first, self.count = path, count
+        elif count != self.count:
+            raise ValueError(f"{dotted(path)} has {_rows(count)}, and {dotted(self.first)} has {_rows(self.count)}")
+        self.tensors += tensors
 
 
 def _data(given: Any) -> Mapping[str, Any]:
@@ -188,19 +216,46 @@ def _data(given: Any) -> Mapping[str, Any]:
     return cast("TreeDict[Any]", given) if isinstance(given, TreeDict) else as_dict(given)
 
 
-def _empty(like: Any, encoders: Encoders | None) -> DeviceDict[Any]:
+def _jagged_keys(given: Any) -> frozenset[Any]:
+    """The validated ``jagged=`` of `RowWriter`."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f'RowWriter takes a list of keys or paths as jagged=, as ["text"], got {given!r:.60}')
+    keys = frozenset(cast("Iterable[Any]", given))
+    for key in keys:
+        if not isinstance(key, (str, tuple)):
+            raise TypeError(f"jagged= of RowWriter takes keys and paths, got {key!r:.60}")
+    return keys
+
+
+def _empty(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> DeviceDict[Any]:
     """A dict on the CPU with the fields of ``like``, without rows."""
     data: Any = _data(like)
     d = cast("DeviceDict[Any]", data)
     if encoders is not None or not isinstance(data, DeviceDict):
         d = DeviceDict[Any](data, encoders=encoders)
     len(d.rows)  # raises if the fields disagree
-    return d._map_tensors(_without_rows, CPU)
+    found: set[Any] = set()
+    tensors: list[Tensor] = []
+    for path, tensor in tensor_paths(d):
+        names = jagged & {path, path[-1]}
+        found |= names
+        tensors.append(_without_rows(tensor, bool(names), path))
+    if jagged - found:
+        key: Any = min(jagged - found, key=str)
+        raise missing_key(d, key, "the batch that RowWriter got as like=")
+    return d._replace_tensors(tensors, CPU)
 
 
-def _without_rows(tensor: Tensor) -> Tensor:
+def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:
+    if is_jagged(tensor):
+        _refuse_other_jagged(tensor, path)
+        return JaggedRows.of(tensor.dtype, tensor.values().shape[1:])
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return tensor  # refused by `create_table`, which names the field
+    if jagged and tensor.dim() < 2:
+        raise ValueError(f"{dotted(path)}: rows of a jagged column have a dimension, like= has {described(tensor)}")
+    if jagged:
+        return JaggedRows.of(tensor.dtype, tensor.shape[2:])
     return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
 
 
@@ -232,6 +287,10 @@ def _collect(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _
         encoder = fields._policy.encoders.get(key)
         if key in encoders and encoder is not None and encoders[key] != encoder:
             raise ValueError(f"{dotted(path)} is encoded with {encoder!r}, the given value with {encoders[key]!r}")
+        if isinstance(column, JaggedRows) and not isinstance(value, Mapping):
+            _add_jagged(fields, key, value, at, found)
+            count = found.count
+            continue
         if not isinstance(value, Tensor) and not (isinstance(value, Mapping) and isinstance(column, TreeDict)):
             value = _converted(fields, key, value, at)
         if isinstance(column, TreeDict) and isinstance(value, Mapping):
@@ -249,6 +308,9 @@ def _converted(fields: TreeDict[Any], key: str, value: Any, at: Path) -> Any:
     into = fields._untyped_subset(())
     into._policy = replace(fields._policy, on_mismatch="move")
     insert(into, {key: value}, at=at)
+    # A jagged column takes codes of any length, so nothing else refuses the codes of strings.
+    if isinstance(fields[key], JaggedRows) and into._policy.encoders.keys() != fields._policy.encoders.keys():
+        raise ValueError(f"{dotted((*at, key))} is a column of numbers, got strings")
     return into[key]
 
 
@@ -262,17 +324,10 @@ def _refuse_keys(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> N
 
 def _add(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path, found: _Found) -> None:
     """Validate a tensor for ``column``, which is [0, *shape of a row], and append it to ``found``."""
-    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
-        what = "on meta, without values" if value.is_meta else "sparse, nested or quantized"
-        raise TypeError(f"{dotted(path)} is {what}, and tables hold dense tensors; convert it first")
+    _refuse_unwritable(column, value, path)
     value = value.detach()
     shape = column.shape[1:]
     lead = value.dim() - len(shape)
-    if value.dtype is not column.dtype and not torch.can_cast(value.dtype, column.dtype):
-        raise ValueError(
-            f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into a column of "
-            f"{dtype_name(column.dtype)}; convert it first"
-        )
     if lead in (0, 1) and value.shape[lead:] != shape:
         value = _padded(column, value, encoder, path)
     if lead not in (0, 1) or value.shape[lead:] != shape:
@@ -281,12 +336,91 @@ def _add(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Pat
             f"{dotted(path)}: expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}], "
             f"got {described(value)}"
         )
-    count = value.shape[0] if lead else None
-    if found.first is None:
-        found.first, found.count = path, count
-    elif count != found.count:
-        raise ValueError(f"{dotted(path)} has {_rows(count)}, and {dotted(found.first)} has {_rows(found.count)}")
-    found.tensors.append(value)
+    found.add(path, value.shape[0] if lead else None, value if lead else value.unsqueeze(0))
+
+
+def _refuse_unwritable(column: Tensor, value: Tensor, path: Path) -> None:
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+        what = "on meta, without values" if value.is_meta else "sparse, nested or quantized"
+        raise TypeError(f"{dotted(path)} is {what}, and this column holds dense tensors; convert it first")
+    if value.dtype is not column.dtype and not torch.can_cast(value.dtype, column.dtype):
+        raise ValueError(
+            f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into a column of "
+            f"{dtype_name(column.dtype)}; convert it first"
+        )
+
+
+def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _Found) -> None:
+    """Convert and validate a value for the jagged column at ``key`` of ``fields``, and append it to ``found``."""
+    path, column, encoder = (*at, key), cast(JaggedRows, fields[key]), fields._policy.encoders.get(key)
+    element = column.shape[2:]
+    if not isinstance(value, Tensor):
+        try:
+            codes = None if element else encode_jagged(encoder, value)
+        except ValueError as error:
+            raise with_path(error, path) from error
+        if codes is None and _is_list(value) and value and isinstance(value[0], (list, tuple, np.ndarray, Tensor)):
+            codes = _rows_of_list(fields, key, value, at)
+        if codes is not None:
+            found.add(path, len(codes[1]), *codes)
+            return
+        none = _is_list(value) and not value  # one row without values
+        value = torch.empty((0, *element), dtype=column.dtype) if none else _converted(fields, key, value, at)
+    value = value.detach()
+    count, given = (value.shape[0] if value.dim() == column.dim() else None), value
+    if is_jagged(value):
+        _refuse_other_jagged(value, path)
+        values, lengths = parts_of(value)
+        _refuse_unwritable(column, values, path)
+        fits = values.shape[1:] == element
+    else:
+        _refuse_unwritable(column, value, path)
+        value = value if count is not None else value.unsqueeze(0)
+        fits = value.dim() == column.dim() and value.shape[2:] == element
+        values, lengths = _flat(value, padding(encoder, column, value)) if fits else (value, value)
+    if not fits:
+        row = ", ".join(["*", *map(str, element)])
+        raise ValueError(f"{dotted(path)}: expected rows [..., {row}] or one row [{row}], got {described(given)}")
+    found.add(path, count, values, lengths)
+
+
+def _refuse_other_jagged(tensor: Tensor, path: Path) -> None:
+    if cast(Any, tensor)._ragged_idx != 1:
+        raise ValueError(f"{dotted(path)}: rows of a jagged column differ in their first dimension, these in another")
+
+
+def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) -> tuple[Tensor, Tensor] | None:
+    """The values and the lengths of a list of rows. They are converted one by one, since they differ in length.
+
+    None for the values of one row.
+    """
+    column, path = cast(JaggedRows, fields[key]), (*at, key)
+    # An empty list has no dtype of its own.
+    none = torch.empty((0, *column.shape[2:]), dtype=column.dtype, device="cpu")
+    parts = [none if _is_list(row) and not len(row) else _converted(fields, key, row, at) for row in rows]
+    if parts[0].dim() == none.dim() - 1:
+        return None
+    for i, part in enumerate(parts):
+        _refuse_unwritable(column, part, path)
+        if part.dim() != none.dim() or part.shape[1:] != none.shape[1:]:
+            row = ", ".join(["*", *map(str, none.shape[1:])])
+            raise ValueError(f"{dotted(path)}: expected rows [{row}], row {i} is {described(part)}")
+    return torch.cat(parts).detach(), torch.tensor(list(map(len, parts)))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _flat(value: Tensor, number: int | None) -> tuple[Tensor, Tensor]:
+    """The values of rows of one length, and their lengths. ``number``: the padding of codes, which is left out."""
+    count, width = value.shape[:2]
+    if number is None or not width:
+        return value.flatten(0, 1), torch.full((count,), width, device=value.device)
+    used = value != number
+    after_last = width - used.flip(1).to(torch.uint8).argmax(1)  # argmax finds the first maximum
+    lengths = torch.where(used.any(1), after_last, 0)
+    return value[torch.arange(width, device=value.device) < lengths[:, None]], lengths
 
 
 def _padded(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path) -> Tensor:

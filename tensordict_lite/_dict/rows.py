@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, dotted
-from .._memory.jagged import is_jagged, select_rows
+from .._memory.jagged import is_jagged, select_row, select_rows
 from .._memory.rows import take_batch, take_rows
 from .._tree.tree import TreeDict, tensor_paths
 from .row_index import integers, row_index
@@ -71,7 +71,7 @@ class Rows(Dataset[D]):
             return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
         if isinstance(at, slice):
             return _taken(d, lambda tensor: _sliced(tensor, at), lambda kept: kept[at], count)
-        return _taken(d, lambda tensor: tensor[at], lambda kept: kept[at], count)
+        return _taken(d, lambda tensor: select_row(tensor, at), lambda kept: kept[at], count)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
         """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -76,17 +77,8 @@ class Utf8:
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
         """The codes of ``n`` strings: uint8 ``[n, L]``."""
-        strings = list(strings)
-        try:
-            encoded = [string.encode() for string in strings]
-        except UnicodeEncodeError:
-            encoded = [self._bytes(string) for string in strings]  # raises an error that names the string
-        longest = max(map(len, encoded), default=0)
-        width = longest if self.max_length is None else self.max_length
-        # One test of all strings: a test of each string takes four times as long.
-        if longest > width or b"\0" in b"".join(encoded):
-            for string in strings:  # pragma: no branch  (one of the strings is invalid)
-                self._bytes(string)  # raises an error for the first invalid string
+        encoded, _ = self._encoded(strings)
+        width = max(map(len, encoded), default=0) if self.max_length is None else self.max_length
         if width == 0:  # NumPy has no zero-width byte strings
             return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")
         # NumPy pads an `S` array with zeros in C. The array is writable, so torch shares its memory.
@@ -103,6 +95,37 @@ class Utf8:
         array = cast(Any, codes.contiguous().numpy())
         rows: list[bytes] = array.view(f"S{width}").reshape(count).tolist()
         return [row.decode() for row in rows]
+
+    def encode_jagged(self, strings: Sequence[str], /) -> tuple[Tensor, Tensor]:
+        """The codes of ``n`` strings without padding, one string after the other, and the length of each string."""
+        encoded, joined = self._encoded(strings)
+        lengths = torch.tensor(list(map(len, encoded)), dtype=torch.int64, device="cpu")
+        # A copy of the bytes, since a tensor can be written to.
+        return torch.as_tensor(np.frombuffer(bytearray(joined), np.uint8), device="cpu"), lengths
+
+    def decode_jagged(self, codes: Tensor, offsets: Tensor, /) -> list[str]:
+        """The strings of codes without padding. String ``i`` has ``codes[offsets[i] : offsets[i + 1]]``."""
+        if tensor_codes(self, codes).dtype != torch.uint8:
+            raise TypeError(f"{self!r} decodes uint8 codes, got {dtype_name(codes.dtype)}")
+        ends: list[int] = cast(Any, offsets).tolist()
+        first = ends[0]
+        data: bytes = cast(Any, codes[first : ends[-1]]).numpy().tobytes()
+        return [data[start - first : end - first].rstrip(b"\0").decode() for start, end in pairwise(ends)]
+
+    def _encoded(self, strings: Sequence[str]) -> tuple[list[bytes], bytes]:
+        """The bytes of each string, and of all. Raises for the first invalid string."""
+        strings = list(strings)
+        try:
+            encoded = [string.encode() for string in strings]
+        except UnicodeEncodeError:
+            encoded = [self._bytes(string) for string in strings]  # raises an error that names the string
+        joined = b"".join(encoded)
+        limit = self.max_length
+        # One test of all strings: a test of each string takes four times as long.
+        if b"\0" in joined or (limit is not None and max(map(len, encoded), default=0) > limit):
+            for string in strings:  # pragma: no branch  (one of the strings is invalid)
+                self._bytes(string)  # raises an error for the first invalid string
+        return encoded, joined
 
     def _bytes(self, string: str) -> bytes:
         try:

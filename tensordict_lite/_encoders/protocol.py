@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._errors import dtype_name
+from .._memory.jagged import is_plain_jagged, values_of
 
 Codes = Tensor | Mapping[str, Tensor]
 
@@ -30,6 +31,10 @@ class StringEncoder(Protocol):
     - ``padding``: a number. The container may pad codes with this number at the end of their last dimension. Padded
       codes must decode to the same strings, and every instance must decode the codes of every other instance.
       Requires ``code_dtype``, the dtype of the codes.
+    - ``encode_jagged(strings)``: codes without padding, for columns of tables whose rows differ in length. Returns the
+      codes of all strings, one string after the other, and the length of each string, int64 ``[n]``.
+    - ``decode_jagged(codes, offsets)``: the strings of such codes. String ``i`` has the codes from ``offsets[i]`` to
+      ``offsets[i + 1]``.
     - ``is_data``: True if every instance consists of plain data, so that pickling never fails.
 
     >>> from tensordict_lite import StringEncoder, Utf8
@@ -235,6 +240,15 @@ def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, 
     return _leading(encoder, codes, strings, shape)
 
 
+def encode_jagged(encoder: object, strings: Any) -> tuple[Tensor, Tensor] | None:
+    """The codes of a list of strings without padding, and their lengths. None for other values and other encoders."""
+    method = getattr(encoder, "encode_jagged", None)
+    if method is None or not isinstance(strings, (list, tuple)):
+        return None
+    flat = cast("list[Any]", strings)
+    return method(flat) if {str}.issuperset(map(type, flat)) else None
+
+
 def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:
     if not isinstance(codes, Tensor):
         raise TypeError(
@@ -259,6 +273,9 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
     else:
         first = codes
     if not isinstance(codes, Mapping) and codes.is_nested:
+        decode = getattr(encoder, "decode_jagged", None)
+        if decode is not None and is_plain_jagged(codes) and codes.dim() == 2:
+            return decode(values_of(codes).detach().cpu(), cast(Any, codes).offsets().cpu())
         return [decode_nested(encoder, row) for row in codes.unbind()]
     # Without code_ndim, the first dimension is the number of strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)

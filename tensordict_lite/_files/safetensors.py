@@ -168,10 +168,7 @@ def read(
     encoders: Encoders | None,
 ) -> Any:
     """Load a dict of class ``cls`` without validating it against the class: see `DeviceDict.load`."""
-    library = import_library()
-    paths = None if keys is None else as_paths(keys)
-    Policy().override(encoders)  # raises for an invalid argument, before any error can blame the file
-    path = os.fsdecode(path)
+    library, path, paths = reading(path, keys, encoders)
     with open_regular(path) as opened:
         # Read through the open file, since `path` may be replaced between reading the header and the tensors.
         same = f"/proc/self/fd/{opened.fileno()}"
@@ -190,6 +187,16 @@ def read(
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with invalid_file(of, library.SafetensorError):
         return reader.build(choose_from(cls), moved.__getitem__, device, own=False)
+
+
+def reading(
+    path: FilePath, keys: Sequence[str | Path] | None, encoders: Encoders | None
+) -> tuple[Any, str, list[Path] | None]:
+    """The library, and the validated arguments of `read`. An error about them comes before one that blames the file."""
+    library = import_library()
+    paths = None if keys is None else as_paths(keys)
+    Policy().override(encoders)  # raises for an invalid argument
+    return library, os.fsdecode(path), paths
 
 
 def open_regular(path: str) -> BufferedReader:

@@ -6,6 +6,9 @@ table has. A column file may hold more rows than that, from a writer that has no
 A column file starts with a safetensors header of fixed size, so that the writer can replace the header in place. The
 rows follow. Safetensors accepts a file only if its header describes all of its bytes. So the header describes the bytes
 after the last row as a second tensor, ``unused``.
+
+A jagged column has two files: the values of all rows, one row after the other, and ``offsets``. Row ``i`` has the
+values from ``offsets[i]`` to ``offsets[i + 1]``. So the row count alone says how many values the table has.
 """
 
 from __future__ import annotations
@@ -26,26 +29,28 @@ from torch import Tensor
 
 from .._errors import Path, dtype_name
 from .._memory.buffer import DTYPES
+from .._memory.jagged import over_jagged
 from .._memory.layout import row_major
 from .._memory.mapped import map_append_only
 from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
-from .._tree.policy import Encoders, Policy
+from .._tree.policy import Encoders
 from .atomic_write import FilePath
 from .manifest import Reader, choose_from, invalid
 from .safetensors import (
     MAX_MANIFEST,
     PAIRS,
-    as_paths,
     import_library,
     invalid_file,
     is_too_long,
     open_regular,
+    reading,
 )
 
 INDEX = "table.json"
 """The file with the schema and the row count."""
-VERSION = 1
+VERSION = 2
+"""The version of a table with jagged columns. Other tables have version 1."""
 UNUSED = "unused"
 """The name of the bytes after the last row, in the header of a column."""
 _PAGE = 4096
@@ -53,12 +58,14 @@ _PAGE = 4096
 _DIGITS = 19
 """The width of each number in a header. The largest int64 has this many digits."""
 _FILE = re.compile(r"\w[\w.~-]{0,150}\.safetensors", re.ASCII)
+_CHUNK = 1 << 20
+"""Offsets that are validated at a time."""
 _ATTEMPTS = 3
 """How often a header is read. A writer may replace the header while it is read."""
 
 
 class Column(NamedTuple):
-    """One column of a table."""
+    """One column of a table, or the offsets of a jagged column."""
 
     file: str
     """The name of its file, in the folder."""
@@ -66,11 +73,18 @@ class Column(NamedTuple):
     """The name of its tensor in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """The shape of one row."""
+    """The shape of one row in the file. A row of a jagged column has several rows in the file."""
+    offsets: Column | None = None
+    """The offsets of a jagged column. Their file has one row more than the table; the first offset is 0."""
+
+    @property
+    def parts(self) -> list[Column]:
+        """The columns with a file: the column itself, and its offsets."""
+        return [self._replace(offsets=None)] if self.offsets is None else [self._replace(offsets=None), self.offsets]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one row."""
+        """The bytes of one row in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -136,17 +150,19 @@ def choose_names(names: Sequence[str]) -> list[str]:
 
 def index_text(columns: Sequence[Column], manifest: Any) -> tuple[str, str]:
     """The text of ``table.json`` before and after the row count. Raises ``ValueError`` if it is too long to be read."""
-    listed = [
-        {"file": one.file, "name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape)}
-        for one in columns
-    ]
+    listed: list[dict[str, Any]] = []
+    for one in columns:
+        listed.append({"file": one.file, "name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape)})
+        if one.offsets is not None:
+            listed[-1]["offsets"] = {"file": one.offsets.file, "name": one.offsets.name}
     rest = json.dumps({"columns": listed, "manifest": manifest}, separators=(",", ":"))
     if is_too_long(rest + 100 * "["):
         raise ValueError(
             f"the structure and encoders of this table take {len(rest)} characters, and a file holds {MAX_MANIFEST}; "
             "use fewer fields, or give large encoders a registered name of their own"
         )
-    return f'{{"version":{VERSION},"rows":', f",{rest[1:]}"
+    version = 1 if all(one.offsets is None for one in columns) else VERSION
+    return f'{{"version":{version},"rows":', f",{rest[1:]}"
 
 
 def read_index(folder: str) -> Index:
@@ -168,8 +184,8 @@ def read_index(folder: str) -> Index:
     version = cast("dict[Any, Any]", data).get("version") if isinstance(data, dict) else None
     if type(version) is not int:
         invalid(f"its {INDEX} has no version")
-    if version != VERSION:
-        invalid(f"its version is {version}, and this package reads version {VERSION}; update the package")
+    if not 1 <= version <= VERSION:
+        invalid(f"its version is {version}, and this package reads versions 1 to {VERSION}; update the package")
     fields = cast("dict[str, Any]", data)
     if set(fields) != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
@@ -179,24 +195,41 @@ def read_index(folder: str) -> Index:
     columns = [_column(entry) for entry in cast("list[Any]", listed)]
     if not columns:
         invalid("it has no columns")
-    if len({column.file.casefold() for column in columns}) != len(columns):
+    files = [part.file.casefold() for column in columns for part in column.parts]
+    if len(set(files)) != len(files):
         invalid("two columns have the same file")
     return Index(rows, columns, fields["manifest"])
 
 
 def _column(entry: Any) -> Column:
-    if not isinstance(entry, dict) or set(cast("dict[Any, Any]", entry)) != {"file", "name", "dtype", "shape"}:
+    given = cast("dict[Any, Any]", entry if isinstance(entry, dict) else {})
+    if set(given) - {"offsets"} != {"file", "name", "dtype", "shape"}:
         invalid("a column is not described by file, name, dtype and shape")
-    fields = cast("dict[str, Any]", entry)
-    file, name, dtype, shape = fields["file"], fields["name"], fields["dtype"], fields["shape"]
-    if type(file) is not str or not _FILE.fullmatch(file) or type(name) is not str:
-        invalid(f"{file!r:.60} is no name of a column file")
+    dtype, shape = given["dtype"], given["shape"]
+    file, name = _file_and_name(given["file"], given["name"])
     if type(dtype) is not str or dtype not in DTYPES:
         invalid(f"{dtype!r:.60} is no dtype of a column")
     sizes = cast("list[Any]", shape if isinstance(shape, list) else [None])
     if len(sizes) >= MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
         invalid(f"the shape of the column {name[:60]!r} is damaged")
-    return Column(file, name, DTYPES[dtype], tuple(sizes))
+    column = Column(file, name, DTYPES[dtype], tuple(sizes))
+    if "offsets" not in given:
+        return column
+    offsets: Any = given["offsets"]
+    if not isinstance(offsets, dict) or set(cast("dict[Any, Any]", offsets)) != {"file", "name"}:
+        invalid(f"the offsets of the column {name[:60]!r} are not described by file and name")
+    return column._replace(offsets=offsets_column(*_file_and_name(offsets["file"], offsets["name"])))
+
+
+def _file_and_name(file: Any, name: Any) -> tuple[str, str]:
+    if type(file) is not str or not _FILE.fullmatch(file) or type(name) is not str:
+        invalid(f"{file!r:.60} is no name of a column file")
+    return file, name
+
+
+def offsets_column(file: str, name: str) -> Column:
+    """The offsets of a jagged column."""
+    return Column(file, name, torch.int64, ())
 
 
 def read(
@@ -207,23 +240,48 @@ def read(
     encoders: Encoders | None,
 ) -> Any:
     """Load the table in a folder as a dict of class ``cls``, without validating it against the class."""
-    library = import_library()
-    paths = None if keys is None else as_paths(keys)
-    Policy().override(encoders)  # raises for an invalid argument, before any error can blame the table
-    folder = os.path.abspath(os.fsdecode(path))
+    library, folder, paths = reading(path, keys, encoders)
+    folder = os.path.abspath(folder)
     with invalid_file(folder, library.SafetensorError, RuntimeError):
         index = read_index(folder)
         reader = Reader(index.manifest, len(index.columns), encoders)
         if paths is not None:
             reader.keep(paths, folder)
-        tensors = [_map_column(folder, index.columns[i], index.rows) for i in reader.numbers]
+        tensors = [_map_field(folder, index.columns[i], index.rows) for i in reader.numbers]
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with invalid_file(folder, library.SafetensorError):
         return reader.build(choose_from(cls), moved.__getitem__, device, own=False)
 
 
+def _map_field(folder: str, column: Column, rows: int) -> Tensor:
+    """Map the rows of one column into memory, as a dense or as a nested tensor."""
+    if column.offsets is None:
+        return _map_column(folder, column, rows)
+    offsets, least, most = map_offsets(folder, column.offsets, rows)
+    return over_jagged(_map_column(folder, column, int(offsets[-1])), offsets, least, most)
+
+
+def map_offsets(folder: str, column: Column, rows: int) -> tuple[Tensor, int, int]:
+    """Map the offsets of a jagged column: int64[rows + 1], and the smallest and the largest length of a row.
+
+    Validates them: they start at 0, and none is smaller than the offset before it. Cost: reads them once.
+    """
+    if not rows:
+        return torch.zeros(1, dtype=torch.int64, device="cpu"), 0, 0
+    offsets = _map_column(folder, column, rows + 1)
+    least, most = 1 << 63, 0
+    for start in range(0, rows, _CHUNK):
+        part = offsets[start : start + _CHUNK + 1]
+        # No difference of numbers from 0 upwards overflows.
+        if int(offsets[0]) != 0 or not bool((part[1:] >= part[:-1]).all()):
+            invalid(f"the offsets in {column.file!r} do not ascend from 0")
+        low, high = part.diff().aminmax()
+        least, most = min(least, int(low)), max(most, int(high))
+    return offsets, least, most
+
+
 def _map_column(folder: str, column: Column, rows: int) -> Tensor:
-    """Map the rows of one column into memory."""
+    """Map the rows of one file into memory."""
     shape = (rows, *column.shape)
     if not rows:  # a writer that was killed while it created the table may have left files out
         return torch.empty(shape, dtype=column.dtype, device="cpu")

@@ -14,22 +14,34 @@ The order of the steps keeps these promises after a crash at any moment:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
-from typing import Any, cast
+from operator import add, gt, sub
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
+from .._errors import Path
 from .._memory.device import CPU
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
 from .atomic_write import FilePath, atomic_write, is_temporary, sweep
 from .manifest import Reader, choose_from, describe
 from .safetensors import bytes_of, field_names, import_library, invalid_file, refuse_unwritable
-from .table import INDEX, Column, check_size, choose_names, index_text, open_column, read_index
+from .table import (
+    INDEX,
+    Column,
+    check_size,
+    choose_names,
+    index_text,
+    map_offsets,
+    offsets_column,
+    open_column,
+    read_index,
+)
 
 try:
     import fcntl
@@ -44,21 +56,71 @@ _LEAST_ROOM, _MOST_ROOM = 1 << 20, 1 << 30
 _sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # without the time of the last change
 
 
-class TableWriter:
-    """Appends rows to a table. One writer at a time, in one process."""
+class JaggedRows(Tensor):
+    """Stands for the rows of a jagged column in a dict without rows: [0, 0, *shape of a value].
 
-    def __init__(self, folder: str, lock: int | None, columns: list[Column], text: tuple[str, str], rows: int) -> None:
+    A nested tensor would do, but torch takes seconds to make the first one of a process.
+    """
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Sequence[int]) -> JaggedRows:
+        return torch.empty((0, 0, *shape), dtype=dtype, device="cpu").as_subclass(cls)
+
+
+class _Extent(NamedTuple):
+    """What a table has."""
+
+    rows: int
+    lengths: tuple[int, ...]
+    """The rows in each file. Those of a jagged column are its values, and one offset more than the table has rows."""
+
+
+class TableWriter:
+    """Appends rows to a table. One writer at a time, in one process.
+
+    Args:
+        folder: the folder of the table.
+        lock: of `_lock`.
+        columns: the columns of the table, in the order of the tensors of `append`.
+        text: of `index_text`.
+        rows: the rows that the table has.
+        values: the values of each jagged column.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        lock: int | None,
+        columns: Sequence[Column],
+        text: tuple[str, str],
+        rows: int = 0,
+        values: Sequence[int] = (),
+    ) -> None:
         self.folder = folder
-        self._columns = columns
+        self._files: list[Column] = []
+        self._offsets: list[int] = []
+        """The indices of the files with offsets. The file before such a file has the values."""
+        lengths: list[int] = []
+        left = iter(values)
+        for column in columns:
+            self._files += column.parts
+            lengths += [rows] if column.offsets is None else [next(left, 0), rows + 1]
+            if column.offsets is not None:
+                self._offsets.append(len(lengths) - 1)
         self._text = text
         self._lock = lock
         self._process = os.getpid()
-        row = sum(column.nbytes for column in columns)
-        self._room = max(1, BUFFER // max(1, row))
+        ragged = {i - 1 for i in self._offsets}
+        share = BUFFER // (len(ragged) + 1)
+        row = sum(file.nbytes for i, file in enumerate(self._files) if i not in ragged)
+        self._rooms = [
+            max(1, share // max(1, file.nbytes if i in ragged else row)) for i, file in enumerate(self._files)
+        ]
         self._buffers: list[Tensor] = []
         self._flushed = rows
-        self._described = rows  # the rows in the headers; before `flush` returns it may be larger than `_flushed`
-        self._counts = (rows, rows)
+        extent = _Extent(rows, tuple(lengths))
+        self._described = extent.lengths  # in the headers; before `flush` returns it may be ahead of `_flushed`
+        self._extents = (extent, extent)
         """The rows in all, and the rows in the files. The rows between them are in the buffers. Set in one step, since
         an interrupt may come between any two steps."""
         self._touched = False  # whether the files may have unused bytes
@@ -67,7 +129,7 @@ class TableWriter:
     @property
     def rows(self) -> int:
         """The number of rows, including rows that are not flushed."""
-        return self._counts[0]
+        return self._extents[0].rows
 
     @property
     def is_mine(self) -> bool:
@@ -77,31 +139,43 @@ class TableWriter:
     def append(self, tensors: list[Tensor], count: int) -> None:
         """Append ``count`` rows: for each column [count, *shape] on the CPU, in a dtype that can be cast to its dtype.
 
-        The tensors are copied or written before the call returns. Raises ``OSError``; then no row was appended.
+        For a jagged column two tensors: the values of all rows, and the lengths of the rows, int64[count]. The tensors
+        are copied or written before the call returns. Raises ``OSError``; then no row was appended.
         """
         if self.closed:
             self._refuse_unusable()
-        rows, written = self._counts
-        direct = 2 * count > self._room  # a copy into the buffers would save few calls of the system
-        if direct or rows - written + count > self._room:
+        extent, written = self._extents
+        for i in self._offsets:
+            tensors[i] = tensors[i].cumsum(0).add_(extent.lengths[i - 1])
+        added = [len(tensor) for tensor in tensors]
+        after = _Extent(extent.rows + count, tuple(map(add, extent.lengths, added)))
+        # If the rows are many, a copy into the buffers would save few calls of the system.
+        direct = any([2 * size > room for size, room in zip(added, self._rooms, strict=True)])  # noqa: C419  (faster)
+        if direct or any(map(gt, map(sub, after.lengths, written.lengths), self._rooms)):
             self._refuse_unusable()
             with self._explained():
                 self._write_buffers()
-                written = rows
+                written = extent
                 if direct:
-                    for column, tensor in zip(self._columns, tensors, strict=True):
-                        self._write(column, written, tensor.to(column.dtype))
-                    self._counts = rows + count, written + count
+                    for i, tensor in enumerate(tensors):
+                        self._write(i, extent.lengths[i], tensor.to(self._files[i].dtype))
+                    self._extents = after, after
                     return
         if not self._buffers:
             with torch.inference_mode(False):  # outside of it, nothing may write to an inference tensor
                 self._buffers = [
-                    torch.empty((self._room, *c.shape), dtype=c.dtype, device="cpu") for c in self._columns
+                    torch.empty((room, *file.shape), dtype=file.dtype, device="cpu")
+                    for file, room in zip(self._files, self._rooms, strict=True)
                 ]
-        first, end = rows - written, rows - written + count
+        into = [
+            buffer[first - start : end - start]
+            for buffer, start, first, end in zip(
+                self._buffers, written.lengths, extent.lengths, after.lengths, strict=True
+            )
+        ]
         # With tensors of one dtype each, one call takes 0.7x the time of a call for each column.
-        torch._foreach_copy_([buffer[first:end] for buffer in self._buffers], tensors)
-        self._counts = rows + count, written
+        torch._foreach_copy_(into, tensors)
+        self._extents = after, written
 
     def flush(self) -> None:
         """Make all rows visible and durable, at once. Raises ``OSError``; then the table is as it was."""
@@ -136,21 +210,23 @@ class TableWriter:
 
     def create_columns(self) -> None:
         """Create a file without rows for each column."""
-        for column in self._columns:
+        for i, file in enumerate(self._files):
+            first = int(i in self._offsets)  # the offset 0 of the first row
             # Not synchronized: a table without rows needs no files, and `flush` synchronizes them.
-            atomic_write(os.path.join(self.folder, column.file), [column.header(0, 0)], sync=False)
+            path = os.path.join(self.folder, file.file)
+            atomic_write(path, [file.header(first, 0), bytes(first * file.nbytes)], sync=False)
 
     def repair_columns(self) -> None:
         """Remove what a crash left in the files. Raises `InvalidManifest` if flushed rows are missing."""
         if not self.rows:
             self.create_columns()
             return
-        for column in self._columns:
+        for column, length in zip(self._files, self._extents[0].lengths, strict=True):
             with open_column(self.folder, column) as file:
-                check_size(file, column, self.rows)
-        for column in self._columns:
-            with self._opened(column) as file:
-                self._trim(file, column)
+                check_size(file, column, length)
+        for i in range(len(self._files)):
+            with self._opened(i) as file:
+                self._trim(file, i)
 
     def write_index(self) -> None:
         """Replace ``table.json``, for all rows in the files."""
@@ -160,50 +236,50 @@ class TableWriter:
 
     def _publish(self, trim: bool) -> None:
         # First, so that a file that grows after an interrupt here gets a header for at least the published rows.
-        self._described = self.rows
-        for column in self._columns:
-            with self._opened(column) as file:
+        self._described = self._extents[0].lengths
+        for i in range(len(self._files)):
+            with self._opened(i) as file:
                 if trim:
-                    self._trim(file, column)
+                    self._trim(file, i)
                 else:
-                    self._describe(file, column)
+                    self._describe(file, i)
                 _sync(file.fileno())
         if self.rows != self._flushed:
             self.write_index()
 
     def _write_buffers(self) -> None:
-        rows, written = self._counts
-        if rows != written:
-            for column, buffer in zip(self._columns, self._buffers, strict=True):
-                self._write(column, written, buffer[: rows - written])
-            self._counts = rows, rows
+        extent, written = self._extents
+        if extent is not written:
+            for i, buffer in enumerate(self._buffers):
+                self._write(i, written.lengths[i], buffer[: extent.lengths[i] - written.lengths[i]])
+            self._extents = extent, extent
 
-    def _write(self, column: Column, first: int, tensor: Tensor) -> None:
-        """Write rows of a column, from row ``first`` on."""
+    def _write(self, i: int, first: int, tensor: Tensor) -> None:
+        """Write rows of file ``i``, from its row ``first`` on."""
         data = bytes_of(tensor)
         self._touched = True
-        start = column.header_size + first * column.nbytes
-        with self._opened(column) as file:
+        start = self._end(i, first)
+        with self._opened(i) as file:
             if start + len(data) > os.fstat(file.fileno()).st_size:
-                self._grow(file, column, start + len(data))
+                self._grow(file, i, start + len(data))
             file.seek(start)
             _write_all(file, data)
 
-    def _grow(self, file: FileIO, column: Column, end: int) -> None:
+    def _grow(self, file: FileIO, i: int, end: int) -> None:
         """Make the file larger than ``end`` bytes. The system stores no bytes that were never written."""
-        room = min(max(end - column.header_size, _LEAST_ROOM), _MOST_ROOM)
+        room = min(max(end - self._files[i].header_size, _LEAST_ROOM), _MOST_ROOM)
         try:
-            self._resize(file, column, end + room)
+            self._resize(file, i, end + room)
         except OSError:  # maybe over the limit of a file
-            self._resize(file, column, end)
+            self._resize(file, i, end)
 
-    def _trim(self, file: FileIO, column: Column) -> None:
+    def _trim(self, file: FileIO, i: int) -> None:
         """Remove the bytes after the last row."""
-        self._resize(file, column, column.header_size + self.rows * column.nbytes)
+        self._resize(file, i, self._end(i, self._extents[0].lengths[i]))
 
-    def _resize(self, file: FileIO, column: Column, size: int) -> None:
+    def _resize(self, file: FileIO, i: int, size: int) -> None:
         """Change the size of a file, and its header: two calls of the system with nothing between them."""
-        header = self._header(column, size)
+        header = self._header(i, size)
         grows = size > os.fstat(file.fileno()).st_size
         file.seek(0)
         # To grow, the system sets the size at the end of its call. To shrink, it sets the size at the start.
@@ -215,21 +291,26 @@ class TableWriter:
                 file.write(header)
                 file.truncate(size)
         except BaseException:
-            self._describe(file, column)
+            self._describe(file, i)
             raise
 
-    def _describe(self, file: FileIO, column: Column) -> None:
+    def _describe(self, file: FileIO, i: int) -> None:
         """Replace the header by one for the size of the file."""
-        header = self._header(column, os.fstat(file.fileno()).st_size)
+        header = self._header(i, os.fstat(file.fileno()).st_size)
         file.seek(0)
         file.write(header)
 
-    def _header(self, column: Column, size: int) -> bytes:
+    def _header(self, i: int, size: int) -> bytes:
         """The header of a file of ``size`` bytes. All bytes after the rows that it describes are unused."""
-        return column.header(self._described, size - column.header_size - self._described * column.nbytes)
+        described = self._described[i]
+        return self._files[i].header(described, size - self._end(i, described))
 
-    def _opened(self, column: Column) -> FileIO:
-        return open(os.path.join(self.folder, column.file), "r+b", buffering=0)
+    def _end(self, i: int, length: int) -> int:
+        """The position in file ``i`` after ``length`` rows."""
+        return self._files[i].header_size + length * self._files[i].nbytes
+
+    def _opened(self, i: int) -> FileIO:
+        return open(os.path.join(self.folder, self._files[i].file), "r+b", buffering=0)
 
     def _refuse_unusable(self) -> None:
         if self.closed:
@@ -251,16 +332,13 @@ class TableWriter:
 def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     """Create a table without rows, for the fields of ``d``, in a new or empty folder. The first dimension is the rows.
 
+    A field that is `JaggedRows` becomes a jagged column.
+
     Raises ``FileExistsError`` if the folder is not empty, and the errors of `DeviceDict.save`.
     """
     import_library()
     manifest, leaves, _ = describe(d, _by_name, own=False)
-    refuse_unwritable(leaves, "pass like=d.drop({})")
-    names = field_names([at for at, _ in leaves])
-    columns = [
-        Column(file, name, tensor.dtype, tuple(tensor.shape[1:]))
-        for file, name, (_, tensor) in zip(choose_names(names), names, leaves, strict=True)
-    ]
+    columns = _columns(leaves)
     text = index_text(columns, manifest)
     folder = os.path.abspath(os.fsdecode(path))
     made = not os.path.exists(folder)
@@ -268,12 +346,12 @@ def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     lock = _lock(folder)
     try:
         _refuse_unless_empty(folder)
-        writer = TableWriter(folder, lock, columns, text, 0)
+        writer = TableWriter(folder, lock, columns, text)
         try:
             writer.write_index()  # first, so that a crash leaves a table without rows
             writer.create_columns()
         except BaseException:
-            for file in (INDEX, *(column.file for column in columns)):
+            for file in (INDEX, *(part.file for column in columns for part in column.parts)):
                 with suppress(OSError):
                     os.unlink(os.path.join(folder, file))
             if made:
@@ -286,8 +364,28 @@ def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     return writer
 
 
+def _columns(leaves: Sequence[tuple[Path, Any]]) -> list[Column]:
+    """The columns of a new table. Raises ``TypeError`` for the first leaf that a file cannot hold."""
+    refuse_unwritable(leaves, "pass like=d.drop({})")
+    paths: list[Path] = []
+    for path, tensor in leaves:
+        paths += [path, (*path, "offsets")] if isinstance(tensor, JaggedRows) else [path]
+    names = field_names(paths)
+    left = iter(zip(choose_names(names), names, strict=True))
+    columns: list[Column] = []
+    for _, tensor in leaves:
+        if isinstance(tensor, JaggedRows):
+            column = Column(*next(left), tensor.dtype, tuple(tensor.shape[2:]))
+            columns.append(column._replace(offsets=offsets_column(*next(left))))
+        else:
+            columns.append(Column(*next(left), tensor.dtype, tuple(tensor.shape[1:])))
+    return columns
+
+
 def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[TableWriter, Any]:
     """Open a table to append rows. Returns the writer, and a dict of class ``cls`` with the fields, without rows.
+
+    The field of a jagged column is `JaggedRows`.
 
     Raises ``FileNotFoundError``, ``IsADirectoryError`` for a folder that is no table, and ``InvalidFileError``.
     """
@@ -299,10 +397,17 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
             index = read_index(folder)
             reader = Reader(index.manifest, len(index.columns), encoders)
             columns = [index.columns[i] for i in reader.numbers]
-            empty = [torch.empty((0, *c.shape), dtype=c.dtype, device="cpu") for c in index.columns]
+            empty = [
+                torch.empty((0, *c.shape), dtype=c.dtype, device="cpu")
+                if c.offsets is None
+                else JaggedRows.of(c.dtype, c.shape)
+                for c in index.columns
+            ]
             fields = reader.build(choose_from(cls), empty.__getitem__, CPU, own=False)
             sweep(folder)
-            writer = TableWriter(folder, lock, columns, index_text(index.columns, index.manifest), index.rows)
+            values = [int(map_offsets(folder, c.offsets, index.rows)[0][-1]) for c in columns if c.offsets is not None]
+            text = index_text(index.columns, index.manifest)
+            writer = TableWriter(folder, lock, columns, text, index.rows, values)
             writer.repair_columns()
     except BaseException:
         _unlock(lock, True)

@@ -9,9 +9,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .dense import dense_bytes
+from .packed import intercepted, packable
+
 
 def is_jagged(tensor: Tensor) -> bool:
     return tensor.is_nested and tensor.layout is torch.jagged
+
+
+def is_plain_jagged(tensor: Tensor) -> bool:
+    """Whether a nested tensor has rows that differ in their first dimension only, without gaps between them."""
+    nested = cast(Any, tensor)
+    return is_jagged(tensor) and nested._ragged_idx == 1 and nested.lengths() is None
 
 
 def join_jagged(rows: Sequence[Tensor]) -> Tensor:
@@ -23,6 +32,52 @@ def join_jagged(rows: Sequence[Tensor]) -> Tensor:
     )
 
 
+def cat_jagged(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of several nested tensors as one, which torch's ``cat`` does not make. See `parts_of`."""
+    values, lengths = zip(*map(parts_of, tensors), strict=True)
+    ends = torch.cat(lengths).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(values), torch.cat([ends.new_zeros(1), ends]))
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """The values of a nested tensor. torch's ``values()`` takes as long as a copy of many rows; autograd needs it."""
+    return tensor.values() if tensor.requires_grad else cast(Any, tensor)._values
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of a nested tensor without gaps between its rows, and the length of each row.
+
+    Raises ``ValueError`` if another dimension of the rows than the first is ragged.
+    """
+    nested = cast(Any, tensor)
+    if nested._ragged_idx != 1:
+        raise ValueError("another dimension of its rows than the first differs between the rows")
+    if nested.lengths() is not None:
+        nested = cast(Any, select_rows(tensor, torch.arange(tensor.shape[0], device=tensor.device)))
+    offsets: Tensor = nested.offsets()
+    values: Tensor = nested.values()
+    ends: list[int] = cast(Any, offsets[[0, -1]]).tolist()
+    return values[ends[0] : ends[1]], offsets.diff()
+
+
+def over_jagged(values: Tensor, offsets: Tensor, least: int, most: int) -> Tensor:
+    """The nested tensor over these values and offsets, without a copy. ``least``, ``most``: the lengths of its rows."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=least, max_seqlen=most)
+
+
+def select_row(tensor: Tensor, index: int) -> Tensor:
+    """A view of one row of a tensor. torch makes views of all rows of a nested tensor to return one."""
+    if not is_jagged(tensor) or cast(Any, tensor)._ragged_idx != 1:
+        return tensor[index]
+    nested = cast(Any, tensor)
+    offsets: Tensor = nested.offsets()
+    given: Tensor | None = nested.lengths()
+    index = index + len(offsets) - 1 if index < 0 else index
+    start = int(offsets[index])
+    end = int(offsets[index + 1]) if given is None else start + int(given[index])
+    return values_of(tensor)[start:end]
+
+
 def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
     """Copy rows of a nested tensor, by a slice, a mask or a tensor of indices. torch has no such operation.
 
@@ -31,10 +86,30 @@ def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
     nested = cast(Any, tensor)
     offsets: Tensor = nested.offsets()
     given: Tensor | None = nested.lengths()
-    lengths = offsets.diff() if given is None else given
-    starts, lengths = offsets[: len(lengths)][index], lengths[index]
+    starts = offsets[:-1][index]
+    lengths = offsets[1:][index] - starts if given is None else given[index]
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    values = values_of(tensor)
+    if values.is_cpu and packable(values) and not intercepted():
+        return torch.nested.nested_tensor_from_jagged(_copied(values, starts, ends), ends)
     total = int(ends[-1])
     shift = torch.repeat_interleave(starts - ends[:-1], lengths, output_size=total)
     positions = torch.arange(total, device=offsets.device) + shift
-    return torch.nested.nested_tensor_from_jagged(tensor.values().index_select(0, positions), ends)
+    return torch.nested.nested_tensor_from_jagged(values.index_select(0, positions), ends)
+
+
+def _copied(values: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Copy rows of plain values on the CPU. Row ``i`` goes from ``ends[i]`` to ``ends[i + 1]``.
+
+    A loop over rows takes less time than ``index_select``, which needs an index for each value. It needs less memory.
+    """
+    values = values.contiguous()
+    places: list[int] = cast(Any, ends).tolist()
+    out = torch.empty((places[-1], *values.shape[1:]), dtype=values.dtype, device="cpu")
+    if not out.nbytes:
+        return out
+    source, target = memoryview(cast(Any, dense_bytes(values)).numpy()), memoryview(cast(Any, dense_bytes(out)).numpy())
+    size = out.nbytes // places[-1]
+    for first, start, end in zip(cast("list[int]", cast(Any, starts).tolist()), places, places[1:], strict=False):
+        target[start * size : end * size] = source[first * size : (first + end - start) * size]
+    return out

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .jagged import is_jagged, is_plain_jagged, over_jagged
+
 _SMALLEST = 1 << 20
 """The size in bytes from which a tensor is sent by the name of its file. A smaller tensor is sent faster by value."""
 _PAGES = 1 << 17
@@ -86,7 +88,11 @@ def is_any_mapped() -> bool:
 
 def is_candidate(tensor: Tensor) -> bool:
     """Whether `by_file` may return a reference for ``tensor``. A quick test, since every batch of a worker takes it."""
-    return bool(_sources) and type(tensor) is Tensor and tensor.is_cpu and _size(tensor) >= _SMALLEST
+    if not _sources or not tensor.is_cpu:
+        return False
+    if is_jagged(tensor):
+        return is_candidate(tensor.values()) or is_candidate(cast(Any, tensor).offsets())
+    return type(tensor) is Tensor and _size(tensor) >= _SMALLEST
 
 
 def _size(tensor: Tensor) -> int:
@@ -100,6 +106,8 @@ def by_file(tensor: Tensor) -> Any:
     """
     if not is_candidate(tensor) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
         return tensor
+    if is_jagged(tensor):
+        return _JaggedReference(tensor) if is_plain_jagged(tensor) else tensor
     storage = tensor.untyped_storage()
     address, nbytes = storage.data_ptr(), storage.nbytes()
     for source in list(_sources.values()):
@@ -119,6 +127,16 @@ class _Reference:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return map_again, self._args
+
+
+class _JaggedReference:
+    """Pickles as the parts of a nested tensor, large parts as a `_Reference`. Unpickling gives the nested tensor."""
+
+    def __init__(self, nested: Any) -> None:
+        self._args = by_file(nested.values()), by_file(nested.offsets()), nested._min_seqlen, nested._max_seqlen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return over_jagged, self._args
 
 
 def map_again(

@@ -1,0 +1,462 @@
+"""Jagged columns of tables: rows of any length, as two files each. Text, numbers, damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import warnings
+from contextlib import suppress
+from itertools import pairwise
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tensordict_lite import (
+    DeviceDict,
+    InvalidFileError,
+    RowWriter,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    cat,
+    collate,
+    load,
+)
+from tensordict_lite._files import table, table_writer  # pyright: ignore[reportPrivateUsage]
+
+# torch says so itself when a nested tensor is printed or compiled code is near
+pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+
+SPECIES = Vocabulary(["cat", "dog"])
+LIKE: dict[str, Any] = {"text": ["a"], "n": {"ids": [[0]], "box": torch.zeros(1, 1, 2)}, "y": [0], "s": [["cat"]]}
+KEYS = ["text", "ids", ("n", "box"), "s"]
+
+
+def texts(count: int, first: int = 0) -> list[str]:
+    return ["é" * (n % 4) + str(n) * (n % 3) for n in range(first, first + count)]
+
+
+def sample(count: int, first: int = 0) -> dict[str, Any]:
+    """Rows whose values follow from their number, as lists."""
+    i = range(first, first + count)
+    return {
+        "text": texts(count, first),
+        "n": {"ids": [list(range(n % 5)) for n in i], "box": [torch.full((n % 3, 2), float(n)) for n in i]},
+        "y": list(i),
+        "s": [["cat"] * (n % 2) + ["dog"] for n in i],
+    }
+
+
+def plain(d: DeviceDict[Any]) -> Any:
+    return {**d.drop("s").tolist(), "s": d.decode("s")}
+
+
+def expected(count: int, first: int = 0) -> Any:
+    made = sample(count, first)
+    return {**made, "n": {**made["n"], "box": [row.tolist() for row in made["n"]["box"]]}}
+
+
+def new(folder: Path, **options: Any) -> RowWriter:
+    return RowWriter(folder, like=LIKE, jagged=KEYS, encoders={"s": SPECIES}, **options)
+
+
+def written(folder: Path, count: int = 3) -> Path:
+    with new(folder) as writer:
+        if count:
+            writer.write(sample(count))
+    return folder
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_writer, "BUFFER", 1000)
+    monkeypatch.setattr(table_writer, "_LEAST_ROOM", 100)
+    monkeypatch.setattr(table, "_CHUNK", 7)
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("sizes", [(3,), (1, 2, 3, 500, 7), (1000,), (1,) * 30, (5, 0, 5)])
+    def test_batches_of_any_size(self, tmp_path: Path, small_buffers: None, sizes: tuple[int, ...]) -> None:
+        with new(tmp_path / "t") as writer:
+            for size in sizes:
+                batch = sample(size, len(writer))
+                if not size:
+                    batch = load(written(tmp_path / "u")).rows[:0]
+                writer.write(batch)
+        found = load(tmp_path / "t")
+        assert plain(found) == expected(sum(sizes)) and found.encoders == {"text": Utf8(), "s": SPECIES}
+        found._check()
+
+    def test_one_row_after_another(self, tmp_path: Path) -> None:
+        whole = load(written(tmp_path / "t", 12))
+        with new(tmp_path / "u") as writer:
+            for row in whole.rows:
+                writer.write(row)
+            writer.write({"text": "é", "n": {"ids": [], "box": torch.zeros(0, 2)}, "y": 12, "s": []})
+            writer.write({"text": "", "n": {"ids": [7, 8], "box": [[1, 2]]}, "y": 13, "s": ["dog"]})
+        found = plain(load(tmp_path / "u"))
+        assert {key: found[key][:12] for key in ("text", "y", "s")} == {
+            key: expected(12)[key] for key in ("text", "y", "s")
+        }
+        assert found["text"][12:] == ["é", ""] and found["n"]["ids"][12:] == [[], [7, 8]]
+        assert found["n"]["box"][12:] == [[], [[1, 2]]] and found["s"][12:] == [[], ["dog"]]
+
+    def test_appending(self, tmp_path: Path, small_buffers: None) -> None:
+        folder = written(tmp_path / "t")
+        for first in (3, 103):
+            with RowWriter(folder, append=True) as writer:
+                writer.write(sample(100, first))
+        assert plain(load(folder)) == expected(203)
+
+    def test_nested_tensors(self, tmp_path: Path) -> None:
+        """A batch with nested tensors gives the columns, and is written; its views and copies too."""
+        batch = collate(
+            [
+                {"ids": [1, 2], "box": [[0.5]]},
+                {"ids": [], "box": torch.zeros(0, 1)},
+                {"ids": [3], "box": [[1.0], [2.0]]},
+            ],
+            jagged=["ids", "box"],
+        )
+        narrowed = torch.nested.narrow(
+            torch.arange(12).reshape(3, 4), 1, torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1]), layout=torch.jagged
+        )
+        with RowWriter(tmp_path / "t", like=batch) as writer:
+            writer.write(batch)
+            writer.write(batch.rows[1:])
+            writer.write(batch.rows[torch.tensor([2, 0])])
+            writer.write({"ids": narrowed, "box": batch["box"].to(torch.float64)})
+        found = load(tmp_path / "t").tolist()
+        assert found["ids"] == [[1, 2], [], [3], [], [3], [3], [1, 2], [0, 1], [], [10]]
+        assert found["box"][:3] == [[[0.5]], [], [[1], [2]]] == found["box"][-3:]
+
+    def test_padded_codes_lose_their_padding(self, tmp_path: Path) -> None:
+        d = DeviceDict({"text": ["Ada", "", "Grace", "é"]})
+        with RowWriter(tmp_path / "t", like=d, jagged=["text"]) as writer:
+            writer.write(d)
+            writer.write(d.rows[0])
+            writer.write({"text": np.array(["NumPy", "x"])})
+            writer.write({"text": ("tuple",)})
+        found = load(tmp_path / "t")
+        assert found.decode("text") == ["Ada", "", "Grace", "é", "Ada", "NumPy", "x", "tuple"]
+        assert found["text"].values().numel() == sum(len(s.encode()) for s in found.decode("text"))
+
+    def test_codes_without_padding_stay(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like={"ids": [[1]]}, jagged=["ids"]) as writer:
+            writer.write({"ids": [[1, 0], [0, 0]]})
+            writer.write({"ids": torch.zeros(1, 3, dtype=torch.int32)})
+        assert load(tmp_path / "t").tolist() == {"ids": [[1, 0], [0, 0], [0, 0, 0]]}
+
+    def test_one_long_text_takes_no_room_in_other_rows(self, tmp_path: Path) -> None:
+        long = "x" * 5_000_000
+        with RowWriter(tmp_path / "t", like={"text": ["a"]}, jagged=["text"]) as writer:
+            writer.write({"text": ["a", long, *["b"] * 300]})
+        found = load(tmp_path / "t")
+        assert found.rows[1].decode("text") == long and found["text"].values().numel() == 5_000_301
+
+    def test_no_rows(self, tmp_path: Path) -> None:
+        new(tmp_path / "t").close()
+        found = load(tmp_path / "t")
+        assert len(found.rows) == 0 and found["text"].is_nested and found.rows[:].decode("text") == []
+        for name in ("text", "text.offsets", "n.ids"):  # a writer that was killed may have left files out
+            (tmp_path / "t" / f"{name}.safetensors").unlink()
+        assert len(load(tmp_path / "t").rows) == 0
+        with RowWriter(tmp_path / "t", append=True) as writer:
+            writer.write(sample(2))
+        assert plain(load(tmp_path / "t")) == expected(2)
+
+    def test_rows_without_values(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like={"text": [""]}, jagged=["text"]) as writer:
+            writer.write({"text": ["", ""]})
+        found = load(tmp_path / "t")
+        assert found.decode("text") == ["", ""] and found.rows[[1, 0, 1]].decode("text") == ["", "", ""]
+
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.bfloat16, torch.complex64, torch.complex128])
+    def test_dtypes(self, tmp_path: Path, dtype: torch.dtype) -> None:
+        x = torch.arange(12).reshape(2, 3, 2).to(dtype)
+        with RowWriter(tmp_path / "t", like={"x": x}, jagged=["x"]) as writer:
+            writer.write({"x": x})
+            writer.write({"x": x[0]})
+        found = load(tmp_path / "t")
+        assert found["x"].dtype is dtype and torch.equal(found.rows[1]["x"], x[1]) and len(found.rows) == 3
+        assert [row.tolist() for row in found.rows[[2, 1]]["x"].unbind()] == [x[0].tolist(), x[1].tolist()]
+
+    def test_typed(self, tmp_path: Path) -> None:
+        class Doc(TypedDeviceDict):
+            text: Tensor
+            y: Tensor
+
+        with RowWriter(tmp_path / "t", like=Doc.from_dict({"text": ["a"], "y": [1]}), jagged=["text"]) as writer:
+            writer.write({"text": ["Grace", "Bo"], "y": [1, 2]})
+        found = Doc.load(tmp_path / "t")
+        assert type(found) is Doc and found.rows[[1, 0]].decode("text") == ["Bo", "Grace"]
+
+    def test_keys_and_devices(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t")
+        (folder / "n.ids.offsets.safetensors").unlink()
+        assert load(folder, keys=["text"]).decode("text") == texts(3)
+        assert load(folder, "meta", keys=["text", "y"])["text"].is_meta
+        with pytest.raises(InvalidFileError, match=r"the file 'n.ids.offsets.safetensors' is missing"):
+            load(folder)
+
+    def test_tables_without_jagged_columns_keep_their_version(self, tmp_path: Path) -> None:
+        RowWriter(tmp_path / "t", like={"x": [1]}).close()
+        new(tmp_path / "u").close()
+        found = [json.loads((tmp_path / name / "table.json").read_text())["version"] for name in "tu"]
+        assert found == [1, 2]
+
+
+class TestReaders:
+    def test_other_programs_read_both_files(self, tmp_path: Path, small_buffers: None) -> None:
+        folder = tmp_path / "t"
+        with new(folder) as writer:
+            assert load_file(folder / "text.offsets.safetensors")["text.offsets"].tolist() == [0]
+            for first in range(0, 900, 100):
+                writer.write(sample(100, first))
+                writer.flush()
+                values = load_file(folder / "text.safetensors")["text"].numpy().tobytes()
+                ends = cast("list[int]", load_file(folder / "text.offsets.safetensors")["text.offsets"].tolist())
+                found = [values[a:b].decode() for a, b in pairwise(ends)]
+                assert found == texts(first + 100)
+        with safe_open(str(folder / "text.offsets.safetensors"), "pt") as file:
+            assert list(file.keys()) == ["text.offsets"]
+
+    def test_a_reader_keeps_its_view(self, tmp_path: Path, small_buffers: None) -> None:
+        with new(tmp_path / "t") as writer:
+            writer.write(sample(5))
+            writer.flush()
+            found = load(tmp_path / "t")
+            writer.write(sample(300, 5))
+            assert plain(found) == expected(5) == plain(load(tmp_path / "t"))
+        assert plain(found) == expected(5) and plain(load(tmp_path / "t")) == expected(305)
+
+    def test_rows_are_not_copies_of_the_column(self, tmp_path: Path) -> None:
+        found = load(written(tmp_path / "t", 50))
+        storage = found["text"].values().untyped_storage().data_ptr()
+        assert found.rows[7]["text"].untyped_storage().data_ptr() == storage
+        for i in (0, 49, -1, -50):
+            assert found.rows[i].decode("text") == texts(50)[i]
+        with pytest.raises(IndexError):
+            found.rows[50]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+    def test_workers(self, tmp_path: Path, method: str) -> None:
+        rows: Any = load(written(tmp_path / "t", 40)).rows
+        loader = DataLoader(rows, 16, num_workers=1, multiprocessing_context=method, collate_fn=collate)
+        assert [text for batch in loader for text in batch.decode("text")] == texts(40)
+
+    def test_another_process_gets_the_names_of_the_files(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like={"text": ["a"], "x": [0]}, jagged=["text"]) as writer:
+            writer.write({"text": ["x" * 20, "y"] * 150_000, "x": [1] * 300_000})
+        found = load(tmp_path / "t")
+        data = bytes(ForkingPickler.dumps(found.rows))
+        assert len(data) < 3000
+        program = """
+import pickle, sys, warnings
+warnings.simplefilter("ignore")
+rows = pickle.loads(sys.stdin.buffer.read())
+assert len(rows) == 300_000 and rows[299_998].decode("text") == "x" * 20 and rows[[1]].decode("text") == ["y"]
+assert "/t/text.safetensors" in open("/proc/self/maps").read()
+"""
+        subprocess.run([sys.executable, "-c", program], input=data, check=True)
+        again: Any = pickle.loads(data)
+        assert again[3].decode("text") == "y"
+        found["text"].values()[0] = 65  # a write is sent by value
+        assert pickle.loads(ForkingPickler.dumps(found.rows))[0].decode("text") == "A" + "x" * 19
+
+    def test_several_tables_as_one(self, tmp_path: Path) -> None:
+        paths = [written(tmp_path / "a", 4), written(tmp_path / "b", 0), written(tmp_path / "c", 3)]
+        whole = cat([load(path) for path in paths])
+        one, two = expected(4), expected(3)
+        assert plain(whole)["text"] == one["text"] + two["text"] and whole.decode("s") == one["s"] + two["s"]
+        assert plain(whole)["n"]["box"] == one["n"]["box"] + two["n"]["box"]
+        assert whole.rows[5].decode("text") == texts(3)[1] and len(whole.rows) == 7
+        dense = written(tmp_path / "d", 2)
+        other = {**load(dense), "text": torch.zeros(2, 1).byte()}
+        with pytest.raises(ValueError, match=r"^'text': dict 1 has uint8\[2, 1\], dict 0 has uint8\[jagged\]$"):
+            cat([load(dense), other])
+        with pytest.raises(ValueError, match=r"^'text': dict 1 has uint8\[jagged\], dict 0 has uint8\[2, 1\]$"):
+            cat([other, load(dense)])
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"text": ["a", "b\0", "c"]}, r"^'text': 'b\\x00' holds a NUL character"),
+            ({"text": ["a", "b"]}, "^'n.ids' has 3 rows, and 'text' has 2 rows$"),
+            ({"text": torch.zeros(3).byte()}, r"^'n.ids' has 3 rows, and 'text' has no dimension for rows$"),
+            ({"text": torch.zeros(3, 1, 1).byte()}, r"^'text': expected rows \[..., \*\] or one row \[\*\], got uint8\[3, 1, 1\]$"),
+            ({"n": {"ids": [[1], [2], [3]], "box": torch.zeros(3, 1, 3)}}, r"^'n.box': expected rows \[..., \*, 2\] or one row \[\*, 2\], got float32\[3, 1, 3\]$"),
+            ({"n": {"ids": [[1], 2, [3]], "box": torch.zeros(3, 1, 2)}}, r"^'n.ids': expected rows \[\*\], row 1 is int64\[\]$"),
+            ({"n": {"ids": [[1], [[2]], [3]], "box": torch.zeros(3, 1, 2)}}, r"^'n.ids': expected rows \[\*\], row 1 is int64\[1, 1\]$"),
+            ({"n": {"ids": [[1], [0.5], [3]], "box": torch.zeros(3, 1, 2)}}, "^'n.ids': float32 cannot be written into a column of int64; convert it first$"),
+            ({"n": {"ids": ["a", "b", "c"], "box": torch.zeros(3, 1, 2)}}, "^'n.ids' is a column of numbers, got strings$"),
+            ({"n": {"ids": [["a"], ["b"], ["c"]], "box": torch.zeros(3, 1, 2)}}, "^'n.ids' is a column of numbers, got strings$"),
+            ({"n": {"ids": None, "box": torch.zeros(3, 1, 2)}}, "^'n.ids' is NoneType"),
+            ({"s": [["cat"], ["cow"], []]}, "^'s': 'cow' is not among the 2 tokens"),
+            ({"text": {"a": 1}}, "^'text' is a column in this table, got a mapping$"),
+            ({"text": torch.zeros(3, 2).to_sparse()}, "^'text' is sparse, nested or quantized"),
+            ({"text": torch.zeros(3, 2, device="meta")}, "^'text' is on meta"),
+            ({"y": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, "^'y' is sparse, nested or quantized, and this column holds dense tensors; convert it first$"),
+        ],
+    )  # fmt: skip
+    def test_a_batch_that_does_not_fit_is_refused_whole(self, tmp_path: Path, change: Any, message: str) -> None:
+        with new(tmp_path / "t") as writer:
+            writer.write(sample(3))
+            with pytest.raises((TypeError, ValueError), match=message):
+                writer.write({**sample(3), **change})
+            assert len(writer) == 3
+        assert plain(load(tmp_path / "t")) == expected(3)
+
+    def test_the_limit_of_an_encoder(self, tmp_path: Path) -> None:
+        options: Any = {"like": {"text": ["a"]}, "jagged": ["text"], "encoders": {"text": Utf8(3)}}
+        with (
+            RowWriter(tmp_path / "t", **options) as writer,
+            pytest.raises(ValueError, match=r"^'text': 'Grace' is 5 bytes in UTF-8, over max_length=3"),
+        ):
+            writer.write({"text": ["Ada", "Grace"]})
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"jagged": "text"}, TypeError, r"^RowWriter takes a list of keys or paths as jagged=, as \[\"text\"\], got 'text'$"),
+            ({"jagged": [3]}, TypeError, "^jagged= of RowWriter takes keys and paths, got 3$"),
+            ({"jagged": ["txt"]}, KeyError, "'txt'.*text"),
+            ({"jagged": ["y"]}, ValueError, r"^'y': rows of a jagged column have a dimension, like= has int64\[1\]$"),
+            ({"jagged": ["text"], "like": None, "append": True}, TypeError, "^RowWriter takes jagged= with like=; a table that exists knows its jagged columns$"),
+        ],
+    )  # fmt: skip
+    def test_options(self, tmp_path: Path, options: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            RowWriter(tmp_path / "t", **{"like": LIKE, **options})
+        assert not (tmp_path / "t").exists()
+
+    def test_rows_that_differ_in_another_dimension(self, tmp_path: Path) -> None:
+        rows = torch.nested.nested_tensor([torch.ones(2, 1), torch.ones(2, 3)], layout=torch.jagged)
+        message = "^'x': rows of a jagged column differ in their first dimension, these in another$"
+        with pytest.raises(ValueError, match=message):
+            RowWriter(tmp_path / "t", like={"x": rows})
+        writer = RowWriter(tmp_path / "t", like={"x": [[[0.5]]]}, jagged=["x"])
+        with writer, pytest.raises(ValueError, match=message):
+            writer.write({"x": rows})
+
+
+def overwrite(folder: Path, name: str, position: int, number: int) -> None:
+    with open(folder / f"{name}.safetensors", "r+b") as file:
+        file.seek(4096 + 8 * position)
+        file.write((number % (1 << 64)).to_bytes(8, "little"))
+
+
+class TestDamaged:
+    @pytest.mark.parametrize(
+        ("position", "number", "message"),
+        [
+            (0, 1, "the offsets in 'text.offsets.safetensors' do not ascend from 0"),
+            (0, -1, "the offsets in 'text.offsets.safetensors' do not ascend from 0"),
+            (4, -1, "the offsets in 'text.offsets.safetensors' do not ascend from 0"),
+            (4, -(1 << 63), "the offsets in 'text.offsets.safetensors' do not ascend from 0"),
+            (4, 1 << 62, "the offsets in 'text.offsets.safetensors' do not ascend from 0"),
+            (9, 1 << 40, r"'text.safetensors' has \d+ bytes, and 1099511627776 rows take 1099511631872"),
+            (9, (1 << 63) - 1, r"'text.safetensors' has \d+ bytes, and 9223372036854775807 rows take"),
+            (9, 0, "the offsets in 'text.offsets.safetensors' do not ascend from 0"),
+        ],
+    )
+    @pytest.mark.parametrize("chunk", [1 << 20, 3])
+    def test_offsets(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int, number: int, message: str, chunk: int
+    ) -> None:
+        monkeypatch.setattr(table, "_CHUNK", chunk)
+        folder = written(tmp_path / "t", 9)
+        overwrite(folder, "text.offsets", position, number)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        for call in (lambda: load(folder), lambda: RowWriter(folder, append=True)):
+            with pytest.raises(InvalidFileError, match=message):
+                call()
+        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert plain(load(folder, keys=["n", "s"]))["n"] == expected(9)["n"]
+
+    def test_files_that_are_too_short(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", 9)
+        for name, size in (("text.offsets", 4096 + 79), ("text", 4096 + 3)):
+            whole = (folder / f"{name}.safetensors").read_bytes()
+            os.truncate(folder / f"{name}.safetensors", size)
+            for call in (lambda: load(folder), lambda: RowWriter(folder, append=True)):
+                with pytest.raises(InvalidFileError, match=f"'{name}.safetensors' has {size} bytes"):
+                    call()
+            (folder / f"{name}.safetensors").write_bytes(whole)
+        assert plain(load(folder)) == expected(9)
+
+    @pytest.mark.parametrize(
+        ("offsets", "message"),
+        [
+            (None, "the offsets of the column 'text' are not described by file and name"),
+            ({"file": "x"}, "the offsets of the column 'text' are not described by file and name"),
+            ({"file": "../x", "name": "x"}, r"'../x' is no name of a column file"),
+            ({"file": "text.safetensors", "name": "text"}, "two columns have the same file"),
+            ({"file": "y.safetensors", "name": "y"}, "two columns have the same file"),
+            (
+                {"file": "text.offsets.safetensors", "name": "x"},
+                "header of 'text.offsets.safetensors' does not describe",
+            ),
+        ],
+    )
+    def test_a_forged_index(self, tmp_path: Path, offsets: Any, message: str) -> None:
+        folder = written(tmp_path / "t")
+        index = json.loads((folder / "table.json").read_text())
+        index["columns"][0]["offsets"] = offsets
+        (folder / "table.json").write_text(json.dumps(index))
+        for call in (lambda: load(folder), lambda: RowWriter(folder, append=True)):
+            with pytest.raises(InvalidFileError, match=message):
+                call()
+
+    @pytest.mark.slow
+    def test_random_damage(self, tmp_path: Path) -> None:
+        """Any change of any byte gives a table or `InvalidFileError`, for readers and for writers."""
+        whole = written(tmp_path / "whole", 9)
+        chance = random.Random(0)
+        files = sorted(path.name for path in whole.iterdir() if "text" in path.name or "ids" in path.name)
+        refused = 0
+        for _ in range(800):
+            folder = tmp_path / "t"
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(whole, folder)
+            name = chance.choice([*files, "table.json"])
+            data = bytearray((folder / name).read_bytes())
+            data_at = 4096 if name != "table.json" else 0
+            for _ in range(chance.choice((1, 1, 3))):
+                start, end = chance.choice([(data_at, len(data)), (0, min(200, len(data)))])
+                if start < end:
+                    at = chance.randrange(start, end)
+                    data[at] = chance.choice((chance.randrange(256), 0, 255, 128))
+            if chance.random() < 0.1:
+                del data[chance.randrange(len(data)) :]
+            (folder / name).write_bytes(data)
+            try:
+                found = load(folder)
+                found.rows[:].clone()
+                found.rows[torch.arange(len(found.rows)).flip(0)]
+                if "text" in found and len(found.rows) and found["text"].dtype is torch.uint8:
+                    with suppress(ValueError):  # of bytes that are no UTF-8
+                        found.decode("text")
+                with warnings.catch_warnings():
+                    RowWriter(folder, append=True).close()
+            except (InvalidFileError, IsADirectoryError):
+                refused += 1
+        assert 50 < refused < 790
