@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 import torch
@@ -139,6 +140,7 @@ def require_fit(pad: Pad, dtype: torch.dtype, path: Path) -> None:
         raise ValueError(f"{dotted(path)}: pad={{{path[-1]!r}: {shown!r}}} does not fit {dtype}")
 
 
+@lru_cache(maxsize=64, typed=True)
 def _fits(fill: float, dtype: torch.dtype) -> bool:
     try:
         return torch.full((), fill).to(dtype).item() == fill == torch.full((), fill, dtype=dtype).item()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from .._dict.device_dict import DeviceDict
+from .._encoders.protocol import encode_nested
 from .._errors import Path, refuse_deeper
 from .._memory.buffer import PACKABLE, in_shared_memory, new_batch_buffer, view_over
 from .._memory.device import CPU
 from .._memory.layout import Layout, Sizes, lay_out, row_major
+from .._memory.packed import packable
 from .._tree.policy import Policy
 from .._tree.tree import builtin_dict, kind_nested
 from .join import merged_policy
+from .pad import Pad, Pads, extra_fields, require_fit
 
 _NUMBERS: Mapping[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The kinds of Python numbers that NumPy converts as torch does, in a tenth of the time."""
@@ -33,21 +36,29 @@ _DTYPES: Mapping[Any, torch.dtype] = {
                   torch.float32, torch.float64, torch.complex64, torch.complex128)
 }  # fmt: skip
 _SCALARS = {dtype.type for dtype in _DTYPES if dtype.kind != "b"}
-_KINDS = frozenset((Tensor, dict, list, np.ndarray, *_NUMBERS, *_SCALARS))
+_KINDS = frozenset((Tensor, dict, list, str, np.ndarray, *_NUMBERS, *_SCALARS))
 """The types of values that this path takes, besides `DeviceDict` classes."""
 _FLOATS = (torch.float32, torch.float64)
 _strided = torch.strided
 _from_numpy = cast("Callable[[Any], Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 _facts = attrgetter("layout", "requires_grad", "is_cpu", "dtype", "shape")
-_dtype, _data = attrgetter("dtype"), attrgetter("data")
+_dtype, _shape, _data = attrgetter("dtype"), attrgetter("shape"), attrgetter("data")
 
 _Spec = tuple[torch.dtype, Sizes]
 _Field = tuple[DeviceDict[Any], str, Any]
-"""The dict that gets the field, its key, and a tuple of its samples; or one tensor, which is the whole field."""
+"""The dict that gets the field, its key, and a tuple of its samples; or the whole field: one tensor or `_Pieces`."""
 
 
 class _Unusual(Exception):
     """The samples need the general path."""
+
+
+class _Pieces(NamedTuple):
+    """A padded field: the samples and their filling, in turn. One ``torch.cat`` makes the field of them."""
+
+    tensors: list[Tensor]
+    dtype: torch.dtype
+    shape: Sizes
 
 
 class _Region(NamedTuple):
@@ -82,7 +93,7 @@ def _plan_of(specs: tuple[_Spec, ...]) -> _Plan | None:
     return _Plan(layout, tuple(found), is_dense) if layout.nbytes else None
 
 
-def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any]) -> bool:
+def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any], pads: Pads) -> bool:
     """Fill ``batch``, which is empty and on the CPU, with the stacked fields of the samples, packed.
 
     The samples have one type, ``dict`` or a `DeviceDict` class. False if they need the general path; then ``batch`` is
@@ -90,7 +101,7 @@ def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any]) -> bool:
     """
     fields: list[_Field] = []
     try:
-        _collect(samples, batch, (), fields)
+        _collect(samples, batch, (), fields, pads)
         tensors = _stack_fields(fields, len(samples))
     except torch.OutOfMemoryError:
         raise
@@ -101,59 +112,110 @@ def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any]) -> bool:
     return True
 
 
-def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: list[_Field]) -> None:
+def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: list[_Field], pads: Pads) -> None:
     """List the fields of ``batch``, depth first. Each gets a stand-in there, which keeps the order of the keys."""
-    first = samples[0]
+    first, count = samples[0], len(samples)
     names = list(first)
     odd = set(map(type, builtin_dict.values(first))) - _KINDS
     if (odd and not all(issubclass(kind, DeviceDict) for kind in odd)) or not {str}.issuperset(map(type, names)):
         raise _Unusual
-    for key, column in zip(names, _columns(samples, names), strict=True):
+    if list(map(list, samples)).count(names) != count:
+        raise _Unusual
+    if pads:
+        pads.require_new(names, at, "the samples")
+    used: dict[str, Any] = {}
+    for key, column in zip(names, zip(*map(builtin_dict.values, samples), strict=True), strict=True):
         kind = cast(Any, type(column[0]))
-        if list(map(type, column)).count(kind) != len(column):  # takes 0.7x the time of a set
+        if list(map(type, column)).count(kind) != count:  # takes 0.7x the time of a set
             raise _Unusual
-        if kind is Tensor:
+        pad = pads.at((*at, key)) if pads else None
+        if kind is Tensor and pad is None:
             value = column
-        elif kind is dict or issubclass(kind, DeviceDict):
-            _nested(column, cast(type, kind), batch, (*at, key), fields)
+        elif kind is dict or kind not in _KINDS:  # a `DeviceDict` class
+            _nested(column, kind, batch, (*at, key), fields, pads)
             continue
+        elif pad is not None:
+            _padded(column, kind, batch, (*at, key), fields, pad)
+            continue
+        elif kind is str:
+            value = _codes(column, batch._policy, key)
+            used[key] = batch._policy.encoder(key)
         else:
             value = _host_field(column, kind, batch._policy)
-        fields.append((batch, key, value))
-        builtin_dict.__setitem__(batch, key, None)
+        _list(fields, batch, key, value)
+    if used:
+        batch._policy = batch._policy.with_encoders(used)
 
 
-def _columns(samples: Sequence[Any], names: list[str]) -> Iterable[tuple[Any, ...]]:
-    """The values of every key. Raises ``KeyError`` or ``_Unusual`` if the keys of a sample differ from the first."""
-    if type(samples[0]) is not dict:  # a `DeviceDict` looks paths up
-        if list(map(list, samples)).count(names) != len(samples):
-            raise _Unusual
-        return zip(*map(builtin_dict.values, samples), strict=True)
-    if set(map(len, samples)) != {len(names)}:
-        raise _Unusual
-    if not names:
-        return []
-    found = map(itemgetter(*names), samples)
-    return [tuple(found)] if len(names) == 1 else zip(*found, strict=True)
+def _list(fields: list[_Field], batch: DeviceDict[Any], key: str, value: Any) -> None:
+    fields.append((batch, key, value))
+    builtin_dict.__setitem__(batch, key, None)
 
 
-def _nested(column: Sequence[Any], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field]) -> None:
+def _nested(
+    column: Sequence[Any], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field], pads: Pads
+) -> None:
     refuse_deeper(path)
     own = None if kind is dict else merged_policy(column, path, "sample")
     keys = () if kind is dict else column[0]
     cls, policy = kind_nested(type(batch), path[-1], kind, own, keys, batch._policy)
     nested = cls._new((), CPU, policy)
     builtin_dict.__setitem__(batch, path[-1], nested)
-    _collect(column, nested, path, fields)
+    _collect(column, nested, path, fields, pads)
+
+
+def _codes(column: Sequence[str], policy: Policy, key: str) -> Tensor:
+    """The codes of the strings of a field."""
+    encoder = policy.encoder(key)
+    # The general path encodes again what this path gives up. Encoders that are more than data may be slow.
+    if getattr(encoder, "is_data", False) is not True:
+        raise _Unusual
+    codes = encode_nested(encoder, list(column), (len(column),))
+    if not (isinstance(codes, Tensor) and packable(codes) and codes.is_cpu and codes.is_contiguous()):
+        raise _Unusual
+    return codes
+
+
+def _padded(
+    column: Sequence[Any], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field], pad: Pad
+) -> None:
+    """List a field with the filling ``pad``, and the new fields that ``pad`` names."""
+    key, count = path[-1], len(column)
+    if key in batch._policy.encoders:  # the codes of strings
+        raise _Unusual
+    shapes = list(map(_shape, column)) if kind is Tensor else []
+    lengths = [shape[0] for shape in shapes] or list(map(len, column))  # IndexError or TypeError for numbers
+    if lengths.count(lengths[0]) == count and not pad._always:
+        _list(fields, batch, key, column if kind is Tensor else _host_field(column, kind, batch._policy))
+        return
+    if kind is list:
+        items = list(chain.from_iterable(column))
+        samples = _host_field(items, _kind_of_numbers(items), batch._policy).split(lengths)
+    elif kind is Tensor:
+        samples = cast("Sequence[Tensor]", column)
+        require_one_dtype(samples)
+        if len(set(map(len, shapes))) > 1:  # torch.cat takes a sample of shape (0,) beside any other
+            raise _Unusual
+    else:
+        raise _Unusual
+    first = samples[0]
+    longest = pad._length(max(lengths))
+    if not (longest and packable(first) and first.is_cpu):
+        raise _Unusual
+    require_fit(pad, first.dtype, path)
+    missing = [longest - length for length in lengths]
+    filling = torch.full((sum(missing), *first.shape[1:]), pad.value, dtype=first.dtype, device=CPU).split(missing)
+    pairs = zip(samples, filling, strict=True) if pad.side == "right" else zip(filling, samples, strict=True)
+    pieces = _Pieces(list(chain.from_iterable(pairs)), first.dtype, (count, longest, *first.shape[1:]))
+    _list(fields, batch, key, pieces)
+    for extra, tensor in extra_fields(lengths, longest, pad, CPU).items():
+        _list(fields, batch, extra, tensor)
 
 
 def _host_field(column: Sequence[Any], kind: type, policy: Policy) -> Tensor:
     """The field of host values of one type, in the dtype of a dict with this policy."""
     if kind is list:
-        kinds = set(map(type, chain.from_iterable(column)))
-        if len(kinds) > 1 or not kinds.issubset(_NUMBERS):
-            raise _Unusual
-        kind = kinds.pop()  # KeyError if all lists are empty
+        kind = _kind_of_numbers(chain.from_iterable(column))
     if kind in _NUMBERS:
         wanted = (policy.dtype or torch.get_default_dtype()) if kind is float else None
         if wanted is not None and wanted not in _FLOATS:
@@ -171,6 +233,13 @@ def _host_field(column: Sequence[Any], kind: type, policy: Policy) -> Tensor:
         raise _Unusual
     tensor = _from_numpy(array)
     return tensor.to(policy.dtype) if array.dtype.kind == "f" and policy.dtype is not None else tensor
+
+
+def _kind_of_numbers(items: Iterable[Any]) -> type:
+    kinds = set(map(type, items))
+    if len(kinds) != 1 or not kinds.issubset(_NUMBERS):
+        raise _Unusual
+    return kinds.pop()
 
 
 def _stack_fields(fields: Sequence[_Field], count: int) -> list[Tensor]:
@@ -198,7 +267,7 @@ def _stack_fields(fields: Sequence[_Field], count: int) -> list[Tensor]:
     if plan.is_dense and not in_shared_memory(plan.layout.nbytes):
         if {tuple}.issuperset(map(type, values)):
             return _stack_dense(values, plan.regions[0])
-        if len(values) == 1:
+        if len(values) == 1 and type(values[0]) is Tensor:
             return [values[0].clone()]  # torch aligns memory better than NumPy
     storage = new_batch_buffer(plan.layout, CPU).untyped_storage()
     out: list[Any] = [None] * len(values)
@@ -234,6 +303,8 @@ def _stack_dense(values: Sequence[Any], region: _Region) -> list[Tensor]:
 def _fill(view: Tensor, value: Any) -> None:
     if type(value) is tuple:
         stack_into(view, cast("tuple[Tensor, ...]", value))
+    elif type(value) is _Pieces:
+        torch.cat(value.tensors, out=view.flatten(0, 1))
     else:
         view.copy_(value)
 
