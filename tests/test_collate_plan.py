@@ -300,7 +300,7 @@ def test_these_take_the_short_path(samples: Any) -> None:
 @pytest.mark.parametrize(
     "samples",
     [
-        [{"ids": [1, 2, 3], "m": [1]}, {"ids": [], "m": [0, 1]}], [{"ids": torch.arange(n), "m": torch.ones(n, 2)} for n in (2, 0)],
+        [{"ids": [1, 2, 3], "m": [1]}, {"ids": [], "m": [0, 1]}], [{"ids": torch.arange(n), "m": torch.ones(n)} for n in (2, 0)],
         [{"ids": [1, 2], "m": [0.5], "y": 3, "s": "abc", "n": {"ids": [1.5] * n}} for n in (1, 2)],
     ],
 )  # fmt: skip

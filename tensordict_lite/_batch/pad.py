@@ -158,10 +158,18 @@ def extra_fields(lengths: Sequence[int], length: int, pad: Pad, device: torch.de
     """The new fields that ``pad`` names, by key. ``lengths``: of every sample; ``length``: of the batch."""
     if not pad._extras:
         return {}
-    found = torch.tensor(list(lengths), dtype=torch.int64, device=device)
+    made = {
+        "lengths": lambda: torch.tensor(list(lengths), dtype=torch.int64, device=device),
+        "mask": lambda: mask_of(lengths, length, pad.side, device),
+    }
+    return {key: made[option]() for key, option in pad._extras.items()}
+
+
+def mask_of(lengths: Sequence[int], length: int, side: Side, device: torch.device) -> Tensor:
+    """Where the elements of the samples lie in a padded field: bool ``[n, length]``."""
+    found = torch.tensor(list(lengths), dtype=torch.int64, device=device)[:, None]
     at = torch.arange(length, device=device)
-    mask = at < found[:, None] if pad.side == "right" else at >= length - found[:, None]
-    return {key: found if option == "lengths" else mask for key, option in pad._extras.items()}
+    return at < found if side == "right" else at >= length - found
 
 
 def _widen(tensor: Tensor, length: int, side: Side, value: float) -> Tensor:
