@@ -208,7 +208,7 @@ PADDED = "{k: pad_sequence([torch.as_tensor(s[k]) for s in samples], True) for k
 TEXT = "'caption': utf8.encode([s['caption'] for s in samples])"
 IMAGE = "'image': torch.stack([s['image'] for s in samples]), 'label': torch.tensor([s['label'] for s in samples])"
 BY_HAND = {
-    "1 caption": ByHand(lambda i: {"caption": WORDS + "s" * i}, None, "{" + TEXT + "}", 4),
+    "1 caption": ByHand(lambda i: {"caption": WORDS + "s" * i}, None, "{" + TEXT + "}", 2),
     "1 image, 1 label and 1 caption": ByHand(
         lambda i: {"image": torch.rand(3, 32, 32), "label": i % 10, "caption": WORDS + "s" * i},
         None,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensordict_lite import DeviceDict, Pad, TypedDeviceDict, Utf8, Vocabulary, collate
+from tensordict_lite import DeviceDict, Pad, TypedDeviceDict, Utf8, Vocabulary, collate, field
 from tensordict_lite._batch import collate as collate_module
 from tensordict_lite._batch import plan as plan_module
 from tensordict_lite._batch.pad import Pads
@@ -32,6 +32,15 @@ class Halves(DeviceDict[Any], dtype=torch.float64):
 class Typed(TypedDeviceDict):
     a: Tensor
     b: Tensor | None = None
+
+
+class Filled(TypedDeviceDict):
+    a: Any
+    k: Tensor = field(default=3.0)
+    b: Any = None
+    c: Any = None
+    d: Any = None
+    z: Any = None
 
 
 def outcome(make: Callable[[], Any]) -> Any:
@@ -151,7 +160,9 @@ def test_padded_and_encoded_batches_are_as_on_the_general_path(batches: list[Any
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@given(batches=st.lists(sample_lists(), min_size=1, max_size=4), cls=st.sampled_from([DeviceDict, Halves, Typed]))
+@given(
+    batches=st.lists(sample_lists(), min_size=1, max_size=4), cls=st.sampled_from([DeviceDict, Halves, Typed, Filled])
+)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_batches_in_any_order_are_as_on_the_general_path(batches: list[Any], cls: Any) -> None:
     for samples in [*batches, *batches]:
@@ -289,7 +300,7 @@ class TestWhatCouldFool:
         PLAIN, [{"y": i} for i in range(32)], [{"x": torch.ones(3, 4, 4), "y": i} for i in range(3)],
         [DeviceDict({"x": torch.ones(2), "n": {"y": i}}) for i in range(3)], [{"a": np.ones(2), "b": np.int64(1)}] * 3,
         [{"ids": [1, 2], "mask": [True, False], "w": [0.5, 1.0]}] * 3, [{"x": torch.ones(2), "n": {}}] * 2,
-        [Typed(a=torch.ones(2))] * 2, [{"s": "a"}, {"s": "bcd"}], [{"x": torch.ones(2), "s": "a", "n": {"t": "b"}}] * 2,
+        [Typed(a=torch.ones(2))] * 2, [Filled(a=1)] * 2, [{"s": "a"}, {"s": "bcd"}], [{"x": torch.ones(2), "s": "a", "n": {"t": "b"}}] * 2,
     ],
 )  # fmt: skip
 def test_these_take_the_short_path(samples: Any) -> None:
@@ -322,6 +333,13 @@ def test_one_padded_sample_that_differs(odd: Any, place: int, pad: Any) -> None:
     for make in (torch.ones, lambda n: [1.0] * n):  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
         samples = [{"x": odd if i == place else make(i + 1), "y": i} for i in range(3)]
         assert outcome(partial(collate, samples, pad={"x": pad})) == general(partial(collate, samples, pad={"x": pad}))
+
+
+@pytest.mark.parametrize("samples", [[{"a": torch.ones(2)}] * 2, [{"a": 1, "b": None}, {"a": 2, "k": 4.0}]])
+def test_every_sample_gets_the_default_of_a_typed_class(samples: Any) -> None:
+    d = collate(samples, cls=Filled)
+    assert facts(d) == general(lambda: collate(samples, cls=Filled))[0]
+    assert d["k"].shape == (2,) and d["k"][0] == 3.0
 
 
 def test_strings_are_encoded_once() -> None:

@@ -116,6 +116,9 @@ def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any], pads: Pads) -> b
 
 def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: list[_Field], pads: Pads) -> None:
     """List the fields of ``batch``, depth first. Each gets a stand-in there, which keeps the order of the keys."""
+    cls = type(batch)
+    if cls._has_fields:
+        samples = list(map(cls._drop_none, samples))
     first, count = samples[0], len(samples)
     names = list(first)
     odd = set(map(type, builtin_dict.values(first))) - _KINDS
