@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.benchmark import Timer
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from tensordict_lite import DeviceDict, collate, prefetch, stack
+from tensordict_lite import DeviceDict, Utf8, collate, prefetch, stack
 from tensordict_lite._memory.buffer import goes_by_value
 
 sys.path.insert(0, str(Path(__file__).parent))  # runpy does not add the folder of the script to sys.path
@@ -111,21 +112,45 @@ def joined(fields: Fields) -> Tensor:
     return torch.cat([field.flatten() for field in fields.values()])
 
 
-OURS, DICT, PEER, ONE = "ours", "dict", "TensorDict", "one tensor"
+@dataclass(frozen=True)
+class Sent:
+    """A batch that another process receives as a dict of views of one tensor."""
+
+    keys: tuple[str, ...]
+    tensor: Tensor
+
+    def __reduce__(self) -> Any:
+        return views, (self.keys, self.tensor)
+
+
+def views(keys: tuple[str, ...], tensor: Tensor) -> Fields:
+    """The fields of samples that were stacked in turn."""
+    return dict(zip(keys, tensor.unflatten(0, (-1, len(keys))).unbind(1), strict=True))
+
+
+def stacked(samples: list[Fields]) -> Any:
+    """The minimum work of a loader whose samples have fields of one dtype and shape. It looks at no sample."""
+    keys, tensor = tuple(samples[0]), default_collate(list(chain.from_iterable(map(dict.values, samples))))
+    return views(keys, tensor) if get_worker_info() is None else Sent(keys, tensor)
+
+
+OURS, DICT, PEER, ONE, LEAST = "ours", "dict", "TensorDict", "one tensor", "one stack"
 CONTENDERS = (
     Contender(OURS, dict, collate),
     Contender(DICT, dict, default_collate),
     Contender(PEER, as_peer, torch.stack),
     Contender("TensorDict consolidated", as_peer, consolidated),
     Contender(ONE, joined, default_collate),
+    Contender(LEAST, dict, stacked),
 )
 Goals = Mapping[str, float]  # by contender: the smallest ratio of its time to ours
 LOADED: dict[str, tuple[Size, Goals]] = {  # these goals are for loaders with workers
     "8 x 16 float32": (Size(8, (16,)), {DICT: 2.5, ONE: 1}),
     "8 x 64 float32": (Size(8, (64,)), {DICT: 2.5, ONE: 1}),
     "8 x 256 float32": (Size(8, (256,)), {DICT: 2, ONE: 1}),
-    "40 x 16 float32": (Size(40, (16,)), {DICT: 10, ONE: 1}),
-    "200 x 4 float32": (Size(200, (4,)), {DICT: 20, ONE: 1}),
+    # With many fields, to stack the samples takes longer than to send one tensor.
+    "40 x 16 float32": (Size(40, (16,)), {DICT: 10, LEAST: 0.4}),
+    "200 x 4 float32": (Size(200, (4,)), {DICT: 20, LEAST: 0.4}),
     "8 x 4096 float32": (Size(8, (4096,)), {DICT: 1, ONE: 0.8}),
     "4 images": (Size(4, (3, 224, 224), torch.uint8), {DICT: 1, ONE: 0.8}),
 }
@@ -165,6 +190,37 @@ COLLATED: dict[str, tuple[Callable[[int], Mapping[str, Any]], float]] = {
     "3 x 128 int64": (lambda i: {key: torch.arange(128) for key in ("input_ids", "attention_mask", "labels")}, 1.5),
     "8 x 64 float32": (lambda i: {f"k{j}": torch.rand(64) for j in range(8)}, 1.5),
     "1 image 3 x 224 x 224": (lambda i: {"image": torch.randint(255, (3, 224, 224), dtype=torch.uint8)}, 1.05),
+}
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """A sample that default_collate does not take, the options of `collate`, and what a user writes instead."""
+
+    sample: Callable[[int], Mapping[str, Any]]
+    pad: Mapping[str, int] | None
+    code: str
+    most: float  # how many times as long ours may take
+
+
+WORDS = "a photo of a cat"
+PADDED = "{k: pad_sequence([torch.as_tensor(s[k]) for s in samples], True) for k in ('ids', 'mask')}"
+TEXT = "'caption': utf8.encode([s['caption'] for s in samples])"
+IMAGE = "'image': torch.stack([s['image'] for s in samples]), 'label': torch.tensor([s['label'] for s in samples])"
+BY_HAND = {
+    "1 caption": ByHand(lambda i: {"caption": WORDS + "s" * i}, None, "{" + TEXT + "}", 2),
+    "1 image, 1 label and 1 caption": ByHand(
+        lambda i: {"image": torch.rand(3, 32, 32), "label": i % 10, "caption": WORDS + "s" * i},
+        None,
+        "{" + IMAGE + ", " + TEXT + "}",
+        2,
+    ),
+    "2 padded lists of 32 to 94": ByHand(
+        lambda i: {"ids": list(range(32 + 2 * i)), "mask": [1] * (32 + 2 * i)}, {"ids": 0, "mask": 0}, PADDED, 1
+    ),
+    "2 padded tensors of 32 to 94": ByHand(
+        lambda i: {k: torch.arange(32 + 2 * i) for k in ("ids", "mask")}, {"ids": 0, "mask": 0}, PADDED, 1.5
+    ),
 }
 
 
@@ -242,6 +298,23 @@ class Bench:
             cases[f"collate {ROWS}", name] = timers
         for (operation, name), seconds in interleaved(cases, self.rounds).items():
             self.keep(operation, name, seconds, {DICT: 1 / COLLATED[name][1]})
+
+    def by_hand(self) -> None:
+        """`collate` of strings and of ragged samples, beside code without it."""
+        cases = {}
+        for name, one in BY_HAND.items():
+            samples = [one.sample(i) for i in range(ROWS)]
+            known = {"samples": samples, "pad": one.pad, "collate": collate, "torch": torch, "utf8": Utf8()}
+            known["pad_sequence"] = pad_sequence
+            made = collate(samples, pad=one.pad)
+            assert made.is_packed and same(eval(one.code, known), dict(made.items())), name
+            timers = {
+                OURS: Timer("collate(samples, pad=pad)", globals=known),
+                "by hand": Timer(one.code, globals=known),
+            }
+            cases[f"collate {ROWS}", name] = timers
+        for (operation, name), seconds in interleaved(cases, self.rounds).items():
+            self.keep(operation, name, seconds, {"by hand": 1 / BY_HAND[name].most})
 
     def keep(self, operation: str, name: str, seconds: Seconds, goals: Goals) -> None:
         ratios = {who: ratio(times, seconds[OURS]) for who, times in seconds.items()}
@@ -434,6 +507,7 @@ def main() -> None:
             bench.load(name, size, workers, of_size if goals is None else goals)
     bench.rows()
     bench.collated()
+    bench.by_hand()
     print(table(bench.lines), flush=True)
 
     held = bench.descriptors()

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, collate
+from tensordict_lite import DeviceDict, Pad, TypedDeviceDict, Utf8, Vocabulary, collate, field
 from tensordict_lite._batch import collate as collate_module
 from tensordict_lite._batch import plan as plan_module
+from tensordict_lite._batch.pad import Pads
 from tensordict_lite._memory.packed import packable
 
 
@@ -30,6 +32,15 @@ class Halves(DeviceDict[Any], dtype=torch.float64):
 class Typed(TypedDeviceDict):
     a: Tensor
     b: Tensor | None = None
+
+
+class Filled(TypedDeviceDict):
+    a: Any
+    k: Tensor = field(default=3.0)
+    b: Any = None
+    c: Any = None
+    d: Any = None
+    z: Any = None
 
 
 def outcome(make: Callable[[], Any]) -> Any:
@@ -52,7 +63,8 @@ def facts(d: Any) -> Any:
     if isinstance(d, DeviceDict):
         return type(d), d.device, d._policy, [(key, facts(value)) for key, value in d.items()]
     if isinstance(d, Tensor):
-        stride = d.stride() if d.layout == torch.strided else d.layout
+        # The stride of a tensor without elements says nothing.
+        stride = (d.numel() and d.stride()) if d.layout == torch.strided else d.layout
         values = None if d.is_meta else repr(d.to_dense().tolist())
         return type(d), d.dtype, d.shape, stride, d.requires_grad, d.is_inference(), values
     return repr(d)
@@ -87,12 +99,23 @@ VALUES: list[Callable[[], Any]] = [
 ]  # fmt: skip
 
 
+RAGGED: list[Callable[[int], Any]] = [
+    torch.arange, torch.ones, lambda n: torch.ones(n, 2), lambda n: torch.ones(2 * n)[::2],
+    lambda n: torch.ones(n, dtype=torch.complex64).conj(), lambda n: torch.ones(n, requires_grad=True), lambda n: torch.ones(n).bool(),
+    lambda n: list(range(n)), lambda n: [0.5] * n, lambda n: [True] * n, lambda n: [[1, 2]] * n, lambda n: (1,) * n, lambda n: "a" * n,
+    lambda n: "é" * n, np.arange, lambda n: torch.ones(n, device="meta"), lambda n: {"a": [1] * n, "n": 3},
+]  # fmt: skip
+
+
 @st.composite
 def sample_lists(draw: st.DrawFn) -> list[Any]:
     """Samples that mostly agree: some differ in one value, in the order of keys, in a key or in the class."""
     makes = draw(st.lists(st.sampled_from(VALUES), min_size=0, max_size=4))
     n = draw(st.integers(1, 4))
     samples: list[Any] = [{"abcd"[i]: make() for i, make in enumerate(makes)} for _ in range(n)]
+    for key, make in draw(st.dictionaries(st.sampled_from("abcd"), st.sampled_from(RAGGED))).items():
+        for sample in samples:
+            sample[key] = make(draw(st.integers(0, 3)))
     if makes and draw(st.booleans()):
         samples[draw(st.integers(0, n - 1))]["abcd"[draw(st.integers(0, len(makes) - 1))]] = draw(
             st.sampled_from(VALUES)
@@ -113,8 +136,33 @@ def sample_lists(draw: st.DrawFn) -> list[Any]:
     return samples
 
 
+PADS = st.none() | st.dictionaries(
+    st.sampled_from(["a", "b", ("c",), ("d", "a")]),
+    st.sampled_from([0, -1, 0.5, True, float("inf"), 1 << 70, 1j]) | st.builds(
+        Pad, st.sampled_from([0, 1, -0.5]), st.sampled_from(["left", "right"]), st.integers(1, 4),
+        st.sampled_from([None, "d", "n"]), st.sampled_from([None, "m"]),
+    ),
+    max_size=3,
+)  # fmt: skip
+ENCODERS = st.sampled_from(
+    [None, {"a": Vocabulary(["a", "aa", "aaa"])}, Utf8(3), {"b": lambda strings: torch.ones(len(strings))}]
+)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@given(batches=st.lists(sample_lists(), min_size=1, max_size=4), cls=st.sampled_from([DeviceDict, Halves, Typed]))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@given(batches=st.lists(sample_lists(), min_size=1, max_size=2), pad=PADS, encoders=ENCODERS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_padded_and_encoded_batches_are_as_on_the_general_path(batches: list[Any], pad: Any, encoders: Any) -> None:
+    for samples in [*batches, *batches]:
+        make = partial(collate, samples, pad=pad, encoders=encoders)
+        assert outcome(make) == general(make)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@given(
+    batches=st.lists(sample_lists(), min_size=1, max_size=4), cls=st.sampled_from([DeviceDict, Halves, Typed, Filled])
+)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_batches_in_any_order_are_as_on_the_general_path(batches: list[Any], cls: Any) -> None:
     for samples in [*batches, *batches]:
@@ -125,7 +173,9 @@ PLAIN = [{"x": torch.full((16,), float(i)), "y": i, "z": float(i), "n": {"a": [i
 
 
 def is_short(samples: Any) -> bool:
-    return collate_module._plain_batch(samples, DeviceDict, DeviceDict._class_policy) is not None
+    return (
+        collate_module._plain_batch(samples, DeviceDict, DeviceDict._class_policy, collate_module._NO_PADS) is not None
+    )
 
 
 class TestWhatCouldFool:
@@ -250,9 +300,55 @@ class TestWhatCouldFool:
         PLAIN, [{"y": i} for i in range(32)], [{"x": torch.ones(3, 4, 4), "y": i} for i in range(3)],
         [DeviceDict({"x": torch.ones(2), "n": {"y": i}}) for i in range(3)], [{"a": np.ones(2), "b": np.int64(1)}] * 3,
         [{"ids": [1, 2], "mask": [True, False], "w": [0.5, 1.0]}] * 3, [{"x": torch.ones(2), "n": {}}] * 2,
-        [Typed(a=torch.ones(2))] * 2,
+        [Typed(a=torch.ones(2))] * 2, [Filled(a=1)] * 2, [{"s": "a"}, {"s": "bcd"}], [{"x": torch.ones(2), "s": "a", "n": {"t": "b"}}] * 2,
     ],
 )  # fmt: skip
 def test_these_take_the_short_path(samples: Any) -> None:
     kind, policy = collate_module._kind_of(samples, DeviceDict)
-    assert collate_module._plain_batch(samples, kind, policy) is not None
+    assert collate_module._plain_batch(samples, kind, policy, collate_module._NO_PADS) is not None
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [{"ids": [1, 2, 3], "m": [1]}, {"ids": [], "m": [0, 1]}], [{"ids": torch.arange(n), "m": torch.ones(n)} for n in (2, 0)],
+        [{"ids": [1, 2], "m": [0.5], "y": 3, "s": "abc", "n": {"ids": [1.5] * n}} for n in (1, 2)],
+    ],
+)  # fmt: skip
+def test_padded_samples_take_the_short_path(samples: Any) -> None:
+    for pad in (0, Pad(1, "left", 4, "lengths", "mask")):
+        pads = Pads({"ids": pad, "m": 0}, "collate")
+        assert collate_module._plain_batch(samples, DeviceDict, DeviceDict._class_policy, pads) is not None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [torch.ones(3).double(), torch.ones(2, 1), torch.ones(()), torch.ones(0, 3), torch.ones(3, requires_grad=True),
+     torch.nn.Parameter(torch.ones(3)), torch.ones(6)[::2], torch.ones(3, device="meta"), torch.ones(3).to_sparse(),
+     torch.ones(3, dtype=torch.complex64).conj().imag, [1.0, 2.0], [1], [], [True], [None], ["a"], np.ones(3), 1.0, None, "ab"],
+)  # fmt: skip
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("pad", [0, Pad(1, "left", 4, "lengths", "mask")])
+def test_one_padded_sample_that_differs(odd: Any, place: int, pad: Any) -> None:
+    for make in (torch.ones, lambda n: [1.0] * n):  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
+        samples = [{"x": odd if i == place else make(i + 1), "y": i} for i in range(3)]
+        assert outcome(partial(collate, samples, pad={"x": pad})) == general(partial(collate, samples, pad={"x": pad}))
+
+
+@pytest.mark.parametrize("samples", [[{"a": torch.ones(2)}] * 2, [{"a": 1, "b": None}, {"a": 2, "k": 4.0}]])
+def test_every_sample_gets_the_default_of_a_typed_class(samples: Any) -> None:
+    d = collate(samples, cls=Filled)
+    assert facts(d) == general(lambda: collate(samples, cls=Filled))[0]
+    assert d["k"].shape == (2,) and d["k"][0] == 3.0
+
+
+def test_strings_are_encoded_once() -> None:
+    calls: list[Any] = []
+
+    class Counts(Utf8):
+        def encode(self, strings: Any, /) -> Tensor:
+            calls.append(strings)
+            return super().encode(strings)
+
+    samples = [{"s": "a", "x": torch.ones(1)}, {"s": "bc", "x": torch.ones(1)}]
+    assert collate(samples, encoders={"s": Counts()}).decode("s") == ["a", "bc"] and calls == [["a", "bc"]]

@@ -124,7 +124,7 @@ def collate(
     kind, policy = (cls, cls._class_policy) if kinds == _DICT else _kind_of(samples, cls)
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
-    batch = _plain_batch(samples, kind, policy) if pack and not (pads or ragged) and len(kinds) == 1 else None
+    batch = _plain_batch(samples, kind, policy, pads) if pack and not ragged and len(kinds) == 1 else None
     if batch is None:
         batch = _general_batch(samples, kind, policy, pads, ragged, pack)
     if cls is not DeviceDict:
@@ -147,14 +147,14 @@ def _jagged_keys(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
 
 
 def _plain_batch(
-    samples: Sequence[Mapping[str, Any]], kind: type[DeviceDict[Any]], policy: Policy
+    samples: Sequence[Mapping[str, Any]], kind: type[DeviceDict[Any]], policy: Policy, pads: Pads
 ) -> DeviceDict[Any] | None:
     """The batch of plain samples on the CPU, in a fraction of the time of `_general_batch`. None for other samples."""
     first = samples[0]
     if intercepted() or not (type(first) is dict or (isinstance(first, TreeDict) and first._device is CPU)):
         return None
     batch = kind._new((), CPU, policy)
-    return batch if stack_plain(samples, batch) else None
+    return batch if stack_plain(samples, batch, pads) else None
 
 
 def _general_batch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 import torch
@@ -139,6 +140,7 @@ def require_fit(pad: Pad, dtype: torch.dtype, path: Path) -> None:
         raise ValueError(f"{dotted(path)}: pad={{{path[-1]!r}: {shown!r}}} does not fit {dtype}")
 
 
+@lru_cache(maxsize=64, typed=True)
 def _fits(fill: float, dtype: torch.dtype) -> bool:
     try:
         return torch.full((), fill).to(dtype).item() == fill == torch.full((), fill, dtype=dtype).item()
@@ -156,10 +158,18 @@ def extra_fields(lengths: Sequence[int], length: int, pad: Pad, device: torch.de
     """The new fields that ``pad`` names, by key. ``lengths``: of every sample; ``length``: of the batch."""
     if not pad._extras:
         return {}
-    found = torch.tensor(list(lengths), dtype=torch.int64, device=device)
+    made = {
+        "lengths": lambda: torch.tensor(list(lengths), dtype=torch.int64, device=device),
+        "mask": lambda: mask_of(lengths, length, pad.side, device),
+    }
+    return {key: made[option]() for key, option in pad._extras.items()}
+
+
+def mask_of(lengths: Sequence[int], length: int, side: Side, device: torch.device) -> Tensor:
+    """Where the elements of the samples lie in a padded field: bool ``[n, length]``."""
+    found = torch.tensor(list(lengths), dtype=torch.int64, device=device)[:, None]
     at = torch.arange(length, device=device)
-    mask = at < found[:, None] if pad.side == "right" else at >= length - found[:, None]
-    return {key: found if option == "lengths" else mask for key, option in pad._extras.items()}
+    return at < found if side == "right" else at >= length - found
 
 
 def _widen(tensor: Tensor, length: int, side: Side, value: float) -> Tensor:
