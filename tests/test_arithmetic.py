@@ -247,6 +247,57 @@ class TestPacked:
             and "aten::_foreach_mul_" not in counts
         )
 
+    @pytest.mark.parametrize(
+        "change", ["none", "key order", "transposed", "one replaced", "gap", "other dtype", "itself"]
+    )
+    def test_two_packed_dicts_of_one_layout(self, change: str) -> None:
+        """One operation on both buffers, or the same result field by field."""
+        d = DeviceDict({f"k{i}": torch.rand(4, 4) + i for i in range(20)}).pack()
+        e = DeviceDict({f"k{i}": torch.rand(4, 4) - i for i in range(20)}).pack()
+        if change == "key order":
+            e = DeviceDict({key: e[key] for key in reversed(e)})
+        elif change == "transposed":
+            e["k3"] = e["k3"].t()
+        elif change == "one replaced":
+            e["k3"] = torch.rand(4, 4)
+        elif change == "gap":
+            e["k3"] = e["k4"].clone().set_(e["k4"].untyped_storage(), 5 * 16, (4, 4), (4, 1))  # pyright: ignore[reportArgumentType]
+        elif change == "other dtype":
+            e = e.double()
+        elif change == "itself":
+            e = d
+        for method, arguments in (
+            ("lerp_", (0.25,)),
+            ("copy_", ()),
+            ("add_", ()),
+            ("mul_", ()),
+            ("div_", ()),
+            ("sub_", ()),
+        ):
+            expected = {key: value.clone() for key, value in d.items()}
+            others = {key: value.clone() for key, value in e.items()}
+            versions = [value._version for value in d.values()]
+            for key, value in expected.items():
+                other = others[key] if method != "lerp_" else others[key].to(value.dtype)
+                getattr(value, method)(other, *arguments)
+            if change == "other dtype" and method == "lerp_":
+                with pytest.raises(RuntimeError, match="torch refuses lerp_"):
+                    d.lerp_(e, *arguments)
+                assert [value._version for value in d.values()] == versions
+                continue
+            getattr(d, method)(e, *arguments)
+            assert all(torch.allclose(d[key], expected[key], equal_nan=True) for key in d), method
+            assert all(value._version > version for value, version in zip(d.values(), versions, strict=True))
+        d._check()
+        assert d.is_packed
+
+    def test_numbers_that_make_gaps_other_than_zero(self) -> None:
+        d = DeviceDict({f"k{i}": torch.rand(3) for i in range(20)}).pack()
+        e = DeviceDict({f"k{i}": torch.rand(3) for i in range(20)}).pack()
+        d.lerp_(e, math.inf).add_(e, alpha=math.inf).div_(e)
+        memory = torch.empty(0).set_(d["k0"].untyped_storage())  # pyright: ignore[reportArgumentType]
+        assert torch.isfinite(memory.view(20, -1)[:-1, 3:]).all()
+
     def test_autograd_sees_the_write(self) -> None:
         d = DeviceDict({f"k{i}": torch.rand(16) for i in range(40)}).pack()
         w = torch.ones(16, requires_grad=True)

@@ -81,7 +81,7 @@ def _from_host(given: Any) -> Tensor:
             # The flag tests all that torch needs at once: C-contiguous, aligned and writable.
             return cast(Any, torch).from_numpy(array if array.flags.carray and array.dtype.isnative else _native(array))
         return torch.as_tensor(given, device="cpu")
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
 
 

@@ -31,7 +31,7 @@ def write_rows(
     ``shapes``: the shapes of the values of ``d``, if all are plain tensors on the CPU and operations are not
     `intercepted`.
     """
-    if shapes is not None and _write_alike(d, index, other, count, shapes):
+    if shapes is not None and count and _write_alike(d, index, other, count, shapes):
         return
     if not isinstance(cast(object, other), Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
@@ -54,7 +54,7 @@ def _write_alike(d: TreeDict[Any], index: Index, other: Any, count: int, shapes:
         return False
     if type(other) is dict and False in [value.is_cpu for value in values]:
         return False
-    return write_alike(list(d.values()), shapes, index, _lead(index, count), values)
+    return write_alike(list(d.values()), index, _lead(index, count), shapes, values)
 
 
 def _lead(index: Index, count: int) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class _Plan:
                 and type(target) is Tensor
                 and value.dtype is target.dtype
                 and (value.is_cpu if on_cpu else value.device == target.device)
-                and target.layout is strided
+                and target.layout is value.layout is strided
             ):
                 self.add(d, key, target, value, at)
                 continue
@@ -126,6 +126,11 @@ class _Plan:
         if isinstance(target, TreeDict) and isinstance(value, Mapping):
             self.add_dict(cast("TreeDict[Any]", target), cast("Mapping[str, Any]", value), path)
         elif isinstance(target, Tensor) and isinstance(value, Tensor):
+            if target.layout is torch.strided and (value.layout is not torch.strided or value.is_nested):
+                what = "nested" if value.is_nested else "sparse"
+                raise ValueError(
+                    f"{dotted(path)} is dense, its rows cannot be set from a {what} tensor; convert it first"
+                )
             shape = (*self.lead, *target.shape[1:])
             self.paths.append((at, key))
             self.targets.append(target)
@@ -186,6 +191,8 @@ class _Plan:
         for path, target in zip(paths, self.targets, strict=True):
             if target.layout is torch.strided and len(target) > 1 and not target.stride(0):
                 raise RuntimeError(f"{dotted(path)}: the rows of an expanded tensor share memory; clone() it first")
+            if target.is_inference() and not torch.is_inference_mode_enabled():  # torch raises after it has written
+                raise RuntimeError(f"{dotted(path)} is an inference tensor; clone() it, or use torch.inference_mode()")
         before = [target[index].clone() for target in self.targets]
         done = 0
         try:
