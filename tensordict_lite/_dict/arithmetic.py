@@ -143,8 +143,7 @@ class _Operation(NamedTuple):
     many: Callable[[list[Tensor], Any], Any] | None
     """The same for lists of tensors. None: there is no such function."""
     zero_stays: bool = False
-    """Whether the operation maps zero to zero: with the number, or with zeros of other tensors. If not, it may not
-    write to the gaps of a buffer."""
+    """Whether the operation with a number maps zero to zero. If not, it may not write to the gaps of a buffer."""
     casts: bool = False
     """Whether the operation takes every pair of dtypes."""
 
@@ -192,17 +191,16 @@ def _add(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: A
         many(tensors, values, alpha=alpha)
 
     if alpha == 1:
-        operation = _Operation(name, each, many, listed)
+        operation = _Operation(name, each, many)
     else:  # the function for lists and a number takes no alpha
-        stays = listed and _is_finite(alpha)
-        operation = _Operation(name, each_scaled, many_scaled if listed else None, stays)
+        operation = _Operation(name, each_scaled, many_scaled if listed else None)
     _run(d, operation, operands)
 
 
 def mul_(d: TreeDict[Any], other: Any) -> None:
     operands = _operands(d, other, "mul_")
     by = operands.others
-    stays = isinstance(by, list) or (isinstance(by, (int, float)) and by > 0 and isfinite(by))
+    stays = isinstance(by, (int, float)) and by > 0 and isfinite(by)
     _run(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_, stays), operands)
 
 
@@ -226,12 +224,8 @@ def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
     def many(tensors: list[Tensor], ends: list[Tensor]) -> None:
         torch._foreach_lerp_(tensors, ends, weight)
 
-    operation = _Operation("lerp_", each, many, _is_finite(weight))
+    operation = _Operation("lerp_", each, many)
     _run(d, operation, _operands(d, other, "lerp_", numbers=False), integers=_COPY._replace(name="lerp_"))
-
-
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, (int, float)) and isfinite(number)
 
 
 def _zero_each(tensor: Tensor, _: None) -> None:
@@ -243,7 +237,7 @@ def _zero_many(tensors: list[Tensor], _: None) -> None:
 
 
 _ZERO = _Operation("zero_", _zero_each, _zero_many, casts=True)
-_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, zero_stays=True, casts=True)
+_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, casts=True)
 
 
 def _refuse_unless_number(value: Any, name: str) -> None:
@@ -390,6 +384,8 @@ def _are_alike(
     try:
         if False in [t.is_contiguous() for t in tensors]:
             return None
+        if not _COMPLEX.isdisjoint(dtypes) and True in [t.is_conj() for t in (*tensors, *(others or ()))]:
+            return None
         if others is None:
             return None if True in [t.is_nested for t in tensors] else True
         if not plain and not _PLAIN.issuperset(map(type, others)):
@@ -404,12 +400,14 @@ def _are_alike(
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Whether a tensor needs a call of its own: it has a gradient history, or is a subclass, sparse or nested."""
+    """Whether a tensor needs a call of its own: it has a gradient history, or is a subclass, sparse, nested or
+    conjugated."""
     return (
         type(tensor) not in _PLAIN
         or tensor.layout != torch.strided
         or tensor.is_nested
         or tensor.is_quantized
+        or tensor.is_conj()
         or (tensor.requires_grad and torch.is_grad_enabled())
     )
 
@@ -467,6 +465,8 @@ _MODERATE = 65504
 """The largest number that every dtype of `_COMMON` can represent."""
 _COMMON = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
 """Dtypes for which torch has every operation here, if both operands have the same."""
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+"""Dtypes of tensors that can be conjugated views, which ``torch._foreach_*`` refuses."""
 
 
 def _one(tensor: Tensor) -> Tensor:
@@ -511,7 +511,8 @@ def _execute(write: _Write) -> None:
         rest = sorted(set(range(len(tensors))).difference(singly))
         tensors, others, dtypes = _pick(tensors, rest), _pick(others, rest), _pick(dtypes, rest)
         one_dtype = len(set(dtypes)) == 1
-    if alike and one_dtype and others is not None and _execute_on_buffer(operation, tensors, others):
+    number = isinstance(others, (int, float, complex))
+    if alike and one_dtype and number and _execute_on_buffer(operation, tensors, others):
         return
     if one_dtype and (alike or not listed):
         many(tensors, others)
@@ -525,25 +526,18 @@ def _execute(write: _Write) -> None:
         many(_pick(tensors, members), _pick(others, members))
 
 
-def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], others: Any) -> bool:
+def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], number: complex) -> bool:
     """Write to the buffer of packed tensors in one operation. False if the tensors do not allow it.
 
-    ``others``: a number, or tensors with the dtypes and shapes of ``tensors``. Note: not for zeros, as `as_one` takes
-    longer than it saves.
+    Note: this is for numbers only. With a list of other tensors, and for zeros, `as_one` takes longer than it saves.
     """
-    if len(tensors) < _MANY or tensors[0].is_complex():  # a conjugated view has other elements than its memory
-        return False
-    if isinstance(others, list):
-        found = as_one(tensors, cast("list[Tensor]", others))
-        value: Any = None if found is None else found.other
-    else:
-        found, value = as_one(tensors), others
+    found = as_one(tensors) if len(tensors) >= _MANY else None
     if found is None or (found.gaps and not operation.zero_stays):
         return False
     # Packed fields have version counters of their own, which autograd compares.
     torch.autograd.graph.increment_version(tensors)
     with torch.no_grad():
-        operation.each(found.flat, value)
+        operation.each(found.flat, number)
     return True
 
 

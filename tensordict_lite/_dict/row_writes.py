@@ -13,7 +13,7 @@ from .._encoders.protocol import padding
 from .._errors import DEPTH, Path, TooDeep, described, dotted
 from .._memory.device import CPU
 from .._memory.packed import intercepted
-from .._memory.rows import copy_rows, set_rows, share_memory, write_alike
+from .._memory.rows import copy_rows, set_rows, share_memory
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict
 from .insert import insert
@@ -23,16 +23,8 @@ Index = int | slice | Tensor
 """The rows to write: one row, a slice, or int64[n] on the device of the dict."""
 
 
-def write_rows(
-    d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: int, shapes: Sequence[torch.Size] | None = None
-) -> None:
-    """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing.
-
-    ``shapes``: the shapes of the values of ``d``, if all are plain tensors on the CPU and operations are not
-    `intercepted`.
-    """
-    if shapes is not None and count and _write_alike(d, index, other, count, shapes):
-        return
+def write_rows(d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: int) -> None:
+    """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing."""
     if not isinstance(cast(object, other), Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
     plan = _Plan(index, count)
@@ -40,36 +32,15 @@ def write_rows(
     plan.run()
 
 
-def _write_alike(d: TreeDict[Any], index: Index, other: Any, count: int, shapes: Sequence[torch.Size]) -> bool:
-    """Write values that need no conversion in the shortest time. False if `_Plan` must look at each value."""
-    if isinstance(other, TreeDict):
-        theirs = cast("TreeDict[Any]", other)
-        if theirs._device is not CPU or (theirs._policy is not d._policy and theirs._policy.encoders):
-            return False
-    elif type(other) is not dict:
-        return False
-    given = cast("Mapping[str, Any]", other)
-    values = list(given.values())
-    if list(d) != list(given) or set(map(type, values)) != {Tensor}:
-        return False
-    if type(other) is dict and False in [value.is_cpu for value in values]:
-        return False
-    return write_alike(list(d.values()), index, _lead(index, count), shapes, values)
-
-
-def _lead(index: Index, count: int) -> tuple[int, ...]:
-    """The first dimensions of ``tensor[index]``, which the index gives."""
-    if isinstance(index, slice):
-        return (len(range(count)[index]),)
-    return (len(index),) if isinstance(index, Tensor) else ()
-
-
 class _Plan:
     """The validated writes of one call: tensors with their values, and kept lists with their objects."""
 
     def __init__(self, index: Index, count: int) -> None:
         self.index, self.count = index, count
-        self.lead = _lead(index, count)
+        if isinstance(index, Tensor):
+            self.lead: tuple[int, ...] = (len(index),)
+        else:
+            self.lead = (len(range(count)[index]),) if isinstance(index, slice) else ()
         self.paths: list[tuple[Path, str]] = []  # of the dict that has the target, and the key of the target
         self.targets: list[Tensor] = []
         self.rows: list[Tensor] = []  # the views to write into; the targets themselves for an index that gives copies
@@ -167,15 +138,15 @@ class _Plan:
     def run(self) -> None:
         """Write all values and objects."""
         index, targets, values = self.index, self.targets, self.values
-        if share_memory(targets, values):
+        if share_memory(targets, [*values, index] if isinstance(index, Tensor) else values):
             values = [value.clone() for value in values]
-        if isinstance(index, Tensor) and share_memory(targets, [index]):
-            index = index.clone()
+            index = index.clone() if isinstance(index, Tensor) else index
         if self.can_fail:
             self.run_each(index, values)
         elif isinstance(index, Tensor):
+            on_cpu = index.is_cpu
             for target, value in zip(targets, values, strict=True):
-                set_rows(target, index, value)
+                set_rows(target, index, value, on_cpu)
         else:
             copy_rows(self.rows, values)
         for kept, value in self.objects:
@@ -199,7 +170,7 @@ class _Plan:
             for path, target, value in zip(paths, self.targets, values, strict=True):
                 try:
                     if isinstance(index, Tensor) and type(target) is Tensor:
-                        set_rows(target, index, value)
+                        set_rows(target, index, value, False)
                     else:
                         target[index] = value
                 except torch.OutOfMemoryError:

@@ -17,8 +17,7 @@ from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, dotted
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, select_rows
-from .._memory.packed import intercepted
-from .._memory.rows import are_huge, can_select, packs_batches, shapes_of_rows, take_batch, take_rows
+from .._memory.rows import are_huge, can_select, packs_batches, take_batch, take_rows
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 from .row_index import from_list, integers, row_index
@@ -117,11 +116,8 @@ class Rows(Dataset[D]):
         that do not fit, and the errors of ``d[key] = value``. After an error the dict is unchanged.
         """
         d = self._dict
-        plain = d._device is CPU and set(map(type, d.values())) == {Tensor} and not intercepted()
-        shapes = shapes_of_rows(list(d.values())) if plain else None
-        count = shapes[0][0] if shapes else _count(d)
-        at = index if type(index) is slice else row_index(index, count, d._device)
-        write_rows(d, at, other, count, shapes)
+        count = _count(d)
+        write_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
     def __iter__(self) -> Iterator[D]:
         """Yield every row as ``d.rows[i]``."""

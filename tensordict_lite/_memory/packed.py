@@ -220,37 +220,22 @@ class OneBuffer(NamedTuple):
     """A 1-d tensor over the whole buffer. The gaps between fields are part of it."""
     gaps: bool
     """Whether there are gaps between the fields."""
-    other: Tensor | None
-    """The same for the buffer of the other tensors."""
 
 
-def as_one(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> OneBuffer | None:
+def as_one(tensors: Sequence[Tensor]) -> OneBuffer | None:
     """One tensor over the buffer of packed tensors. None if the tensors do not fill one storage as `pack` fills it.
 
     The caller knows that all tensors are contiguous and have one dtype, and that operations are not `intercepted`. The
     addresses prove the rest, in a third of the time of `packed_layout`.
-
-    ``others``: tensors of the same dtype and shapes. None is returned unless they lie in a buffer of the same layout.
     """
     first = tensors[0]
     storage = first.untyped_storage()
     nbytes = storage.nbytes()
     if nbytes <= first.nbytes or not can_pack(first.device):  # most unpacked dicts end here
         return None
-    other = None
-    if others is not None:
-        theirs = others[0].untyped_storage()
-        if theirs.nbytes() != nbytes or others[0].device != first.device:
-            return None
-        other = flat_over(theirs, first.dtype, nbytes // first.itemsize, first.device)
     # NumPy, because a loop in Python takes four times as long.
     starts = np.array([t.data_ptr() for t in tensors]) - storage.data_ptr()
     sizes = np.array([t.nbytes for t in tensors])
-    if others is not None and other is not None:
-        # A transposed tensor fills the same memory in another order, so each is asked whether it is contiguous.
-        offsets = np.array([t.data_ptr() for t in others]) - other.data_ptr()
-        if ((offsets != starts) & (sizes > 0)).any() or False in [t.is_contiguous() for t in others]:
-            return None
     if not sizes.all():  # fields without elements have no place in memory
         starts, sizes = starts[sizes > 0], sizes[sizes > 0]
     order = starts.argsort()
@@ -259,7 +244,7 @@ def as_one(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) ->
     if starts[0] or ends[-1] != nbytes or (starts[1:] != expected).any():
         return None
     flat = flat_over(storage, first.dtype, nbytes // first.itemsize, first.device)
-    return OneBuffer(flat, bool((expected != ends[:-1]).any()), other)
+    return OneBuffer(flat, bool((expected != ends[:-1]).any()))
 
 
 def pack(

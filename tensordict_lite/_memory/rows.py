@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ _MANY = HUGE // 16
 """Elements that may take more bytes than `HUGE`."""
 _FEW = 4096
 """Elements up to which ``index_copy_`` writes rows in less time than ``tensor[index] = value``."""
-_any_requires_grad = cast(Callable[..., bool], cast(Any, torch._C)._any_requires_grad)
-"""Whether a tensor of the arguments requires grad. One call takes an eighth of the time of a call for each tensor."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """For each item size, a dtype that every kernel supports."""
 
@@ -137,77 +134,19 @@ def _is_huge(t: Tensor, count: int) -> bool:
     return t.numel() > _MANY and t.numel() // t.shape[0] * count > _MANY
 
 
-def set_rows(target: Tensor, index: Tensor, value: Tensor) -> None:
-    """Write ``value`` into the rows of ``target`` at ``index``: int64[n]."""
+def set_rows(target: Tensor, index: Tensor, value: Tensor, on_cpu: bool) -> None:
+    """Write ``value`` into the rows of ``target`` at ``index``: int64[n]. ``value`` has the shape of the rows.
+
+    ``on_cpu``: ``target`` is on the CPU and contiguous, and autograd records nothing.
+    """
     if target.dtype not in FOREACH_DTYPES:  # the kernel lacks these dtypes too
         bits = _BITS[target.itemsize]
         target, value = target.view(bits), value.to(target.dtype).view(bits)
-    target[index] = value
-
-
-def write_alike(
-    targets: list[Tensor],
-    index: int | slice | Tensor,
-    lead: tuple[int, ...],
-    shapes: Sequence[torch.Size],
-    values: list[Tensor],
-) -> bool:
-    """Write values that have the dtypes and shapes of the rows. False if a write could fail: then nothing is written.
-
-    Args:
-        targets: plain tensors on the CPU that have at least one row.
-        index: valid rows: one row, a slice, or int64[n].
-        lead: the dimensions of the index.
-        shapes: the shapes of ``targets``.
-        values: plain tensors on the CPU.
-    """
-    # Passes over a list, of one attribute each: nothing in Python is faster.
-    dtypes = [t.dtype for t in targets]
-    if dtypes != [v.dtype for v in values] or not FOREACH_DTYPES.issuperset(dtypes):
-        return False
-    if _any_requires_grad(*targets, *values):
-        return False
-    try:
-        if not torch.is_inference_mode_enabled():
-            _ = [t._version for t in targets]  # raises for inference tensors
-        if False in [t.is_contiguous() for t in targets] or False in [v.is_contiguous() for v in values]:
-            return False
-        given = [v.shape for v in values]
-    except RuntimeError:  # sparse tensors are not contiguous, nested tensors have no shape
-        return False
-    if isinstance(index, Tensor):
-        rows: list[Tensor] = []
-        fits = given == [lead + shape[1:] for shape in shapes] and index.is_contiguous()
+    # `index_copy_` takes 0.4 to 0.9 times as long for few elements, and up to 8 times as long for many.
+    if on_cpu and value.dtype is target.dtype and (value.dim() == 1 or value.numel() <= _FEW):
+        target.index_copy_(0, index, value)
     else:
-        rows = [t[index] for t in targets]
-        fits = given == [r.shape for r in rows]
-    if not fits or _share_spans(targets, values, shapes[0][0], index, lead):
-        return False
-    if not isinstance(index, Tensor):
-        torch._foreach_copy_(rows, values)
-        return True
-    for target, value, shape in zip(targets, values, given, strict=True):
-        # `index_copy_` takes 0.4 to 0.9 times as long for few elements, and up to 8 times as long for many.
-        if len(shape) == 1 or prod(shape) <= _FEW:
-            target.index_copy_(0, index, value)
-        else:
-            target[index] = value
-    return True
-
-
-def _share_spans(
-    targets: list[Tensor], values: list[Tensor], count: int, index: int | slice | Tensor, lead: tuple[int, ...]
-) -> bool:
-    """Whether a value, or the index, lies in the memory of a target. All are contiguous; the values are rows."""
-    sizes = [t.nbytes for t in targets]
-    part = lead[0] if lead else 1
-    starts, theirs = [t.data_ptr() for t in targets], [v.data_ptr() for v in values]
-    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-    their_ends = [start + size // count * part for start, size in zip(theirs, sizes, strict=True)]
-    if isinstance(index, Tensor):
-        theirs.append(index.data_ptr())
-        their_ends.append(index.data_ptr() + index.nbytes)
-    return _overlap(starts, ends, theirs, their_ends)
+        target[index] = value
 
 
 def copy_rows(rows: list[Tensor], values: list[Tensor]) -> None:
