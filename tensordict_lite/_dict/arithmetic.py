@@ -61,7 +61,7 @@ def _match_flat(d: TreeDict[Any], other: Mapping[str, Any], known: bool) -> list
 
     Else None. ``known``: whether `_is_on_device_of` is true.
     """
-    if not (known or type(other) is dict) or list(d) != list(other):
+    if not (known or type(cast(object, other)) is dict) or list(d) != list(other):
         return None
     values = list(other.values())
     if not only_tensors(values):

@@ -96,7 +96,7 @@ class Rows(Dataset[D]):
         [['a', 'b', 'c', 'd'], ['e', 'f']]
         """
         d = self._dict
-        index = from_list(cast("list[Any]", indices)) if type(indices) is list else indices
+        index: Any = from_list(cast("list[Any]", indices)) if type(indices) is list else indices
         if type(index) is Tensor and set(map(type, d.values())) == {Tensor} and not packs_batches(d._device):
             found = _selected(d, index)
             if found is not None:
@@ -104,7 +104,7 @@ class Rows(Dataset[D]):
         count = _count(d)
         at = row_index(index, count, d._device)
         if not isinstance(at, Tensor):
-            raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
+            raise TypeError(f"__getitems__ takes a mask or indices, got {type(cast(object, indices)).__name__}")
         return Rows(_copied(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
