@@ -39,7 +39,12 @@ OPERATIONS = {
     "numpy": ("flat.numpy()", "(flat.numpy()['k3'] == flat['k3'].numpy()).all()"),
     "clone": ("flat.clone()", "flat.clone() == flat and flat.clone()['k3'] is not flat['k3']"),
     "slice rows": ("flat.rows[1:3]", "flat.rows[1:3]['k3'].shape == (2, 2)"),
+    "rows by index": ("flat.rows[index]", "flat.rows[index]['k3'].equal(flat['k3'][index])"),
+    "write rows": ("w8.rows[1:3] = part", "w8['k3'][1:3].equal(part['k3'])"),
+    "write rows by index": ("w8.rows[index] = part", "w8['k3'][index].equal(part['k3'])"),
     "iterate rows": ("for row in flat.rows: pass", "[row['k3'].shape for row in flat.rows] == [(2,)] * 4"),
+    "lerp_ of 400": ("ema.lerp_(model, 0.5)", "ema.allclose(model)"),
+    "lerp_ of 400, packed": ("packed_ema.lerp_(packed_model, 0.5)", "packed_ema.allclose(packed_model)"),
     "stack": ("stack(samples)", "stack(samples)['k3'].shape == (4, 4, 2)"),
     "collate": ("collate(samples)", "collate(samples)['k3'].shape == (4, 4, 2)"),
 }
@@ -58,7 +63,15 @@ def scope() -> dict[str, Any]:
         "text": "cat",
         "texts": ["cat", "dog"],
     }
+    ema, model = (DeviceDict({f"k{i}": torch.rand(1 + i % 5, 2) for i in range(400)}) for _ in range(2))
     return {
+        "ema": ema,
+        "model": model,
+        "packed_ema": ema.pack(),
+        "packed_model": model.pack(),
+        "index": torch.tensor([3, 0]),
+        "part": DeviceDict(others).rows[1:3].clone(),
+        "w8": DeviceDict(tensors).clone(),
         "DeviceDict": DeviceDict,
         "collate": collate,
         "stack": stack,

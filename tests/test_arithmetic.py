@@ -247,6 +247,59 @@ class TestPacked:
             and "aten::_foreach_mul_" not in counts
         )
 
+    @pytest.mark.parametrize(
+        "change", ["none", "key order", "transposed", "one replaced", "gap", "other dtype", "itself"]
+    )
+    def test_two_packed_dicts_of_one_layout(self, change: str) -> None:
+        """The result is that of a loop, whatever the layouts."""
+        d = DeviceDict({f"k{i}": torch.rand(4, 4) + i for i in range(20)}).pack()
+        e = DeviceDict({f"k{i}": torch.rand(4, 4) - i for i in range(20)}).pack()
+        if change == "key order":
+            e = DeviceDict({key: e[key] for key in reversed(e)})
+        elif change == "transposed":
+            e["k3"] = e["k3"].t()
+        elif change == "one replaced":
+            e["k3"] = torch.rand(4, 4)
+        elif change == "gap":
+            e["k3"] = e["k4"].clone().set_(e["k4"].untyped_storage(), 5 * 16, (4, 4), (4, 1))  # pyright: ignore[reportArgumentType]
+        elif change == "other dtype":
+            e = e.double()
+        elif change == "itself":
+            e = d
+        for method, arguments in (
+            ("lerp_", (0.25,)),
+            ("copy_", ()),
+            ("add_", ()),
+            ("mul_", ()),
+            ("div_", ()),
+            ("sub_", ()),
+        ):
+            expected = {key: value.clone() for key, value in d.items()}
+            others = {key: value.clone() for key, value in e.items()}
+            versions = [value._version for value in d.values()]
+            for key, value in expected.items():
+                other = others[key] if method != "lerp_" else others[key].to(value.dtype)
+                getattr(value, method)(other, *arguments)
+            if change == "other dtype" and method == "lerp_":
+                with pytest.raises(RuntimeError, match="torch refuses lerp_"):
+                    d.lerp_(e, *arguments)
+                assert [value._version for value in d.values()] == versions
+                continue
+            getattr(d, method)(e, *arguments)
+            assert all(torch.allclose(d[key], expected[key], equal_nan=True) for key in d), method
+            assert all(value._version > version for value, version in zip(d.values(), versions, strict=True))
+        d._check()
+        assert d.is_packed
+
+    def test_a_conjugated_field(self) -> None:
+        """Its elements are not those of the buffer, and torch's functions of lists refuse it."""
+        d = DeviceDict({f"k{i}": torch.full((8,), 1 + 2j) for i in range(20)}).pack()
+        d["k0"] = d["k0"].conj()
+        d.mul_(1j)
+        assert d["k0"].tolist() == [2 + 1j] * 8 and d["k1"].tolist() == [-2 + 1j] * 8
+        d.copy_({key: value.conj() for key, value in d.items()}).lerp_(d.clone(), 0.5)
+        assert d["k0"].tolist() == [2 - 1j] * 8 and d["k1"].tolist() == [-2 - 1j] * 8
+
     def test_autograd_sees_the_write(self) -> None:
         d = DeviceDict({f"k{i}": torch.rand(16) for i in range(40)}).pack()
         w = torch.ones(16, requires_grad=True)

@@ -123,6 +123,9 @@ def test_a_stream_is_recorded_for_each_part(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Tensor, "record_stream", lambda self, _: seen.append(self.numel()))
     record_stream(components(nested), None)  # pyright: ignore[reportArgumentType]
     assert seen == [5, 3] and type(nested) is not Tensor
+    memory = torch.zeros(9)
+    DeviceDict({"x": memory[:4], "y": memory[4:], "b": nested}).record_stream(None)
+    assert seen[2:] == [4, 5, 3], "once for each storage"
 
 
 def test_rows_of_a_nested_tensor_cannot_be_set() -> None:

@@ -287,7 +287,7 @@ class TestRows:
             inference = torch.zeros(2)
         for bad, message in (
             (torch.zeros(2, requires_grad=True), "^'w': .* leaf"),
-            (inference, "^'w': Inplace update to inference tensor"),
+            (inference, r"^'w' is an inference tensor; clone\(\) it, or use torch.inference_mode\(\)$"),
             (torch.zeros(1).expand(2), r"^'w': the rows of an expanded tensor share memory; clone\(\) it first$"),
         ):
             d = DeviceDict({"x": torch.zeros(2), "w": bad, "y": torch.zeros(2)})
@@ -335,3 +335,117 @@ class TestRows:
         packed.rows[1:3]["x"].fill_(1)
         packed.rows[0] = {"x": 2.0, "y": 3.0}
         assert packed.is_packed and packed["x"].tolist() == [[2, 2], [1, 1], [1, 1], [0, 0]]
+
+
+class TestShortPaths:
+    """`index_select` validates most indices. What it cannot validate, or a changed table, takes the longer path."""
+
+    DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 3), (5, 2, 3)])
+    def test_every_kernel_refuses_numbers_that_are_no_rows(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        value = torch.arange(5).reshape(5, *[1] * (len(shape) - 1)).expand(shape).to(dtype)
+        for field in (value, value.clone()):
+            d = DeviceDict({"x": field})
+            for wrong in ([5], [0, 5], [-6], [*range(5)] * 60 + [7]):
+                with pytest.raises(IndexError, match=r"row -?\d is out of range, there are 5"):
+                    d.rows[torch.tensor(wrong)]
+                with pytest.raises(IndexError, match=r"row -?\d is out of range, there are 5"):
+                    d.rows.__getitems__(wrong)
+            assert torch.equal(d.rows[torch.tensor([-1, 0])]["x"], value[[4, 0]])
+
+    @pytest.mark.parametrize("field", [torch.zeros(3, 0), torch.zeros(0), torch.zeros(0, 2)])
+    def test_fields_without_elements(self, field: torch.Tensor) -> None:
+        d = DeviceDict({"x": field})
+        with pytest.raises(IndexError, match=f"row 3 is out of range, there are {len(field)}"):
+            d.rows[torch.tensor([3])]
+        assert d.rows[torch.tensor([], dtype=torch.int64)]["x"].shape == (0, *field.shape[1:])
+        with pytest.raises(IndexError, match=r"row 3 is out of range, there are 3"):
+            DeviceDict({"x": torch.zeros(3, 0), "y": torch.zeros(3)}).rows[torch.tensor([3])]
+
+    def test_a_field_that_changes_in_place_between_two_calls(self) -> None:
+        d = DeviceDict({"x": torch.arange(4.0), "y": torch.arange(8).reshape(4, 2)})
+        index = torch.tensor([3, 0])
+        assert d.rows[index]["x"].tolist() == [3.0, 0.0]
+        d["x"].resize_(3)
+        with pytest.raises(ValueError, match=r"rows need fields that agree .* 'x' \[3\], 'y' \[4, 2\]"):
+            d.rows[index]
+        with pytest.raises(ValueError, match=r"rows need fields that agree"):
+            d.rows[index] = {"x": [1.0, 2.0], "y": [[1, 2], [3, 4]]}
+        d["x"].set_(torch.arange(4.0) + 1)  # pyright: ignore[reportArgumentType]
+        assert d.rows[index]["x"].tolist() == [4.0, 1.0]
+        d["x"].data = torch.arange(4).double() * 2
+        assert d.rows[index]["x"].tolist() == [6.0, 0.0] and d.rows[index]["x"].dtype == torch.float64
+        d["x"].data = torch.arange(4).to(torch.uint16)
+        assert d.rows[index]["x"].tolist() == [3, 0]
+        d["z"] = torch.zeros(4, requires_grad=True)
+        del d["y"]
+        part = d.rows[index]
+        assert list(part) == ["x", "z"] and part["z"].requires_grad
+        d["n"] = {"q": torch.zeros(3)}
+        with pytest.raises(ValueError, match=r"rows need fields that agree"):
+            d.rows[index]
+
+    def test_lists_are_what_numpy_reads(self) -> None:
+        d = DeviceDict({"x": torch.arange(2)})
+        assert d.rows[[1, True, -1]]["x"].tolist() == [1, 1, 1] and d.rows[[True, False]]["x"].tolist() == [0]
+        assert d.rows[[1, np.int32(0)]]["x"].tolist() == [1, 0] and d.rows[[]]["x"].tolist() == []
+        for wrong in ([1, 0.5], [1, None], [1, "a"], [1, [0]], [1, 1 << 80]):
+            with pytest.raises(TypeError, match="rows are indexed by a mask or by a list of ints"):
+                d.rows[wrong]
+
+    @pytest.mark.parametrize("width", [(), (3,), (40, 40)])
+    @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.float64])
+    def test_written_rows_are_those_of_a_loop(self, dtype: torch.dtype, width: tuple[int, ...]) -> None:
+        index = torch.tensor([3, 0, 3, 2])  # the last value of a row stays
+        values = torch.arange(1, 5).reshape(4, *[1] * len(width)).expand(4, *width).to(dtype)
+        d = DeviceDict({"x": torch.zeros(5, *width).to(dtype)})
+        version = d["x"]._version
+        d.rows[index] = {"x": values}
+        first = d["x"].flatten(1)[:, 0] if width else d["x"]
+        assert first.tolist() == torch.tensor([2, 0, 4, 3, 0]).to(dtype).tolist()
+        assert d["x"]._version > version
+        for at in (1, slice(1, 3), slice(0, 4, 2)):
+            expected = d["x"].clone()
+            value = torch.ones(5, *width).to(dtype)[at]
+            expected[at] = value
+            d.rows[at] = {"x": value}
+            assert d["x"].tolist() == expected.tolist()
+
+    def test_a_row_that_is_written_to_itself_or_to_its_index(self) -> None:
+        d = DeviceDict({"i": torch.arange(4), "j": torch.arange(4)})
+        d.rows[1:4] = d.rows[0:3]
+        assert d["i"].tolist() == d["j"].tolist() == [0, 0, 1, 2]
+        d = DeviceDict({"i": torch.tensor([1, 0, 2]), "j": torch.arange(3)})
+        d.rows[d["i"]] = {"i": torch.tensor([7, 8, 9]), "j": torch.tensor([7, 8, 9])}
+        assert d["i"].tolist() == d["j"].tolist() == [8, 7, 9]
+        d = DeviceDict({"i": torch.arange(4), "j": torch.arange(4)})
+        d.rows[0:2] = {"i": d["j"][2:4], "j": d["i"][0:2]}  # the value of j is in the rows of i
+        assert d["i"].tolist() == [2, 3, 2, 3] and d["j"].tolist() == [0, 1, 2, 3]
+        memory = np.zeros(4)
+        d = DeviceDict({"i": torch.from_numpy(memory), "j": torch.zeros(4, dtype=torch.float64)})
+        given = torch.from_numpy(memory)[1:3]
+        memory[:] = [1, 2, 3, 4]
+        d.rows[0:2] = {"i": torch.tensor([8.0, 9.0], dtype=torch.float64), "j": given}
+        assert d["j"].tolist() == [2.0, 3.0, 0.0, 0.0] and memory.tolist() == [8, 9, 3, 4]
+
+    def test_nothing_is_written_before_all_is_valid(self) -> None:
+        with torch.inference_mode():
+            inference = torch.zeros(4)
+        for last, text in (
+            (inference, "'y' is an inference tensor; clone\\(\\) it, or"),
+            (torch.zeros(4, requires_grad=True), "'y': a"),
+        ):
+            for index in (1, slice(1, 2), torch.tensor([1])):
+                d = DeviceDict({"x": torch.zeros(4), "y": last})
+                with pytest.raises(RuntimeError, match=text):
+                    d.rows[index] = DeviceDict({"x": torch.ones(4), "y": torch.ones(4)}).rows[index]
+                assert not d["x"].any() and not d["y"].any()
+        d = DeviceDict({"x": torch.zeros(4, 2), "y": torch.zeros(4, 2)})
+        for index in (slice(0, 2), [0, 1]):
+            with pytest.raises(
+                ValueError, match=r"^'y' is dense, its rows cannot be set from a sparse tensor; convert it first$"
+            ):
+                d.rows[index] = {"x": torch.ones(2, 2), "y": torch.ones(2, 2).to_sparse()}
+            assert not d["x"].any()

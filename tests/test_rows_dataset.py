@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +365,14 @@ class TestRollouts:
         assert not zeros["x"].requires_grad and type(zeros["y"]) is Tensor and not zeros["x"].any()
         with pytest.raises(TypeError, match=r"^'n.o' is a kept type, which has no zero; drop it first$"):
             Kept({"x": 1, "n": {"o": object}}).new_zeros(2)
+        nested = DeviceDict(
+            {"n": {"b": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)}}
+        )
+        for create in (nested.new_zeros, nested.new_empty):
+            with pytest.raises(
+                TypeError, match=r"^'n.b' is a nested tensor, whose rows differ in length, so no .* first"
+            ):
+                create(2)
         with pytest.raises(RuntimeError):
             d.new_zeros(-1)
 
@@ -382,3 +391,31 @@ class TestRollouts:
         with pytest.raises(error) as caught:
             d.rows.flatten(dims)
         assert str(caught.value).startswith(message)
+
+
+class TestShuffledBatches:
+    def test_a_table_that_changes_between_batches(self) -> None:
+        d = DeviceDict({"x": torch.arange(8), "y": torch.arange(8.0)})
+        batches = d.rows.batches(2, shuffle=True)
+        assert next(batches)["x"].dtype == torch.int64
+        d["x"] += 100
+        assert next(batches)["x"].min() >= 100
+        d["x"] = torch.arange(8).to(torch.uint16)
+        assert next(batches)["x"].dtype == torch.uint16
+        d["n"] = {"z": torch.arange(8)}
+        del d["y"]
+        batch = next(batches)
+        assert list(batch) == ["x", "n"] and batch["n", "z"].tolist() == batch["x"].tolist()
+
+    def test_a_batch_is_freed_when_the_caller_is_done(self) -> None:
+        d = DeviceDict({"x": torch.arange(8)})
+        batches = d.rows.batches(2, shuffle=True)
+        alive = weakref.ref(next(batches)["x"])
+        assert alive() is None
+
+    def test_a_field_that_changes_its_dtype_in_place(self) -> None:
+        d = DeviceDict({"x": torch.arange(4)})
+        batches = d.rows.batches(1, shuffle=True)
+        next(batches)
+        d["x"].data = torch.arange(4).to(torch.uint16)
+        assert {next(batches)["x"].dtype for _ in range(3)} == {torch.uint16}

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from .._encoders.protocol import decode_nested
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
+from .._memory.device import CPU
 from .._memory.packed import as_one, intercepted
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
@@ -41,14 +42,33 @@ def match(d: TreeDict[Any], other: Any, called: str, flat: bool = False) -> list
             "bind any other value in a lambda"
         )
     mapping = cast("Mapping[str, Any]", other)
-    known = isinstance(other, TreeDict) and d._device is not None and cast("TreeDict[Any]", other)._device == d._device
-    if known and list(d) == list(mapping) and (flat or only_tensors(d.values())):
-        values = list(mapping.values())
-        if only_tensors(values):
-            return values
+    known = _is_on_device_of(d, other)
+    values = _match_flat(d, mapping, known) if flat or only_tensors(d.values()) else None
+    if values is not None:
+        return values
     found: list[Tensor] = []
     _match(d, mapping, None if known else d._device, (), found)
     return found
+
+
+def _is_on_device_of(d: TreeDict[Any], other: Any) -> bool:
+    """Whether ``other`` is a dict whose tensors are all on the device of ``d``."""
+    return isinstance(other, TreeDict) and d._device is not None and cast("TreeDict[Any]", other)._device == d._device
+
+
+def _match_flat(d: TreeDict[Any], other: Mapping[str, Any], known: bool) -> list[Tensor] | None:
+    """The values of a mapping if all are plain tensors on the device of ``d``, with the keys of ``d`` in their order.
+
+    Else None. ``known``: whether `_is_on_device_of` is true.
+    """
+    if not (known or type(cast(object, other)) is dict) or list(d) != list(other):
+        return None
+    values = list(other.values())
+    if not only_tensors(values):
+        return None
+    if not known and (d._device is not CPU or False in [value.is_cpu for value in values]):
+        return None
+    return values
 
 
 def _match(
@@ -147,7 +167,8 @@ class _Write(NamedTuple):
 
 def zero_(d: TreeDict[Any]) -> None:
     refuse_encoded(d, "zero_")
-    _run(d, _ZERO, d._tensors(), None)
+    tensors, flat = d._tensors_and_kind()
+    _run(d, _ZERO, _Operands(tensors, None, flat))
 
 
 def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
@@ -160,7 +181,8 @@ def sub_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
 
 def _add(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: Any) -> None:
     _refuse_unless_number(alpha, "alpha")
-    tensors, values = _operands(d, other, name)
+    operands = _operands(d, other, name)
+    listed = isinstance(operands.others, list)
 
     def each_scaled(tensor: Tensor, value: Any) -> None:
         each(tensor, value, alpha=alpha)
@@ -171,24 +193,26 @@ def _add(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: A
     if alpha == 1:
         operation = _Operation(name, each, many)
     else:  # the function for lists and a number takes no alpha
-        operation = _Operation(name, each_scaled, many_scaled if isinstance(values, list) else None)
-    _run(d, operation, tensors, values)
+        operation = _Operation(name, each_scaled, many_scaled if listed else None)
+    _run(d, operation, operands)
 
 
 def mul_(d: TreeDict[Any], other: Any) -> None:
-    tensors, values = _operands(d, other, "mul_")
-    stays = isinstance(values, (int, float)) and values > 0 and isfinite(values)
-    _run(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_, stays), tensors, values)
+    operands = _operands(d, other, "mul_")
+    by = operands.others
+    stays = isinstance(by, (int, float)) and by > 0 and isfinite(by)
+    _run(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_, stays), operands)
 
 
 def div_(d: TreeDict[Any], other: Any) -> None:
-    tensors, values = _operands(d, other, "div_")
-    stays = isinstance(values, (int, float)) and values > 0 and isfinite(values)
-    _run(d, _Operation("div_", Tensor.div_, torch._foreach_div_, stays), tensors, values)
+    operands = _operands(d, other, "div_")
+    by = operands.others
+    stays = isinstance(by, (int, float)) and by > 0 and isfinite(by)
+    _run(d, _Operation("div_", Tensor.div_, torch._foreach_div_, stays), operands)
 
 
 def copy_(d: TreeDict[Any], other: Any) -> None:
-    _run(d, _COPY, *_operands(d, other, "copy_", numbers=False))
+    _run(d, _COPY, _operands(d, other, "copy_", numbers=False))
 
 
 def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
@@ -201,7 +225,7 @@ def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
         torch._foreach_lerp_(tensors, ends, weight)
 
     operation = _Operation("lerp_", each, many)
-    _run(d, operation, *_operands(d, other, "lerp_", numbers=False), integers=_COPY._replace(name="lerp_"))
+    _run(d, operation, _operands(d, other, "lerp_", numbers=False), integers=_COPY._replace(name="lerp_"))
 
 
 def _zero_each(tensor: Tensor, _: None) -> None:
@@ -221,46 +245,56 @@ def _refuse_unless_number(value: Any, name: str) -> None:
         raise TypeError(f"{name} is a number, got {described(value)}; use .item() for a tensor of one element")
 
 
-def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> tuple[list[Tensor], Any]:
+class _Operands(NamedTuple):
+    """What an operation writes to, and with what."""
+
+    tensors: list[Tensor]
+    others: Any
+    """A tensor for each of ``tensors``; or one number, or None, for all."""
+    plain: bool
+    """Whether the class of all tensors is known to be Tensor."""
+
+
+def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> _Operands:
     """The tensors of ``d``, and the other operand of each, as a list. A number stays itself."""
     tensors, flat = d._tensors_and_kind()
     if not flat or d._policy.encoders:
         refuse_encoded(d, called)
     if isinstance(other, Mapping):
-        values = match(d, other, called, flat)
+        mapping = cast("Mapping[str, Any]", other)
+        values = _match_flat(d, mapping, _is_on_device_of(d, other)) if flat else None
+        plain = values is not None
+        if values is None:
+            values = match(d, mapping, called, flat)
         if isinstance(other, TreeDict) and (not flat or cast("TreeDict[Any]", other)._policy.encoders):
             refuse_encoded(cast("TreeDict[Any]", other), called)
-        return tensors, values
+        return _Operands(tensors, values, plain)
     if isinstance(other, Tensor):
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
             _refuse_device((), d._device, other.device)
-        return tensors, [other] * len(tensors)
+        return _Operands(tensors, [other] * len(tensors), False)
     if not (numbers and isinstance(other, (int, float, complex))):
         kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
         raise TypeError(f"{called} takes {kinds}, got {described(other)}")
-    return tensors, other
+    return _Operands(tensors, other, flat)
 
 
-def _run(
-    d: TreeDict[Any], operation: _Operation, tensors: list[Tensor], others: Any, integers: _Operation | None = None
-) -> None:
-    """Validate all fields, then write. ``integers``: the operation for integer and bool fields, if it is another one.
-
-    ``tensors`` and ``others``: the result of `_operands`.
-    """
+def _run(d: TreeDict[Any], operation: _Operation, operands: _Operands, integers: _Operation | None = None) -> None:
+    """Validate all fields, then write. ``integers``: the operation for integer and bool fields, if it differs."""
+    tensors, others, plain = operands
     if not tensors:
         return
     dtypes = [t.dtype for t in tensors]
     one_dtype = dtypes.count(dtypes[0]) == len(dtypes)
     if integers is None or (one_dtype and _is_float_dtype(dtypes[0])):
-        _execute(_validated(d, operation, tensors, others, dtypes, one_dtype, range(len(tensors))))
+        _execute(_validated(d, operation, operands, dtypes, one_dtype, range(len(tensors))))
         return
     writes: list[_Write] = []
     for step, floats in ((operation, True), (integers, False)):
         chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is floats]
         if chosen:
-            picked = _pick(tensors, chosen), _pick(others, chosen), _pick(dtypes, chosen)
-            writes.append(_validated(d, step, *picked, len(set(picked[2])) == 1, chosen))
+            picked, their = _Operands(_pick(tensors, chosen), _pick(others, chosen), plain), _pick(dtypes, chosen)
+            writes.append(_validated(d, step, picked, their, len(set(their)) == 1, chosen))
     for write in writes:
         _execute(write)
 
@@ -280,8 +314,7 @@ Refuse = Callable[..., NoReturn]
 def _validated(
     d: TreeDict[Any],
     operation: _Operation,
-    tensors: list[Tensor],
-    others: Any,
+    operands: _Operands,
     dtypes: list[torch.dtype],
     one_dtype: bool,
     indices: Sequence[int],
@@ -290,6 +323,7 @@ def _validated(
 
     ``indices``: the number of each tensor in ``d._tensors()``, for messages.
     """
+    tensors, others, plain_classes = operands
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
         return _Write(operation, tensors, others, dtypes, one_dtype, range(len(tensors)), False)
     given = cast("list[Tensor]", others) if isinstance(others, list) else None
@@ -299,7 +333,7 @@ def _validated(
         raise kind(f"{dotted(path)} {reason}") from error
 
     _refuse_inference(operation, tensors, refuse)
-    same = _are_alike(tensors, given, dtypes)
+    same = _are_alike(tensors, given, dtypes, plain_classes)
     if same is not None:
         number = cast(Any, others)
         moderate = type(number) in (int, float) and abs(number) <= _MODERATE
@@ -334,18 +368,29 @@ def _refuse_inference(operation: _Operation, tensors: list[Tensor], refuse: Refu
         refuse(i, f"is an inference tensor; clone() it before {operation.name}, or use torch.inference_mode()")
 
 
-def _are_alike(tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[torch.dtype]) -> bool | None:
-    """Whether the others have the dtypes and shapes of the tensors. None if a tensor is `_is_special` or has gaps."""
+def _are_alike(
+    tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[torch.dtype], plain: bool
+) -> bool | None:
+    """Whether the others have the dtypes and shapes of the tensors. None if a tensor is `_is_special` or has gaps.
+
+    ``plain``: whether the class of all tensors is known to be Tensor.
+    """
     # Passes over a list, of one attribute each: nothing in Python is faster.
     grad = torch.is_grad_enabled()
-    if not _PLAIN.issuperset(map(type, tensors)) or (grad and True in [t.requires_grad for t in tensors]):
+    if not plain and not _PLAIN.issuperset(map(type, tensors)):
+        return None
+    if grad and True in [t.requires_grad for t in tensors]:
         return None
     try:
         if False in [t.is_contiguous() for t in tensors]:
             return None
+        if not _COMPLEX.isdisjoint(dtypes) and True in [t.is_conj() for t in (*tensors, *(others or ()))]:
+            return None
         if others is None:
             return None if True in [t.is_nested for t in tensors] else True
-        if not _PLAIN.issuperset(map(type, others)) or (grad and True in [t.requires_grad for t in others]):
+        if not plain and not _PLAIN.issuperset(map(type, others)):
+            return None
+        if grad and True in [t.requires_grad for t in others]:
             return None
         if [t.layout for t in others].count(torch.strided) != len(others):
             return None
@@ -355,12 +400,14 @@ def _are_alike(tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Whether a tensor needs a call of its own: it has a gradient history, or is a subclass, sparse or nested."""
+    """Whether a tensor needs a call of its own: it has a gradient history, or is a subclass, sparse, nested or
+    conjugated."""
     return (
         type(tensor) not in _PLAIN
         or tensor.layout != torch.strided
         or tensor.is_nested
         or tensor.is_quantized
+        or tensor.is_conj()
         or (tensor.requires_grad and torch.is_grad_enabled())
     )
 
@@ -418,6 +465,8 @@ _MODERATE = 65504
 """The largest number that every dtype of `_COMMON` can represent."""
 _COMMON = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
 """Dtypes for which torch has every operation here, if both operands have the same."""
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+"""Dtypes of tensors that can be conjugated views, which ``torch._foreach_*`` refuses."""
 
 
 def _one(tensor: Tensor) -> Tensor:

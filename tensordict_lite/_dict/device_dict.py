@@ -22,7 +22,7 @@ from .._errors import Path, dotted, refuse_deeper, with_path
 from .._files import safetensors, table, torch_save
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array
-from .._memory.device import CPU, DeviceLike, canonical, resolve
+from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.packed import can_pack, is_packed, map_buffer, pack, packed_layout
 from .._memory.transfer import clone, transfer
 from .._tree import pickle5, sendable
@@ -645,15 +645,14 @@ class DeviceDict(TreeDict[V]):
         return self
 
     def record_stream(self, stream: Any) -> None:
-        """Call ``Tensor.record_stream`` for every tensor. Its memory is reused only after the work on ``stream``.
+        """Call ``Tensor.record_stream`` once for each storage. Its memory is reused only after the work on ``stream``.
 
         Raises: torch's ``NotImplementedError`` for tensors on the CPU, which has no streams.
 
         >>> DeviceDict().record_stream(None)
         """
-        for tensor in self._tensors():
-            for part in components(tensor):  # the memory of a sparse tensor belongs to its indices and values
-                part.record_stream(stream)
+        # The memory of a sparse tensor belongs to its indices and values.
+        record_stream((part for tensor in self._tensors() for part in components(tensor)), stream)
 
     @property
     def is_packed(self) -> bool:
@@ -759,8 +758,8 @@ class DeviceDict(TreeDict[V]):
 
         For example, ``step.new_zeros(128)`` is a rollout buffer for 128 dicts like ``step``.
 
-        Raises: ``TypeError`` that names the field for kept objects, which have no zero; torch's error for a dimension
-            that is not an int of 0 or more. Cost: the memory of the new tensors.
+        Raises: ``TypeError`` that names the field for kept objects, which have no zero, and for nested tensors; torch's
+            error for a dimension that is not an int of 0 or more. Cost: the memory of the new tensors.
 
         >>> step = DeviceDict({"obs": [1.0, 2.0], "done": False})
         >>> buffer = step.new_zeros(128)
@@ -782,6 +781,11 @@ class DeviceDict(TreeDict[V]):
         for path, value in leaves(self):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{dotted(path)} is a kept {type(value).__name__}, which has no zero; drop it first")
+            if value.is_nested:
+                raise TypeError(
+                    f"{dotted(path)} is a nested tensor, whose rows differ in length, so no dimension can precede it; "
+                    "drop it first, or pad it with to_padded_tensor"
+                )
         return self._map_tensors(lambda tensor: create(tensor, (*lead, *tensor.shape)), self._device)
 
     def contiguous(self) -> Self:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from contextlib import suppress
 from operator import index as as_int
 from typing import Any, cast
 
@@ -26,7 +28,7 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
     if isinstance(given, Tensor):
         at = given
     elif isinstance(given, (list, range, np.ndarray)):
-        at = _from_host(given)
+        at = from_list(cast("list[Any]", given)) if type(cast(object, given)) is list else _from_host(given)
     else:
         return _one_row(given, count)
     if at.dtype == torch.bool and at.dim():
@@ -59,6 +61,15 @@ def _one_row(given: Any, count: int) -> int:
     return at
 
 
+def from_list(given: list[Any]) -> Tensor:
+    """A tensor on the CPU of a list. Raises ``TypeError`` if the list has values that are no numbers."""
+    if given and type(given[0]) is int:
+        # In a third of the time of NumPy. Not for a list that begins with a bool, as it may be a mask.
+        with suppress(struct.error, TypeError, ValueError, OverflowError):
+            return torch.frombuffer(bytearray(struct.pack(f"{len(given)}q", *given)), dtype=torch.int64)
+    return _from_host(given)
+
+
 def _from_host(given: Any) -> Tensor:
     """A tensor on the CPU. NumPy converts a list of ints four times as fast as torch."""
     array = np.arange(given.start, given.stop, given.step) if isinstance(given, range) else None
@@ -70,7 +81,7 @@ def _from_host(given: Any) -> Tensor:
             # The flag tests all that torch needs at once: C-contiguous, aligned and writable.
             return cast(Any, torch).from_numpy(array if array.flags.carray and array.dtype.isnative else _native(array))
         return torch.as_tensor(given, device="cpu")
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
 
 

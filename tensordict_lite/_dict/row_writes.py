@@ -64,7 +64,7 @@ class _Plan:
                 and type(target) is Tensor
                 and value.dtype is target.dtype
                 and (value.is_cpu if on_cpu else value.device == target.device)
-                and target.layout is strided
+                and target.layout is value.layout is strided
             ):
                 self.add(d, key, target, value, at)
                 continue
@@ -97,6 +97,11 @@ class _Plan:
         if isinstance(target, TreeDict) and isinstance(value, Mapping):
             self.add_dict(cast("TreeDict[Any]", target), cast("Mapping[str, Any]", value), path)
         elif isinstance(target, Tensor) and isinstance(value, Tensor):
+            if target.layout is torch.strided and (value.layout is not torch.strided or value.is_nested):
+                what = "nested" if value.is_nested else "sparse"
+                raise ValueError(
+                    f"{dotted(path)} is dense, its rows cannot be set from a {what} tensor; convert it first"
+                )
             shape = (*self.lead, *target.shape[1:])
             self.paths.append((at, key))
             self.targets.append(target)
@@ -133,15 +138,15 @@ class _Plan:
     def run(self) -> None:
         """Write all values and objects."""
         index, targets, values = self.index, self.targets, self.values
-        if share_memory(targets, values):
+        if share_memory(targets, [*values, index] if isinstance(index, Tensor) else values):
             values = [value.clone() for value in values]
-        if isinstance(index, Tensor) and share_memory(targets, [index]):
-            index = index.clone()
+            index = index.clone() if isinstance(index, Tensor) else index
         if self.can_fail:
             self.run_each(index, values)
         elif isinstance(index, Tensor):
+            on_cpu = index.is_cpu
             for target, value in zip(targets, values, strict=True):
-                set_rows(target, index, value)
+                set_rows(target, index, value, on_cpu)
         else:
             copy_rows(self.rows, values)
         for kept, value in self.objects:
@@ -157,13 +162,15 @@ class _Plan:
         for path, target in zip(paths, self.targets, strict=True):
             if target.layout is torch.strided and len(target) > 1 and not target.stride(0):
                 raise RuntimeError(f"{dotted(path)}: the rows of an expanded tensor share memory; clone() it first")
+            if target.is_inference() and not torch.is_inference_mode_enabled():  # torch raises after it has written
+                raise RuntimeError(f"{dotted(path)} is an inference tensor; clone() it, or use torch.inference_mode()")
         before = [target[index].clone() for target in self.targets]
         done = 0
         try:
             for path, target, value in zip(paths, self.targets, values, strict=True):
                 try:
                     if isinstance(index, Tensor) and type(target) is Tensor:
-                        set_rows(target, index, value)
+                        set_rows(target, index, value, False)
                     else:
                         target[index] = value
                 except torch.OutOfMemoryError:
