@@ -58,7 +58,7 @@ def contenders(count: int, size: int) -> Contenders:
 
 
 def check(sent: Any, received: Any) -> None:
-    both = [{key: torch.tensor(np.array(d[key])) for key in d.keys()} for d in (sent, received)]  # noqa: SIM118
+    both = [{key: torch.tensor(np.asarray(d[key])) for key in d.keys()} for d in (sent, received)]  # noqa: SIM118
     assert same(*both), "other values"
 
 

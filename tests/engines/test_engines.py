@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -58,6 +59,16 @@ class TestDask:
             assert sum(memoryview(frame).nbytes for frame in frames) < 2 * 160_000 + 2000
             again = protocol.deserialize(header, [bytearray(frame) for frame in frames])
             assert again == made and again.is_packed == made.is_packed and again.decode("name") == ["Ada"]
+
+    def test_through_the_scheduler_a_dict_is_in_band(self) -> None:
+        """The page on engines says so, and advises ``gather(direct=True)``."""
+        scheduler: Any = pytest.importorskip("distributed.scheduler")
+        protocol: Any = pytest.importorskip("distributed.protocol")
+        source = inspect.getsource(scheduler.Scheduler.__init__)
+        assert '"pickle-protocol": 4' in source, "the scheduler has another protocol: correct docs/engines.md"
+        d = DeviceDict({"x": torch.rand(40_000), "name": ["Ada"]}).pack()
+        header, frames = protocol.serialize(d, context={"pickle-protocol": 4})
+        assert len(frames) == 1 and protocol.deserialize(header, frames) == d
 
 
 def test_examples_are_short() -> None:
