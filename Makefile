@@ -44,7 +44,7 @@ test-pythons:
 test-frameworks: .venv/frameworks
 	$(BIN)/python -m pytest tests/frameworks
 
-# Ray and Dask, and the examples for them. They take 500 MB, so .ci/run leaves them out.
+# Ray and Dask, the examples for them, and two hosts. They take 500 MB, so .ci/run leaves them out.
 test-engines: .venv/engines
 	$(BIN)/python -m pytest tests/engines tests/test_pickle5.py
 
