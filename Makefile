@@ -44,7 +44,7 @@ test-pythons:
 test-frameworks: .venv/frameworks
 	$(BIN)/python -m pytest tests/frameworks
 
-# Ray and Dask, and the examples for them. They take 500 MB, so .ci/run leaves them out.
+# Ray and Dask, the examples for them, and two hosts. They take 500 MB, so .ci/run leaves them out.
 test-engines: .venv/engines
 	$(BIN)/python -m pytest tests/engines tests/test_pickle5.py
 
@@ -87,6 +87,7 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_rows.py --json $(RESULTS)/rows-cpu.json
 	$(BENCH)/bench_table.py --json $(RESULTS)/table-cpu.json
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
+	$(BENCH)/bench_engines.py --json $(RESULTS)/engines-cpu.json
 	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.

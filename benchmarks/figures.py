@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/performance.md, and the chart of README.md, from the committed results.
+"""Write the tables of the pages, and the chart of README.md, from the committed results.
 
     python benchmarks/figures.py
 
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "engines.md"]
 CHART = ROOT / "docs" / "charts" / "loader-bars.svg"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)((?:\|.*\n)*)\n?")
 
@@ -200,6 +200,30 @@ def ranks() -> Rows:
     return lines
 
 
+ENGINES = {
+    "pickle protocol 5, out of band": ("pickle, out of band", "ours packed"),
+    "pickle protocol 5, in band": ("pickle, in band", "ours packed"),
+    "`ray.put`": ("ray.put", "ours packed"),
+    "`ray.get`": ("ray.get", "ours packed"),
+    "`ray.get` in `view_read_only`": ("ray.get", "ours packed, read-only"),
+    "Dask: `scatter`, `gather(direct=True)`": ("Dask, direct", "ours packed"),
+    "Dask: `scatter`, `gather`": ("Dask", "ours packed"),
+}
+
+
+def engines() -> Rows:
+    """The time of a packed dict, and the times of other containers as multiples of it."""
+    whos = ["ours", "NumPy arrays", "tensors", "TensorDict"]
+    others = ["not packed (x)", "dict of NumPy arrays (x)", "dict of tensors (x)", "TensorDict (x)"]
+    lines = [["operation", "tensors", "packed DeviceDict (ms)", *others]]
+    for label, (operation, ours) in ENGINES.items():
+        for row in rows_of("engines", operation):
+            to_packed = {who: 1 / ratio["median"] for who, ratio in row["ratios"].items()} | {"ours packed": 1}
+            cells = [number(to_packed[who] / to_packed[ours]) if who in to_packed else "" for who in whos]
+            lines.append([label, row["fields"].replace(" x ", " of "), number(1e3 * row["medians"][ours]), *cells])
+    return lines
+
+
 OUTCOMES = {
     "trains": "trains",
     "has no gradients": "no error, but no gradients",
@@ -253,7 +277,8 @@ def slower() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
-    for table in (speed, operations, packing, loader, processes, descriptors, disk, tables, ranks, outputs, slower)
+    for table in (speed, operations, packing, loader, processes, descriptors, disk, tables, ranks, engines, outputs,
+                  slower)
 }  # fmt: skip
 
 

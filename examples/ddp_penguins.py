@@ -65,24 +65,20 @@ def train(model: nn.Module, rows: DeviceDict, device: torch.device, epochs: int)
             print(f"epoch {epoch + 1}: {total['rows']} rows on all ranks, loss {loss:.3f}, accuracy {accuracy:.3f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Tell the species of penguins, on several processes.")
-    parser.add_argument("--epochs", type=int, default=40, help="passes over the rows (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split and the network (default: %(default)s)")
-    options = parser.parse_args()
-
+def run(epochs: int, seed: int) -> float:
+    """Train on every rank of the default process group. Returns the accuracy on the rows that were held out."""
     gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo")  # torchrun has set what it needs
     device = torch.device("cuda", dist.get_node_local_rank()) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     rank = dist.get_rank()
 
-    table = table_of_rank_0(options.seed).to(device)
+    table = table_of_rank_0(seed).to(device)
     species = table.encoders["species"].tokens
-    torch.manual_seed(options.seed)  # DDP starts every rank from the weights of rank 0 all the same
+    torch.manual_seed(seed)  # DDP starts every rank from the weights of rank 0 all the same
     model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(species)))
-    train(model.to(device), table.rows[table["training"]], device, options.epochs)
+    train(model.to(device), table.rows[table["training"]], device, epochs)
+    gc.collect()  # DDP's reducer must be gone before the group is, and it is in a reference cycle
 
     # Every rank answers for its share of the rows that were held out; the shares may differ in size.
     held_out = table.rows[~table["training"]]
@@ -98,7 +94,17 @@ def main() -> None:
         )
         for other, answer in enumerate(answers):
             print(f"  rank {other}: {len(answer.rows)} penguins, the first a {answer.decode('species')[0]}")
-    gc.collect()  # DDP's reducer must be gone before the group is, and it is in a reference cycle
+    return accuracy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tell the species of penguins, on several processes.")
+    parser.add_argument("--epochs", type=int, default=40, help="passes over the rows (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the split and the network (default: %(default)s)")
+    options = parser.parse_args()
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")  # torchrun has set what it needs
+    accuracy = run(options.epochs, options.seed)
     dist.barrier()
     dist.destroy_process_group()
     if accuracy < REQUIRED_ACCURACY:

@@ -92,7 +92,8 @@ def dask() -> list[float]:
     ):
         dicts = [DeviceDict({"x": torch.full((1000, 100), float(i)), "name": ["Ada"]}) for i in range(3)]
         futures = client.scatter(dicts, hash=False)
-        done = client.gather(client.map(doubled, futures))
+        # From the workers, not through the scheduler, which does not use protocol 5.
+        done = client.gather(client.map(doubled, futures), direct=True)
         assert all(d.decode("name") == ["Ada"] for d in done)
         assert [float(d["x"].max()) for d in dicts] == [0, 1, 2]
         return [float(d["x"].sum()) for d in done]

@@ -162,7 +162,7 @@ def errors(rank: int, world: int) -> None:
         "complex numbers have no order"
     )
     told = text(lambda: d_.all_reduce(DeviceDict({"f": torch.ones(2, dtype=torch.float8_e5m2)})), RuntimeError)
-    assert told.startswith(f"rank {rank}: sum of torch.float8_e5m2, which 'f' is: ")
+    assert told.startswith(f"rank {rank}: sum of torch.float8_e5m2, which 'f' is, in all_reduce among ranks 0, 1")
     assert (
         text(lambda: d_.all_reduce(sample(0), "product"), ValueError)  # pyright: ignore[reportArgumentType]
         == "op is 'sum', 'mean', 'max' or 'min', got 'product'"
@@ -352,6 +352,7 @@ def large_tensors(rank: int) -> None:
         return torch.empty(0, dtype=torch.uint8).set_(d["flag"].untyped_storage())
 
     for mine in (made(rank), made(rank).pack()):  # with the header, and without it
+        versions = [t._version for t in mine._tensors()]
         if rank:
             d_.send(mine, 0)
             check(d_.recv(0), 0)
@@ -371,6 +372,9 @@ def large_tensors(rank: int) -> None:
         different = d_.all_gather(mine if rank else mine.drop("large"))
         assert different[1 - rank] == (made(0).drop("large") if rank else made(1))
         different[1 - rank]._check()
+        of_one = d_.all_gather(mine if rank else DeviceDict({"x": 7}))[1 - rank]
+        assert of_one == (DeviceDict({"x": 7}) if rank else made(1)) and of_one.is_packed
+        assert [len(one) for one in d_.all_gather(mine if rank else DeviceDict())] == [0, len(mine)]
         gathered = d_.gather(mine)
         assert (gathered is None) == (rank == 1)
         if gathered is not None:
@@ -386,9 +390,11 @@ def large_tensors(rank: int) -> None:
         mean["large"].zero_()
         assert mean["same shape"].any() and mine["large"].any()
         refused = DeviceDict({"x": torch.ones(1 << 20), "f": torch.ones(1 << 21).to(torch.float8_e5m2)})
-        with pytest.raises(RuntimeError, match=rf"rank {rank}: sum of torch.float8_e5m2, which 'f' is: "):
+        failing = f"rank {rank}: sum of torch.float8_e5m2, which 'f' is, in all_reduce among ranks 0, 1: "
+        with pytest.raises(RuntimeError, match=failing):
             d_.all_reduce(refused)
         assert d_.all_reduce(DeviceDict({"x": 1}))["x"] == 2
+        assert mine == made(rank) and [t._version for t in mine._tensors()] == versions
 
 
 @pytest.mark.slow
@@ -470,7 +476,7 @@ def dies(rank: int) -> None:
     time.sleep(1)
     start = time.monotonic()
     calls: list[tuple[str, Callable[[], Any]]] = [
-        ("broadcast from rank 1", lambda: d_.broadcast(None, 1)), ("all_reduce", lambda: d_.all_reduce(sample(0), "max")), ("receive from rank 1", lambda: d_.recv(1)),
+        ("broadcast from rank 1 among ranks 0, 1", lambda: d_.broadcast(None, 1)), ("all_reduce among ranks 0, 1", lambda: d_.all_reduce(sample(0), "max")), ("receive from rank 1", lambda: d_.recv(1)),
     ]  # fmt: skip
     for what, call in calls:
         with pytest.raises(RuntimeError, match=f"^rank 0: {what}: "):

@@ -36,6 +36,7 @@ _KEPT = 64
 """The size of the schema cache. Both sides evict the same schemas, because both see the same messages in order."""
 _UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
 _WRONG_SIZE = "the size of the buffer differs from its header"
+_NOT_COLLECTIVE: Any = object()
 _channels: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dict[int, Header | str], list[Any]]]] = (
     WeakKeyDictionary()
 )
@@ -264,15 +265,24 @@ def together(start: Callable[[T], Any], parts: list[T]) -> list[Any]:
 
 
 @contextmanager
-def error_context(what: str) -> Generator[None]:
-    """Add this rank and the operation ``what`` to the message of an error of torch, such as a lost peer."""
+def error_context(what: str, group: ProcessGroup = _NOT_COLLECTIVE) -> Generator[None]:
+    """Add this rank and the operation ``what`` to the message of an error of torch, such as a lost peer.
+
+    With the group of a collective, add the ranks of the group too.
+    """
     try:
         yield
     except RuntimeError as error:
         if str(error).startswith("rank "):
             raise
         kind: Any = type(error)
-        raise kind(f"rank {dist.get_rank()}: {what}: {error}") from error
+        among = "" if group is _NOT_COLLECTIVE else f" among ranks {_listed(ranks_of(group))}"
+        raise kind(f"rank {dist.get_rank()}: {what}{among}: {error}") from error
+
+
+def _listed(ranks: list[int]) -> str:
+    """The ranks in words. A long list is shortened."""
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}, {len(ranks)} in all"
 
 
 def agreed(

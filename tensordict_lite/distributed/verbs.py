@@ -61,18 +61,21 @@ def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None
     message: Message | None = None
     with errors:
         message = message_of(_checked(d, "send"))
-    return _started(message, errors, dst, tag, group)
+    return _started(message, errors, dst, tag, group, f"send to rank {dst}")
 
 
-def _started(message: Message | None, errors: Errors, dst: int, tag: int, group: ProcessGroup) -> Work:
-    """Start to send a message, or the text of an error if there is no message. ``wait()`` raises that error."""
-    with error_context(f"send to rank {dst}"):
+def _started(message: Message | None, errors: Errors, dst: int, tag: int, group: ProcessGroup, what: str) -> Work:
+    """Start to send a message, or the text of an error if there is no message. ``wait()`` raises that error.
+
+    ``what``: the call and the peer, for the errors of torch.
+    """
+    with error_context(what):
         parts = Channel(group, "to", dst, tag).tensors_of(message, errors)
         works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
 
     def finish() -> None:
         for work in works:
-            with errors, error_context(f"send to rank {dst}"):
+            with errors, error_context(what):
                 work.wait()
         parts.clear()  # the tensors had to stay alive until the transfer was complete
         errors.raise_first()
@@ -112,6 +115,19 @@ def irecv(
     device: DeviceLike | None = None,
 ) -> Work:
     """Receive a dict asynchronously, like `recv`. ``wait()`` receives the rest of the message and returns the dict."""
+    return _receiving(src, tag, like, group, cls, device, f"receive from rank {src}")
+
+
+def _receiving(
+    src: int,
+    tag: int,
+    like: DeviceDict[Any] | None,
+    group: ProcessGroup,
+    cls: Any,
+    device: DeviceLike | None,
+    what: str,
+) -> Work:
+    """Start to receive a message. ``what``: the call and the peer, for the errors of torch."""
     channel = Channel(group, "from", src, tag)
     errors = Errors()
     target, expected = None, None
@@ -121,7 +137,7 @@ def irecv(
     prefix = channel.empty_prefix()
 
     def post() -> Any:
-        with error_context(f"receive from rank {src}"):
+        with error_context(what):
             return dist.irecv(prefix, src, group=group, tag=tag)
 
     def take(parts: list[Tensor]) -> None:
@@ -138,7 +154,7 @@ def irecv(
                 work.wait()
         received: Any = None
         try:
-            with errors, error_context(f"receive from rank {src}"):
+            with errors, error_context(what):
                 (post() if first is None else first).wait()
                 received = channel.receive(prefix, take, src)
         finally:
@@ -184,14 +200,14 @@ def broadcast(
         message: Message | None = None
         with errors:
             message = message_of(_checked(d, "broadcast"))
-        with error_context(f"broadcast from rank {src}"):
+        with error_context(f"broadcast from rank {src}", group):
             share(channel.tensors_of(message, errors))
         errors.raise_first()
         return cast(D, d)
     target, received = cast(Any, None), cast(Any, None)
     with errors:
         target = Target(cls, device)
-    with errors, error_context(f"broadcast from rank {src}"):
+    with errors, error_context(f"broadcast from rank {src}", group):
         prefix = channel.empty_prefix()
         share([prefix])
         received = channel.receive(prefix, share, src)
@@ -223,7 +239,7 @@ def scatter(
     Cost: one `send` from ``src`` to each other rank.
     """
     if dist.get_rank() != src:
-        return recv(src, _TAG, None, group, cls=cls, device=device)
+        return _receiving(src, _TAG, None, group, cls, device, f"scatter from rank {src}").wait()
     ranks, errors = ranks_of(group), Errors()
     parts: list[Any] = []
     messages: list[Message | None] = [None] * len(ranks)
@@ -234,7 +250,7 @@ def scatter(
     for message, other in zip(messages, ranks, strict=True):
         if other != src:
             with errors:  # if one peer is lost, the other peers still get their parts
-                works.append(_started(message, Errors(refused), other, _TAG, group))
+                works.append(_started(message, Errors(refused), other, _TAG, group, f"scatter to rank {other}"))
     errors.results(works)
     return parts[ranks.index(src)]
 
@@ -255,16 +271,16 @@ def gather(
     with errors:
         if here:
             Target(kind, device)
-    with error_context(f"gather to rank {dst}"):
+    with error_context(f"gather to rank {dst}", group):
         made, _ = agreed(lambda: _made(d, "gather", here), errors, group)
     if isinstance(made, Message):
-        _started(made, errors, dst, _TAG, group).wait()
+        _started(made, errors, dst, _TAG, group, f"gather to rank {dst}").wait()
         return None
     ranks, works = ranks_of(group), list[Work]()
     for src in ranks:
         if src != dst:
             with errors:
-                works.append(irecv(src, _TAG, None, group, cls=kind, device=device))
+                works.append(_receiving(src, _TAG, None, group, kind, device, f"gather from rank {src}"))
     gathered = errors.results(works)
     gathered.insert(ranks.index(dst), d)
     return gathered
@@ -279,14 +295,15 @@ def all_gather(
 
     Raises: an error on every rank, if the dict or the arguments of one rank are invalid. If a received dict is invalid
     on one rank, only this rank raises, after the last collective.
-    Cost: two collectives, or four if a schema is new. One copy of the tensors. Each rank sends as many bytes as the
-    largest dict has. If all dicts have the same schema, a tensor of 1 MiB or more is not copied, and has a collective.
+    Cost: two collectives, or four if a schema is new. One copy of the tensors. If a dict has 1 MiB or more, each rank
+    broadcasts its dict. If then all dicts have the same schema, a tensor of 1 MiB or more is not copied, and has a
+    collective of its own. Of smaller dicts, each rank sends as many bytes as the largest dict has.
     """
     channel, errors = Channel(group, "all"), Errors()
     target: Any = None
     with errors:
         target = Target(_class_of(d, cls), device)
-    with error_context("all_gather"):
+    with error_context("all_gather", group):
         message, announced = agreed(lambda: message_of(_checked(d, "all_gather", _ALL)), errors, group)
         schemas: list[Any] = [channel.known.get(digest) for digest, _ in announced]
         if None in schemas:
@@ -294,38 +311,59 @@ def all_gather(
             schemas = [channel.learn(text, digest) for text, (digest, _) in zip(texts, announced, strict=True)]
         for (digest, _), schema in zip(announced, schemas, strict=True):
             channel.remember(digest, schema)
-        buffers = _gathered(message, schemas, announced, channel, group)
-    rank = dist.get_rank()
+        buffers = _gathered(message, announced, channel, group)
     return [
-        d if src == rank else target.build(accepted(schema, nbytes, src), buffer, src)
+        d if buffer is None else target.build(accepted(schema, nbytes, src), buffer, src)
         for src, schema, buffer, (_, nbytes) in zip(ranks_of(group), schemas, buffers, announced, strict=True)
     ]
 
 
 def _gathered(
-    message: Message, schemas: list[Any], announced: list[tuple[int, int]], channel: Channel, group: ProcessGroup
-) -> list[Tensor]:
-    """Gather the buffers of all ranks. If all schemas are equal, each part of the buffer is gathered by itself."""
+    message: Message, announced: list[tuple[int, int]], channel: Channel, group: ProcessGroup
+) -> list[Tensor | None]:
+    """Gather the buffers of all ranks, in the order of the group. None for this rank, which has its dict.
+
+    Each rank broadcasts a large buffer. A collective ``all_gather`` would copy it twice more in some backends, also on
+    the rank that sends it, and would need buffers of one size.
+    """
     parts, device = transfer(message.parts, channel.comm_device), channel.comm_device
-
-    def start(mine: Tensor, outputs: list[Tensor]) -> Any:
-        return dist.all_gather(outputs, mine, group=group, async_op=True)
-
-    if len(set(announced)) == 1:
-        received = [message.schema.new_buffer(device) for _ in schemas]
-        outputs = list(zip(*[theirs for _, theirs in received], strict=True))
-        together(lambda i: start(parts[i], list(outputs[i])), list(range(len(parts))))
-        return [buffer for buffer, _ in received]
+    rank, ranks = dist.get_rank(), ranks_of(group)
     largest = max(nbytes for _, nbytes in announced)
-    mine = torch.zeros(largest, dtype=torch.uint8, device=device)
-    for bytes_, part in zip(parts, message.schema.parts, strict=True):
-        mine[part.start : part.start + part.nbytes] = bytes_
-    buffers = [torch.empty_like(mine) for _ in schemas]
-    together(lambda _: start(mine, buffers), [mine])
-    return [
-        buffer if nbytes == largest else buffer[:nbytes].clone()
-        for buffer, (_, nbytes) in zip(buffers, announced, strict=True)
-    ]
+    if largest < LARGE:
+        mine = _one_part(message.schema, parts, largest, device)
+        buffers = [torch.empty_like(mine) for _ in ranks]
+        if largest:
+            dist.all_gather(buffers, mine, group=group)
+        return [
+            None if src == rank else buffer if nbytes == largest else buffer[:nbytes].clone()
+            for src, buffer, (_, nbytes) in zip(ranks, buffers, announced, strict=True)
+        ]
+    alike = len(set(announced)) == 1
+    out: list[Tensor | None] = []
+    sent: list[tuple[int, Tensor]] = []
+    for src, (_, nbytes) in zip(ranks, announced, strict=True):
+        buffer = None
+        if src == rank:
+            theirs = parts if alike else [_one_part(message.schema, parts, nbytes, device)]
+        elif alike:
+            buffer, theirs = message.schema.new_buffer(device)
+        else:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            theirs = [buffer]
+        out.append(buffer)
+        sent += [(src, part) for part in theirs if part.nbytes]
+    together(lambda part: dist.broadcast(part[1], part[0], group=group, async_op=True), sent)
+    return out
+
+
+def _one_part(schema: Header, parts: list[Tensor], nbytes: int, device: torch.device) -> Tensor:
+    """The parts of a message as one buffer of ``nbytes``, which is longer if another rank sends more bytes."""
+    if len(parts) == 1 and parts[0].nbytes == nbytes:
+        return parts[0]
+    out = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    for bytes_, part in zip(parts, schema.parts, strict=True):
+        out[part.start : part.start + part.nbytes] = bytes_
+    return out
 
 
 def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
@@ -344,7 +382,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
         if op not in _OPS:
             raise ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
         mark = _OPS.index(op)
-    with error_context("all_reduce"):
+    with error_context("all_reduce", group):
         schema, announced = agreed(lambda: header_to_send(_checked(d, "all_reduce", _ALL)), errors, group, mark)
         digests = [digest for digest, _ in announced]
         if len(set(digests)) > 1:
@@ -361,8 +399,8 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
         parts = _together_or_alone(by_dtype, tensors)
 
         def start(members: list[int]) -> Work:
-            what = f"{op} of {tensors[members[0]].dtype}, which {names[members[0]]} is"
-            return _started_reduction(torch.cat([tensors[i].reshape(-1) for i in members]), op, group, what)
+            what = f"{op} of {tensors[members[0]].dtype}, which {names[members[0]]} is, in all_reduce"
+            return _started_reduction(_one_copy([tensors[i] for i in members]), op, group, what)
 
         for members, flat in zip(parts, together(start, parts), strict=True):
             split = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
@@ -421,6 +459,13 @@ def _together_or_alone(by_dtype: dict[torch.dtype, list[int]], tensors: list[Ten
     return out
 
 
+def _one_copy(tensors: list[Tensor]) -> Tensor:
+    """A copy of the elements of tensors of one dtype."""
+    if len(tensors) == 1:  # takes less time than cat
+        return tensors[0].clone(memory_format=torch.contiguous_format).view(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
 def _irreducible(dtype: torch.dtype, op: Op) -> str:
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return "integers have no mean; convert it to float first"
@@ -440,11 +485,11 @@ def _started_reduction(flat: Tensor, op: Op, group: ProcessGroup, what: str) -> 
     view = (
         flat.view(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat) if flat.is_complex() else flat
     )
-    with error_context(what):
+    with error_context(what, group):
         work = dist.all_reduce(view, kind, group=group, async_op=True) if flat.numel() else None
 
     def finish() -> Tensor:
-        with error_context(what):
+        with error_context(what, group):
             if work is not None:
                 work.wait()
         return transfer([flat.div_(len(ranks_of(group))) if op == "mean" else flat], home)[0]
