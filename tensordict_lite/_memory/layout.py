@@ -72,8 +72,8 @@ def lay_out(groups: Iterable[Group]) -> Layout:
         size, count = dtype.itemsize, len(members)
         nbytes = prod(shape) * size
         step = aligned(nbytes)
-        region = (shape, stride) if count == 1 else ((count, *shape), (step // size, *stride))
-        runs.append(Run(dtype, shape, stride, members, start, step, nbytes, (*region, start // size)))
+        sizes, strides = (shape, stride) if count == 1 else ((count, *shape), (step // size, *stride))
+        runs.append(Run(dtype, shape, stride, members, start, step, nbytes, (sizes, strides, start // size)))
         if nbytes:
             end = start + step * (count - 1) + nbytes
             start += step * count

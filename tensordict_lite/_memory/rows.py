@@ -40,7 +40,7 @@ def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
     count = shapes[0][0]
     most = max([prod(shape) if len(shape) > 1 else count for shape in shapes])
     # Without elements there is nothing to select, and torch does not look at the index.
-    return most > 0 and (most <= _MANY or most // count * index.numel() <= _MANY)
+    return most > 0 and (most <= _MANY or not are_huge(tensors, index.numel()))
 
 
 def shapes_of_rows(tensors: Sequence[Tensor]) -> list[torch.Size] | None:
@@ -54,7 +54,7 @@ def shapes_of_rows(tensors: Sequence[Tensor]) -> list[torch.Size] | None:
 
 
 def are_huge(tensors: Sequence[Tensor], count: int) -> bool:
-    """Whether ``count`` rows of a tensor may take more bytes than `HUGE`."""
+    """Whether ``count`` rows of a tensor take more bytes than `HUGE`."""
     return any(_is_huge(t, count) for t in tensors)
 
 
@@ -130,8 +130,8 @@ def _take(t: Tensor, index: Tensor) -> Tensor:
 
 
 def _is_huge(t: Tensor, count: int) -> bool:
-    """Whether ``count`` rows may take more bytes than `HUGE`."""
-    return t.numel() > _MANY and t.numel() // t.shape[0] * count > _MANY
+    """Whether ``count`` rows take more bytes than `HUGE`."""
+    return t.numel() > _MANY and t.numel() // t.shape[0] * count * t.itemsize > HUGE
 
 
 def set_rows(target: Tensor, index: Tensor, value: Tensor, on_cpu: bool) -> None:
