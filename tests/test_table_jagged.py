@@ -336,7 +336,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"jagged": "text"}, TypeError, r"^RowWriter takes a list of keys or paths as jagged=, as \[\"text\"\], got 'text'$"),
+            ({"jagged": "text"}, TypeError, r"^RowWriter takes a list of keys or paths as jagged=, as \[\"box\"\], got 'text'$"),
             ({"jagged": [3]}, TypeError, "^jagged= of RowWriter takes keys and paths, got 3$"),
             ({"jagged": ["txt"]}, KeyError, "'txt'.*text"),
             ({"jagged": ["y"]}, ValueError, r"^'y': rows of a jagged column have a dimension, like= has int64\[1\]$"),

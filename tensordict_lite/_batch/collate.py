@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate  # PyTorch documents it as the place to register a type
 
+from .._dict.arguments import jagged_keys
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import place_codes
 from .._dict.rows import Rows
@@ -111,7 +112,7 @@ def collate(
         shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
     pads = _NO_PADS if pad is None else Pads(pad, "collate")
-    ragged = _jagged_keys(jagged, pad) if jagged != () else _NO_KEYS
+    ragged = _jagged_fields(jagged, pad) if jagged != () else _NO_KEYS
     if rows is not None:
         return _batch_of(rows._dict, cls, encoders, objects, pack)
     kinds = set(map(type, samples))
@@ -133,16 +134,10 @@ def collate(
     return cast(D, batch)
 
 
-def _jagged_keys(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
-    """The validated ``jagged=`` of `collate`."""
-    if isinstance(jagged, str) or not isinstance(jagged, Iterable):
-        raise TypeError(f'collate takes a list of keys or paths as jagged=, as ["box"], got {jagged!r:.60}')
-    keys = frozenset(cast("Iterable[Any]", jagged))
-    for key in keys:
-        if not isinstance(key, (str, tuple)):
-            raise TypeError(f"jagged= of collate takes keys and paths, got {key!r:.60}")
-        if pad and key in pad:
-            raise ValueError(f"{key!r} stands in pad= and in jagged=; a field is either padded or jagged")
+def _jagged_fields(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
+    keys = jagged_keys(jagged, "collate")
+    for key in keys.intersection(pad or ()):
+        raise ValueError(f"{key!r} stands in pad= and in jagged=; a field is either padded or jagged")
     return keys
 
 

@@ -104,7 +104,7 @@ def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any], pads: Pads) -> b
     fields: list[_Field] = []
     try:
         _collect(samples, batch, (), fields, pads)
-        tensors = _stack_fields(fields, len(samples))
+        tensors = _make_tensors(fields, len(samples))
     except torch.OutOfMemoryError:
         raise
     except (_Unusual, RuntimeError, TypeError, ValueError, LookupError, OverflowError):
@@ -251,7 +251,7 @@ def _kind_of_numbers(items: Iterable[Any]) -> type:
     return kinds.pop()
 
 
-def _stack_fields(fields: Sequence[_Field], count: int) -> list[Tensor]:
+def _make_tensors(fields: Sequence[_Field], count: int) -> list[Tensor]:
     """The stacked fields, as tensors over one new buffer. Raises ``_Unusual`` or torch's error at anything unusual."""
     values = [value for _, _, value in fields]
     if not values:

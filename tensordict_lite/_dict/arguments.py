@@ -1,8 +1,8 @@
-"""Parse the arguments of ``DeviceDict.to``, which takes the forms of ``Tensor.to``."""
+"""Parse arguments: those of ``DeviceDict.to``, which takes the forms of ``Tensor.to``, and lists of keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -85,3 +85,14 @@ def _once(before: Any, given: Any, name: str) -> Any:
     if before is not None and given is not None:
         raise TypeError(f"to() got the {name} twice, {before!r} and {given!r}; expected {_FORMS}")
     return before if given is None else given
+
+
+def jagged_keys(given: Any, called: str) -> frozenset[Any]:
+    """The validated argument ``jagged`` of the function ``called``. Raises ``TypeError``."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f'{called} takes a list of keys or paths as jagged=, as ["box"], got {given!r:.60}')
+    keys = frozenset(cast("Iterable[Any]", given))
+    for key in keys:
+        if not isinstance(key, (str, tuple)):
+            raise TypeError(f"jagged= of {called} takes keys and paths, got {key!r:.60}")
+    return keys

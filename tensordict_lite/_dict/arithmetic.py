@@ -47,7 +47,7 @@ def match(d: TreeDict[Any], other: Any, called: str, flat: bool = False) -> list
     if values is not None:
         return values
     found: list[Tensor] = []
-    _match(d, mapping, None if known else d._device, (), found)
+    _match_level(d, mapping, None if known else d._device, (), found)
     return found
 
 
@@ -71,7 +71,7 @@ def _match_flat(d: TreeDict[Any], other: Mapping[str, Any], known: bool) -> list
     return values
 
 
-def _match(
+def _match_level(
     d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
 ) -> None:
     if len(d) != len(other) or any(key not in other for key in d):
@@ -91,7 +91,7 @@ def _match(
         elif isinstance(value, TreeDict):
             if not isinstance(theirs, Mapping):
                 _refuse_kind((*at, key), theirs, "a mapping")
-            _match(cast("TreeDict[Any]", value), cast("Mapping[str, Any]", theirs), device, (*at, key), found)
+            _match_level(cast("TreeDict[Any]", value), cast("Mapping[str, Any]", theirs), device, (*at, key), found)
         elif isinstance(theirs, (Tensor, Mapping)):
             _refuse_kind((*at, key), theirs, f"an object: it is a kept {type(value).__name__} in this dict")
 

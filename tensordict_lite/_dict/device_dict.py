@@ -1338,7 +1338,7 @@ def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
             try:
                 array = value.numpy()  # works for most tensors, and saves the call of `host_array`
             except (TypeError, RuntimeError):
-                array = _host_array(value, (*at, key))
+                array = _array_at(value, (*at, key))
             out[key] = np.array(array) if copy else array
         elif isinstance(value, TreeDict):
             out[key] = _numpy(cast("TreeDict[Any]", value), copy, (*at, key))
@@ -1347,7 +1347,7 @@ def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
     return out
 
 
-def _host_array(tensor: Tensor, path: Path) -> np.ndarray[Any, Any]:
+def _array_at(tensor: Tensor, path: Path) -> np.ndarray[Any, Any]:
     try:
         return host_array(tensor)
     except TypeError as error:

@@ -24,6 +24,7 @@ from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import Items, as_dict
+from .arguments import jagged_keys
 from .device_dict import DeviceDict
 from .insert import insert
 from .rows import Rows
@@ -91,7 +92,7 @@ class RowWriter:
         append: bool = False,
         encoders: Encoders | None = None,
     ) -> None:
-        keys = _jagged_keys(jagged)
+        keys = jagged_keys(jagged, "RowWriter")
         if append and keys:
             raise TypeError("RowWriter takes jagged= with like=; a table that exists knows its jagged columns")
         if append == (like is not None):
@@ -216,17 +217,6 @@ def _data(given: Any) -> Mapping[str, Any]:
     return cast("TreeDict[Any]", given) if isinstance(given, TreeDict) else as_dict(given)
 
 
-def _jagged_keys(given: Any) -> frozenset[Any]:
-    """The validated ``jagged=`` of `RowWriter`."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f'RowWriter takes a list of keys or paths as jagged=, as ["text"], got {given!r:.60}')
-    keys = frozenset(cast("Iterable[Any]", given))
-    for key in keys:
-        if not isinstance(key, (str, tuple)):
-            raise TypeError(f"jagged= of RowWriter takes keys and paths, got {key!r:.60}")
-    return keys
-
-
 def _empty(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> DeviceDict[Any]:
     """A dict on the CPU with the fields of ``like``, without rows."""
     data: Any = _data(like)
@@ -262,7 +252,7 @@ def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:
 def _collect(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _Found) -> None:
     """Convert and validate the values for the columns below ``fields``. Append them to ``found``."""
     if fields.keys() != given.keys():
-        _refuse_keys(fields, given, at)
+        _refuse_other_columns(fields, given, at)
     encoders: Mapping[str, StringEncoder] = given._policy.encoders if isinstance(given, TreeDict) else {}
     tensors, count = found.tensors, found.count
     for key, column in fields.items():
@@ -314,7 +304,7 @@ def _converted(fields: TreeDict[Any], key: str, value: Any, at: Path) -> Any:
     return into[key]
 
 
-def _refuse_keys(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> NoReturn:
+def _refuse_other_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> NoReturn:
     missing = [key for key in fields if key not in given]
     extra = [key for key in given if key not in fields]
     lacks = f"lack {dotted((*at, missing[0]))}" if missing else ""

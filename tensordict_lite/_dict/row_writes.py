@@ -27,12 +27,12 @@ def write_rows(d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: 
     """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing."""
     if not isinstance(cast(object, other), Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
-    plan = _Plan(index, count)
+    plan = _Writes(index, count)
     plan.add_dict(d, other, ())
     plan.run()
 
 
-class _Plan:
+class _Writes:
     """The validated writes of one call: tensors with their values, and kept lists with their objects."""
 
     def __init__(self, index: Index, count: int) -> None:

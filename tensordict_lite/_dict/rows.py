@@ -277,9 +277,9 @@ def _count_plain(d: TreeDict[Any]) -> int:
     try:
         counts = {tensor.shape[0] for tensor in d.values()}
     except IndexError:
-        _refuse(d)
+        _refuse_fields(d)
     if len(counts) != 1:
-        _refuse(d)
+        _refuse_fields(d)
     return counts.pop()
 
 
@@ -291,10 +291,10 @@ def _count(d: TreeDict[Any]) -> int:
     counts = {tensor.shape[0] if tensor.dim() else -1 for tensor in tensors}
     if len(counts) == 1 and -1 not in counts:
         return counts.pop()
-    _refuse(d)
+    _refuse_fields(d)
 
 
-def _refuse(d: TreeDict[Any]) -> NoReturn:
+def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
     shapes = [f"{dotted(path)} {list(tensor.shape)}" for path, tensor in tensor_paths(d)]
     listed = ", ".join(shapes[:20]) + (f" and {len(shapes) - 20} more" if len(shapes) > 20 else "")
     raise ValueError(

@@ -39,11 +39,11 @@ def call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     """Call the function of the table. Raises ``TypeError`` for a function that is not in the table."""
     found = _table.get(function)
     if found is None:
-        _refuse(function, args, kwargs)
+        _refuse_function(function, args, kwargs)
     return found(*args, **kwargs)
 
 
-def _refuse(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+def _refuse_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
     name: str = cast(Any, overrides).resolve_name(function) or getattr(function, "__name__", repr(function))
     kinds = [type(value).__name__ for value in (*args, *kwargs.values()) if isinstance(cast(object, value), TreeDict)]
     kind = kinds[0] if kinds else "DeviceDict"
@@ -162,20 +162,20 @@ def where(condition: Any, input: Any, other: Any) -> Any:
 
 @implements(torch.split)
 def split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Any, ...]:
-    return _parts(tensor, "split", lambda t, at: cast(Any, t).split(split_size_or_sections, at), dim)
+    return _cut_each(tensor, "split", lambda t, at: cast(Any, t).split(split_size_or_sections, at), dim)
 
 
 @implements(torch.chunk)
 def chunk(input: Any, chunks: int, dim: int = 0) -> tuple[Any, ...]:
-    return _parts(input, "chunk", lambda t, at: t.chunk(chunks, at), dim)
+    return _cut_each(input, "chunk", lambda t, at: t.chunk(chunks, at), dim)
 
 
 @implements(torch.unbind)
 def unbind(input: Any, dim: int = 0) -> tuple[Any, ...]:
-    return _parts(input, "unbind", lambda t, at: t.unbind(at), dim)
+    return _cut_each(input, "unbind", lambda t, at: t.unbind(at), dim)
 
 
-def _parts(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]], dim: int) -> tuple[Any, ...]:
+def _cut_each(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]], dim: int) -> tuple[Any, ...]:
     """Cut every field along ``dim``. All fields must have the same size there. Kept lists are not cut: they raise."""
     tree = cast("TreeDict[Any]", d)
     places = _dimensions(tree, name, dim)

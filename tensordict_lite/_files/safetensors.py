@@ -68,7 +68,7 @@ def import_library() -> Any:
 def write(d: TreeDict[Any], path: FilePath) -> None:
     """Save ``d``: see `DeviceDict.save`."""
     specs = import_library().TensorSpec
-    manifest, leaves, _ = describe(d, _by_name, own=False)
+    manifest, leaves, _ = describe(d, by_name, own=False)
     refuse_unwritable(leaves)
     tensors = [cast(Tensor, value) for _, value in leaves]
     names = field_names([path for path, _ in leaves])
@@ -97,9 +97,12 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
     atomic_write(path, chain([len(encoded).to_bytes(8, "little") + encoded], data))
 
 
-def _by_name(encoder: StringEncoder, error: TypeError | None) -> dict[str, Any]:
+def by_name(
+    encoder: StringEncoder, error: TypeError | None, way_out: str = "save(d.to_dict(), path)"
+) -> dict[str, Any]:
+    """The entry of an encoder in a manifest: the name that JSON can hold. Raises ``TypeError`` if it has none."""
     if error is not None:
-        raise TypeError(f"{error}; or save(d.to_dict(), path), the tensors alone") from error
+        raise TypeError(f"{error}; or {way_out}, the tensors alone") from error
     return {"name": cast(Any, encoder).name}  # the user passes this encoder to load(): building it would run code
 
 
@@ -280,7 +283,7 @@ def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Man
     The dtype is None unless the tensor is stored as pairs of real numbers.
     """
     if MANIFEST not in metadata:  # another program wrote the file: a flat dict, with the tensor names as keys
-        manifest, _, _ = describe(TreeDict[Any]._new((), None, Policy()), _by_name, own=False)
+        manifest, _, _ = describe(TreeDict[Any]._new((), None, Policy()), by_name, own=False)
         manifest["root"]["items"] = [[name, i] for i, name in enumerate(names)]
         return manifest, [(name, None) for name in names]
     text = metadata[MANIFEST]

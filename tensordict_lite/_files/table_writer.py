@@ -16,21 +16,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import FileIO
 from operator import add, gt, sub
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._encoders.protocol import StringEncoder
 from .._errors import Path
 from .._memory.device import CPU
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
 from .atomic_write import FilePath, atomic_write, is_temporary, sweep
 from .manifest import Reader, choose_from, describe
-from .safetensors import bytes_of, field_names, import_library, invalid_file, refuse_unwritable
+from .safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .table import (
     INDEX,
     Column,
@@ -337,7 +337,7 @@ def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     Raises ``FileExistsError`` if the folder is not empty, and the errors of `DeviceDict.save`.
     """
     import_library()
-    manifest, leaves, _ = describe(d, _by_name, own=False)
+    manifest, leaves, _ = describe(d, partial(by_name, way_out="pass like=d.to_dict()"), own=False)
     columns = _columns(leaves)
     text = index_text(columns, manifest)
     folder = os.path.abspath(os.fsdecode(path))
@@ -413,12 +413,6 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
         _unlock(lock, True)
         raise
     return writer, fields
-
-
-def _by_name(encoder: StringEncoder, error: TypeError | None) -> dict[str, Any]:
-    if error is not None:
-        raise TypeError(f"{error}; or pass like=d.to_dict(), the tensors alone") from error
-    return {"name": cast(Any, encoder).name}  # the user passes this encoder to load(): building it would run code
 
 
 def _refuse_unless_empty(folder: str) -> None:

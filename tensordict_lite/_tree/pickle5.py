@@ -74,7 +74,7 @@ class view_read_only:
         view_read_only._on = self._before
 
 
-class Field:
+class LargeTensor:
     """A tensor with a buffer of its own, in a pickle."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -89,9 +89,9 @@ class Field:
         )  # fmt: skip
 
 
-_fields: WeakValueDictionary[int, Field] = WeakValueDictionary()
-"""The `Field` of each tensor that is being pickled, by the id of the tensor. So pickle sees one object, and writes a
-tensor once that several dicts in the same pickle contain."""
+_large_tensors: WeakValueDictionary[int, LargeTensor] = WeakValueDictionary()
+"""The `LargeTensor` of each tensor that is being pickled, by the id of the tensor. So pickle sees one object, and writes
+a tensor once that several dicts in the same pickle contain."""
 
 
 def reduce_buffers(d: TreeDict[Any]) -> tuple[Any, ...] | None:
@@ -116,7 +116,7 @@ def reduce_buffers(d: TreeDict[Any]) -> tuple[Any, ...] | None:
         left_out = {id(tensors[i]) for i in unpackable}
         for tensor in tensors:
             if id(tensor) not in entries and id(tensor) not in left_out:
-                entries[id(tensor)] = (_fields.setdefault(id(tensor), Field(tensor)),)
+                entries[id(tensor)] = (_large_tensors.setdefault(id(tensor), LargeTensor(tensor)),)
     states: dict[int, dict[str, Any]] = {}
     items = packed_items(d, entries, states)
     buffers = [(_pickle_buffer(buffer), _specs(layout)) for layout, buffer in parts]
