@@ -90,7 +90,7 @@ class LargeTensor:
 
 
 _large_tensors: WeakValueDictionary[int, LargeTensor] = WeakValueDictionary()
-"""The `LargeTensor` of each tensor that is being pickled, by the id of the tensor. So pickle sees one object, and writes
+"""The `LargeTensor` of each tensor that is being pickled, by the id of the tensor. So pickle sees one object. It writes
 a tensor once that several dicts in the same pickle contain."""
 
 
