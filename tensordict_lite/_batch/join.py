@@ -92,7 +92,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
         if isinstance(column[0], Tensor):
             encoder = policy.encoders.get(key)
             along = dim if encoder is None else _leading(column[0], encoder, verb, dim, path)
-            rows = (verb, along) == ("cat", 0) and column[0].is_nested  # torch has no `cat` of nested tensors
+            rows = verb == "cat" and along == 0 and column[0].is_nested  # torch has no `cat` of nested tensors
             if rows and not all([isinstance(value, Tensor) and is_jagged(value) for value in column]):  # noqa: C419
                 raise_mismatch(column, path, "dict", None)
             try:
