@@ -85,6 +85,7 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/plot_transfer.py $(RESULTS)/loader-cpu.json $(RESULTS)/loader-cpu.svg
 	$(BENCH)/bench_disk.py --json $(RESULTS)/disk-cpu.json
 	$(BENCH)/bench_rows.py --json $(RESULTS)/rows-cpu.json
+	$(BENCH)/plot_transfer.py $(RESULTS)/rows-cpu.json $(RESULTS)/rows-cpu.svg
 	$(BENCH)/bench_table.py --json $(RESULTS)/table-cpu.json
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/bench_engines.py --json $(RESULTS)/engines-cpu.json
@@ -106,6 +107,7 @@ figures: .venv/tests
 	$(BIN)/python benchmarks/plot_peers.py benchmarks/results/peers-cpu.json docs/charts/peers-cpu.svg
 	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json docs/charts/transfer-cpu.svg
 	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json docs/charts/loader-cpu.svg
+	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/rows-cpu.json docs/charts/rows-cpu.svg
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

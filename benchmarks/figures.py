@@ -191,6 +191,24 @@ def tables() -> Rows:
     return lines
 
 
+def rows() -> Rows:
+    """Times of other containers as multiples of ours, for rows of a table in memory."""
+    whos = {
+        "loop of `index_select` (x)": "loop",
+        "TensorDict (x)": "TensorDict",
+        "tianshou's Batch (x)": "Batch",
+        "NumPy structured (x)": "NumPy structured",
+        "HF datasets (x)": "HF datasets",
+    }
+    lines = [["operation", "rows", *whos]]
+    for row in results("rows")["results"]:
+        ratios = row["ratios"]["ours"]
+        cells = [number(ratios[who]["median"]) if who in ratios else "" for who in whos.values()]
+        operation = re.sub(r"rows\[.*?\]( = \w+)?", r"`\g<0>`", row["operation"])
+        lines.append([operation, row["fields"], *cells])
+    return lines
+
+
 def ranks() -> Rows:
     verbs = ["broadcast", "send, recv", "all_gather", "all_reduce"]
     lines = [["fields", *(f"`{verb}` (x)".replace(", ", "`, `") for verb in verbs)]]
@@ -277,8 +295,8 @@ def slower() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
-    for table in (speed, operations, packing, loader, processes, descriptors, disk, tables, ranks, engines, outputs,
-                  slower)
+    for table in (speed, operations, packing, loader, processes, descriptors, disk, rows, tables, ranks, engines,
+                  outputs, slower)
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ packed DeviceDict. The thin line shows the smallest and the largest ratio.
 
 from __future__ import annotations
 
+from math import fsum
 from typing import Any
 
 from plotting import Axes, Figure, pyplot, script
@@ -52,7 +53,7 @@ def chart(results: dict[str, Any]) -> Figure:
         operations.setdefault(line["operation"], []).append(line)
     heights = [BAR * max(len(line["median_seconds"]) for line in row) for row in operations.values()]
     width = NAMES + (WIDTH + GAP) * max(map(len, operations.values()))
-    height = TOP + sum(HEAD + bars for bars in heights) + GAP / 2
+    height = TOP + fsum(HEAD + bars for bars in heights) + GAP / 2  # `sum` rounds otherwise before Python 3.12
     figure = pyplot.figure(figsize=(width, height))
     where = f"{results['gpu'] or results['device'] or 'CPU only'}, {results['cpu']}, torch {results['torch']}"
     title = f"Time as a multiple of the packed DeviceDict's, or prefetch's: shorter is faster\n{where}"

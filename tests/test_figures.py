@@ -63,7 +63,7 @@ def test_the_chart_of_the_readme_is_that_of_the_results() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["peers", "transfer", "loader"])
+@pytest.mark.parametrize("name", ["peers", "transfer", "loader", "rows"])
 def test_the_charts_are_those_of_the_results(name: str, tmp_path: Path) -> None:
     """Equal results give equal files, with the version of Matplotlib that drew them."""
     matplotlib = pytest.importorskip("matplotlib")
