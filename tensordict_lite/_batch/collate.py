@@ -88,7 +88,8 @@ def collate(
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree;
     ``TypeError`` if the samples are not a list of mappings, or a value cannot be stored;
     ``DeviceMismatchError`` for tensors on several devices. The samples are never changed.
-    Cost: one allocation, and one copy of every tensor; no synchronization.
+    Cost: one allocation, and one copy of every tensor. No synchronization, except on an accelerator: there, each jagged
+    field, and each field for lengths or a mask, copies the lengths of the samples from the host.
 
     >>> from tensordict_lite import collate
     >>> batch = collate([{"x": [0.5, 1.0], "y": 3, "name": "Ada"}, {"x": [1.5, 2.0], "y": 4, "name": "Grace"}])

@@ -55,7 +55,7 @@ def cat(
         dicts: as for `stack`.
         dim: the dimension to concatenate along, as for `stack`.
         pad: fill values for fields whose second dimensions differ, as for `collate`: numbers or `Pad`. Lengths and
-            masks are joined if the dicts have them, and made otherwise. Needs ``dim=0``.
+            masks are joined if the dicts have them, and made otherwise. ``pad`` needs ``dim=0``.
 
     Raises: the errors of `stack`; ``ValueError`` for fields without dimensions, and for ``pad`` with another ``dim``.
     Cost: as `stack`. Padded fields are copied twice.

@@ -91,7 +91,7 @@ class Pad:
 
     @property
     def _always(self) -> bool:
-        """Whether to apply it to samples of one length too."""
+        """Whether to pad samples of one length too."""
         return self.multiple_of > 1 or bool(self._extras)
 
     def _length(self, longest: int) -> int:

@@ -166,7 +166,7 @@ class Rows(Dataset[D]):
             generator: a generator for the random order, on the CPU or on the device of the dict.
 
         Raises: ``ValueError`` for a size below 1, ``TypeError`` for arguments of another type; the error of ``len``.
-        Cost: views without ``shuffle``. With it, one permutation, and one copy of each batch; no synchronization.
+        Cost: views without ``shuffle``. With it, one permutation as in `shuffle`, and one copy of each batch.
 
         >>> from tensordict_lite import DeviceDict
         >>> [batch["x"].tolist() for batch in DeviceDict({"x": list(range(5))}).rows.batches(2)]
@@ -192,7 +192,7 @@ class Rows(Dataset[D]):
 
         Raises: ``ValueError`` for a size below 1, and for sizes that do not add up to the number of rows; ``TypeError``
             for arguments of another type; the error of ``len``.
-        Cost: the chunks are views.
+        Cost: the chunks are views; jagged fields are copied.
 
         >>> from tensordict_lite import DeviceDict
         >>> [part["x"].tolist() for part in DeviceDict({"x": [1, 2, 3]}).rows.split([2, 1])]
@@ -214,7 +214,8 @@ class Rows(Dataset[D]):
             generator: a generator for the random order, on the CPU or on the device of the dict.
 
         Raises: ``TypeError`` if ``generator`` is not a ``torch.Generator``; the error of ``len``.
-        Cost: one permutation and a copy of every tensor; no synchronization.
+        Cost: one permutation and a copy of every tensor. If the permutation is made on the CPU for a dict on an
+            accelerator, its copy to the accelerator synchronizes.
 
         >>> from tensordict_lite import DeviceDict
         >>> sorted(DeviceDict({"x": [1, 2, 3]}).rows.shuffle()["x"].tolist())

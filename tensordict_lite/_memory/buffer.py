@@ -43,7 +43,7 @@ HUGE = 32 << 20
 """Larger new buffers on the CPU use huge pages. The C library reuses the memory of smaller buffers, so they need no new
 pages."""
 _CLEAR_ALL_LIMIT = 32 << 10
-"""Bytes of a buffer per run with gaps. Up to this size, to clear the whole buffer is faster than to clear each gap."""
+"""Bytes of a buffer for each run with gaps. Up to this size it is faster to clear the whole buffer than each gap."""
 
 
 def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:

@@ -297,7 +297,7 @@ def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
 
 
 def materialize(value: Any) -> Any:
-    """Load the tensor of a placeholder, as lazy loaders create. Any other value is returned unchanged.
+    """Load the tensor that a placeholder of a lazy loader stands for. Any other value is returned unchanged.
 
     A placeholder implements ``__torch_function__``. A file loaded with ``weights_only=True`` cannot make one.
     """

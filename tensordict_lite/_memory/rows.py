@@ -28,7 +28,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
-    """Whether ``index_select`` alone can copy rows of these plain CPU tensors: fast, and with a check of the index.
+    """Whether an ``index_select`` of each of these plain CPU tensors copies rows fast, and checks the index.
 
     False if the tensors do not share their first dimension, or if a result is huge.
     """

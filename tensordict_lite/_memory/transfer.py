@@ -25,12 +25,13 @@ from .staging import IN_FLIGHT, staging_buffer
 
 COALESCED_TENSOR = 64 << 10
 """The largest tensor in bytes that is coalesced with others. A separate copy to a GPU takes some microseconds before
-its first byte. Coalescing takes host time: 1.6 us per tensor, and for its bytes (``bench_transfer.py --sweep``):
+its first byte. Coalescing takes host time: 1.6 us per tensor, and these us for its bytes
+(``bench_transfer.py --sweep``):
 
 ===== ====== ======= =======
 2 KiB 64 KiB 256 KiB 512 KiB
 ===== ====== ======= =======
-0.4us 2.1 us 5.6 us  13.7 us
+0.4   2.1    5.6     13.7
 ===== ====== ======= =======
 """
 COALESCED_BUFFER = 1 << 20
@@ -228,8 +229,8 @@ def _move_packed(
 ) -> None:
     """Replace the packed tensors in ``out`` by copies on ``target``. ``cast`` is their layout after a cast, if any.
 
-    The cast is made on the side where it makes the copy smaller. Exception: a ``non_blocking`` copy to the device reads
-    the buffer of the caller itself, and the cast follows on the device.
+    The cast is made on the side where it makes the copy smaller. Exception: with ``non_blocking``, a copy between the
+    host and a device is cast on the device, so that the host neither waits nor reads data that has not arrived.
     """
     if cast is not None and _cast_first(buffer_of(out, layout), cast, source, target, non_blocking):
         try:
@@ -259,7 +260,7 @@ def _cast_first(buffer: Tensor, cast: Layout, source: torch.device, target: torc
     if source == target:
         return True
     if non_blocking and CPU in (source, target):
-        return target == CPU  # a cast on the host could read data that has not arrived, or make the caller wait
+        return target == CPU  # cast on the device
     # From pinned memory, all bytes cross the bus in less time than the host needs for the cast.
     return cast.nbytes < buffer.nbytes and not (source == CPU and _is_pinned(buffer, target))
 
