@@ -10,12 +10,12 @@ from torch import Tensor
 
 Path = tuple[str, ...]
 DEPTH = 64
-"""The maximum levels of nesting, the outermost dict included. Our functions, pickle, ``deepcopy`` and pytree recurse
-into nested dicts. The limit keeps them well below Python's recursion limit of 1,000 calls."""
+"""The maximum number of nesting levels, including the outermost dict. The package, pickle, ``deepcopy`` and pytree
+recurse into nested dicts. The limit keeps them well below Python's recursion limit of 1,000 calls."""
 
 
 def dotted(path: Path) -> str:
-    """Format a path for messages: ``('obs', 'image')`` as ``'obs.image'``, with the quotes."""
+    """Format a path for messages: ``('obs', 'image')`` as ``'obs.image'``, in quotes."""
     return repr(".".join(map(str, path)))  # `str`, because the key of an error may have another type
 
 

@@ -9,7 +9,7 @@ name                      found in
 ========================= ===========================================================================================
 ``restore``               pickles of a `DeviceDict`
 ``restore_buffers``       pickles of a `DeviceDict` in protocol 5
-``restore_field``         the same, for a large tensor
+``restore_field``         pickles of a `DeviceDict` in protocol 5 with a large tensor
 ``rebuild``               files of ``torch.save``; the only function that ``torch.load(weights_only=True)`` may call
 ``EncodeOnly``            pickles of a dict with a plain callable as an encoder
 ``rebuild_tokenizer``     pickles of a `Tokenizer`

@@ -1,7 +1,8 @@
 """`collate`: make one packed batch of many samples. Every tensor is copied once.
 
-It takes three steps. Collect walks all samples at once: it builds the dicts of the batch and lists their tensor fields.
-Fill stacks the samples of every field into one buffer. The last step puts the stacked tensors into the dicts.
+The work has three steps. The first step walks all samples at once: it builds the dicts of the batch, and lists their
+tensor fields. The second step stacks the samples of every field into one buffer. The third step puts the stacked
+tensors into the dicts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ A stacked field has one tensor, the whole field, in place of its samples.
 """
 _dtype = attrgetter("dtype")
 _DICT: set[type] = {dict}
-_NO_PADS, _NO_KEYS = Pads(None, "collate"), frozenset[Any]()  # made once: most calls have neither
+_NO_PADS, _NO_KEYS = Pads(None, "collate"), frozenset[Any]()  # created once, because most calls give neither
 
 
 def collate(
@@ -63,8 +64,8 @@ def collate(
 ) -> D:
     """Stack the samples into one batch: every field along a new first dimension, all fields in one buffer.
 
-    Pass it to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker sends a small batch by
-    value. The buffer of a larger batch is shared memory. It takes one file descriptor, and no further copy is made. The
+    Pass `collate` to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker sends a small
+    batch by value. The buffer of a larger batch is shared memory: it takes one file descriptor and no further copy. The
     loader's ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the batch
     arrives unpacked.)
 
@@ -77,17 +78,18 @@ def collate(
         encoders: as for `DeviceDict`.
         objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one item per sample.
         pad: fill values for fields whose samples differ in their first dimension: ``{"input_ids": 0}``. Shorter
-            samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. Give a `Pad` instead of the number to pad on
-            the left or to a multiple, or to add lengths or a mask. A key stands for the fields of that name at every
-            depth, a path for one field.
-        jagged: keys or paths of fields that become nested tensors (``torch.nested``) of layout ``torch.jagged``. Their
-            samples may differ in the first dimension, and nothing is padded. A nested tensor is not packed.
+            samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. A `Pad` in place of the number can pad on the
+            left or to a multiple, and add lengths or a mask. A key stands for the fields of that name at every depth, a
+            path for one field.
+        jagged: keys or paths, as in ``pad``, of fields that become nested tensors of layout ``torch.jagged``. Their
+            samples may differ in the first dimension, and are not padded. A nested tensor is not packed.
         pack: False gives every field its own storage.
 
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree;
     ``TypeError`` if the samples are not a list of mappings, or a value cannot be stored;
     ``DeviceMismatchError`` for tensors on several devices. The samples are never changed.
-    Cost: one allocation, and one copy of every tensor; no synchronization.
+    Cost: one allocation, and one copy of every tensor. No synchronization, except on an accelerator: there, each jagged
+    field, and each field for lengths or a mask, copies the lengths of the samples from the host.
 
     >>> from tensordict_lite import collate
     >>> batch = collate([{"x": [0.5, 1.0], "y": 3, "name": "Ada"}, {"x": [1.5, 2.0], "y": 4, "name": "Grace"}])
@@ -144,7 +146,7 @@ def _jagged_fields(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
 def _plain_batch(
     samples: Sequence[Mapping[str, Any]], kind: type[DeviceDict[Any]], policy: Policy, pads: Pads
 ) -> DeviceDict[Any] | None:
-    """The batch of plain samples on the CPU, in a fraction of the time of `_general_batch`. None for other samples."""
+    """The fast path for plain samples on the CPU: see `stack_plain`. None if the samples need `_general_batch`."""
     first = samples[0]
     if intercepted() or not (type(first) is dict or (isinstance(first, TreeDict) and first._device is CPU)):
         return None
@@ -172,7 +174,7 @@ def _general_batch(
 
 
 def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
-    """The dict that rows view, as ``cls`` and with these options. `Rows.__getitems__` made it from the samples."""
+    """The batch of `Rows`, which `Rows.__getitems__` made: their dict, as ``cls`` and with these options."""
     kind = cast(Any, type(cast(object, d)) if isinstance(d, cls) else cls)
     batch: Any = d
     if not (kind is type(d) and encoders is objects is None):
@@ -182,13 +184,13 @@ def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objec
 
 
 def _refuse_in_worker(batch: DeviceDict[Any]) -> None:
-    """In a worker, raise the error that names the field or class if ``batch`` cannot be sent."""
+    """In a DataLoader worker, raise the error that names the field or class if ``batch`` cannot be sent."""
     if get_worker_info() is not None and not is_plain(batch):
         refuse_unsendable(batch)
 
 
 def _device_of(sample: Mapping[str, Any]) -> torch.device:
-    """The device of a sample: of the dict, or of its first tensor; without one, torch's default device."""
+    """The device of a sample: of the dict, or of its first tensor. If it has no tensor, torch's default device."""
     if isinstance(sample, TreeDict) and sample._device is not None:
         return sample._device
     first = next(iter(sample.values()), None)
@@ -199,6 +201,7 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
 
 
 def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:
+    """The samples that are `DeviceDict` objects."""
     kinds: set[type] = {kind for kind in set(map(type, samples)) if issubclass(kind, DeviceDict)}
     return [sample for sample in samples if type(sample) in kinds] if kinds else []
 
@@ -223,7 +226,7 @@ class _Collector:
     def collect(self, samples: Sequence[Mapping[str, Any]], batch: DeviceDict[Any], at: Path) -> DeviceDict[Any]:
         """Fill ``batch``, which is empty, with the keys of the samples, and return it.
 
-        Every tensor field gets a stand-in, which keeps the order of the keys, and an entry in ``fields``.
+        Every tensor field gets an entry in ``fields``, and a placeholder in the dict that keeps the order of the keys.
         """
         cls, policy = type(batch), batch._policy
         used: dict[str, Any] = {}
@@ -271,9 +274,9 @@ class _Collector:
         is_stacked: bool = False,
         check: bool = False,
     ) -> Tensor:
-        """List a tensor field of ``batch``, put a stand-in there, and return the stand-in.
+        """List a tensor field of ``batch``, put a placeholder there, and return the placeholder.
 
-        ``check``: make sure that the samples are alike. Otherwise ``torch.stack`` finds out later.
+        ``check``: compare the dtypes and shapes of the samples now. Otherwise ``torch.stack`` compares them later.
         """
         if self.moves:
             column = self.moved(column)
@@ -392,7 +395,7 @@ class _Collector:
             for part, tensor in list(codes.items()):
                 self.add(codes, (*path, part), [tensor], None, is_stacked=True)
             return codes, encoder
-        return self.convert_each(batch, path, column, keep=True)  # a column of a table is not kept, its values are
+        return self.convert_each(batch, path, column, keep=True)  # keeps the values of a column, not the column
 
     def convert_each(
         self,
@@ -406,12 +409,13 @@ class _Collector:
         """Convert the samples one by one, so that an error names the sample. Returns what `host_values` returns.
 
         Args:
-            reason: why the samples could not be converted together; raised if each of them can be, but not stacked.
+            reason: the error of the attempt to convert all samples together. It is raised if each sample can be
+                converted, but the results cannot be stacked.
             keep: keep the samples as a list of objects if they are not all tensors.
         """
         converted: list[Any] = []
         encoder = None
-        empty: list[int] = []  # an empty list gets the dtype of the others
+        empty: list[int] = []  # the empty lists, which get the dtype of the other samples
         if self.is_jagged(path) or self.pads.at(path) is not None:
             empty = [i for i, value in enumerate(column) if isinstance(value, (list, tuple)) and not value]
             empty = [] if len(empty) == len(column) else empty
@@ -461,8 +465,8 @@ def _stacked(field: _Field) -> Tensor:
 def _fill_buffer(collector: _Collector) -> list[Tensor]:
     """The stacked fields, as views of one new buffer."""
     fields, device = collector.fields, collector.device
-    # To compare all samples takes as long as to copy them, and torch.stack compares them again. So the first attempt
-    # leaves it to torch.stack, and only an error makes us look at each sample.
+    # To compare all samples takes as long as to copy them. torch.stack compares them anyway, so the first attempt
+    # leaves the comparison to torch.stack. Only after an error, each sample is compared.
     try:
         return _pack_fields(fields, device, look_at_all=False)
     except torch.OutOfMemoryError:

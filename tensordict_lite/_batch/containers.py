@@ -33,6 +33,8 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     ``obj`` is not changed. Strings, None, sets, modules and other objects are returned unchanged.
 
     Args:
+        obj: a tensor, or a container of tensors at any depth.
+        device: the target device.
         non_blocking: as in `DeviceDict.to`. By default the copies are complete on return.
 
     Raises: torch's own error for a device that does not exist or is out of memory.
@@ -82,6 +84,7 @@ def tensors_inside(obj: Any) -> list[Tensor]:
 
 
 def _tensors(item: Any) -> list[Tensor]:
+    """The tensors of one item that `_open` found."""
     if isinstance(item, Tensor):
         return [item]
     if isinstance(item, PackedSequence):
@@ -93,7 +96,10 @@ def to_numpy(obj: Any) -> Any:
     """Convert every tensor in ``obj`` to a NumPy array: detached, on the CPU. CPU tensors share their memory.
 
     Visits the same containers as `to_device`. A `DeviceDict` becomes a plain dict. A ``PackedSequence`` cannot hold
-    arrays, so it stays one, on the CPU.
+    arrays, so it is only moved to the CPU.
+
+    Args:
+        obj: a tensor, or a container of tensors at any depth.
 
     Raises: ``TypeError`` for a dtype or layout that NumPy lacks (bfloat16, sparse).
     Cost: no copy for tensors on the CPU; for other tensors the cost of `to_device`.
@@ -115,7 +121,8 @@ def to_numpy(obj: Any) -> Any:
 
 
 def _is_whole(obj: Any) -> bool:
-    # pytree would move the batch sizes of a PackedSequence, which stay on the CPU. It would make a Size a tuple.
+    """Whether pytree must not open a container."""
+    # pytree would move the batch sizes of a PackedSequence, which stay on the CPU. It would turn a Size into a tuple.
     return isinstance(obj, (TreeDict, PackedSequence, torch.Size))
 
 
@@ -139,6 +146,7 @@ def _open(obj: Any, found: list[Any]) -> _Rebuild:
 
 
 def _open_other(obj: Any, found: list[Any]) -> _Rebuild:
+    """`_open` for containers that pytree does not know."""
     if isinstance(obj, (type, Module)):
         return lambda _: obj
     if isinstance(obj, Mapping):
@@ -168,6 +176,7 @@ def _dataclass(obj: Any, names: list[str], values: list[Any]) -> Any:
 
 
 def _mapping(obj: Mapping[Any, Any], values: list[Any]) -> Any:
+    """A mapping of the same class with other values."""
     items = dict(zip(obj, values, strict=True))
     if not isinstance(obj, (dict, UserDict)):
         return type(obj)(items)  # pyright: ignore[reportCallIssue]  (a copy could share state with the original)

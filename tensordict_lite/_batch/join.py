@@ -23,9 +23,12 @@ from .pad import Pad, Pads, pad_rows
 def stack(dicts: Iterable[Mapping[str, Any]], dim: int = 0) -> DeviceDict[Any]:
     """Stack every field of the dicts with ``torch.stack``, along a new dimension ``dim``.
 
-    ``torch.stack`` of dicts calls this function. The result has the class of the first dict. Plain mappings are
-    converted to `DeviceDict` first. UTF-8 fields of different widths are padded, and decode as before. For strings,
-    ``dim`` counts the dimensions of the strings. Kept objects become a list. Dtypes are promoted as by torch.
+    ``torch.stack`` of dicts calls this function. The result has the class of the first dict. UTF-8 fields of different
+    widths are padded, and decode as before. Kept objects become a list. Dtypes are promoted as by torch.
+
+    Args:
+        dicts: dicts with the same keys. Plain mappings are converted to `DeviceDict` first.
+        dim: the new dimension. For a field of strings, it counts the dimensions of the nested lists of strings.
 
     Raises: ``ValueError`` that names the key and the dict if keys, shapes or encoders disagree, or if there are no
     dicts; ``DeviceMismatchError`` if the devices disagree; ``TypeError`` for anything that is not a mapping;
@@ -45,12 +48,17 @@ def cat(
 ) -> DeviceDict[Any]:
     """Concatenate every field of the dicts with ``torch.cat``, along the dimension ``dim``.
 
-    Rules, errors and cost are those of `stack`. The exceptions: kept lists are concatenated, and the rows of nested
-    tensors of layout ``torch.jagged``.
+    The rules are those of `stack`. In addition, kept lists are concatenated, and so are the rows of nested tensors of
+    layout ``torch.jagged``.
 
-    ``pad``: fill values for batches whose second dimensions differ, as in `collate`: numbers or `Pad`. Lengths and
-    masks are joined if the dicts have them, and made otherwise. ``pad`` needs ``dim=0``. Padded fields are copied
-    twice.
+    Args:
+        dicts: as for `stack`.
+        dim: the dimension to concatenate along, as for `stack`.
+        pad: fill values for fields whose second dimensions differ, as for `collate`: numbers or `Pad`. Lengths and
+            masks are joined if the dicts have them, and made otherwise. ``pad`` needs ``dim=0``.
+
+    Raises: the errors of `stack`; ``ValueError`` for fields without dimensions, and for ``pad`` with another ``dim``.
+    Cost: as `stack`. Padded fields are copied twice.
 
     >>> from tensordict_lite import DeviceDict, cat
     >>> cat([DeviceDict({"x": [1, 2]}), DeviceDict({"x": [3]})])["x"]
@@ -84,6 +92,7 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads 
 
 
 def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.device | None, at: Path) -> TreeDict[Any]:
+    """Join dicts at one level, and their nested dicts. ``verb``: ``"stack"`` or ``"cat"``."""
     join = cast(Any, torch.stack if verb == "stack" else torch.cat)
     policy = merged_policy(trees, at, "dict")
     items: dict[str, Any] = {}
@@ -134,7 +143,7 @@ def _leading(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) ->
 
 
 def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Iterable[tuple[str, Sequence[Any]]]:
-    """Every key with its values, one per mapping. ``ValueError`` if the keys of a mapping differ from the first."""
+    """Every key with its values, one per mapping. Raises ``ValueError`` if a mapping has other keys than the first."""
     first = mappings[0]
     names = list(first)
     if list(map(list, mappings)).count(names) == len(mappings):
@@ -171,7 +180,7 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
 
 
 def widened(column: Sequence[Tensor], encoder: object) -> list[Tensor] | None:
-    """The codes, padded to the width of the widest. None if they cannot be padded or have one width already."""
+    """The codes, padded to the largest width. None if they cannot be padded or have one width already."""
     number = padding(encoder, *column)
     if number is None or any([codes.is_nested for codes in column]):  # noqa: C419  (faster)
         return None

@@ -1,4 +1,4 @@
-"""`Pad`: how ragged fields are filled up to one length. `collate` and `cat` take it."""
+"""`Pad`: how to pad fields whose samples differ in length. `collate` and `cat` take it as ``pad=``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pad:
-    """How to fill up samples that differ in their first dimension. An immutable value for ``pad=`` of `collate`.
+    """How to pad samples that differ in their first dimension: an immutable value for ``pad=`` of `collate` and `cat`.
 
     Args:
-        value: the number to fill with.
-        side: ``"right"`` puts the filling behind the sample, ``"left"`` before it.
+        value: the number to pad with.
+        side: ``"right"`` pads after the sample, ``"left"`` before it.
         multiple_of: round the length of the batch up to a multiple of this number.
         lengths: the key of a new field for the lengths of the samples: int64 ``[n]``.
-        mask: the key of a new bool field ``[n, length]``: True for the elements of a sample, False for the filling.
+        mask: the key of a new bool field ``[n, length]``: True for the elements of a sample, False for the padding.
 
     The new fields are in the same dict as the padded field. A plain number in ``pad=`` is short for ``Pad(number)``.
 
     Raises: ``TypeError`` or ``ValueError`` for an invalid argument.
+    Cost: on an accelerator, `collate` and `cat` copy the lengths from the host for each of ``lengths`` and ``mask``.
 
     >>> from tensordict_lite import Pad, collate
     >>> samples = [{"ids": [1, 2, 3]}, {"ids": [4]}]
@@ -90,15 +91,16 @@ class Pad:
 
     @property
     def _always(self) -> bool:
-        """Whether samples of one length need it too."""
+        """Whether to pad samples of one length too."""
         return self.multiple_of > 1 or bool(self._extras)
 
     def _length(self, longest: int) -> int:
+        """The length of the batch."""
         return -(-longest // self.multiple_of) * self.multiple_of
 
 
 class Pads:
-    """The validated ``pad=`` of a call. A key applies at any depth, a path at its place."""
+    """The validated ``pad=`` of a call. A key applies at any depth, a path to one field."""
 
     def __init__(self, given: Any, function: str) -> None:
         if given is not None and not isinstance(given, Mapping):
@@ -115,11 +117,11 @@ class Pads:
         return bool(self._pads)
 
     def at(self, path: Path) -> Pad | None:
-        """The `Pad` of the field at ``path``."""
+        """The `Pad` of the field at ``path``, or None."""
         return self._pads.get(path, self._pads.get(path[-1]))
 
     def require_new(self, names: Iterable[str], at: Path, owners: str) -> None:
-        """Raise ``ValueError`` if a new field of a dict with these keys has the name of another field."""
+        """Raise ``ValueError`` if a new field would have the name of another field of a dict with these keys."""
         known = set(names)
         for key in names:
             pad = self.at((*at, key)) if type(cast(object, key)) is str else None
@@ -149,7 +151,7 @@ def _fits(fill: float, dtype: torch.dtype) -> bool:
 
 
 def pad_samples(column: Sequence[Tensor], pad: Pad) -> Tensor:
-    """Stack the samples, filled up to one length. Raises torch's error if other dimensions differ."""
+    """Stack the samples, padded to one length. Raises torch's error if other dimensions differ."""
     padded = pad_sequence(list(column), batch_first=True, padding_value=pad.value, padding_side=pad.side)
     return _widen(padded, pad._length(padded.shape[1]), pad.side, pad.value)
 
@@ -173,7 +175,7 @@ def mask_of(lengths: Sequence[int], length: int, side: Side, device: torch.devic
 
 
 def _widen(tensor: Tensor, length: int, side: Side, value: float) -> Tensor:
-    """``tensor`` with its second dimension filled up to ``length``."""
+    """``tensor`` with its second dimension padded to ``length``."""
     missing = length - tensor.shape[1]
     if not missing:
         return tensor
@@ -182,9 +184,9 @@ def _widen(tensor: Tensor, length: int, side: Side, value: float) -> Tensor:
 
 
 def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[TreeDict[Any]]:
-    """The dicts with the second dimension of the fields in ``pads`` filled up to one length, before `cat` joins them.
+    """Pad the second dimension of the fields in ``pads`` to one length, before `cat` joins the dicts.
 
-    A field of lengths or a mask that the dicts have is continued; otherwise it is made.
+    If a dict has the field for the lengths or the mask already, its values are kept. Otherwise the field is made.
     """
     out = [dict(tree) for tree in trees]
     for key in list(out[0]):
@@ -227,6 +229,6 @@ def _pad_column(
 
 
 def raise_encoded(path: Path, pad: Pad) -> None:
-    """Raise ``ValueError`` if ``pad`` asks for more than its encoder does by itself."""
+    """Raise ``ValueError`` if ``pad``, for a field of strings, asks for more than the padding of the encoder."""
     if pad._always:
         raise ValueError(f"{dotted(path)}: {pad!r} is for numbers; the encoder of these strings pads its codes itself")

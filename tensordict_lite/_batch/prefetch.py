@@ -27,15 +27,15 @@ class prefetch(Generic[B]):
     Args:
         loader: a DataLoader, or any other iterable of batches, such as a generator. Every new iteration iterates over
             it again.
-        device: where the batches go.
+        device: the target device of the batches.
         depth: the number of batches to fetch and copy ahead.
         max_bytes: the most bytes of batches to copy ahead. None: no limit but ``depth``. A batch that is larger is
             copied when you ask for it.
 
     A batch may be a `DeviceDict`, a tensor, or a plain container that `to_device` visits. ``len`` and other attributes,
     such as ``dataset``, ``sampler`` and ``batch_sampler``, come from the loader. An exception of the loader is raised
-    after the batches that came before it. No thread is used. After a ``break``, the loader's iterator and the batches
-    ahead are released with the iterator.
+    after the batches that came before it. `prefetch` starts no thread. After a ``break``, the loader's iterator and the
+    batches ahead are released together with the iterator over ``prefetch``.
 
     If the loader has ``state_dict``, as torchdata's StatefulDataLoader has, ``state_dict()`` describes the last batch
     that you received. Batches ahead do not count, so a resumed run skips none. Before the first batch and after the
@@ -106,6 +106,7 @@ class prefetch(Generic[B]):
 
 
 def _nothing(_: Any = None) -> None:
+    """In place of the state functions of a loader without state."""
     return None
 
 
@@ -122,8 +123,8 @@ def _ahead(
     ``state_of`` returns the loader's state, and is called after each batch is fetched. ``hand_over`` receives the state
     of a batch just before the batch is yielded, and None at the end.
 
-    The host waits for each copy before it asks the loader for more, and it does ask before it yields that batch. So a
-    batch is complete when it is yielded, and the current stream has nothing to wait for.
+    Before it asks the loader for a batch, the host waits for the last copy. It asks for the next batch before it yields
+    one. So the copy of a batch is complete when the batch is yielded, and the current stream need not wait for it.
     """
     side = torch.Stream(device=device)
     ready: deque[tuple[Any, int, Any]] = deque()  # (batch, bytes, state), or (exception, -1, None)

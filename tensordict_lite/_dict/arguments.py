@@ -1,4 +1,4 @@
-"""Parse arguments: those of ``DeviceDict.to``, which takes the forms of ``Tensor.to``, and lists of keys."""
+"""Parse arguments: the forms of ``DeviceDict.to``, and the keys of jagged fields."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from .._tree.tree import TreeDict
 
 _FORMS = "to(device), to(dtype), to(device, dtype), to(tensor) or to(other_dict), with non_blocking= and copy="
 
-
 Target = tuple["torch.device | None", "torch.dtype | None", bool, bool]
-"""The parsed arguments: the device without a resolved index, the dtype, ``non_blocking`` and ``copy``."""
+"""The parsed arguments: the device, which is not resolved yet, the dtype, ``non_blocking`` and ``copy``."""
 
 
 def to_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Target:
@@ -82,6 +81,7 @@ def to(  # Python's own errors about arguments show this name
 
 
 def _once(before: Any, given: Any, name: str) -> Any:
+    """The argument ``name``. Raises ``TypeError`` if the call gives it twice, by position and by keyword."""
     if before is not None and given is not None:
         raise TypeError(f"to() got the {name} twice, {before!r} and {given!r}; expected {_FORMS}")
     return before if given is None else given

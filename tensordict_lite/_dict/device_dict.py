@@ -46,7 +46,7 @@ from .display import field_count, html, size, tree
 from .insert import insert
 from .rows import Rows
 
-Number = complex
+Number = complex  # type checkers accept an int and a float for a complex
 Real = float  # in the class, `float` is a method
 _MISSING: Any = object()
 
@@ -105,7 +105,7 @@ class DeviceDict(TreeDict[V]):
         TypeError, ValueError: for a key or value that cannot be stored. Every message names the path. The dict is
             unchanged.
 
-    Cost: a check per field. A tensor on the device is not copied. No synchronization.
+    Cost: a check per field. Tensors that are on the device already are not copied. No synchronization.
 
     >>> import torch
     >>> from tensordict_lite import DeviceDict
@@ -221,7 +221,9 @@ class DeviceDict(TreeDict[V]):
     def pop(self, key: str | Path, default: Any = _MISSING, /) -> Any:
         """Remove a key or path and return its value. Copies nothing.
 
-        If the key is missing, return ``default``. Raises: ``KeyError`` without a ``default``.
+        If the key is missing, return ``default``.
+
+        Raises: ``KeyError`` if the key is missing and there is no ``default``.
 
         >>> from tensordict_lite import DeviceDict
         >>> d = DeviceDict({"obs": {"x": 1, "y": 2}})
@@ -375,8 +377,8 @@ class DeviceDict(TreeDict[V]):
     def map(self, function: Callable[..., Any], /, *others: Mapping[str, Any]) -> Self:
         """Apply ``function`` to every tensor at every depth, and return a dict of the results.
 
-        Each result is inserted as by ``d[key] = result``. The first tensor among the results determines the device of
-        the new dict, so ``function`` can move all tensors. Kept objects stay as they are.
+        Each result is inserted as by ``d[key] = result``. The device of the new dict is that of the first tensor among
+        the results, so ``function`` can move all tensors. Kept objects stay as they are.
 
         Args:
             function: takes a tensor of this dict, and the tensor at the same path of each other mapping.
@@ -579,7 +581,7 @@ class DeviceDict(TreeDict[V]):
         return self.to(CPU)
 
     def cuda(self, index: int | None = None, *, non_blocking: bool = False) -> Self:
-        """``to("cuda")``: the current CUDA device, or the CUDA device ``index``.
+        """``to("cuda")``: the current CUDA device, or the CUDA device ``index``. ``non_blocking`` as in `to`.
 
         Raises the errors of `to`, and has its cost.
 
@@ -645,9 +647,11 @@ class DeviceDict(TreeDict[V]):
         return self
 
     def record_stream(self, stream: Any) -> None:
-        """Call ``Tensor.record_stream`` once for each storage. Its memory is reused only after the work on ``stream``.
+        """Call ``Tensor.record_stream`` once for each storage.
 
-        Raises: torch's ``NotImplementedError`` for tensors on the CPU, which has no streams.
+        When a storage is freed, its memory is reused only after the work that ``stream`` has at that time.
+
+        Raises: torch's ``NotImplementedError`` for tensors on the CPU, which has no streams. Cost: O(fields).
 
         >>> DeviceDict().record_stream(None)
         """
@@ -754,12 +758,16 @@ class DeviceDict(TreeDict[V]):
         return self._replace_tensors(clone(tensors, self._device, plain=flat), self._device, flat)
 
     def new_zeros(self, *lead: int) -> Self:
-        """Create a dict of zeros with the same keys, dtypes and encoders. The dimensions ``lead`` precede every shape.
+        """Create a dict of zeros with the same keys, dtypes, device and encoders.
 
         For example, ``step.new_zeros(128)`` is a rollout buffer for 128 dicts like ``step``.
 
-        Raises: ``TypeError`` that names the field for kept objects, which have no zero, and for nested tensors; torch's
-            error for a dimension that is not an int of 0 or more. Cost: the memory of the new tensors.
+        Args:
+            lead: the sizes of new dimensions, which precede the shape of every field.
+
+        Raises: ``TypeError`` that names the field, for kept objects and for nested tensors; torch's error for a size
+            that is not an int of 0 or more.
+        Cost: one allocation per field. The new dict is not packed.
 
         >>> step = DeviceDict({"obs": [1.0, 2.0], "done": False})
         >>> buffer = step.new_zeros(128)
@@ -771,6 +779,8 @@ class DeviceDict(TreeDict[V]):
 
     def new_empty(self, *lead: int) -> Self:
         """Create a dict as `new_zeros` does, of tensors whose memory is not initialized.
+
+        Arguments, errors and cost are those of `new_zeros`.
 
         >>> DeviceDict({"obs": [1.0, 2.0]}).new_empty(128, 8)["obs"].shape
         torch.Size([128, 8, 2])
@@ -909,10 +919,11 @@ class DeviceDict(TreeDict[V]):
         Raises: all errors before the first tensor is changed, with the path. ``ValueError`` for a missing or extra key
             of ``other``; ``TypeError`` for fields of encoded strings, and values that are no tensors;
             ``DeviceMismatchError``; ``RuntimeError`` for what torch refuses: shapes, dtypes, leaves that require grad.
-        Cost: a check per field, and one write: a single operation for a packed dict of one dtype, otherwise one
-            ``torch._foreach_add_``. These take one call each: tensors with a gradient history, subclasses, and sparse
-            tensors. The last two are also computed on a copy first. Under ``torch.compile`` and functorch transforms
-            all fields take one call each, and errors come from torch.
+        Cost: a check per field, and one ``torch._foreach_add_`` for each pair of dtypes. A number takes a single
+            operation on the buffer of a packed dict of many fields of one dtype, unless it would write to the gaps
+            between the fields. A number with ``alpha`` takes one call per field. So do tensors with a gradient history,
+            subclasses and sparse tensors; the operation first runs on a copy of them. Under ``torch.compile`` and
+            functorch transforms all fields take one call each, and errors come from torch.
 
         >>> d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}})
         >>> d.add_({"n": {"y": torch.ones(1)}, "x": torch.ones(2)}, alpha=2).add_(1).to_dict()
@@ -939,7 +950,7 @@ class DeviceDict(TreeDict[V]):
     def mul_(self, other: Mapping[str, Any] | Tensor | Number) -> Self:
         """Multiply every tensor by ``other``, in place. Returns ``self``.
 
-        Arguments, errors and cost are those of `add_`.
+        ``other``, the errors and the cost are those of `add_`.
 
         >>> DeviceDict({"x": [1.0, 2.0]}).mul_(0.5)["x"]
         tensor([0.5000, 1.0000])
@@ -950,7 +961,7 @@ class DeviceDict(TreeDict[V]):
     def div_(self, other: Mapping[str, Any] | Tensor | Number) -> Self:
         """Divide every tensor by ``other``, in place. Returns ``self``.
 
-        Arguments, errors and cost are those of `add_`.
+        ``other``, the errors and the cost are those of `add_`.
 
         >>> DeviceDict({"x": [1.0, 2.0]}).div_({"x": torch.tensor([2.0, 4.0])})["x"]
         tensor([0.5000, 0.5000])
@@ -964,11 +975,12 @@ class DeviceDict(TreeDict[V]):
         Integer and bool fields are copied from ``other``, as the moving average of a model needs for its counters.
 
         Args:
-            other: a mapping of tensors as in `add_`, or a tensor for all fields. For a
-                floating-point field, its dtype must be that of the field.
-            weight: a number. 0 keeps the tensors, 1 copies ``other``.
+            other: a mapping of tensors as in `add_`, or a tensor for all fields. A floating-point field takes a tensor
+                of its own dtype only.
+            weight: a number. 0 keeps the floating-point fields, 1 copies ``other``.
 
-        Raises the errors of `add_`, and has its cost.
+        Raises: the errors of `add_`; ``TypeError`` if ``weight`` is not a number.
+        Cost: as `add_` with a mapping.
 
         >>> model = torch.nn.Linear(2, 1)
         >>> average = DeviceDict(model.state_dict()).clone()
@@ -981,8 +993,12 @@ class DeviceDict(TreeDict[V]):
     def copy_(self, other: Mapping[str, Any] | Tensor) -> Self:
         """Copy ``other`` into every tensor, in place, with the dtype of the field. Returns ``self``.
 
-        `copy` makes a new dict; this method writes into the memory of this one. Arguments, errors and cost are those
-        of `add_`.
+        `copy` makes a new dict; `copy_` writes into the memory of this dict.
+
+        Args:
+            other: a mapping of tensors as in `add_`, or a tensor for all fields.
+
+        Raises: the errors of `add_`. Cost: as `add_` with a mapping.
 
         >>> d = DeviceDict({"x": [1.0, 2.0]})
         >>> d.copy_({"x": torch.tensor([3, 4])})["x"]
@@ -997,10 +1013,11 @@ class DeviceDict(TreeDict[V]):
         Args:
             ord: the order of the norm, above 0; ``inf`` gives the largest absolute value.
 
-        Returns: a 0-d tensor on the device. Zero if there are no fields. Autograd records it.
+        Returns: a 0-d tensor on the device. Zero if there are no fields. Autograd records the operations.
 
         Raises: ``TypeError`` that names the field, for integers and encoded strings; ``ValueError`` for another
-            ``ord``. Cost: two operations for each dtype; no synchronization.
+            ``ord``; torch's error for ``inf`` and a field without elements.
+        Cost: one ``torch._foreach_norm`` for each dtype, and two operations on the norms; no synchronization.
 
         >>> DeviceDict({"x": [3.0], "n": {"y": [0.0, 4.0]}}).total_norm()
         tensor(5.)
@@ -1137,15 +1154,15 @@ class DeviceDict(TreeDict[V]):
     def from_arrow(cls, table: Any, *, nulls: Any = "error", **options: Any) -> Self:
         """Create a dict from a ``pyarrow.Table`` or ``RecordBatch``, with options for nulls. Needs ``pyarrow``.
 
-        A list column of numbers becomes a nested tensor of layout ``torch.jagged``; one of fixed size, a dense tensor.
-        Every other column is converted as by the constructor, which takes a table without nulls too.
+        A list column of numbers becomes a nested tensor of layout ``torch.jagged``. A list column of fixed size becomes
+        a dense tensor. Every other column is converted as by the constructor, which also takes tables without nulls.
 
         Args:
             table: the table.
             nulls: ``"error"``: a null raises. ``"mask"``: a null becomes 0, False, an empty string or an empty list,
-                and the bool field ``<column>_valid`` is False there. Any other value replaces nulls. A mapping gives
-                one of these for each column that it names. A column that it gives
-                ``"mask"`` gets a mask also if it has no nulls.
+                and the bool field ``<column>_valid`` is False there. Any other value replaces nulls. A mapping from
+                columns to these sets the option for each column that it names; ``"mask"`` then adds the mask even if
+                the column has no nulls.
             options: the options of the constructor.
 
         Raises: ``ValueError`` that names the column for a null, and for a mask whose name is a column; ``TypeError``
@@ -1168,7 +1185,7 @@ class DeviceDict(TreeDict[V]):
         """Create a dict from a ``pandas.DataFrame``, with options for missing values. Needs ``pandas``.
 
         The arguments, errors and cost are those of `from_arrow`. Missing values are those of ``DataFrame.isna``. With
-        ``nulls="error"``, NaN in a NumPy column of floats is a number. Otherwise it is a missing value.
+        ``nulls="error"``, NaN in a NumPy column of floats is a number; with any other option, it is a missing value.
 
         >>> try:
         ...     import pandas
@@ -1300,6 +1317,7 @@ def _note(d: Mapping[str, Any], key: str) -> str:
 
 
 def _differentiable(tensor: Tensor) -> bool:
+    """Whether the dtype of a tensor can require grad."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -1355,6 +1373,7 @@ def _array_at(tensor: Tensor, path: Path) -> np.ndarray[Any, Any]:
 
 
 def _path(key: str | Path) -> Path:
+    """A key or path as a path. Raises ``TypeError`` for anything else, such as a list of keys."""
     if not isinstance(cast(object, key), (str, tuple)):
         raise TypeError(f"pass keys one by one, each a str or a path; got a {type(key).__name__}: {key!r}")
     return key if isinstance(key, tuple) else (key,)
@@ -1375,6 +1394,7 @@ def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[An
 
 
 def _unflatten(mapping: Mapping[str, Any], sep: str, at: Path = ()) -> dict[str, Any]:
+    """Split joined keys into nested dicts: see `DeviceDict.unflatten`."""
     refuse_deeper(at)
     out: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}

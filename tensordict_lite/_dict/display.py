@@ -1,4 +1,4 @@
-"""The repr of a dict: a tree in a terminal, a table in a notebook. Reads shapes and dtypes, never the values."""
+"""The repr of a dict: a tree in a terminal, a table in a notebook. Reads shapes and dtypes, never values."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def field_count(data: Mapping[str, Any]) -> int:
 
 
 def _what(value: Any) -> str:
+    """The text for a value, without its device: the title shows the device once."""
     if isinstance(value, Tensor):
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
         return f"{dtype_name(value.dtype)}[{shape}]"
@@ -54,6 +55,7 @@ def _what(value: Any) -> str:
 
 
 def _rows(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) -> Iterator[Row]:
+    """Yield a line for each key at every depth. ``lasts``: see `Row`, for the ancestors."""
     for i, (key, value) in enumerate(data.items()):
         here = (*lasts, i == len(data) - 1)
         said = note(data, key)
@@ -96,7 +98,7 @@ def html(data: Mapping[str, Any], title: str, note: Note) -> str:
     )
     head = "".join(f'<th style="{_STYLE};opacity:.6">{name}</th>' for name in ("key", "value", "encoder"))
     opened = " open" if len(rows) <= _UNFOLDED else ""
-    # `color:inherit`, because a page without a doctype does not pass its color on to tables.
+    # `color:inherit`, because tables do not inherit the color of a page without a doctype.
     style = "border-collapse:collapse;color:inherit;margin:.3em 0 0 1em"
     return (
         f'<details{opened}><summary style="cursor:pointer;font-family:monospace">{escape(title)}</summary>'

@@ -37,6 +37,7 @@ def insert(
     Args:
         consent: True: move tensors that are on other devices. False: follow ``on_mismatch``.
         at: the path of ``d`` in the caller's tree, for error messages.
+        encoders: encoders to store in addition to those of the fields of strings.
     """
     given, removed = data, ()
     if d._has_fields:
@@ -49,7 +50,7 @@ def insert(
             raise DeviceMismatchError(f"this {type(d).__name__} has tensors on several devices; .to(device) it first")
         first = next(iter(given.values()), None)
         device = canonical(first.device) if type(first) is Tensor else None
-    # The fast path is for tensors. One value from the host, as in `d["x"] = array`, is not searched for them.
+    # Fast path: all values are tensors on the device. A single host value, as in `d["x"] = array`, skips the test.
     if (len(given) != 1 or isinstance(next(iter(given.values())), Tensor)) and all_on(given, device):
         d._commit(given, device, encoders, removed)
     else:
@@ -70,7 +71,7 @@ def _prepare(
         data = _snapshot(data, at, tensors)
         if device is None and tensors:
             device = canonical(tensors[0].device)
-        # Without a tensor, host values go to torch's default device.
+        # If there is no tensor, host values go to torch's default device.
         target = canonical(torch.empty(0).device) if device is None else device
         if moves:
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
@@ -125,6 +126,7 @@ def _convert_items(
 
 
 def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Tensor:
+    """The copy of a tensor on the device of the dict. Raises ``DeviceMismatchError`` if it was not moved."""
     if id(tensor) in moved:
         return moved[id(tensor)]
     raise DeviceMismatchError.at(path, target, tensor.device)
@@ -147,7 +149,7 @@ def _nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, mo
     given = value._policy if isinstance(value, TreeDict) else None
     cls, policy = kind_nested(type(d), path[-1], kind, given, value, d._policy)
     nested: TreeDict[Any] = cls._new((), target, policy)
-    validated = cls is kind  # Validating again would reject a row of a typed batch: the batch dimension is gone.
+    validated = cls is kind  # a second validation would reject a row of a typed batch, which lost its batch dimension
     data = nested._given(value, path) if nested._has_fields and not validated else value
     staged, encoders = _convert_items(nested, data, target, moved, path)
     if validated:

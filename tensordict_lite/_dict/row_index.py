@@ -17,7 +17,7 @@ from .._memory.packed import intercepted
 
 
 def row_index(given: Any, count: int, device: torch.device | None) -> int | Tensor:
-    """Convert an index of ``count`` rows to an int, or to int64[n] on ``device`` with numbers from 0 to ``count``.
+    """Convert an index of ``count`` rows to an int, or to int64[n] on ``device`` with numbers from 0 to ``count - 1``.
 
     Raises ``TypeError`` for an invalid index, ``IndexError`` for a row that is out of range. Indices on an accelerator
     are not compared with ``count``, as that would synchronize; the kernels of torch check them.
@@ -46,12 +46,13 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
 
 
 def _one_row(given: Any, count: int) -> int:
+    """A validated int index, which may be negative."""
     if isinstance(given, (bool, np.bool_)):
         raise TypeError("rows are indexed by int, slice, mask or indices, got one bool")
     try:
         at = as_int(given)
     except TypeError:
-        # A tuple is rejected too: a tensor would read it as one index per dimension.
+        # A tuple is rejected too: torch would read it as one index per dimension.
         raise TypeError(
             "rows are indexed by int, slice, mask or indices (a tensor, array or list), "
             f"got {type(given).__name__}; use d[key] for a field"
@@ -62,16 +63,16 @@ def _one_row(given: Any, count: int) -> int:
 
 
 def from_list(given: list[Any]) -> Tensor:
-    """A tensor on the CPU of a list. Raises ``TypeError`` if the list has values that are no numbers."""
+    """A CPU tensor with the values of a list. Raises ``TypeError`` for values that are not numbers."""
     if given and type(given[0]) is int:
-        # In a third of the time of NumPy. Not for a list that begins with a bool, as it may be a mask.
+        # Takes 0.33x the time of NumPy. Not for a list that begins with a bool, which may be a mask.
         with suppress(struct.error, TypeError, ValueError, OverflowError):
             return torch.frombuffer(bytearray(struct.pack(f"{len(given)}q", *given)), dtype=torch.int64)
     return _from_host(given)
 
 
 def _from_host(given: Any) -> Tensor:
-    """A tensor on the CPU. NumPy converts a list of ints four times as fast as torch."""
+    """A tensor on the CPU. NumPy converts a list of ints 4x faster than torch."""
     array = np.arange(given.start, given.stop, given.step) if isinstance(given, range) else None
     try:
         array = np.asarray(given) if array is None else array

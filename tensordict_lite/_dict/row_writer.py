@@ -48,18 +48,21 @@ class RowWriter:
         folder: the folder of the table. It is created if it does not exist.
         like: a batch with the fields of a new table: a `DeviceDict`, or a mapping that is converted to one. It gives
             the keys, dtypes, shapes of a row, options and encoders. Its rows are not written. The folder must be empty.
-            From one row ``sample``: ``like=collate([sample])``.
-            A column of strings gets the width of this batch. Choose a width with ``Utf8(max_length)`` as the encoder.
-            A nested tensor of layout ``torch.jagged`` becomes a jagged column.
-        jagged: keys or paths of fields of ``like`` that become jagged columns. The first dimension of a row may differ
-            from row to row: the bytes of a text, the boxes of an image. `load` gives nested tensors.
+            If you have one row ``sample``, give ``like=collate([sample])``. A column of strings gets the width of this
+            batch. Choose a width with ``Utf8(max_length)`` as the encoder. A nested tensor of layout ``torch.jagged``
+            becomes a jagged column.
+        jagged: keys or paths of fields of ``like`` that become jagged columns. The rows of a jagged column may differ
+            in their first dimension, such as the bytes of a text or the boxes of an image. `load` returns nested
+            tensors. A key stands for the fields of that name at every depth, a path for one field.
         append: True: append to the table in ``folder``.
-        encoders: string encoders for ``like``, or in place of those of the table, as in `DeviceDict` and `load`.
+        encoders: with ``like``, its string encoders, as in `DeviceDict`. With ``append``, encoders that replace those
+            of the table, as in `load`.
 
-    Raises: `FileExistsError` for ``like`` if the folder is not empty; ``FileNotFoundError`` or ``IsADirectoryError``
+    Raises: ``FileExistsError`` for ``like`` if the folder is not empty; ``FileNotFoundError`` or ``IsADirectoryError``
     for ``append`` if there is no table; ``BlockingIOError`` if another writer has opened the table; `InvalidFileError`
-    for a damaged table; ``TypeError`` for fields that files do not hold, as `DeviceDict.save`; ``ImportError`` without
-    safetensors; ``OSError``.
+    for a damaged table; ``KeyError`` for a key in ``jagged`` that ``like`` lacks; ``ValueError`` for a jagged column
+    whose rows have no dimension, or are ragged in another dimension than the first; ``TypeError`` for fields that files
+    cannot store, as `DeviceDict.save`, and for invalid arguments; ``ImportError`` without safetensors; ``OSError``.
     Cost: 4 MiB of memory for buffers (more for rows over 4 MiB), allocated at the first `write`.
 
     >>> import tempfile
@@ -73,7 +76,7 @@ class RowWriter:
     ...     table.rows[[2, 0]].decode("name"), table["x"]
     (['Grace', 'Ada'], tensor([1., 2., 3.]))
 
-    Rows of any length, as text, are a jagged column:
+    A jagged column stores rows of different lengths, such as texts:
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with RowWriter(folder, like={"text": ["Ada"]}, jagged=["text"]) as writer:
@@ -147,11 +150,31 @@ class RowWriter:
         Raises: ``OSError``, for example for a full disk. Then the table has the rows of the last `flush` that
         returned, and you can call `flush` again. ``ValueError`` if the writer is closed.
         Cost: waits for the disk, once for each column. Call it every few seconds, not for each row.
+
+        >>> import tempfile
+        >>> from tensordict_lite import RowWriter, load
+        >>> with tempfile.TemporaryDirectory() as folder, RowWriter(folder, like={"x": [0]}) as writer:
+        ...     writer.write({"x": [1, 2]})
+        ...     writer.flush()
+        ...     load(folder)["x"]
+        tensor([1, 2])
         """
         self._table.flush()
 
     def close(self) -> None:
-        """Flush, and let another writer open the table. Raises ``OSError`` as `flush`. A second call does nothing."""
+        """Flush, and let another writer open the table. A second call does nothing.
+
+        Raises: ``OSError`` as `flush`; the table is released even then. Cost: as `flush`.
+
+        >>> import tempfile
+        >>> from tensordict_lite import RowWriter
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     writer = RowWriter(folder, like={"x": [0]})
+        ...     writer.write({"x": [1, 2]})
+        ...     writer.close()
+        ...     len(writer)
+        2
+        """
         if self._writer is not None:
             self._writer.close()
 
@@ -197,7 +220,7 @@ class _Found:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.count: int | None = None
-        """None for one row without a dimension for the rows."""
+        """None if the batch is one row, without a dimension for the rows."""
         self.first: Path | None = None
         """The path of the first field."""
 
@@ -211,7 +234,7 @@ class _Found:
 
 
 def _data(given: Any) -> Mapping[str, Any]:
-    """A mapping of the fields of a batch. A `DeviceDict` stays one, since it has encoders."""
+    """The fields of a batch as a mapping. A `DeviceDict` is returned itself, since it has encoders."""
     if isinstance(given, Rows):
         given = cast("Rows[TreeDict[Any]]", given)._dict
     return cast("TreeDict[Any]", given) if isinstance(given, TreeDict) else as_dict(given)
@@ -237,6 +260,7 @@ def _empty(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> Devi
 
 
 def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:
+    """A stand-in for a field of a new table, without rows: `JaggedRows` for a jagged column."""
     if is_jagged(tensor):
         _refuse_other_jagged(tensor, path)
         return JaggedRows.of(tensor.dtype, tensor.values().shape[1:])
@@ -257,7 +281,7 @@ def _collect(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _
     tensors, count = found.tensors, found.count
     for key, column in fields.items():
         value = given[key]
-        # Most values fit as they are: a plain tensor of rows, as many as in the first field.
+        # Fast path for most values: a plain tensor that fits the column, with as many rows as the first field.
         if (
             type(value) is Tensor
             and type(column) is Tensor
@@ -330,6 +354,7 @@ def _add(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Pat
 
 
 def _refuse_unwritable(column: Tensor, value: Tensor, path: Path) -> None:
+    """Raise an error for a layout or dtype that ``column`` cannot store."""
     if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
         what = "on meta, without values" if value.is_meta else "sparse, nested or quantized"
         raise TypeError(f"{dotted(path)} is {what}, and this column holds dense tensors; convert it first")
@@ -380,9 +405,9 @@ def _refuse_other_jagged(tensor: Tensor, path: Path) -> None:
 
 
 def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) -> tuple[Tensor, Tensor] | None:
-    """The values and the lengths of a list of rows. They are converted one by one, since they differ in length.
+    """The values and the lengths of a list of rows, converted one by one, since rows differ in length.
 
-    None for the values of one row.
+    None if the list is a single row.
     """
     column, path = cast(JaggedRows, fields[key]), (*at, key)
     # An empty list has no dtype of its own.
@@ -403,7 +428,7 @@ def _is_list(value: object) -> bool:
 
 
 def _flat(value: Tensor, number: int | None) -> tuple[Tensor, Tensor]:
-    """The values of rows of one length, and their lengths. ``number``: the padding of codes, which is left out."""
+    """The values of rows in a dense tensor, and their lengths. ``number``: the padding of codes, which is left out."""
     count, width = value.shape[:2]
     if number is None or not width:
         return value.flatten(0, 1), torch.full((count,), width, device=value.device)

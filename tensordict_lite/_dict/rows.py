@@ -26,7 +26,7 @@ from .row_writes import write_rows
 D = TypeVar("D", bound=TreeDict[Any])
 
 _CHUNK = 64
-"""Rows per ``unbind`` call in iteration. One call per field makes many views, which halves the time per view."""
+"""Rows per ``unbind`` call in iteration. One call that makes many views halves the time per view."""
 
 
 class Rows(Dataset[D]):
@@ -61,8 +61,16 @@ class Rows(Dataset[D]):
         """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
 
         Ints and slices give views; a slice of a jagged field is a copy. Masks and indices (tensor, array, list or
-        range) give copies. Raises ``IndexError`` for a row that is out of range, ``TypeError`` for an invalid index.
-        Indices that are on an accelerator are checked by the kernels of torch only.
+        range) give copies.
+
+        Raises: ``IndexError`` for a row that is out of range, ``TypeError`` for an invalid index. Only the kernels of
+            torch check indices that are on an accelerator.
+        Cost: views, or a copy of these rows. On an accelerator, a mask needs a synchronization.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"x": [1, 2, 3]})
+        >>> d.rows[0]["x"], d.rows[[2, 0]]["x"], d.rows[d["x"] > 1]["x"]
+        (tensor(1), tensor([3, 1]), tensor([2, 3]))
         """
         d = self._dict
         flat = set(map(type, d.values())) == {Tensor}
@@ -111,16 +119,24 @@ class Rows(Dataset[D]):
         """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
 
         Values are converted as by ``d[key] = value``, and broadcast as by ``tensor[index] = value``. Strings are padded
-        to the width of their field. A kept list with one object per row takes an object, or a list of objects. Values
-        that share memory with the dict are copied first. Raises ``ValueError`` for keys, shapes, dtypes or encoders
-        that do not fit, and the errors of ``d[key] = value``. After an error the dict is unchanged.
+        to the width of their field. A kept list with one object per row takes an object, or a list of objects.
+
+        Raises: ``ValueError`` for keys, shapes, dtypes or encoders that do not fit; the errors of ``d[key] = value``.
+            After an error the dict is unchanged.
+        Cost: one write per field. Values that share memory with the dict are copied first.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"x": [1, 2, 3]})
+        >>> d.rows[1:] = {"x": 0}
+        >>> d["x"]
+        tensor([1, 0, 0])
         """
         d = self._dict
         count = _count(d)
         write_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
     def __iter__(self) -> Iterator[D]:
-        """Yield every row as ``d.rows[i]``."""
+        """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""
         d = self._dict
         count = _count(d)
         tensors, flat = d._tensors_and_kind()
@@ -147,10 +163,10 @@ class Rows(Dataset[D]):
             size: the rows per batch. The last batch may be smaller.
             shuffle: visit the rows in random order. The batches are copies. Without it they are views.
             drop_last: leave out a last batch that is smaller.
-            generator: for the random order, on the CPU or on the device of the dict.
+            generator: a generator for the random order, on the CPU or on the device of the dict.
 
         Raises: ``ValueError`` for a size below 1, ``TypeError`` for arguments of another type; the error of ``len``.
-        Cost: one permutation, and one copy of each batch with ``shuffle``; no synchronization.
+        Cost: views without ``shuffle``. With it, one permutation as in `shuffle`, and one copy of each batch.
 
         >>> from tensordict_lite import DeviceDict
         >>> [batch["x"].tolist() for batch in DeviceDict({"x": list(range(5))}).rows.batches(2)]
@@ -169,9 +185,18 @@ class Rows(Dataset[D]):
         return _random_batches(d, parts, size, count)
 
     def split(self, size: int | Sequence[int]) -> list[D]:
-        """Split the rows into chunks, as ``torch.split``. Each chunk is a view.
+        """Split the rows into chunks, as ``torch.split`` does.
 
-        ``size``: the rows per chunk, where the last chunk may be smaller, or a list with the size of each chunk.
+        Args:
+            size: the rows per chunk, where the last chunk may be smaller; or a list with the size of each chunk.
+
+        Raises: ``ValueError`` for a size below 1, and for sizes that do not add up to the number of rows; ``TypeError``
+            for arguments of another type; the error of ``len``.
+        Cost: the chunks are views; jagged fields are copied.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> [part["x"].tolist() for part in DeviceDict({"x": [1, 2, 3]}).rows.split([2, 1])]
+        [[1, 2], [3]]
         """
         count, sizes = len(self), _sizes(size)
         if isinstance(sizes, int):
@@ -183,15 +208,31 @@ class Rows(Dataset[D]):
         return [self[end - part : end] for part, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def shuffle(self, generator: torch.Generator | None = None) -> D:
-        """Return a copy with all rows in random order. ``generator``: on the CPU or on the device of the dict."""
+        """Return a copy with all rows in random order.
+
+        Args:
+            generator: a generator for the random order, on the CPU or on the device of the dict.
+
+        Raises: ``TypeError`` if ``generator`` is not a ``torch.Generator``; the error of ``len``.
+        Cost: one permutation and a copy of every tensor. If the permutation is made on the CPU for a dict on an
+            accelerator, its copy to the accelerator synchronizes.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> sorted(DeviceDict({"x": [1, 2, 3]}).rows.shuffle()["x"].tolist())
+        [1, 2, 3]
+        """
         d = self._dict
         return _copied(d, self._permutation("shuffle", generator), len(self), take_rows)
 
     def flatten(self, dims: int = 2) -> D:
         """Merge the first ``dims`` dimensions of every field into one: ``[T, B, ...]`` becomes ``[T * B, ...]``.
 
-        Fields are views where torch can make a view, as by ``Tensor.flatten``. Raises ``ValueError`` if a field has
-        fewer dimensions or the fields do not share them, ``TypeError`` for a kept list with one object per row.
+        Args:
+            dims: the number of dimensions to merge, at least 1.
+
+        Raises: ``ValueError`` that names the field, if it has fewer dimensions or other sizes than the first field;
+            ``TypeError`` for a kept list with one object per row, and for ``dims`` of another type.
+        Cost: views where torch can make a view, as by ``Tensor.flatten``; otherwise a copy.
 
         >>> from tensordict_lite import DeviceDict
         >>> rollout = DeviceDict({"obs": [1.0, 2.0], "done": False}).new_zeros(128, 8)
@@ -208,7 +249,7 @@ class Rows(Dataset[D]):
     def group_by(self, key: str | Path) -> dict[Any, D]:
         """Group the rows by the values of a field: a dict from each distinct value to its rows, sorted by value.
 
-        Strings are decoded. The groups keep the order of their rows. They are views of one copy of all rows.
+        Strings are decoded. Each group has its rows in their order. The groups are views of one copy of all rows.
 
         Args:
             key: the key or path of a field with one value per row: a number, or an encoded string.
@@ -303,7 +344,7 @@ def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
 
 
 def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int, at: Path) -> None:
-    """Raise the error for the first field of which the first ``dims`` dimensions are not ``lead``."""
+    """Raise the error for the first field whose first ``dims`` dimensions are not ``lead``."""
     for key, value in d.items():
         path = (*at, key)
         if isinstance(value, TreeDict):
@@ -320,9 +361,9 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int
 
 
 def _selected(d: D, index: Tensor) -> D | None:
-    """The rows of a dict of plain tensors in the shortest time. None if the index or a field needs more care.
+    """Fast path: the rows of a dict of plain tensors on the CPU. None if the index or a field needs the general path.
 
-    ``index_select`` compares the index with the number of rows anyway. To compare before takes a tenth of the time.
+    The index is not compared with the number of rows before, because ``index_select`` compares it anyway.
     """
     if d._device is not CPU or not can_select(list(d.values()), index):
         return None
@@ -334,16 +375,16 @@ def _selected(d: D, index: Tensor) -> D | None:
 
 
 def _random_batches(d: D, parts: Sequence[Tensor], size: int, count: int) -> Iterator[D]:
-    """The rows at each of ``parts``, which have at most ``size`` numbers from 0 to ``count``."""
+    """Yield the rows at the indices of each part. A part has at most ``size`` indices, all below ``count``."""
     before: list[Any] = []
     plain = False
     for at in parts:
         values: list[Any] = list(d.values())
-        if len(values) != len(before) or not all(map(is_, values, before)):  # true for the first batch only, mostly
+        if len(values) != len(before) or not all(map(is_, values, before)):  # mostly for the first batch only
             before, plain = values, only_tensors(values) and not are_huge(values, size)
         if plain:
             try:
-                # No variable holds the batch, as it would keep the batch alive while the caller is done with it.
+                # No variable holds the batch: it would keep the batch alive after the caller has released it.
                 yield d._new({key: value.index_select(0, at) for key, value in d.items()}, d._device, d._policy)
                 continue
             except NotImplementedError:  # a dtype that has no `index_select`
@@ -356,7 +397,7 @@ def _sliced(tensor: Tensor, at: slice) -> Tensor:
 
 
 def _copied(d: D, index: Tensor, count: int, take: Callable[[Sequence[Tensor], Tensor], list[Tensor]]) -> D:
-    """The rows at ``index`` as new tensors, which ``take`` makes of all tensors of the tree."""
+    """The rows at ``index`` as new tensors. ``take`` copies the rows of all tensors of the tree in one call."""
     tensors, flat = d._tensors_and_kind()
     made = take(tensors, index)
     if flat:

@@ -1,7 +1,7 @@
 """Functions of torch that take whole dicts: the table behind ``__torch_function__``.
 
-torch calls ``__torch_function__`` when a dict is an argument of one of its functions. A short table says what happens.
-Every other function raises an error, because the result for a dict would be a guess.
+torch calls ``__torch_function__`` if a dict is an argument of one of its functions. A table has an implementation for
+some of these functions. Every other function raises an error, because its result for a dict would be a guess.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from . import arithmetic
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _table: dict[Any, Callable[..., Any]] = {}
-"""What is called in place of each function of torch."""
+"""For each function of torch, the implementation for dicts."""
 
 
 def implements(*functions: Any) -> Callable[[_F], _F]:
-    """Decorator: call this in place of functions of torch if an argument is a dict."""
+    """Decorator: register the implementation of functions of torch for dicts."""
 
     def register(implementation: _F) -> _F:
         for function in functions:
@@ -36,7 +36,7 @@ def implements(*functions: Any) -> Callable[[_F], _F]:
 
 
 def call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the function of the table. Raises ``TypeError`` for a function that is not in the table."""
+    """Call the implementation of a function of torch. Raises ``TypeError`` for a function without implementation."""
     found = _table.get(function)
     if found is None:
         _refuse_function(function, args, kwargs)
@@ -59,8 +59,8 @@ def _refuse_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
 def refuse_operator(symbol: str, function: str, in_place: str = "", reflected: bool = False) -> Callable[..., NoReturn]:
     """A method for an operator that raises ``TypeError`` and shows what to write. ``reflected``: for ``other + d``.
 
-    Note: there are no arithmetic operators. ``|`` merges dicts and ``==`` gives one bool, as for every dict. Beside
-    them, a ``+`` for every element would mislead. Some readers would expect it to merge, as for a Counter.
+    Note: there are no arithmetic operators. ``|`` merges dicts and ``==`` gives one bool, as for every dict. An
+    elementwise ``+`` beside these operators would mislead: some readers would expect it to merge, as for a Counter.
     """
 
     def refuse(self: TreeDict[Any], *operands: Any) -> NoReturn:
@@ -81,7 +81,10 @@ def refuse_operator(symbol: str, function: str, in_place: str = "", reflected: b
 
 
 def _like(function: Any, fills: bool) -> Callable[..., Any]:
-    """A function such as ``torch.zeros_like``. ``fills``: it gives other numbers than zero."""
+    """The implementation of a function such as ``torch.zeros_like``.
+
+    ``fills``: the function fills in numbers other than zero. It then refuses fields of strings.
+    """
 
     def each(d: Any, *args: Any, **kwargs: Any) -> Any:
         if fills:
@@ -129,6 +132,7 @@ def equal_(input: Any, other: Any) -> bool:
 
 
 def _both(name: str, input: Any, other: Any) -> tuple[Any, Any]:
+    """The arguments of a comparison, a `DeviceDict` first. Raises ``TypeError`` unless both are mappings."""
     for value in (input, other):
         if not isinstance(value, Mapping):
             raise TypeError(f"torch.{name} compares two mappings, got {type(value).__name__}")

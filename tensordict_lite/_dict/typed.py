@@ -28,8 +28,8 @@ Given = TypeVar("Given")
 Read = TypeVar("Read")
 
 if TYPE_CHECKING:  # pragma: no cover
-    # Type checkers see the options as fields, so every constructor accepts them. A descriptor can have different types
-    # as an argument and when read. With `InitVar`, pyright could not read `batch.device`.
+    # Type checkers see the options as fields, so every constructor accepts them. With a descriptor, the type of the
+    # argument differs from the type that is read. With `InitVar`, pyright could not read `batch.device`.
 
     class _Option(Generic[Given]):
         def __get__(self, instance: None, owner: Any) -> Given | None: ...
@@ -77,10 +77,10 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     Fields are validated when values enter: at construction, on set and delete, in `update` (once, at the end), `map`,
     ``|``, and `collate` with ``cls=``. These results of a valid dict are not validated again: `to` and the other casts
-    and moves, `rows` (they have no batch dimension), `stack`, `cat`, copies, pickle and pytree. If such a result no
-    longer has the dtypes or shapes of the schema, later changes validate only names and kinds. A change to a nested
-    dict validates that dict alone. `select` and `drop` return a plain `DeviceDict`. While torch.compile traces, nothing
-    is validated.
+    and moves, `rows` (they may lack the batch dimension), `stack`, `cat`, `new_zeros`, `new_empty`, copies, pickle and
+    pytree. If such a result no longer has the dtypes or shapes of the schema, later changes validate only names and
+    kinds. A change to a nested dict validates that dict alone. `select` and `drop` return a plain `DeviceDict`. While
+    torch.compile traces, nothing is validated.
 
     Args:
         data: a mapping or an iterable of pairs, for frameworks that rebuild a dict as ``type(d)({...})``. Type checkers
@@ -117,7 +117,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
     _optional = cast("Mapping[str, bool]", {})  # the fields of this class and its bases; True if optional
     _own_defaults = cast("Mapping[str, Default]", {})
     _defaults = cast("Mapping[str, Default]", {})  # of this class and its bases
-    _read = cast("Schema | None", None)  # the schema; None until the annotations can be evaluated
+    _evaluated = cast("Schema | None", None)  # the schema; None until the annotations can be evaluated
 
     if TYPE_CHECKING:  # pragma: no cover
         device: _Property[DeviceLike, torch.device | None] = _Property()  # pyright: ignore
@@ -154,17 +154,17 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         _refuse_collisions(cls)
         for name, absent in cls._own.items():
             setattr(cls, name, _attribute(name, absent))
-        cls._read = None
+        cls._evaluated = None
 
     @classmethod
     def _schema(cls, names: Mapping[str, Any] = MappingProxyType({})) -> Schema:
-        if cls._read is None:
+        if cls._evaluated is None:
             fields: dict[str, Field] = {}
             for base in reversed(cls.__mro__[1:]):
                 if issubclass(base, TypedDeviceDict):
                     fields |= {name: base._schema().fields[name] for name in base._own}
-            cls._read = Schema(cls, fields | read_annotations(cls, cls._own, names))
-        return cls._read
+            cls._evaluated = Schema(cls, fields | read_annotations(cls, cls._own, names))
+        return cls._evaluated
 
     @classmethod
     def from_dict(
@@ -175,9 +175,9 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         device: DeviceLike | None = None,
         **options: Unpack[Options],
     ) -> Self:
-        """Create an instance from a mapping or an iterable of pairs whose keys type checkers do not know.
+        """Create an instance from a mapping or an iterable of pairs. Type checkers do not check its keys.
 
-        Raises the errors of the constructor, and has its cost.
+        The arguments, errors and cost are those of the constructor.
 
         >>> class Point(TypedDeviceDict):
         ...     x: Tensor
@@ -188,12 +188,16 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
 
     @classmethod
     def wrap(cls, d: DeviceDict[Any], /) -> Self:
-        """Create an instance of the tensors of a `DeviceDict`. Copies no tensor, and validates all fields once.
+        """Create an instance from the tensors of a `DeviceDict`, and validate all fields once.
 
-        The instance and ``d`` share their tensors, not their structure: in-place writes to a tensor show in both, and
-        a field that is set in one does not show in the other. A packed dict stays packed. Encoders are kept.
+        The instance and ``d`` share their tensors: an in-place write to a tensor changes both. They do not share their
+        structure: setting a field changes one of them. A packed dict stays packed. Encoders are kept.
 
-        Raises: ``TypeError`` if ``d`` is not a `DeviceDict`; the errors of a typed class. Cost: a check per field.
+        Args:
+            d: a dict with the fields of this class. Fields with a default may be absent.
+
+        Raises: ``TypeError`` if ``d`` is not a `DeviceDict`; the errors of the constructor.
+        Cost: a check per field. No tensor is copied.
 
         >>> class Point(TypedDeviceDict):
         ...     x: Tensor
@@ -355,6 +359,7 @@ def _attribute(name: str, optional: bool) -> Any:
 
 
 def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
+    """Raise ``TypeError`` for a field whose name has another meaning in the class."""
     for name in cls._optional:
         where = f"{cls.__name__}.{name}"
         if name.startswith("_"):
@@ -369,6 +374,7 @@ def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
 
 
 def _taken(base: type, name: str) -> bool:
+    """Whether a class defines the name itself. The names of `NoAttribute` are free for fields."""
     return name in base.__dict__ and not isinstance(base.__dict__[name], NoAttribute)
 
 
@@ -384,6 +390,7 @@ def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) ->
 
 @contextmanager
 def _undone_if_refused(d: TreeDict[Any]) -> Generator[None]:
+    """Restore ``d`` if the block raises an error."""
     items, device, policy = dict(d), d._device, d._policy
     try:
         yield

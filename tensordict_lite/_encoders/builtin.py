@@ -113,7 +113,7 @@ class Utf8:
         return [data[start - first : end - first].rstrip(b"\0").decode() for start, end in pairwise(ends)]
 
     def _encoded(self, strings: Sequence[str]) -> tuple[list[bytes], bytes]:
-        """The bytes of each string, and of all. Raises for the first invalid string."""
+        """The bytes of each string, and of all strings joined. Raises ``ValueError`` for the first invalid string."""
         strings = list(strings)
         try:
             encoded = [string.encode() for string in strings]
@@ -121,7 +121,7 @@ class Utf8:
             encoded = [self._bytes(string) for string in strings]  # raises an error that names the string
         joined = b"".join(encoded)
         limit = self.max_length
-        # One test of all strings: a test of each string takes four times as long.
+        # One test of the joined bytes: a test of each string takes 4x the time.
         if b"\0" in joined or (limit is not None and max(map(len, encoded), default=0) > limit):
             for string in strings:  # pragma: no branch  (one of the strings is invalid)
                 self._bytes(string)  # raises an error for the first invalid string

@@ -109,8 +109,10 @@ def register_encoder(cls: _E) -> _E:
     """Class decorator: register an encoder class, so that its instances can be saved and sent.
 
     The class needs three attributes: ``name``, a unique string; ``to_json(self)``, which returns a dict of JSON values;
-    and the classmethod ``from_json(cls, state)``. Raises ``TypeError`` if one of them is missing. Raises ``ValueError``
-    if another class has the same name.
+    and the classmethod ``from_json(cls, state)``. If ``from_json`` runs code outside this package, set
+    ``runs_code = True`` on the class; then `load` never builds the encoder from a file.
+
+    Raises: ``TypeError`` if one of the attributes is missing; ``ValueError`` if another class has the same name.
 
     >>> from tensordict_lite import encoder_from_json, encoder_to_json, register_encoder
     >>> @register_encoder
@@ -150,8 +152,8 @@ def runs_code(encoder: object) -> bool:
 def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
     """The JSON form of an encoder: its registered name and its state, as plain JSON values.
 
-    Raises ``TypeError`` if the class of the encoder is not registered, for example for a plain callable. Cost:
-    proportional to the size of the encoder.
+    Raises: ``TypeError`` if the class of the encoder is not registered, for example for a plain callable.
+    Cost: proportional to the size of the encoder.
 
     >>> from tensordict_lite import Vocabulary, encoder_to_json
     >>> encoder_to_json(Vocabulary(["cat", "dog"]))
@@ -163,10 +165,10 @@ def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
 
 
 def encoder_from_json(data: Mapping[str, Any]) -> StringEncoder:
-    """Build an encoder from its JSON form.
+    """Build an encoder from its JSON form. Imports nothing that ``data`` names.
 
-    Raises ``ValueError`` if no encoder is registered under the name, or if ``data`` is malformed. Imports nothing that
-    ``data`` names.
+    Raises: ``ValueError`` if no encoder is registered under the name, or if ``data`` is malformed.
+    Cost: proportional to the size of the encoder.
 
     >>> from tensordict_lite import encoder_from_json
     >>> encoder_from_json({"name": "hashing", "buckets": 16, "seed": 0})
@@ -210,6 +212,7 @@ def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
 
 
 def _collect(value: Any, shape: tuple[int, ...], index: tuple[int, ...], out: list[str]) -> None:
+    """Append the strings of ``value`` to ``out``. ``shape``: the expected shape; ``index``: the place of ``value``."""
     at = "".join(f"[{i}]" for i in index)
     if not shape:
         if not isinstance(value, str):
@@ -250,6 +253,7 @@ def encode_jagged(encoder: object, strings: Any) -> tuple[Tensor, Tensor] | None
 
 
 def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:
+    """Validate a tensor of codes, and replace its first dimension by ``shape``."""
     if not isinstance(codes, Tensor):
         raise TypeError(
             f"{short(encoder)}.encode gave {type(codes).__name__}, expected a Tensor or a mapping of tensors "
@@ -292,6 +296,7 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
 
 
 def _nest(strings: list[str], shape: tuple[int, ...]) -> Any:
+    """The strings as nested lists of this shape; a single string for the shape ``()``."""
     if not shape:
         return strings[0]
     if len(shape) == 1:
@@ -307,7 +312,7 @@ def short(encoder: object) -> str:
 
 
 def tensor_codes(encoder: object, codes: object) -> Tensor:
-    """Return ``codes``. Raises ``TypeError`` unless it is a tensor."""
+    """Return ``codes``. Raises ``TypeError`` unless ``codes`` is a tensor."""
     if not isinstance(codes, Tensor):
         raise TypeError(f"{encoder!r} decodes a tensor of codes, got {type(codes).__name__}")
     return codes

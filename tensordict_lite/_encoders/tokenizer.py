@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .protocol import register_encoder
 
-# Fields in a tokenizer's files that describe its last call and its origin. Equal tokenizers may differ in them.
+# Fields of a tokenizer's files for its last call and its origin. They are not saved: equal tokenizers may differ there.
 _PASSING = {"tokenizer.json": ("padding", "truncation"), "tokenizer_config.json": ("is_local", "local_files_only")}
 
 
@@ -33,7 +33,7 @@ class Tokenizer:
 
     Raises:
         TypeError: for an object that is not a tokenizer, and for ``return_tensors`` in ``call``.
-        ValueError: on encoding an empty list. Errors of the tokenizer are not changed.
+        ValueError: on encoding an empty list. Errors of the tokenizer are raised unchanged.
 
     Cost: the cost of the tokenizer. The JSON form writes temporary files, and so does a comparison of encoders with
     different tokenizer objects.

@@ -1,1 +1,1 @@
-"""Save dicts to files and load them: the manifest, safetensors files and ``torch.save`` files."""
+"""Save dicts and load them: safetensors files, tables, ``torch.save`` files, and the manifest that they share."""

@@ -20,10 +20,10 @@ FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _BUFFER = 1 << 20
 _PREFIX = f".tensordict_lite-{blake2b(platform.node().encode(), digest_size=4).hexdigest()}-"
-"""Prefix of temporary files. It depends on the host name: some network file systems lock files on one host only."""
+"""The prefix of temporary files. It names the host, because some network file systems lock files on one host only."""
 _SUFFIX = ".tmp"
 _swept: set[tuple[int, str]] = set()
-"""Process ids and folders that were swept. Each process sweeps a folder once, since a folder may hold many files."""
+"""Process ids and folders that were swept. Each process sweeps a folder once, since a folder may have many files."""
 _MOST_SWEPT = 1000
 """The size at which `_swept` is cleared."""
 
@@ -35,7 +35,7 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview], *, sync: 
     a temporary file: while it replaces an old file, or if the file system has no unnamed files. No process holds the
     lock of such a file. The first `atomic_write` of a process in the folder removes the file.
 
-    ``sync``: False: the system may flush the file to disk later, and a crash of the machine may lose it.
+    ``sync``: if False, the system may flush the file to disk later, and a crash of the machine may lose the file.
 
     Raises ``OSError`` if ``path`` exists and is not a regular file, or if the file cannot be written.
     """
@@ -43,7 +43,7 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview], *, sync: 
     if os.path.exists(target) and not os.path.isfile(target):
         raise OSError(f"{os.fsdecode(path)!r} exists and is not a regular file, so it cannot be replaced")
     folder = os.path.dirname(target)
-    os.stat(os.path.join(folder, ""))  # raises if it is not a folder; a later error would name the temporary file
+    os.stat(os.path.join(folder, ""))  # raises if it is no folder; a later error would name the temporary file
     _sweep(folder)
     beside = _temporary(folder)
     file: IO[bytes] | None = None
@@ -108,7 +108,7 @@ def _open_nameless(folder: str, _: int) -> int:
 
 
 def _new(path: str) -> IO[bytes] | None:
-    """A new locked file at ``path``; None if the sweep of another process locked the file first and removes it."""
+    """A new locked file at ``path``; None if another process locked the file first, in its sweep, and removes it."""
     file = open(path, "xb", buffering=_BUFFER)  # noqa: SIM115
     if _lock(file) and os.fstat(file.fileno()).st_nlink:
         return file
@@ -130,7 +130,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 def _link(file: IO[bytes], path: str) -> bool:
     """Give an unnamed file the name ``path``; False if ``path`` exists."""
-    # Python follows the link only if `src_dir_fd` is given. The path itself does not need the descriptor.
+    # Python follows the link only if `src_dir_fd` is given. The absolute path does not need the descriptor.
     folder = os.open(os.path.dirname(path), os.O_PATH)
     try:
         os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=folder, follow_symlinks=True)
@@ -142,7 +142,7 @@ def _link(file: IO[bytes], path: str) -> bool:
 
 
 def _sweep(folder: str) -> None:
-    """`sweep` the folder, unless this process did so before: a folder may hold many files."""
+    """Call `sweep`, unless this process swept the folder before."""
     key = os.getpid(), folder
     if fcntl is None or key in _swept:
         return
@@ -166,10 +166,11 @@ def is_temporary(name: str) -> bool:
 
 
 def _remove_dead(path: str) -> None:
+    """Remove a temporary file if no process has locked it."""
     lock: Any = fcntl
     with suppress(OSError), open(path, "rb+", opener=_open_found) as file:
         lock.flock(file.fileno(), lock.LOCK_EX | lock.LOCK_NB)  # raises if a process has the lock, or without locks
-        # The writer may have renamed the file just before it released the lock. Then `path` is not this file any more.
+        # The writer may have renamed the file just before it released the lock. Then `path` is another file or none.
         if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):  # pragma: no branch  (a race)
             os.unlink(path)
 

@@ -21,14 +21,15 @@ from .._tree.policy import SETTINGS, Encoders, Policy, settings_from_json
 from .._tree.tree import TreeDict
 
 VERSION = 1
+"""The version of the format of a manifest."""
 OF_ITS_CLASS = -1
 """Replaces the number of a policy if the dict has the policy of its class."""
 _HERE = object()
 """Marks the end of a path in a tree of keys."""
 
-
 Manifest = dict[str, Any]
 Leaves = list[tuple[Path, Any]]
+"""The leaves of a tree, in its order: the path and the value of each leaf."""
 Instead = Callable[[StringEncoder, "TypeError | None"], Any]
 """Returns the entry of an encoder without a safe JSON form. The second argument is the error of its `to_json`, or
 None if its JSON form runs code."""
@@ -39,18 +40,18 @@ class InvalidManifest(ValueError):
 
 
 def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, Leaves, list[TreeDict[Any]]]:
-    """Build the manifest of a dict. Returns the manifest, the leaves by number with their paths, and all dicts.
+    """Build the manifest of a dict. Returns the manifest, the leaves in the order of their numbers, and all dicts.
 
     Args:
         instead: returns the entry of an encoder that has no JSON form, or whose JSON form runs code. If the function
             raises ``TypeError``, the path is added to the error.
-        own: omit a policy that is the policy of the dict's class.
+        own: write `OF_ITS_CLASS` in place of a policy that is the policy of the dict's class.
 
     Raises ``TooDeep``.
     """
     leaves: Leaves = []
     nodes: list[TreeDict[Any]] = []
-    policies, encoders = _Table(), _Table()
+    policies, encoders = _Numbering(), _Numbering()
 
     def number(one: StringEncoder, path: Path) -> int:
         try:
@@ -99,8 +100,8 @@ def _plain_str(key: str) -> str:
     return key if type(key) is str else str.__str__(key)
 
 
-class _Table:
-    """Numbered entries. Equal objects share one entry."""
+class _Numbering:
+    """Numbers objects, and lists the entry of each. Equal objects share one entry."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
@@ -174,7 +175,7 @@ class Reader:
         device: torch.device | None,
         own: bool,
     ) -> TreeDict[Any]:
-        """Build the dict. Every dict of the tree is on ``device``. Does not validate the values.
+        """Build the dict. The device of every dict in the tree is set to ``device``. Does not validate the values.
 
         Args:
             choose: returns the class of a dict, given the class of its parent (None for the root) and its key. It is
@@ -304,9 +305,9 @@ def paths_of(manifest: Manifest) -> list[Path]:
 
 
 def _kept(node: Any, asked: Mapping[Any, Any], everything: bool, at: Path, found: set[Path]) -> Any:
-    """A dict of the manifest with only the items in ``asked``, or all items if ``everything`` is True.
+    """A node of the manifest with only the items in ``asked``, or with all items if ``everything`` is True.
 
-    ``asked`` is a tree of keys; `_HERE` marks the end of a path. The paths that end in this dict are added to
+    ``asked`` is a tree of keys; `_HERE` marks the end of a path. The paths that end in this node are added to
     ``found``.
     """
     items: list[Any] = []
@@ -342,20 +343,24 @@ def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:
 
 
 def _cut(value: object) -> str:
+    """A value from a file for a message, shortened."""
     return repr(value)[:60] if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def invalid(reason: str) -> NoReturn:
+    """Raise `InvalidManifest`."""
     raise InvalidManifest(reason)
 
 
 def _at(entries: list[Any], number: Any, what: str) -> Any:
+    """The entry with a number. Raises `InvalidManifest` if there is none."""
     if type(number) is not int or not 0 <= number < len(entries):
         invalid(f"it has no {what} {_cut(number)}")
     return entries[number]
 
 
 def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
+    """``value``, validated: a dict with exactly these fields, of these classes. Raises `InvalidManifest`."""
     if type(value) is not dict or set(cast("dict[Any, Any]", value)) != set(kinds):
         invalid(f"expected {what} with the fields {', '.join(kinds)}")
     fields = cast("dict[str, Any]", value)
@@ -366,6 +371,7 @@ def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
 
 
 def _items(node: Any) -> list[tuple[str, Any]]:
+    """The validated items of a node. Raises `InvalidManifest`."""
     items = cast("list[Any]", _fields(node, "a dict", policy=int, items=list)["items"])
     for item in items:
         pair = cast("list[Any]", item if type(item) is list else [])

@@ -1,7 +1,8 @@
 """Save a dict as a safetensors file, and load it.
 
 The format is https://github.com/huggingface/safetensors: the length of a JSON header, the header, and the bytes of the
-tensors. The safetensors library reads and validates files. This module writes files, because the writer of the library
+tensors. The safetensors library reads and validates files. This module writes the files itself. The writer of the
+library
 
 - renames the file before its bytes are on disk,
 - leaves its temporary file if the process is killed,
@@ -44,7 +45,8 @@ MANIFEST = "tensordict_lite"
 MAX_MANIFEST = 16 << 20
 """The largest manifest in characters, far above any real manifest. Parsing takes at most a few hundred MB."""
 _MAX_BRACKETS = 500_000
-"""The largest number of brackets. A tensor needs one. Parsing expands an empty list most: 2 characters to 64 bytes."""
+"""The largest number of brackets in a manifest. A tensor needs one bracket. Empty lists take the most memory: 64 bytes
+for 2 characters."""
 _AT_ONCE = 64 << 20
 """The number of bytes that `write` copies from a device to the host at a time."""
 PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
@@ -100,7 +102,7 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
 def by_name(
     encoder: StringEncoder, error: TypeError | None, way_out: str = "save(d.to_dict(), path)"
 ) -> dict[str, Any]:
-    """The entry of an encoder in a manifest: the name that JSON can hold. Raises ``TypeError`` if it has none."""
+    """The manifest entry of an encoder that `load` does not build: its name. With ``error``, raises ``TypeError``."""
     if error is not None:
         raise TypeError(f"{error}; or {way_out}, the tensors alone") from error
     return {"name": cast(Any, encoder).name}  # the user passes this encoder to load(): building it would run code
@@ -156,6 +158,7 @@ def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a tensor on the CPU as bytes, in row-major order. Copies a tensor that is not contiguous."""
     plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return cast(Any, plain.view(torch.uint8).numpy()).data if plain.numel() else memoryview(b"")
 
@@ -195,7 +198,7 @@ def read(
 def reading(
     path: FilePath, keys: Sequence[str | Path] | None, encoders: Encoders | None
 ) -> tuple[Any, str, list[Path] | None]:
-    """The library, and the validated arguments of `read`. An error about them comes before one that blames the file."""
+    """The library, and the validated arguments of `read`. Errors about arguments come before errors about the file."""
     library = import_library()
     paths = None if keys is None else as_paths(keys)
     Policy().override(encoders)  # raises for an invalid argument
@@ -232,8 +235,8 @@ def _read_each(file: Any, names: set[Any]) -> dict[Any, Tensor]:
 def _mapped(library: Any, file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
     """Map the named tensors of a file into memory. The library has validated the file.
 
-    Each tensor has its own storage, a slice of one mapping, so pickle and copies write this tensor only. Takes 4 us per
-    tensor; the library takes 11 us.
+    Each tensor has its own storage, a slice of one mapping. So pickle and copies of a tensor write this tensor only.
+    Cost: 4 us per tensor; the library takes 11 us.
     """
     dtypes = {
         library.TensorSpec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype: dtype for name, dtype in _STORED.items()
@@ -328,6 +331,7 @@ def _aligned(tensor: Tensor, size: int) -> Tensor:
 
 
 def as_paths(keys: Any) -> list[Path]:
+    """The validated argument ``keys`` of `load`, as paths. Raises ``TypeError``."""
     if isinstance(keys, str) or not isinstance(keys, Iterable):
         raise TypeError(f"keys= is a list of keys and paths, got {keys!r}; write [{keys!r}]")
     paths: list[Path] = []

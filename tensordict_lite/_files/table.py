@@ -1,7 +1,7 @@
-"""Tables: folders that hold the rows of a dict, one safetensors file for each column, and read them.
+"""Read tables. A table is a folder with the rows of a dict: one safetensors file for each column, and ``table.json``.
 
 ``table.json`` has the schema and the row count, and it is replaced atomically. Its row count alone says which rows the
-table has. A column file may hold more rows than that, from a writer that has not called ``flush`` yet.
+table has. A column file may have more rows, from a writer that has not called ``flush`` yet.
 
 A column file starts with a safetensors header of fixed size, so that the writer can replace the header in place. The
 rows follow. Safetensors accepts a file only if its header describes all of its bytes. So the header describes the bytes
@@ -52,14 +52,14 @@ INDEX = "table.json"
 VERSION = 2
 """The version of a table with jagged columns. Other tables have version 1."""
 UNUSED = "unused"
-"""The name of the bytes after the last row, in the header of a column."""
+"""The name, in the header of a column, of the tensor for the bytes after the last row."""
 _PAGE = 4096
-"""The size of a header is a multiple of this. So a new header lies in the same block of the disk as the old header."""
+"""The size of a header in bytes is a multiple of this. So a new header is in the same disk block as the old header."""
 _DIGITS = 19
 """The width of each number in a header. The largest int64 has this many digits."""
 _FILE = re.compile(r"\w[\w.~-]{0,150}\.safetensors", re.ASCII)
 _CHUNK = 1 << 20
-"""Offsets that are validated at a time."""
+"""The number of offsets that are validated at a time."""
 _ATTEMPTS = 3
 """How often a header is read. A writer may replace the header while it is read."""
 
@@ -75,11 +75,11 @@ class Column(NamedTuple):
     shape: tuple[int, ...]
     """The shape of one row in the file. A row of a jagged column has several rows in the file."""
     offsets: Column | None = None
-    """The offsets of a jagged column. Their file has one row more than the table; the first offset is 0."""
+    """The offsets of a jagged column. Their file has one more row than the table; the first offset is 0."""
 
     @property
     def parts(self) -> list[Column]:
-        """The columns with a file: the column itself, and its offsets."""
+        """One column for each file: the column itself, and its offsets."""
         return [self._replace(offsets=None)] if self.offsets is None else [self._replace(offsets=None), self.offsets]
 
     @property
@@ -90,12 +90,12 @@ class Column(NamedTuple):
     @property
     def header_size(self) -> int:
         """The size of the header in bytes. The first row follows the header."""
-        return -(-(8 + len(self._header_text(0, 0, unused=True))) // _PAGE) * _PAGE
+        return -(-(8 + len(self._header_text(0, 0, has_unused=True))) // _PAGE) * _PAGE
 
     def header(self, rows: int, unused: int) -> bytes:
         """The header of a file with this many rows, and ``unused`` bytes after them."""
         size = self.header_size - 8
-        return size.to_bytes(8, "little") + self._header_text(rows, unused, unused=unused > 0).ljust(size)
+        return size.to_bytes(8, "little") + self._header_text(rows, unused, has_unused=unused > 0).ljust(size)
 
     def describes(self, header: object, rows: int) -> bool:
         """Whether a parsed header describes this column with ``rows`` rows or more."""
@@ -104,20 +104,20 @@ class Column(NamedTuple):
         found: Any = cast("list[Any]", shape or [None])[0] if isinstance(shape, list) else None
         if type(found) is not int or found < rows:
             return False
-        return entry == json.loads(self._header_text(found, 0, unused=False))[self.name]
+        return entry == json.loads(self._header_text(found, 0, has_unused=False))[self.name]
 
-    def _header_text(self, rows: int, free: int, *, unused: bool) -> bytes:
-        # Each number has the same width in every header, so a program that reads while a writer replaces the header
-        # finds valid JSON.
+    def _header_text(self, rows: int, unused: int, *, has_unused: bool) -> bytes:
+        # Each number has the same width in every header. So a program finds valid JSON, even if it reads while a writer
+        # replaces the header.
         pair = PAIRS.get(dtype_name(self.dtype))
         shape = "".join(f",{size}" for size in (self.shape if pair is None else (*self.shape, 2)))
         end = rows * self.nbytes
         text = f'{{{json.dumps(self.name)}:{{"dtype":"{_code(pair or self.dtype)}","shape":[{rows:{_DIGITS}}{shape}],'
         text += f'"data_offsets":[0,{end:{_DIGITS}}]}}'
-        if unused:
+        if has_unused:
             name = UNUSED if self.name != UNUSED else f"{UNUSED}~2"
-            text += f',"{name}":{{"dtype":"U8","shape":[{free:{_DIGITS}}],'
-            text += f'"data_offsets":[{end:{_DIGITS}},{end + free:{_DIGITS}}]}}'
+            text += f',"{name}":{{"dtype":"U8","shape":[{unused:{_DIGITS}}],'
+            text += f'"data_offsets":[{end:{_DIGITS}},{end + unused:{_DIGITS}}]}}'
         return f"{text}}}".encode()
 
 
@@ -136,7 +136,7 @@ class Index(NamedTuple):
 
 
 def choose_names(names: Sequence[str]) -> list[str]:
-    """A file name for each column. Names that differ only in their case are made different."""
+    """A file name for each column. File names differ in more than their case, for file systems that ignore it."""
     taken: set[str] = set()
     files: list[str] = []
     for name in names:
@@ -149,7 +149,7 @@ def choose_names(names: Sequence[str]) -> list[str]:
 
 
 def index_text(columns: Sequence[Column], manifest: Any) -> tuple[str, str]:
-    """The text of ``table.json`` before and after the row count. Raises ``ValueError`` if it is too long to be read."""
+    """The text of ``table.json`` before and after the row count. Raises ``ValueError`` if it is too long to load."""
     listed: list[dict[str, Any]] = []
     for one in columns:
         listed.append({"file": one.file, "name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape)})
@@ -202,6 +202,7 @@ def read_index(folder: str) -> Index:
 
 
 def _column(entry: Any) -> Column:
+    """Validate the entry of a column in ``table.json``."""
     given = cast("dict[Any, Any]", entry if isinstance(entry, dict) else {})
     if set(given) - {"offsets"} != {"file", "name", "dtype", "shape"}:
         invalid("a column is not described by file, name, dtype and shape")
@@ -272,7 +273,7 @@ def map_offsets(folder: str, column: Column, rows: int) -> tuple[Tensor, int, in
     least, most = 1 << 63, 0
     for start in range(0, rows, _CHUNK):
         part = offsets[start : start + _CHUNK + 1]
-        # No difference of numbers from 0 upwards overflows.
+        # Compared before `diff`: the difference of two offsets cannot overflow if no offset is negative.
         if int(offsets[0]) != 0 or not bool((part[1:] >= part[:-1]).all()):
             invalid(f"the offsets in {column.file!r} do not ascend from 0")
         low, high = part.diff().aminmax()
@@ -283,7 +284,7 @@ def map_offsets(folder: str, column: Column, rows: int) -> tuple[Tensor, int, in
 def _map_column(folder: str, column: Column, rows: int) -> Tensor:
     """Map the rows of one file into memory."""
     shape = (rows, *column.shape)
-    if not rows:  # a writer that was killed while it created the table may have left files out
+    if not rows:  # the file may be missing: the writer may have been killed while it created the table
         return torch.empty(shape, dtype=column.dtype, device="cpu")
     with open_column(folder, column) as file:
         check_size(file, column, rows)

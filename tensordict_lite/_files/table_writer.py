@@ -1,13 +1,13 @@
-"""Write a table: append rows to its columns, and make them visible at once.
+"""Write a table: append rows to its columns, and make many rows visible at once.
 
-The order of the steps keeps these promises after a crash at any moment:
+The order of the steps gives these guarantees after a crash at any moment:
 
 - The table has the rows of the last `flush` that returned, or of the `flush` that was running. `flush` replaces
-  ``table.json`` last, when all rows before it are on the disk.
+  ``table.json`` last, when all of its rows are on the disk.
 - The header of a column describes all bytes of its file, so other programs can read the column. Rows are written into
-  bytes that the header already describes as unused. Only two calls of the system next to each other, which change the
-  size of a file and then its header, break this for some microseconds: when a file grows, which happens each time its
-  size has doubled (from 1 GiB on: grown by 1 GiB), and in `close`.
+  bytes that the header already describes as unused. The exception takes some microseconds: two consecutive system calls
+  change the size of a file and its header. This happens in `close`, and when a file grows. A file doubles its size, and
+  grows by 1 GiB from 1 GiB on.
 - The next writer removes everything that a crash left.
 """
 
@@ -49,17 +49,17 @@ except ImportError:  # Windows
     fcntl = None
 
 BUFFER = 4 << 20
-"""The bytes that a writer buffers, in all columns together."""
+"""The size in bytes of all buffers of a writer together."""
 _LEAST_ROOM, _MOST_ROOM = 1 << 20, 1 << 30
 """The limits of the unused bytes that are added to the file of a column when it grows."""
 
-_sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # without the time of the last change
+_sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # fdatasync does not write the time of the change
 
 
 class JaggedRows(Tensor):
-    """Stands for the rows of a jagged column in a dict without rows: [0, 0, *shape of a value].
+    """Stands for a jagged column in a dict without rows. Its shape is [0, 0, *shape of a value].
 
-    A nested tensor would do, but torch takes seconds to make the first one of a process.
+    Note: not a nested tensor, because torch takes seconds to create the first nested tensor of a process.
     """
 
     @classmethod
@@ -68,11 +68,11 @@ class JaggedRows(Tensor):
 
 
 class _Extent(NamedTuple):
-    """What a table has."""
+    """The size of a table."""
 
     rows: int
     lengths: tuple[int, ...]
-    """The rows in each file. Those of a jagged column are its values, and one offset more than the table has rows."""
+    """The rows in each file. A jagged column has two files: one row for each value, and ``rows + 1`` offsets."""
 
 
 class TableWriter:
@@ -80,11 +80,11 @@ class TableWriter:
 
     Args:
         folder: the folder of the table.
-        lock: of `_lock`.
+        lock: the result of `_lock`.
         columns: the columns of the table, in the order of the tensors of `append`.
-        text: of `index_text`.
-        rows: the rows that the table has.
-        values: the values of each jagged column.
+        text: the result of `index_text`.
+        rows: the number of rows of the table.
+        values: the number of values of each jagged column.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class TableWriter:
         self._buffers: list[Tensor] = []
         self._flushed = rows
         extent = _Extent(rows, tuple(lengths))
-        self._described = extent.lengths  # in the headers; before `flush` returns it may be ahead of `_flushed`
+        self._described = extent.lengths  # the rows in the headers: during a `flush`, more than `_flushed`
         self._extents = (extent, extent)
-        """The rows in all, and the rows in the files. The rows between them are in the buffers. Set in one step, since
-        an interrupt may come between any two steps."""
+        """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
+        since an interrupt may come between any two steps."""
         self._touched = False  # whether the files may have unused bytes
         self.closed = False
 
@@ -137,10 +137,11 @@ class TableWriter:
         return self._process == os.getpid()
 
     def append(self, tensors: list[Tensor], count: int) -> None:
-        """Append ``count`` rows: for each column [count, *shape] on the CPU, in a dtype that can be cast to its dtype.
+        """Append ``count`` rows. Raises ``OSError``; then no row was appended.
 
-        For a jagged column two tensors: the values of all rows, and the lengths of the rows, int64[count]. The tensors
-        are copied or written before the call returns. Raises ``OSError``; then no row was appended.
+        ``tensors``: for each column [count, *shape] on the CPU, in a dtype that can be cast to the dtype of the column.
+        For a jagged column two tensors: the values of all rows, and the lengths of the rows, int64[count]. The list is
+        changed. The tensors are copied or written before the call returns.
         """
         if self.closed:
             self._refuse_unusable()
@@ -149,7 +150,7 @@ class TableWriter:
             tensors[i] = tensors[i].cumsum(0).add_(extent.lengths[i - 1])
         added = [len(tensor) for tensor in tensors]
         after = _Extent(extent.rows + count, tuple(map(add, extent.lengths, added)))
-        # If the rows are many, a copy into the buffers would save few calls of the system.
+        # For many rows, a copy into the buffers would save few system calls.
         direct = any([2 * size > room for size, room in zip(added, self._rooms, strict=True)])  # noqa: C419  (faster)
         if direct or any(map(gt, map(sub, after.lengths, written.lengths), self._rooms)):
             self._refuse_unusable()
@@ -162,7 +163,7 @@ class TableWriter:
                     self._extents = after, after
                     return
         if not self._buffers:
-            with torch.inference_mode(False):  # outside of it, nothing may write to an inference tensor
+            with torch.inference_mode(False):  # a later call outside inference mode cannot write to inference tensors
                 self._buffers = [
                     torch.empty((room, *file.shape), dtype=file.dtype, device="cpu")
                     for file, room in zip(self._files, self._rooms, strict=True)
@@ -173,7 +174,7 @@ class TableWriter:
                 self._buffers, written.lengths, extent.lengths, after.lengths, strict=True
             )
         ]
-        # With tensors of one dtype each, one call takes 0.7x the time of a call for each column.
+        # One call takes 0.7x the time of a call for each column.
         torch._foreach_copy_(into, tensors)
         self._extents = after, written
 
@@ -235,6 +236,7 @@ class TableWriter:
         self._flushed = self.rows
 
     def _publish(self, trim: bool) -> None:
+        """Make the rows in the files visible and durable. ``trim``: remove the unused bytes too."""
         # First, so that a file that grows after an interrupt here gets a header for at least the published rows.
         self._described = self._extents[0].lengths
         for i in range(len(self._files)):
@@ -255,7 +257,7 @@ class TableWriter:
             self._extents = extent, extent
 
     def _write(self, i: int, first: int, tensor: Tensor) -> None:
-        """Write rows of file ``i``, from its row ``first`` on."""
+        """Write rows into file ``i``, beginning at its row ``first``."""
         data = bytes_of(tensor)
         self._touched = True
         start = self._end(i, first)
@@ -266,11 +268,11 @@ class TableWriter:
             _write_all(file, data)
 
     def _grow(self, file: FileIO, i: int, end: int) -> None:
-        """Make the file larger than ``end`` bytes. The system stores no bytes that were never written."""
+        """Make the file larger than ``end`` bytes. Bytes that are never written take no space on the disk."""
         room = min(max(end - self._files[i].header_size, _LEAST_ROOM), _MOST_ROOM)
         try:
             self._resize(file, i, end + room)
-        except OSError:  # maybe over the limit of a file
+        except OSError:  # the size may be over a limit of the system
             self._resize(file, i, end)
 
     def _trim(self, file: FileIO, i: int) -> None:
@@ -278,7 +280,7 @@ class TableWriter:
         self._resize(file, i, self._end(i, self._extents[0].lengths[i]))
 
     def _resize(self, file: FileIO, i: int, size: int) -> None:
-        """Change the size of a file, and its header: two calls of the system with nothing between them."""
+        """Change the size of a file, and its header: two system calls with nothing between them."""
         header = self._header(i, size)
         grows = size > os.fstat(file.fileno()).st_size
         file.seek(0)
@@ -320,7 +322,7 @@ class TableWriter:
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """Say in an ``OSError`` what the table has."""
+        """Add to an ``OSError`` which rows the table keeps."""
         try:
             yield
         except OSError as error:
@@ -330,9 +332,9 @@ class TableWriter:
 
 
 def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
-    """Create a table without rows, for the fields of ``d``, in a new or empty folder. The first dimension is the rows.
+    """Create a table without rows, for the fields of ``d``, in a new or empty folder.
 
-    A field that is `JaggedRows` becomes a jagged column.
+    The first dimension of a field counts rows. A field that is `JaggedRows` becomes a jagged column.
 
     Raises ``FileExistsError`` if the folder is not empty, and the errors of `DeviceDict.save`.
     """
@@ -425,6 +427,7 @@ def _refuse_unless_empty(folder: str) -> None:
 
 
 def _write_all(file: FileIO, data: bytes | memoryview) -> None:
+    """Write all bytes: one call of an unbuffered file may write only some of them."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
@@ -442,7 +445,7 @@ def _lock(folder: str) -> int | None:
         raise BlockingIOError(
             f"{folder!r} has a RowWriter already, in this process or another; close it first"
         ) from error
-    except OSError:  # the file system has no locks of folders
+    except OSError:  # the file system cannot lock folders
         os.close(descriptor)
         return None
     except BaseException:
@@ -452,7 +455,7 @@ def _lock(folder: str) -> int | None:
 
 
 def _unlock(lock: int | None, owned: bool) -> None:
-    """Release a lock. ``owned``: False in a forked process, where the descriptor is a copy of that of its parent."""
+    """Release a lock. ``owned``: False in a forked process, which only has a copy of its parent's descriptor."""
     if lock is not None:
         if owned and fcntl is not None:  # forked processes may hold copies of the descriptor
             fcntl.flock(lock, fcntl.LOCK_UN)

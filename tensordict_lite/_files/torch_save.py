@@ -24,24 +24,23 @@ from .manifest import InvalidManifest, Reader, describe, invalid
 PROTOCOL = 2
 """The pickle protocol of ``torch.save``. With any other protocol, the pickle names the class and imports it."""
 
-
 _save = getattr(torch.serialization, "_save", None)
 _code = getattr(_save, "__code__", None)
 
 
 def is_saving(caller: FrameType) -> bool:
-    """Whether ``torch.save`` pickles in this frame. It stores the tensors itself, in any protocol."""
+    """Whether this frame is ``torch.save``, which stores tensors itself in any protocol."""
     return caller.f_code is _code
 
 
 class NotKept(ValueError):
-    """Raised for a dict with an object that its policy does not allow. Pytree can insert one; `rebuild` would raise."""
+    """Raised for an object that the policy of its dict forbids. Pytree can insert one; `rebuild` would refuse it."""
 
 
 def reduce_saved(d: TreeDict[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The reduction of ``d`` for pickle: `rebuild` and its arguments. Raises ``TooDeep`` and `NotKept`."""
     compacted = d._compacted()
-    # Pickle writes an encoder without a safe JSON form as an object.
+    # An encoder without a safe JSON form stays an object, which pickle writes.
     manifest, leaves, nodes = describe(compacted, lambda encoder, _: encoder, own=True)
     seen: dict[int, object] = {}
     for node in nodes if any(not isinstance(value, Tensor) for _, value in leaves) else ():
@@ -100,6 +99,7 @@ def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any,
 
 
 def _classes(names: list[Any]) -> Iterator[type[Any]]:
+    """The class of each dict of the tree, in the order of the tree."""
     found: dict[str, type[Any]] = {}  # by name: each class is looked up once
     for name in names:
         if not isinstance(name, str) or name not in found:

@@ -32,7 +32,7 @@ _CAST = {
 }
 """Faster methods: ``t.double()`` takes 1.4 us and ``t.to(torch.float64)`` 2.3."""
 _clone_list: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)
-"""Exists in newer versions of torch. It takes 0.75x the time of a loop of clones."""
+"""None in older versions of torch. This function takes 0.75x the time of a loop of clones."""
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -73,7 +73,7 @@ def clone_each(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
 
     ``plain``: the caller knows that no tensor is of a subclass, and that nothing intercepts operations.
     """
-    # The results of one call all require grad if one tensor does.
+    # If one tensor requires grad, `_clone_list` makes every result require grad.
     if plain and tensors and _clone_list is not None and not any(map(_requires_grad, tensors)):
         try:
             return list(_clone_list(tensors))
@@ -89,7 +89,7 @@ def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError):  # it may require grad; to check first takes longer
+    except (TypeError, RuntimeError):  # the tensor may require grad; a test before the call takes longer
         pass
     try:
         return tensor.numpy(force=True)  # detach, and resolve conjugate and negative bits, in one C call

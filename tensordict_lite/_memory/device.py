@@ -1,4 +1,4 @@
-"""Parse and resolve devices, and find out what a device can do."""
+"""Parse and resolve devices, and test what a device can do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def resolve(device: DeviceLike) -> torch.device:
     Raises ``TypeError`` if ``device`` is no str, int or ``torch.device``. Raises torch's ``RuntimeError`` for an
     unknown type. Raises torch's own error for a device without an index that this machine or build does not have.
     """
-    # Most calls end here. Parsing and comparing takes 10x longer.
+    # Most calls end here. The code below takes 10x the time.
     if device is CPU or (type(device) is str and device == "cpu"):
         return CPU
     if not isinstance(cast(object, device), (str, int, torch.device)):
@@ -50,7 +50,7 @@ def resolve(device: DeviceLike) -> torch.device:
 
 @dataclass(frozen=True)
 class DeviceCapabilities:
-    """What a device can do. The defaults are the safe answers: every copy is made by itself, and waits."""
+    """What a device can do. The defaults are always safe: with them, every tensor is copied alone and blocking."""
 
     accelerator: bool = False
     """It is the current accelerator of torch, and it exists."""
@@ -64,16 +64,16 @@ class DeviceCapabilities:
 
 _known = {CPU: DeviceCapabilities(byte_views=True), META: DeviceCapabilities()}
 _WITHOUT_BYTE_VIEWS = ("mps",)
-"""Metal does not guarantee byte views, and a trial cannot show it: the views exist, but not every kernel reads them."""
+"""Metal does not guarantee byte views. A trial cannot show this: the views exist, but some kernels cannot read them."""
 _stream_knows = hasattr(torch.Stream, "is_capturing")  # from torch 2.13
 _device_index: Any = getattr(torch.accelerator, "device_index", None)  # newer than torch 2.7
 
 
 def capabilities(device: torch.device) -> DeviceCapabilities:
-    """What ``device``, which is resolved, can do. Found by a trial at the first call, then cached.
+    """What a resolved ``device`` can do. A trial at the first call decides; the result is cached.
 
-    The type alone does not tell: a backend in Python has the classes, and their methods raise. Do not call it while
-    operations on tensors are intercepted.
+    The type alone does not tell: a backend written in Python has the classes, but their methods raise. Do not call this
+    function while operations on tensors are intercepted.
 
     Cost: the first call for an accelerator initializes it, and creates a stream. It waits for no work.
     """
@@ -93,9 +93,9 @@ def _try_out(device: torch.device) -> DeviceCapabilities:
             return DeviceCapabilities(accelerator=True, byte_views=views and _has_byte_views(device))
         streams = _has_streams(device)
         found = DeviceCapabilities(True, streams, streams and _can_pin(device), views and _has_byte_views(device))
-    except torch.OutOfMemoryError:  # this says nothing of the device: try again at the next call
+    except torch.OutOfMemoryError:  # says nothing about the device: try again at the next call
         return DeviceCapabilities(accelerator=True)
-    except RuntimeError:  # it cannot be initialized, as in a forked process. The copy will raise torch's own error
+    except RuntimeError:  # the device cannot be initialized, as in a forked process; a copy raises torch's own error
         return DeviceCapabilities()
     _known[device] = found
     return found
@@ -155,8 +155,8 @@ def is_capturing(device: torch.device) -> bool:
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Make an accelerator the current device within the block.
 
-    Not ``with stream``: it changes nothing if the stream is the current stream of a device that is not current. Not
-    ``set_device_index``: to set the device back would create a context on a device that the process does not use.
+    Note: ``with stream`` does not work: it changes nothing if the stream is the current stream of another device. Nor
+    does ``set_device_index``: to set the device back would create a context on a device that the process does not use.
     """
     if _device_index is not None:
         return _device_index(device.index)
@@ -169,9 +169,9 @@ def record_stream(tensors: Iterable[Tensor], stream: torch.Stream) -> None:
     The allocator knows whole blocks of memory, so a second call for a storage would change nothing.
     """
     seen: set[int] = set()
-    start = end = (
-        0  # of the last storage: most tensors of a batch share one, and to ask each takes longer than to record
-    )
+    # The addresses of the last storage. Most tensors of a batch share one storage, and to ask each tensor for its
+    # storage takes longer than to record.
+    start = end = 0
     for tensor in tensors:
         if type(tensor) is not Tensor:  # a wrapper of other tensors may have no storage of its own
             tensor.record_stream(stream)

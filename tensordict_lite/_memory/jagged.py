@@ -14,6 +14,7 @@ from .packed import intercepted, packable
 
 
 def is_jagged(tensor: Tensor) -> bool:
+    """Whether a tensor is a nested tensor of layout ``torch.jagged``."""
     return tensor.is_nested and tensor.layout is torch.jagged
 
 
@@ -33,14 +34,14 @@ def join_jagged(rows: Sequence[Tensor]) -> Tensor:
 
 
 def cat_jagged(tensors: Sequence[Tensor]) -> Tensor:
-    """The rows of several nested tensors as one, which torch's ``cat`` does not make. See `parts_of`."""
+    """Concatenate the rows of several nested tensors; torch's ``cat`` cannot. Raises the error of `parts_of`."""
     values, lengths = zip(*map(parts_of, tensors), strict=True)
     ends = torch.cat(lengths).cumsum(0)
     return torch.nested.nested_tensor_from_jagged(torch.cat(values), torch.cat([ends.new_zeros(1), ends]))
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """The values of a nested tensor. torch's ``values()`` takes as long as a copy of many rows; autograd needs it."""
+    """The values of a nested tensor. Calls torch's slow ``values()`` only if autograd must record it."""
     return tensor.values() if tensor.requires_grad else cast(Any, tensor)._values
 
 
@@ -66,7 +67,7 @@ def over_jagged(values: Tensor, offsets: Tensor, least: int, most: int) -> Tenso
 
 
 def select_row(tensor: Tensor, index: int) -> Tensor:
-    """A view of one row of a tensor. torch makes views of all rows of a nested tensor to return one."""
+    """A view of one row of a tensor. For a nested tensor, ``tensor[index]`` would make a view of every row first."""
     if not is_jagged(tensor) or cast(Any, tensor)._ragged_idx != 1:
         return tensor[index]
     nested = cast(Any, tensor)
@@ -81,7 +82,7 @@ def select_row(tensor: Tensor, index: int) -> Tensor:
 def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
     """Copy rows of a nested tensor, by a slice, a mask or a tensor of indices. torch has no such operation.
 
-    Needs the first dimension of the rows to be the ragged one. Cost: a copy, and one synchronization off the CPU.
+    The first dimension of the rows must be the ragged dimension. Cost: a copy, and one synchronization off the CPU.
     """
     nested = cast(Any, tensor)
     offsets: Tensor = nested.offsets()
@@ -99,9 +100,9 @@ def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
 
 
 def _copied(values: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Copy rows of plain values on the CPU. Row ``i`` goes from ``ends[i]`` to ``ends[i + 1]``.
+    """Copy rows of plain values on the CPU: row ``i`` from ``starts[i]`` on, to ``ends[i]`` up to ``ends[i + 1]``.
 
-    A loop over rows takes less time than ``index_select``, which needs an index for each value. It needs less memory.
+    A loop over rows takes less time and memory than ``index_select``, which needs an index for each value.
     """
     values = values.contiguous()
     places: list[int] = cast(Any, ends).tolist()

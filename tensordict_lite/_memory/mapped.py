@@ -1,7 +1,7 @@
-"""Map files into memory, and send a tensor of a mapped file to another process as the name of the file.
+"""Map files into memory, and send tensors of a mapped file to another process as a reference to the file.
 
-A tensor of a private mapping behaves as any tensor: a write changes the memory of this process, not the file. Pages are
-read from the disk on first use, and the system may drop them again.
+All mappings are private: a write to a tensor changes the memory of this process, not the file. Pages are read from the
+disk on first use, and the system may drop them again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch import Tensor
 from .jagged import is_jagged, is_plain_jagged, over_jagged
 
 _SMALLEST = 1 << 20
-"""The size in bytes from which a tensor is sent by the name of its file. A smaller tensor is sent faster by value."""
+"""The smallest tensor in bytes that is sent as a reference to its file. A smaller tensor is sent faster by value."""
 _PAGES = 1 << 17
-"""Entries of the page map that are read at a time."""
+"""The number of entries of the page map that are read at a time."""
+# The machines on which the flag has the value 0x4000.
 _KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64")
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _KNOWN else 0)
-"""The flag for a mapping that may be larger than the memory. Python before 3.12 has no name for it."""
+"""The flag for a mapping that may be larger than the memory; 0 if unknown. Python before 3.13 has no name for it."""
 
 
 class _Source(NamedTuple):
@@ -63,9 +64,10 @@ def map_file(descriptor: int, nbytes: int) -> torch.UntypedStorage:
 
 
 def map_append_only(descriptor: int, path: str, nbytes: int) -> torch.UntypedStorage:
-    """As `map_file`, for a file whose first ``nbytes`` bytes never change. Another process then maps the file again.
+    """Map a file whose first ``nbytes`` bytes never change, as `map_file` does. ``path``: the path of the file.
 
-    ``path``: the path of the file. Other files are sent by value: torch shares the memory of a tensor that it sends.
+    A process that receives a tensor of this mapping maps the file again. Tensors of other mappings are copied into
+    shared memory to be sent, as torch does with every tensor.
     """
     storage = map_file(descriptor, nbytes)
     found = os.fstat(descriptor)
@@ -87,7 +89,7 @@ def is_any_mapped() -> bool:
 
 
 def is_candidate(tensor: Tensor) -> bool:
-    """Whether `by_file` may return a reference for ``tensor``. A quick test, since every batch of a worker takes it."""
+    """Whether `by_file` may return a reference for ``tensor``. Quick, because it runs for every batch of a worker."""
     if not _sources or not tensor.is_cpu:
         return False
     if is_jagged(tensor):
@@ -96,13 +98,14 @@ def is_candidate(tensor: Tensor) -> bool:
 
 
 def _size(tensor: Tensor) -> int:
+    """Bytes of a dense tensor; 0 for any other tensor, which has no reference."""
     return tensor.nbytes if tensor.layout is torch.strided and not tensor.is_nested else 0
 
 
 def by_file(tensor: Tensor) -> Any:
-    """What to pickle for another process on this machine: the tensor, or a `_Reference` if a mapped file holds it.
+    """What to pickle for another process on this machine: a reference for a tensor of a mapped file, else the tensor.
 
-    The tensor itself, if the file was replaced or deleted, or if this process wrote to the memory of the tensor.
+    Also returns the tensor if the file was replaced or deleted, or if this process wrote to the tensor's memory.
     """
     if not is_candidate(tensor) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
         return tensor
@@ -119,7 +122,7 @@ def by_file(tensor: Tensor) -> Any:
 
 
 class _Reference:
-    """Pickles as the name of a file and a place in it. Unpickling gives the tensor."""
+    """Pickles as the path of a file and a position in it. Unpickling returns the tensor."""
 
     def __init__(self, source: _Source, offset: int, nbytes: int, tensor: Tensor) -> None:
         view = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
@@ -130,7 +133,7 @@ class _Reference:
 
 
 class _JaggedReference:
-    """Pickles as the parts of a nested tensor, large parts as a `_Reference`. Unpickling gives the nested tensor."""
+    """Pickles as the parts of a nested tensor, large parts as a `_Reference`. Unpickling returns the nested tensor."""
 
     def __init__(self, nested: Any) -> None:
         self._args = by_file(nested.values()), by_file(nested.offsets()), nested._min_seqlen, nested._max_seqlen
@@ -150,7 +153,7 @@ def map_again(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> Tensor:
-    """The tensor of a `_Reference`, in the process that receives it. The file is mapped once.
+    """The tensor of a `_Reference`, in the process that receives it. An existing mapping of the file is used again.
 
     Raises ``OSError`` if the file was removed or replaced since it was sent.
     """
@@ -181,9 +184,9 @@ def _is_current(source: _Source) -> bool:
 
 
 def _is_written(tensor: Tensor) -> bool:
-    """Whether this process wrote to this part of a private mapping; True if the system does not tell.
+    """Whether this process wrote to this part of a private mapping; True if the system cannot tell.
 
-    The system gives this process a copy of a page when it writes to the page. Linux lists the pages in ``/proc``.
+    A write gives this process its own copy of the page. Linux lists the pages of a process in ``/proc``.
     """
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr() // mmap.PAGESIZE

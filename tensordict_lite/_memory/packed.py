@@ -2,8 +2,8 @@
 
 No flag records that tensors are packed. They are packed if they lie in one storage exactly as their layout says. So no
 operation on a field or on the dict can leave a stale flag. A packed dict that a framework flattens and unflattens is
-still packed. A stored reference to the buffer would need the same test at every use: ``t.data = ...`` and ``t.set_()``
-change a field silently.
+still packed. A stored reference to the buffer would not help: ``t.data = ...`` and ``t.set_()`` change a field
+silently, so every use of the reference would need the same test.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _trace = torch._C._get_tracing_state
 
 
 class Packed(NamedTuple):
-    """How a list of packed tensors lies in its buffer. The numbers are indices in the list."""
+    """How a list of packed tensors lies in its buffer. The ints are indices in the list."""
 
     layout: Layout
     unpackable: list[int]
@@ -74,7 +74,7 @@ def packable(t: Tensor) -> bool:
 
 def find_unpackable(tensors: Sequence[Tensor]) -> list[int]:
     """The indices of the tensors that are not `packable`."""
-    # The expression of `packable`, written out: a call for each tensor would double the time.
+    # The negated condition of `packable`, written out: a call for each tensor would double the time.
     return [
         i
         for i, t in enumerate(tensors)
@@ -226,14 +226,14 @@ def as_one(tensors: Sequence[Tensor]) -> OneBuffer | None:
     """One tensor over the buffer of packed tensors. None if the tensors do not fill one storage as `pack` fills it.
 
     The caller knows that all tensors are contiguous and have one dtype, and that operations are not `intercepted`. The
-    addresses prove the rest, in a third of the time of `packed_layout`.
+    addresses prove the rest, in 0.33x the time of `packed_layout`.
     """
     first = tensors[0]
     storage = first.untyped_storage()
     nbytes = storage.nbytes()
     if nbytes <= first.nbytes or not can_pack(first.device):  # most unpacked dicts end here
         return None
-    # NumPy, because a loop in Python takes four times as long.
+    # NumPy, because a loop in Python takes 4x the time.
     starts = np.array([t.data_ptr() for t in tensors]) - storage.data_ptr()
     sizes = np.array([t.nbytes for t in tensors])
     if not sizes.all():  # fields without elements have no place in memory
@@ -297,7 +297,7 @@ def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
 
 
 def materialize(value: Any) -> Any:
-    """Read the tensor of ``value`` if it is a placeholder of a lazy loader. Other values are returned unchanged.
+    """Load the tensor that a placeholder of a lazy loader stands for. Any other value is returned unchanged.
 
     A placeholder implements ``__torch_function__``. A file loaded with ``weights_only=True`` cannot make one.
     """

@@ -18,19 +18,19 @@ from .layout import Group, Layout, Sizes, lay_out, row_major
 from .packed import can_pack, find_unpackable, intercepted, packable
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""torch has no ``index_select`` for these dtypes in one dimension. The signed dtypes of the same size have one."""
+"""torch has no one-dimensional ``index_select`` for these dtypes, only for the signed dtypes of the same size."""
 _MANY = HUGE // 16
-"""Elements that may take more bytes than `HUGE`."""
+"""The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
 _FEW = 4096
-"""Elements up to which ``index_copy_`` writes rows in less time than ``tensor[index] = value``."""
+"""The largest number of elements that ``index_copy_`` writes faster than ``tensor[index] = value``."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """For each item size, a dtype that every kernel supports."""
 
 
 def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
-    """Whether ``index_select`` of all tensors selects rows in the best way, and raises for a number that is no row.
+    """Whether an ``index_select`` of each of these plain CPU tensors copies rows fast, and checks the index.
 
-    The tensors are plain tensors on the CPU. False if they do not share their first dimension.
+    False if the tensors do not share their first dimension, or if a result is huge.
     """
     if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_cpu or intercepted():
         return False
@@ -39,12 +39,12 @@ def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
         return False
     count = shapes[0][0]
     most = max([prod(shape) if len(shape) > 1 else count for shape in shapes])
-    # Without elements there is nothing to select, and torch does not look at the index.
+    # For tensors without elements, torch does not check the index.
     return most > 0 and (most <= _MANY or not are_huge(tensors, index.numel()))
 
 
 def shapes_of_rows(tensors: Sequence[Tensor]) -> list[torch.Size] | None:
-    """The shapes of tensors that have the same number of rows; None if they have not."""
+    """The shapes of tensors that all have the same number of rows; None for any other tensors."""
     try:
         shapes = [t.shape for t in tensors]
     except RuntimeError:  # of a nested tensor
@@ -54,7 +54,7 @@ def shapes_of_rows(tensors: Sequence[Tensor]) -> list[torch.Size] | None:
 
 
 def are_huge(tensors: Sequence[Tensor], count: int) -> bool:
-    """Whether ``count`` rows of a tensor take more bytes than `HUGE`."""
+    """Whether ``count`` rows of any of the tensors take more bytes than `HUGE`."""
     return any(_is_huge(t, count) for t in tensors)
 
 
@@ -63,7 +63,7 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
     ``index``: int64[n] on the device of the tensors. Every number is a row; negative numbers are not allowed.
     """
-    # index_select takes 0.3 to 0.6 times as long as `tensor[index]` (256 and 4,096 of two million rows, float32).
+    # `index_select` takes 0.3x to 0.6x the time of `tensor[index]` (256 and 4,096 of two million rows, float32).
     count = index.numel()
     try:
         return [
@@ -72,15 +72,15 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
             else _take(t, index)
             for t in tensors
         ]
-    except NotImplementedError:  # of unsigned dtypes; to look at each dtype first executes 4 % more instructions
+    except NotImplementedError:  # an unsigned dtype; a test of each dtype first executes 4 % more instructions
         return [_take(t, index) for t in tensors]
 
 
 def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | None) -> list[Tensor]:
-    """Copy rows of each tensor for a batch. In a DataLoader worker the rows are packed into memory that can be sent.
+    """Copy rows of each tensor for a batch. In a DataLoader worker the rows are packed, in memory that can be sent.
 
-    Elsewhere they are not packed: that takes 1.5 times as long (256 rows of 12 fields), and pays for a batch that is
-    sent only.
+    Elsewhere the rows are not packed: packing takes 1.5x the time (256 rows of 12 fields), and only a batch that is
+    sent gains from it.
     """
     if device is None or not packs_batches(device):
         return take_rows(tensors, index)
@@ -108,7 +108,7 @@ def packs_batches(device: torch.device | None) -> bool:
     return get_worker_info() is not None and device is not None and can_pack(device)
 
 
-@lru_cache(maxsize=64)  # the batches of a loader are alike but for the last; to lay out 12 fields takes 20 us
+@lru_cache(maxsize=64)  # the batches of a loader are alike, and a layout of 12 fields takes 20 us
 def _layout(count: int, *fields: tuple[int, torch.dtype, Sizes]) -> Layout:
     """The layout of ``count`` rows of each field, given as its index, dtype and shape."""
     groups: dict[tuple[torch.dtype, Sizes], Group] = {}
@@ -119,6 +119,7 @@ def _layout(count: int, *fields: tuple[int, torch.dtype, Sizes]) -> Layout:
 
 
 def _take(t: Tensor, index: Tensor) -> Tensor:
+    """Copy rows of any tensor. A huge result on the CPU goes into a buffer with huge pages."""
     if type(t) is not Tensor:
         return select_rows(t, index) if is_jagged(t) else t[index]
     signed = _SIGNED.get(t.dtype)
@@ -130,7 +131,7 @@ def _take(t: Tensor, index: Tensor) -> Tensor:
 
 
 def _is_huge(t: Tensor, count: int) -> bool:
-    """Whether ``count`` rows take more bytes than `HUGE`."""
+    """Whether ``count`` rows of ``t`` take more bytes than `HUGE`."""
     return t.numel() > _MANY and t.numel() // t.shape[0] * count * t.itemsize > HUGE
 
 
@@ -139,10 +140,10 @@ def set_rows(target: Tensor, index: Tensor, value: Tensor, on_cpu: bool) -> None
 
     ``on_cpu``: ``target`` is on the CPU and contiguous, and autograd records nothing.
     """
-    if target.dtype not in FOREACH_DTYPES:  # the kernel lacks these dtypes too
+    if target.dtype not in FOREACH_DTYPES:  # kernels for an index lack these dtypes too
         bits = _BITS[target.itemsize]
         target, value = target.view(bits), value.to(target.dtype).view(bits)
-    # `index_copy_` takes 0.4 to 0.9 times as long for few elements, and up to 8 times as long for many.
+    # Time of `index_copy_` over `target[index] = value`: 0.4x to 0.9x for few elements, up to 8x for many.
     if on_cpu and value.dtype is target.dtype and (value.dim() == 1 or value.numel() <= _FEW):
         target.index_copy_(0, index, value)
     else:
@@ -150,22 +151,22 @@ def set_rows(target: Tensor, index: Tensor, value: Tensor, on_cpu: bool) -> None
 
 
 def copy_rows(rows: list[Tensor], values: list[Tensor]) -> None:
-    """Write each value into the tensor of its row, or of its slice of rows."""
+    """Copy each value into its view: one row, or a slice of rows."""
     if rows and rows[0].is_cpu:
-        torch._foreach_copy_(rows, values)  # 0.75 times the time of a loop of `target[index] = value` (12 fields)
+        torch._foreach_copy_(rows, values)  # 0.75x the time of a loop of copies (12 fields)
     else:  # the CUDA kernel of some versions misreads a list of mixed dtypes
         for row, value in zip(rows, values, strict=True):
             row.copy_(value)
 
 
 def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-    """Whether a value may lie in the memory of a target. Compares storages, not the elements that are used."""
+    """Whether a value may share memory with a target. Compares whole storages, not the elements in use."""
     try:
         ours, theirs = [t.untyped_storage() for t in targets], [t.untyped_storage() for t in values]
     except NotImplementedError:  # sparse tensors and some subclasses have no storage
         return True
     if all([s.resizable() for s in (*ours, *theirs)]):  # noqa: C419  (faster)
-        # torch allocated these storages, so two of them have no memory in common. This takes half of the time.
+        # torch allocated these storages, so two of them have no memory in common. This takes 0.5x the time.
         return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
     spans = [([s.data_ptr() for s in group], [s.data_ptr() + s.nbytes() for s in group]) for group in (ours, theirs)]
     return _overlap(*spans[0], *spans[1])
@@ -175,7 +176,7 @@ def _overlap(starts: list[int], ends: list[int], their_starts: list[int], their_
     """Whether a span of addresses overlaps one of theirs."""
     starts, ends = sorted(starts), sorted(ends)
     for start, end in zip(their_starts, their_ends, strict=True):
-        # Equal, if every span that starts before the end of this one has ended where this one starts.
+        # No overlap: the spans that start before this span ends are exactly the spans that end before it starts.
         if bisect_left(starts, end) != bisect_right(ends, start):
             return True
     return False

@@ -1,4 +1,4 @@
-"""Staging: pinned memory of the host, through which copies from and to a device go without a wait."""
+"""Staging: copies between the host and a device through pinned memory, so that the host need not wait."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ IN_FLIGHT = 32 << 20
 """The most bytes of pinned memory that copies on one stream may still read. Without a bound, a host that runs ahead of
 the device pins more and more memory, and torch keeps it."""
 _STREAMS = 64
-"""The number of streams to keep count of."""
+"""The largest number of streams to keep count of."""
 
 
 def staging_buffer(nbytes: int, device: torch.device, waits: bool = False) -> tuple[Tensor, bool]:
     """uint8[nbytes] on the host for one copy from or to ``device``, and whether it is pinned.
 
-    A copy from pinned memory needs no wait: torch reuses the memory only after the copy. This call waits if more than
-    `IN_FLIGHT` would be under way. ``waits``: the caller waits for the copy, so it does not count.
+    A copy from pinned memory needs no wait: torch reuses the memory only after the copy. This call waits if the copies
+    under way would read more than `IN_FLIGHT`. ``waits``: the caller waits for the copy, so the copy does not count.
     """
     if capabilities(device).pinned_memory:
         if not waits:
@@ -36,11 +36,11 @@ def staging_buffer(nbytes: int, device: torch.device, waits: bool = False) -> tu
 
 
 class _Stream:
-    """The copies of one stream in two halves of `IN_FLIGHT`: the one that is filled now, and the one before it."""
+    """The copies of one stream, in two halves of `IN_FLIGHT`: the current half, and the half before it."""
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.nbytes = 0  # since the last event
+        self.nbytes = 0  # of the copies since the last event
         self.event: torch.Event | None = None  # at the end of the half before
 
     def count(self, nbytes: int, stream: torch.Stream) -> None:
@@ -59,7 +59,7 @@ _streams: dict[tuple[int, int], _Stream] = {}
 def _count(nbytes: int, device: torch.device) -> None:
     """Count a copy that follows on the current stream of ``device``.
 
-    An event per 16 MiB, not per copy: to record one takes as long as a small copy.
+    Records one event per 16 MiB, not one per copy: an event takes as long as a small copy.
     """
     stream = torch.accelerator.current_stream(device)
     key = stream.device_index, stream.stream_id

@@ -24,24 +24,31 @@ from .packed import (
 from .staging import IN_FLIGHT, staging_buffer
 
 COALESCED_TENSOR = 64 << 10
-"""The largest tensor in bytes that is coalesced with others. Coalescing takes host time: 0.4 us for 2 KiB, 2.1 us for
-64 KiB, 5.6 us for 256 KiB, 13.7 us for 512 KiB, and 1.6 us per tensor besides. A separate copy to a GPU takes some
-microseconds before the first byte. (``bench_transfer.py --sweep`` measures both.)"""
+"""The largest tensor in bytes that is coalesced with others. A separate copy to a GPU takes some microseconds before
+its first byte. Coalescing takes host time: 1.6 us per tensor, and these us for its bytes
+(``bench_transfer.py --sweep``):
+
+===== ====== ======= =======
+2 KiB 64 KiB 256 KiB 512 KiB
+===== ====== ======= =======
+0.4   2.1    5.6     13.7
+===== ====== ======= =======
+"""
 COALESCED_BUFFER = 1 << 20
 """The largest buffer in bytes for coalesced tensors. A coalesced tensor keeps its whole buffer alive. torch's pool for
 small allocations (``kSmallSize`` in c10's CUDACachingAllocator) has the same limit."""
 STAGED_TENSOR = 1 << 20
-"""The largest tensor in bytes that comes to the host through pinned memory. Each is copied once more on the host, which
-takes less time than a wait. A larger one is copied faster by the driver, which overlaps both copies."""
+"""The largest tensor in bytes that comes to the host through pinned memory. The second copy, on the host, takes less
+time than a wait. The driver copies larger tensors faster, because it overlaps both copies."""
 STAGED_BUFFER = 4 << 20
-"""The bytes of pinned memory for such tensors. The host waits once for each buffer."""
+"""The size in bytes of the pinned buffers for these tensors. The host waits once for each buffer."""
 STAGED_CHUNK = 2 << 20
 """The most bytes of a packed buffer that are staged at once. The device copies a chunk while the host fills another."""
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """The copies that bring tensors to a device. Numbers are indices in the list of tensors."""
+    """The copies that bring tensors to a device. Each int is an index in the list of tensors."""
 
     packed: Layout | None = None
     """The buffer of packed tensors, which is copied whole. The results are packed too."""
@@ -67,8 +74,8 @@ def plan_copies(
 ) -> CopyPlan | None:
     """Plan how ``tensors``, all on ``source``, get to ``target``. None while operations on tensors are intercepted.
 
-    Small tensors are coalesced: on the host if they go to a device, else on their device. With ``non_blocking`` to the
-    host they are not, because the caller waits.
+    Small tensors are coalesced: on the host if they go to a device, else on their device. A ``non_blocking`` transfer
+    to the host coalesces nothing, because the caller waits for the copies.
     """
     if intercepted():
         return None
@@ -161,9 +168,10 @@ def transfer(
     ``device`` is resolved; None keeps each tensor on its device. ``source`` is the device of all tensors, if known.
 
     Without ``copy``, a tensor that needs no change is returned itself. A tensor that occurs twice is moved once. Packed
-    tensors stay packed. Autograd records the copies. With ``non_blocking=False`` the caller may change every source on
-    return and use every result: on the host it is complete, on a device for later work on the current stream. With True
-    torch's contract holds.
+    tensors stay packed. Autograd records the copies.
+
+    With ``non_blocking=False``, the caller may change every source on return, and use every result. On the host a
+    result is complete. On a device it is ready for later work on the current stream. With True, torch's contract holds.
 
     Cost: the copies of `plan_copies`. On the same device: a copy of each tensor that is cast, or of a packed buffer.
     """
@@ -221,8 +229,8 @@ def _move_packed(
 ) -> None:
     """Replace the packed tensors in ``out`` by copies on ``target``. ``cast`` is their layout after a cast, if any.
 
-    The cast is made on the side where it makes the copy smaller. It waits for nothing there that the caller could
-    change: a copy to the device with ``non_blocking`` reads the buffer itself, and is cast after.
+    The cast is made on the side where it makes the copy smaller. Exception: with ``non_blocking``, a copy between the
+    host and a device is cast on the device, so that the host neither waits nor reads data that has not arrived.
     """
     if cast is not None and _cast_first(buffer_of(out, layout), cast, source, target, non_blocking):
         try:
@@ -252,7 +260,7 @@ def _cast_first(buffer: Tensor, cast: Layout, source: torch.device, target: torc
     if source == target:
         return True
     if non_blocking and CPU in (source, target):
-        return target == CPU  # a cast on the host could read data that has not arrived, or make the caller wait
+        return target == CPU  # cast on the device
     # From pinned memory, all bytes cross the bus in less time than the host needs for the cast.
     return cast.nbytes < buffer.nbytes and not (source == CPU and _is_pinned(buffer, target))
 
@@ -268,7 +276,7 @@ def _through_pinned(buffer: Tensor, target: torch.device) -> Tensor:
     A copy from pageable memory waits for all earlier work on the stream. A copy through pinned memory does not.
     """
     large = buffer.nbytes > COALESCED_BUFFER
-    # Larger than half of what may be in flight, the host would wait in any case. A pinned buffer is copied faster.
+    # For a buffer above half of `IN_FLIGHT` the host waits in any case. A pinned buffer needs no staging.
     if large and (buffer.nbytes > IN_FLIGHT // 2 or buffer.is_pinned()):
         return buffer.to(target)
     moved = new_buffer(buffer.nbytes, target)
@@ -280,9 +288,9 @@ def _through_pinned(buffer: Tensor, target: torch.device) -> Tensor:
 
 
 def _unpacked_size(layout: Layout) -> int:
-    """Bytes of a buffer whose fields do not count as packed: more than the layout.
+    """The size of a buffer whose fields must not count as packed: larger than the layout.
 
-    A multiple of every item size, because ``torch.load`` refuses a tensor whose storage is no multiple of its own.
+    A multiple of every item size, because ``torch.load`` refuses a storage whose size is no multiple of the item size.
     """
     return aligned(layout.nbytes + 1)
 
@@ -295,7 +303,8 @@ def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device)
 
 
 def _coalesce_on_device(layout: Layout, out: list[Tensor], source: torch.device, target: torch.device) -> bool:
-    """Replace the tensors of the layout in ``out`` by copies on ``target``. False if ``source`` has no memory for it.
+    """Replace the tensors of the layout in ``out`` by copies on ``target``. False if ``source`` has no memory for the
+    buffer.
 
     On the host each copy owns its memory. On another device they share a buffer.
     """
@@ -314,7 +323,7 @@ def _coalesce_on_device(layout: Layout, out: list[Tensor], source: torch.device,
 
 
 def _stage_to_host(layout: Layout, out: list[Tensor], source: torch.device) -> bool:
-    """Replace the tensors of the layout in ``out`` by copies on the host. False if no memory can be pinned for it."""
+    """Replace the tensors of the layout in ``out`` by copies on the host. False if no memory can be pinned."""
     staging, pinned = staging_buffer(layout.nbytes, source, waits=True)
     if not pinned:
         return False

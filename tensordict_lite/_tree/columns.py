@@ -35,7 +35,7 @@ def column_values(value: object) -> Any:
     pandas: Any = sys.modules.get("pandas")
     if pandas is not None and isinstance(value, (pandas.Series, pandas.Index, pandas.api.extensions.ExtensionArray)):
         series = pandas.Series(value)
-        # NumPy would change the dtype and store missing values as NaN. In an object array they raise an error later.
+        # With a numeric dtype, NumPy would store missing values as NaN. In an object array they raise an error later.
         nullable = isinstance(series.dtype, pandas.api.extensions.ExtensionDtype) and series.isna().any()
         return series.to_numpy(dtype=object) if nullable else series.to_numpy()
     arrow: Any = sys.modules.get("pyarrow")
@@ -48,7 +48,10 @@ def column_values(value: object) -> Any:
 
 
 def arrow_items(table: Any, nulls: Any, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The columns of an Arrow table for a dict. ``nulls``: see `DeviceDict.from_arrow`. ``dtype``: of jagged floats."""
+    """The columns of an Arrow table for a dict. ``nulls``: see `DeviceDict.from_arrow`.
+
+    ``dtype``: the dtype of list columns of floats; None keeps their own dtype.
+    """
     items: dict[str, Any] = {}
     arrow: Any = sys.modules.get("pyarrow")
     columns = table_columns(table)
@@ -85,7 +88,7 @@ def pandas_items(frame: Any, nulls: Any) -> dict[str, Any]:
 
 
 class _Arrow:
-    """An Arrow array, which can be filled and converted."""
+    """An Arrow array. ``filled`` fills its nulls, ``values`` converts it. ``zero``: the fill value beside a mask."""
 
     def __init__(self, array: Any, dtype: torch.dtype | None) -> None:
         self.types: Any = sys.modules["pyarrow"].types
@@ -130,7 +133,7 @@ class _Arrow:
 
 
 class _Pandas:
-    """A pandas column, which can be filled and converted."""
+    """A pandas column, with the methods of `_Arrow`."""
 
     def __init__(self, column: Any) -> None:
         self.column = column
@@ -153,11 +156,12 @@ class _Pandas:
 
 
 def _option(nulls: Any, key: str) -> Any:
+    """The option for the nulls of one column."""
     return cast("Mapping[str, Any]", nulls).get(key, "error") if isinstance(nulls, Mapping) else nulls
 
 
 def _refuse_columns(nulls: Any, columns: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` if ``nulls`` is no option; ``ValueError`` if it names a column that is not there."""
+    """Raise ``TypeError`` for invalid options ``nulls``, ``ValueError`` if they name a column that does not exist."""
     options: Mapping[Any, Any] = cast("Mapping[Any, Any]", nulls) if isinstance(nulls, Mapping) else {}
     for option in options.values() if isinstance(nulls, Mapping) else (nulls,):
         if not isinstance(option, (str, bool, int, float, np.generic)):

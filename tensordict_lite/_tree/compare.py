@@ -37,9 +37,9 @@ def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Te
 
 
 def _equals_tensor(value: object, tensor: Tensor) -> bool:
-    """Whether the ``__eq__`` of an object returns True for a tensor, as that of ``unittest.mock.ANY`` does.
+    """Whether the ``__eq__`` of an object returns True for a tensor, as ``unittest.mock.ANY`` does.
 
-    Only the bool True counts. A NumPy value is never equal: NumPy would copy the tensor from the device to compare.
+    Only the bool True counts. A NumPy value is never equal: to compare, NumPy would copy the tensor from the device.
     """
     if isinstance(value, (np.ndarray, np.generic)):
         return False
@@ -47,6 +47,7 @@ def _equals_tensor(value: object, tensor: Tensor) -> bool:
 
 
 def _same_object(x: Any, y: Any) -> bool:
+    """Whether two kept objects are equal. An array of results, as of pandas, must be True everywhere."""
     if any(isinstance(value, np.ndarray) for value in (x, y)):
         return np.array_equal(x, y)  # == would broadcast
     return bool(np.all(x == y))

@@ -112,6 +112,7 @@ def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Te
 
 
 def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, given: Any) -> Converted:
+    """Convert a list or tuple. ``given``: the object to keep in its place if it has neither numbers nor strings."""
     try:
         kinds = _item_types(value)
     except TooDeep:
@@ -166,6 +167,7 @@ def _item_types(value: Iterable[Any]) -> set[type]:
 
 
 def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> Converted:
+    """Keep an object if the policy allows it, else raise ``TypeError``. ``what``: names the object in the message."""
     try:
         tensor_at = find_tensor(value)
     except TooDeep:
@@ -201,7 +203,7 @@ def find_tensor(value: object, seen: dict[int, object] | None = None) -> str | N
     """The position of the first tensor found in ``value``, such as ``[0]['x']``; None if there is no tensor.
 
     Searches standard containers, dataclasses and modules. Raises ``TooDeep`` if ``value`` is nested so deep that
-    pickle or copy would fail. ``seen``: objects that were searched before, by id; each object is searched once.
+    pickle or copy would fail. ``seen``: the objects that were searched before, by id. They are not searched again.
     """
     # An object may contain itself. `seen` keeps the objects alive, since Python reuses the id of a deleted object.
     seen = {} if seen is None else seen

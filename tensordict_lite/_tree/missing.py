@@ -78,7 +78,7 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
 
     Cost: one pass over the keys of one dict. The search for similar keys runs only when the message is read.
     """
-    # The compiler cannot trace an exception class with its own constructor.
+    # torch.compile cannot trace an exception class with its own constructor.
     if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
         return KeyError(key)
     owner = owner or f"this {type(tree).__name__}"
@@ -125,6 +125,7 @@ def rows_hint(index: Any) -> str:
 
 
 def _holds(tree: Any, path: Path) -> bool:
+    """Whether the path exists in ``tree``."""
     for part in path:
         if not isinstance(tree, Mapping) or part not in tree:
             return False
@@ -133,6 +134,7 @@ def _holds(tree: Any, path: Path) -> bool:
 
 
 def _blocked(path: tuple[Any, ...], depth: int, value: object, owner: str) -> str:
+    """The message for a path that continues below ``value``, which is not a dict."""
     at, rest = path[:depth], path[depth:]
     what = "a tensor" if isinstance(value, Tensor) else f"a kept {type(value).__name__}"
     keys = ", ".join(map(repr, at))

@@ -1,7 +1,7 @@
-"""The form of a dict in pickle protocol 5: its bytes are buffers, which a framework can move without copying them.
+"""Pickle a dict in protocol 5: its bytes are buffers, which a framework can move without copying them.
 
-A packed dict is one buffer. Of an unpacked dict, the small tensors are copied into one buffer, and each large tensor is
-a buffer of its own. The other tensors are pickled by torch: those that require grad, subclasses, sparse tensors.
+A packed dict is one buffer. Of an unpacked dict, small tensors are copied into buffers of up to 1 MiB, and each large
+tensor is a buffer of its own. torch pickles the tensors that cannot be packed, such as sparse tensors.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .walk import only_tensors
 PROTOCOL = 5
 """The pickle protocol that has buffers."""
 
-
 _DAMAGED = "the layout of a pickled dict is damaged"
 
 
 class view_read_only:
-    """Let a received dict use read-only memory as it is, without a copy. A function and a context manager.
+    """Make received dicts views of read-only memory, without a copy. A function and a context manager.
 
-    A framework may hand a process memory that it must not change: Ray's object store, or ``bytes``. torch has no
-    read-only tensors. So by default unpickling copies such memory, and you can write to every dict that you receive.
-    ``view_read_only()`` saves that copy. Then do not write to the tensors of a received dict: a write is undefined
-    behaviour. It can crash the program, or change the data of other processes. ``d.clone()`` is safe to change.
+    Some frameworks hand a process memory that the process must not change, such as Ray's object store or ``bytes``.
+    torch has no read-only tensors. So by default unpickling copies such memory, and you can write to every dict that
+    you receive. ``view_read_only()`` saves that copy. Then do not write to the tensors of a received dict: a write can
+    crash the program, or change the data of other processes. ``d.clone()`` is safe to change.
 
-    The setting holds for the whole process and for pickle protocol 5. It is off at the start.
+    The setting holds for the whole process, and affects pickle protocol 5 only. It is off at the start.
 
     Args:
-        mode: True views read-only memory, False copies it.
+        mode: True: view read-only memory. False: copy it.
 
-    Cost: none. Without it, one copy of the bytes for each read-only buffer.
+    Raises: ``TypeError`` if ``mode`` is not a bool.
+    Cost: none. With the setting off, unpickling copies the bytes of each read-only buffer once.
 
     >>> import pickle
     >>> from tensordict_lite import view_read_only
@@ -90,15 +90,16 @@ class LargeTensor:
 
 
 _large_tensors: WeakValueDictionary[int, LargeTensor] = WeakValueDictionary()
-"""The `LargeTensor` of each tensor that is being pickled, by the id of the tensor. So pickle sees one object. It writes
-a tensor once that several dicts in the same pickle contain."""
+"""The `LargeTensor` of each tensor that is being pickled, by the id of the tensor. Several dicts in one pickle may
+contain a tensor: then pickle sees one object, and writes the tensor once."""
 
 
 def reduce_buffers(d: TreeDict[Any]) -> tuple[Any, ...] | None:
     """The reduction of ``d`` for protocol 5: `restore_buffers` and its arguments.
 
-    None for a dict on another device, while operations on tensors are intercepted, and for a tree with a class that
-    defines its own reduction. Raises ``TooDeep``. Cost: a copy of the small tensors; no copy of a packed dict.
+    None for a dict that is not on the CPU, and while operations on tensors are intercepted. Also None for a tree with a
+    class that defines its own reduction. Raises ``TooDeep``.
+    Cost: a copy of the small tensors; no copy of a packed dict.
     """
     if d._device is not CPU or intercepted():
         return None
@@ -124,7 +125,7 @@ def reduce_buffers(d: TreeDict[Any]) -> tuple[Any, ...] | None:
 
 
 def _small(groups: list[Group]) -> list[Layout]:
-    """The layouts of the buffers into which tensors are copied: those that are small, and those without elements."""
+    """The layouts of the buffers into which small tensors and tensors without elements are copied."""
     layouts = split(groups, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT)
     layouts = [layout for layout in layouts if len(layout.members) > 1]
     empty = [group for group in groups if 0 in group[0][1]]
@@ -139,6 +140,7 @@ def _specs(layout: Layout) -> tuple[Any, ...]:
 
 
 def _coalesced(tensors: list[Tensor], layout: Layout) -> Tensor:
+    """A new buffer with copies of the tensors of the layout."""
     nbytes = _with_spare(layout.nbytes)
     buffer = clear_gaps(new_buffer(nbytes, CPU), layout)
     copy_into(buffer, layout, tensors)
@@ -200,7 +202,7 @@ def _tensors_in(buffer: Any, specs: Any, out: dict[int, Tensor]) -> int:
     """Add the tensors in a received buffer to ``out``, by index. Returns their number."""
     try:
         layout, count = _layout_of(specs)
-    except TypeError as error:  # it cannot be hashed
+    except TypeError as error:  # the specs of a damaged pickle may be unhashable
         raise ValueError(_DAMAGED) from error
     views_of(layout, regions(_received(buffer, layout), layout), out)
     return count

@@ -35,7 +35,7 @@ OPTIONS = ("device", *Options.__annotations__)
 
 
 class _Setting(NamedTuple):
-    """The functions that validate an option, convert it to JSON and read it back. Each raises for an invalid value."""
+    """The functions that validate an option, convert it to JSON and read it back. They raise for an invalid value."""
 
     check: Callable[[Any], Any]
     to_json: Callable[[Any], Any]
@@ -79,7 +79,7 @@ SETTINGS = {
 def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:
     """Raise ``TypeError`` for a keyword that is not an option.
 
-    ``declared``: the keyword stands in a class statement, not in a call of the constructor.
+    ``declared``: the keyword is in a class statement, not in a call of the constructor.
     """
     options = OPTIONS[1:] if declared else OPTIONS
     close = closest(name, options)
@@ -102,7 +102,7 @@ class Policy:
     dtype: torch.dtype | None = None
 
     def override(self, encoders: Encoders | None = None, **settings: Any) -> Policy:
-        """A policy with the given options validated and set. None counts as not given. Encoders are merged by key."""
+        """Validate and set the given options. None counts as not given. Encoders are merged by key."""
         changes: dict[str, Any] = {
             name: SETTINGS[name].check(value) for name, value in settings.items() if value is not None
         }
@@ -126,7 +126,7 @@ class Policy:
         return replace(self, encoders={**self.encoders, **encoders})
 
     def carried(self, keys: Iterable[str]) -> Mapping[str, StringEncoder]:
-        """The encoders to copy with the values of ``keys``: by key, and the default encoder unless it is ``Utf8()``."""
+        """The encoders to copy with the values of ``keys``, including a default encoder other than ``Utf8()``."""
         if self.default_encoder == Utf8():
             return self.encoders
         return {**dict.fromkeys(keys, self.default_encoder), **self.encoders}

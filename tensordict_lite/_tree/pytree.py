@@ -29,7 +29,7 @@ def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Calla
     """Register ``cls`` as a pytree node. Each subclass needs its own call, since pytree looks up the exact type.
 
     ``flatten`` returns the context of an instance. ``unflatten(cls, items, context)`` builds an instance from pairs of
-    key and value. It must not validate them: torch inserts leaves such as None, ints, specs and vmap's batched tensors.
+    key and value. It must not validate the values: torch inserts None, ints, specs and vmap's batched tensors.
     """
 
     def flat(d: Any) -> tuple[list[Any], Context]:

@@ -1,4 +1,4 @@
-"""Pickle a dict for another process: small buffers by value. If pickling fails, send the error instead of the dict.
+"""Pickle a dict for another process, small buffers by value. If pickling fails, send the error in place of the dict.
 
 A DataLoader worker sends batches through a ``multiprocessing.Queue``, which pickles them in a thread. That thread drops
 an object that cannot be pickled, and the receiver waits forever. So this module first pickles every dict that may fail.
@@ -30,17 +30,20 @@ from .tree import PackedState, TreeDict, dicts_of, packed_state, reduce_args
 from .walk import only_tensors
 
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
+"""The classes of objects that can always be pickled."""
 _DEPTH = 32
 """The depth of nesting that pickle always supports, even if another container holds the dict."""
 _look = attrgetter("layout", "requires_grad")
 _PLAIN = {(torch.strided, False)}
+"""The result of `_look` for a plain tensor."""
 _has_names: Callable[[Tensor], bool] | None = getattr(Tensor, "has_names", None)
 """Tests for named dimensions, which some versions of torch have. A tensor with named dimensions cannot be pickled."""
 _DEVICES = ("cpu", "cuda")
 """Devices whose memory can be shared between processes."""
 _KEPT = 32
+"""The largest number of encoders in `_pickled`."""
 _pickled: list[object] = []
-"""The last encoders that this process pickled. A second trial of a large encoder may take longer than the batch."""
+"""The last encoders that this process pickled. They need no second trial, which may take longer than the batch."""
 
 
 def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
@@ -127,6 +130,7 @@ def refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
 
 
 def _described(value: Any) -> tuple[str, str]:
+    """What a value is, and what to do about it, for an error message."""
     if not isinstance(value, Tensor):
         return f"the kept {type(value).__qualname__}", "drop it, or keep an object that can be pickled"
     if value.requires_grad and not value.is_leaf:
@@ -143,6 +147,7 @@ def _is_plain_value(value: Any) -> bool:
 
 
 def _is_importable(cls: type[Any]) -> bool:
+    """Whether pickle finds the class by its name."""
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
@@ -154,6 +159,7 @@ def _encoders(d: TreeDict[Any], at: Path) -> Iterator[tuple[Path, StringEncoder]
 
 
 def _is_known(encoder: StringEncoder) -> bool:
+    """Whether the encoder can be pickled, without a trial: it is plain data, or was pickled before."""
     what = _function(encoder)
     return getattr(type(encoder), "is_data", False) is True or any(what is other for other in _pickled)
 
@@ -164,7 +170,8 @@ def _remember(encoder: StringEncoder) -> None:
 
 
 def _function(encoder: StringEncoder) -> object:
-    return encoder.function if isinstance(encoder, EncodeOnly) else encoder  # each batch has its own wrapper object
+    """The encoder, or the function that it wraps: each batch may have a wrapper object of its own."""
+    return encoder.function if isinstance(encoder, EncodeOnly) else encoder
 
 
 class _Pickler(ForkingPickler):
@@ -192,6 +199,7 @@ def _dumps(pickler: type[ForkingPickler], obj: Any) -> bytes:
 
 
 def _try(obj: Any, what: str, way_out: str) -> None:
+    """Pickle an object, without its tensors. Raises ``TypeError`` with ``what`` and ``way_out`` if pickling fails."""
     try:
         _dumps(_Trial, obj)
     except Exception as error:

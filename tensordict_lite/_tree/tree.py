@@ -24,28 +24,27 @@ from .walk import leaves, only_tensors
 
 V = TypeVar("V", default=Tensor)
 
-# For methods of `dict` that the classes here override. `Any` is for the type checkers. The global holds the class, not
+# To call methods of `dict` that `DeviceDict` overrides. `Any` is for the type checkers. The global holds the class, not
 # its methods, because torch.compile can trace `dict.update(d, ...)` only through the class.
 builtin_dict: Any = dict
 
-
 PackedState = tuple[Tensor | bytes | None, list[Any] | None, dict[int, int]]
-"""The buffer of a packed dict or its bytes, the specs of its layout, and the numbers of its tensors by id."""
+"""The buffer of a packed dict or its bytes, the specs of its layout, and the index of each tensor by its id."""
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
-"""Every subclass by module and qualified name. If two classes have the same name, the last definition."""
+"""Every subclass by module and qualified name. Of two classes with the same name, the class that was defined last."""
 
 
 class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     """The base class of `DeviceDict`: state and structure.
 
-    Two dicts never share structure. Inserting a mapping shares its tensors and copies its nested dicts. So a change of
+    Two dicts never share structure: inserting a mapping shares its tensors and copies its nested dicts. So a change to
     one dict never changes another dict, and no dict can contain itself.
     """
 
     __slots__ = ("__weakref__", "_device", "_policy")
     _device: torch.device | None  # resolved; None before the first tensor or nested dict; see also `_infer_device`
     _policy: Policy
-    _class_options: ClassVar[Mapping[str, Any]]  # the options that this class itself declares
+    _class_options: ClassVar[Mapping[str, Any]]  # the options that this class itself declares, without its bases
     _class_policy: ClassVar[Policy] = Policy()
 
     def __init_subclass__(cls, **options: Unpack[Options]) -> None:
@@ -72,6 +71,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @classmethod
     def _has_policy(cls) -> bool:
+        """Whether the class or one of its bases declares options."""
         return cls._class_policy is not TreeDict._class_policy
 
     @classmethod
@@ -139,7 +139,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
-        """An instance with these items. Does not validate them and does not run ``__init__``."""
+        """Create an instance with these items. Skips validation and ``__init__``."""
         out = cls.__new__(cls)
         out._device = device
         out._policy = policy
@@ -170,7 +170,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def _replace_tensors(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
         """The same tree on ``device`` with other tensors, in the order of `_tensors`. Does not validate them.
 
-        ``flat``: all values are plain tensors, so the test is skipped.
+        ``flat``: the caller knows that all values are plain tensors.
         """
         if flat or only_tensors(self.values()):
             return self._new(zip(self, tensors, strict=True), device, self._policy)
@@ -222,7 +222,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default, pickle sets the items of a dict subclass one by one, before it restores any state.
+        # Not pickle's default for a subclass of dict: it sets the items one by one, before it restores any state.
         return reduce_args(self._compacted())
 
     @staticmethod
@@ -269,16 +269,16 @@ def kind_nested(
         keys: the keys of the mapping.
         policy: the policy of the parent dict.
     """
-    of: Any = kind
+    untyped: Any = kind  # not `cast()`, because torch.compile loses the class in a cast
     asked: Any = outer._nested_class(key) or (TreeDict if issubclass(kind, TreeDict) else outer)
-    of_its_class = issubclass(kind, asked)
-    made: Any = of if of_its_class else asked  # no cast(), because torch.compile loses the class in a cast
-    if made is not outer and made._has_policy():
-        policy = made._class_policy
+    keeps_class = issubclass(kind, asked)
+    cls: Any = untyped if keeps_class else asked
+    if cls is not outer and cls._has_policy():
+        policy = cls._class_policy
     if given is not None:
-        own = of_its_class and made._has_policy()
+        own = keeps_class and cls._has_policy()
         policy = given if own else policy.with_encoders(given.carried(keys))
-    return made, policy
+    return cls, policy
 
 
 def tensor_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
@@ -347,9 +347,9 @@ def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any
 
 
 def packed_state(d: TreeDict[Any], *, alone: bool = False) -> tuple[Tensor | None, list[Any] | None, dict[int, int]]:
-    """The buffer of a packed dict, the specs of its layout, and the numbers of its tensors by id.
+    """The `PackedState` of a dict; ``(None, None, {})`` for a dict that is not packed.
 
-    ``(None, None, {})`` for a dict that is not packed. ``alone``: a single tensor that fills its storage is packed.
+    ``alone``: a single tensor that fills its storage counts as packed.
     """
     tensors = d._tensors()
     found = packed_layout(tensors, d._device, alone=alone)
@@ -361,11 +361,12 @@ def packed_state(d: TreeDict[Any], *, alone: bool = False) -> tuple[Tensor | Non
 
 
 def name_of(cls: type[Any]) -> str:
+    """The name of a class in files: its module and its qualified name."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def class_named(name: Any) -> type[Any]:
-    """The class with this name. Raises ``ValueError`` if no class has this name. Imports no module."""
+    """The defined class with this name from a file. Raises ``ValueError`` if there is none. Imports no module."""
     if isinstance(name, str) and not name.startswith("tensordict_lite._"):  # the private base classes are excluded
         cls = _classes.get(name)
         if cls is not None and name_of(cls) == name:

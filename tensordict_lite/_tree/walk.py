@@ -19,7 +19,7 @@ Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 def only_tensors(values: Iterable[Any]) -> bool:
     """Whether every value is a plain tensor: no nested dict, object or tensor subclass."""
-    for value in values:  # noqa: SIM110  (all() with a generator takes twice as long)
+    for value in values:  # noqa: SIM110  (all() with a generator takes 2x the time)
         if type(value) is not Tensor:
             return False
     return True
@@ -46,7 +46,7 @@ def as_dict(data: Items) -> Mapping[str, Any]:
         raise TypeError(f'{expected}; give the value a key: {{"x": value}}')
     if not isinstance(cast(object, data), Iterable):
         raise TypeError(expected)
-    pairs = list(data)  # outside of `try`: an error in the caller's generator keeps its message
+    pairs = list(data)  # outside of `try`, so that an error in the caller's generator keeps its message
     try:
         return dict(pairs)
     except (TypeError, ValueError) as error:  # raised again as the type that dict() raises
@@ -55,6 +55,7 @@ def as_dict(data: Items) -> Mapping[str, Any]:
 
 
 def refuse_key(key: Any, at: Path, rows: str = "") -> NoReturn:
+    """Raise ``TypeError`` for a key that is not a ``str``. ``rows``: the result of `rows_hint`."""
     where = f" in {dotted(at)}" if at else ""
     if isinstance(key, (int, float)) and not isinstance(key, bool):
         way_out = f"; use {str(key)!r}"
@@ -68,7 +69,7 @@ def refuse_key(key: Any, at: Path, rows: str = "") -> NoReturn:
 def refuse_optimizer(data: Mapping[Any, Any], at: Path) -> None:
     """Raise ``TypeError`` if ``data`` holds the state of an optimizer or a part of it.
 
-    Call it for data that was refused for another reason: this message is more helpful.
+    Call it for data that was refused for another reason, because this message is more helpful.
     """
     groups = data.get("param_groups")
     if isinstance(groups, list):

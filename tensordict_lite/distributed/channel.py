@@ -31,7 +31,7 @@ from .message import (
 ProcessGroup = Any
 T = TypeVar("T")
 M = TypeVar("M", Header, Message, Header | Message)
-dist: Any = torch.distributed  # half of its functions have no types
+dist: Any = torch.distributed  # many of its functions have no types
 _KEPT = 64
 """The size of the schema cache. Both sides evict the same schemas, because both see the same messages in order."""
 _UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
@@ -71,8 +71,8 @@ class Work:
 class Errors:
     """The first error of this rank in one call. The rank raises it after its last message, so that no rank waits.
 
-    Code that can fail on one rank only runs in ``with errors:``. If an error occurs before the first message, the rank
-    sends the text of the error instead of a dict. A receiver always receives every message that is sent to it.
+    Code that can fail on a single rank runs in ``with errors:``. If an error occurs before the first message, the rank
+    sends the text of the error in place of a dict. A receiver always receives every message that is sent to it.
     """
 
     def __init__(self, first: Exception | None = None) -> None:
@@ -95,7 +95,7 @@ class Errors:
             if first is not None:
                 raise first
         finally:
-            del first  # else a reference cycle of frame and error keeps the tensors of the call alive
+            del first  # otherwise a reference cycle of frame and error keeps the tensors of the call alive
 
     def results(self, works: list[Work]) -> list[Any]:
         """The result of each transfer. Waits for all transfers before it raises an error."""
@@ -203,7 +203,7 @@ class Channel:
             buffer, parts = schema.new_buffer(self.comm_device)
             take(parts)
             return schema, buffer
-        # An invalid message is received too; else the next receive would read these bytes as its prefix.
+        # Receive an invalid message too. Otherwise the next receive would read these bytes as its prefix.
         take([torch.empty(size, dtype=torch.uint8, device=self.comm_device) for size in sizes])
         raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, src)
 
@@ -223,6 +223,7 @@ def accepted(schema: Header | str, nbytes: int, src: int) -> Header:
 
 
 def process_group(group: ProcessGroup) -> Any:
+    """The process group; the default group for None. Raises an error if there is none, or if this rank is outside."""
     pg = dist.group.WORLD if group is None else group
     if pg is None:
         raise RuntimeError("there is no process group; call torch.distributed.init_process_group first")
@@ -233,12 +234,13 @@ def process_group(group: ProcessGroup) -> Any:
 
 def comm_device(group: ProcessGroup) -> torch.device:
     """The device of tensors that a group sends: the CPU if the group has a backend for it, else its accelerator."""
-    # Such as "cpu:gloo,cuda:nccl".
+    # The configuration is a text such as "cpu:gloo,cuda:nccl".
     types = [one.partition(":")[0] for one in str(dist.get_backend_config(process_group(group))).split(",")]
     return resolve("cpu" if "cpu" in types else types[0])
 
 
 def as_tensor(text: bytes, device: torch.device) -> Tensor:
+    """The bytes as uint8[len(text)] on ``device``."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
 
@@ -296,7 +298,7 @@ def agreed(
         make: returns the message or the header of this rank.
         errors: the errors in the arguments of this rank. This rank raises them unchanged.
         group: the process group.
-        mark: a number that must be equal on all ranks. Else every rank raises a ``RuntimeError``.
+        mark: a number for the arguments of the call. If it differs, every rank raises a ``RuntimeError``.
     """
     device, ranks = comm_device(group), ranks_of(group)
     arguments = errors.first

@@ -30,7 +30,7 @@ _MAGIC = 0x7464_6C32
 LARGE = 1 << 20
 """The size in bytes of the smallest tensor that is sent without a copy, in a message of its own."""
 _LARGEST = 16 << 20
-"""The maximum size of a header in bytes, equal to that of the manifest in a file."""
+"""The maximum size of a header in bytes, equal to the maximum size of the manifest in a file."""
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Header:
     count: int
     """The number of tensors."""
     _built: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    """By class, a dict on meta that `build` made, so that the manifest is read once."""
 
     @property
     def nbytes(self) -> int:
@@ -145,6 +146,8 @@ def parts_of(layout: Layout) -> list[Part]:
 
 
 _known: dict[Any, tuple[Any, Header]] = {}
+"""The header of each schema that was sent. The key has ids of policies, so each entry also keeps a dict with these
+policies alive."""
 
 
 def message_of(d: TreeDict[Any]) -> Message:
@@ -188,6 +191,7 @@ def _arranged(d: TreeDict[Any]) -> tuple[list[Tensor], list[Group], list[int]]:
 
 
 def _sendable(tensors: list[Tensor], schema: Header) -> Header:
+    """``schema``, if the tensors have values. Raises ``TypeError`` for tensors on meta."""
     if any(tensor.is_meta for tensor in tensors):
         raise TypeError("a dict on meta has no values to send")
     return schema
@@ -201,10 +205,7 @@ def _schema(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpack
     schema = _described(d, tensors, groups, unpackable)
     if len(_known) > 256:
         _known.clear()
-    _known[key] = (
-        d.copy()._replace_tensors([tensor.to("meta") for tensor in tensors], None),
-        schema,
-    )  # keeps ids in key alive
+    _known[key] = d.copy()._replace_tensors([tensor.to("meta") for tensor in tensors], None), schema
     return schema
 
 
@@ -290,7 +291,7 @@ def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int, int]:
 def sizes_of(schema: Header, device: torch.device) -> list[Tensor]:
     """The message with the sizes of the parts in bytes. A buffer of one part needs no such message.
 
-    A receiver that cannot read the header still receives every part, so the next call finds its own messages.
+    With the sizes, a receiver that cannot read the header can still receive every part, and the next call works.
     """
     sizes = [part.nbytes for part in schema.parts]
     return [torch.tensor(sizes, device=device)] if len(sizes) > 1 else []
@@ -305,8 +306,10 @@ def read_sizes(sizes: Tensor, nbytes: int) -> list[int]:
 
 
 def failure(error: Exception) -> bytes:
+    """The text of an error, as a message in place of a dict."""
     return f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
 
 
 def text_of(text: Tensor) -> str:
+    """The text of a received `failure`."""
     return bytes(text.cpu().numpy()).decode(errors="replace")

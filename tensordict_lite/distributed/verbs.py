@@ -44,6 +44,12 @@ _TAG = 0x7464
 def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None) -> None:
     """Send a dict to rank ``dst``. Rank ``dst`` calls `recv`.
 
+    Args:
+        d: the dict to send.
+        dst: the global rank of the receiver.
+        tag: a number that `recv` must give too, as in ``torch.distributed.send``.
+        group: the process group. None: the default group.
+
     Raises: ``TypeError`` that names the field that cannot be sent. The receiver raises a ``RuntimeError`` with the same
     text.
     Cost: two messages, or three if the schema is new to ``dst``. One copy of the small tensors; no copy if the dict is
@@ -95,7 +101,10 @@ def recv(
     """Receive a dict from rank ``src``. Rank ``src`` calls `send`.
 
     Args:
+        src: the global rank of the sender.
+        tag: the number that `send` gives.
         like: a dict with the expected schema. It may be on meta. None accepts any schema.
+        group: the process group. None: the default group.
         cls: the class of the result. A `TypedDeviceDict` class validates the names and kinds of its fields.
         device: the device of the result. None: the device that the group communicates on.
 
@@ -295,9 +304,9 @@ def all_gather(
 
     Raises: an error on every rank, if the dict or the arguments of one rank are invalid. If a received dict is invalid
     on one rank, only this rank raises, after the last collective.
-    Cost: two collectives, or four if a schema is new. One copy of the tensors. If a dict has 1 MiB or more, each rank
-    broadcasts its dict. If then all dicts have the same schema, a tensor of 1 MiB or more is not copied, and has a
-    collective of its own. Of smaller dicts, each rank sends as many bytes as the largest dict has.
+    Cost: two collectives, or four if a schema is new. One copy of the tensors. If every dict is smaller than 1 MiB,
+    each rank sends as many bytes as the largest dict has. Otherwise each rank broadcasts its dict. If the schemas are
+    equal, each tensor of 1 MiB or more then has a collective of its own, and is not copied.
     """
     channel, errors = Channel(group, "all"), Errors()
     target: Any = None
@@ -410,6 +419,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
 
 
 def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[Any]:
+    """``d`` itself. Raises ``TypeError`` unless ``d`` is a `DeviceDict`."""
     if not isinstance(d, DeviceDict):
         raise TypeError(f"{verb} takes a DeviceDict on {on}, got {type(d).__name__}")
     return cast("DeviceDict[Any]", d)
@@ -437,6 +447,7 @@ def _split_rows(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict
 
 
 def _refuse_differing(mine: Header, digests: list[int], group: ProcessGroup) -> None:
+    """Raise ``RuntimeError`` that names the first rank whose schema differs, and the field."""
     texts = texts_of_all(mine.text, group)
     first, *others = [read_header(text, digest) for text, digest in zip(texts, digests, strict=True)]
     lead, *ranks = ranks_of(group)
@@ -467,6 +478,7 @@ def _one_copy(tensors: list[Tensor]) -> Tensor:
 
 
 def _irreducible(dtype: torch.dtype, op: Op) -> str:
+    """The reason why a dtype does not support ``op``; empty if it does."""
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return "integers have no mean; convert it to float first"
     if op == "sum" and dtype == torch.bool:
