@@ -227,7 +227,7 @@ def line(
     operation: str, size: int | str, seconds: Mapping[str, list[float]], goals: tuple[Goal, ...]
 ) -> dict[str, Any]:
     """Each contender as a multiple of ours; ``met`` is about the first goal's contender."""
-    ratios = {who: ratio(times, seconds[OURS]) for who, times in seconds.items() if who != OURS}
+    ratios = {who: ratio(times, seconds[OURS]) for who, times in seconds.items()}
     met = {f"<= {limit:g} x {who}": ratios[who]["median"] >= 1 / limit for who, limit in goals if who in ratios}
     return {
         "operation": operation,

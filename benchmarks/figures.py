@@ -173,6 +173,8 @@ def tables() -> Rows:
     """Times of other formats as multiples of ours, for each operation on each of the two tables."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for line in results("table")["lines"]:
+        if line["fields"] == "texts":
+            continue
         operation = line["operation"].partition(",")[0].replace("write 256 at a time", "write")
         cells = found.setdefault((operation.replace("gather 256", "256 rows").replace("gather 4096", "4096 rows"),
                                   line["fields"]), {})  # fmt: skip
@@ -188,6 +190,20 @@ def tables() -> Rows:
     lines = [["operation", f"table of {results('table')['mib']} MiB", *whos]]
     for (operation, table), cells in found.items():
         lines.append([operation, table, *("".join(cells.get(who, "") for who in any_of) for any_of in whos.values())])
+    return lines
+
+
+def texts() -> Rows:
+    """Rows of a jagged column of texts, beside two ways to read the same bytes by hand."""
+    lines = [["operation", "index of every byte (x)", "a slice for each row (x)"]]
+    for count in (256, 4096):
+        found = {
+            who: number(ratio["median"])
+            for line in results("table")["lines"]
+            if line["operation"].startswith(f"gather {count} and decode")
+            for who, ratio in line["ratios"].items()
+        }
+        lines.append([f"{count} texts", found["index_select of bytes"], found["a slice for each row"]])
     return lines
 
 
@@ -295,7 +311,7 @@ def slower() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
-    for table in (speed, operations, packing, loader, processes, descriptors, disk, rows, tables, ranks, engines,
+    for table in (speed, operations, packing, loader, processes, descriptors, disk, rows, tables, texts, ranks, engines,
                   outputs, slower)
 }  # fmt: skip
 

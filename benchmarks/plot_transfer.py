@@ -21,6 +21,8 @@ COLOURS = {
     "one tensor": "#8a8a8a",
 }
 OTHER = "#d9a25f"
+LONGEST = 3
+"""The longest bar is at most this many times as long as the next one. An arrow marks a bar that is cut off."""
 NAMES, WIDTH, GAP = 1.75, 2.1, 0.35  # inches: width of the names, width of a chart, space between charts
 TOP, HEAD, BAR = 0.6, 0.75, 0.21  # inches: height of the title, of the titles of a row and its charts, and of a bar
 
@@ -30,15 +32,20 @@ def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
     ratios = next(iter(line["ratios"].values()))  # ratios to our time; to the packed time if there are two
     whos = list(ratios)
     middle = [ratios[who]["median"] for who in whos]
-    spread = [[ratios[who]["median"] - ratios[who]["min"] for who in whos]]
-    spread += [[ratios[who]["max"] - ratios[who]["median"] for who in whos]]
+    most = sorted(ratios[who]["max"] for who in whos)
+    limit = min(most[-1], LONGEST * most[-2])  # a bar that is much longer than all others would hide them
+    shown = [min(value, limit) for value in middle]
+    spread = [[max(0, value - ratios[who]["min"]) for value, who in zip(shown, whos, strict=True)]]
+    spread += [[max(0, min(ratios[who]["max"], limit) - value) for value, who in zip(shown, whos, strict=True)]]
     colours = [COLOURS.get(who, OTHER) for who in whos]
-    axes.barh(whos, middle, xerr=spread, color=colours, height=0.72, error_kw={"lw": 0.8, "ecolor": "#444444"})
+    axes.barh(whos, shown, xerr=spread, color=colours, height=0.72, error_kw={"lw": 0.8, "ecolor": "#444444"})
     for y, who in enumerate(whos):
         value = ratios[who]["median"]
         text = f" {value:.{0 if value >= 9.95 else 1 if value >= 1.95 else 2}f}"
-        axes.text(ratios[who]["max"], y, text, va="center")
-    axes.set_xlim(0, 1.28 * max(ratios[who]["max"] for who in whos))  # leave room for the numbers
+        if value > limit:
+            text = f" \u2192{text}"
+        axes.text(min(ratios[who]["max"], limit), y, text, va="center")
+    axes.set_xlim(0, 1.35 * limit)  # leave room for the numbers
     axes.set_ylim(len(whos) - 0.4, -0.6)
     axes.tick_params(left=False, labelleft=named)
     axes.set_xticks([])

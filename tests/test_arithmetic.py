@@ -431,6 +431,16 @@ class TestRefusals:
             unchanged(d, lambda m=method: getattr(d, m)(None), TypeError, f"{method} takes a mapping")
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_scale_that_torch_refuses_is_an_error_with_the_path(packed: bool) -> None:
+    d = DeviceDict({"n": {"x": torch.ones(3, dtype=torch.float16), "y": torch.ones(3, dtype=torch.float16)}})
+    d = d.pack() if packed else d
+    other = d.clone()
+    unchanged(d, lambda: d.add_(other, alpha=1j), RuntimeError, "'n.x' is float16[3]; torch refuses add_ of it")
+    unchanged(d, lambda: d.sub_(other, alpha=1e300), RuntimeError, "'n.x' is float16[3]; torch refuses sub_ of it")
+    unchanged(d, lambda: d.lerp_(other, 1j), RuntimeError, "'n.x' is float16[3]; torch refuses lerp_ of it")
+
+
 def test_total_norm() -> None:
     d = sample()
     flat = torch.cat([t.reshape(-1) for t in d._tensors()])
@@ -440,6 +450,9 @@ def test_total_norm() -> None:
     assert torch.allclose(d.pack().total_norm(), d.total_norm()) and DeviceDict().total_norm() == 0
     mixed = DeviceDict({"x": torch.ones(3), "y": torch.ones(1, dtype=torch.float64)})
     assert mixed.total_norm().item() == pytest.approx(2)
+    for order in (2, math.inf):
+        assert DeviceDict({"x": torch.ones(0), "y": [-2.0]}).total_norm(order) == 2
+        assert DeviceDict({"x": torch.ones(0)}).total_norm(order) == 0
     leaf = DeviceDict({"x": [3.0], "y": [4.0]}).requires_grad_()
     leaf.total_norm().backward()
     assert leaf["x"].grad is not None and leaf["x"].grad.tolist() == [pytest.approx(0.6)]

@@ -168,3 +168,16 @@ class TestCat:
             cat([{"x": [[1]]}, {"x": [[1, 2]]}], pad={"x": 1.5})
         with pytest.raises(ValueError, match="dict 1 lacks 'x', which dict 0 has"):
             cat([{"x": [[1]]}, {"y": [[1, 2]]}], pad={"x": 1})
+
+    def test_a_field_of_another_meaning_is_not_taken_for_the_lengths_or_the_mask(self) -> None:
+        def batch(width: int, **others: Any) -> DeviceDict[Any]:
+            return DeviceDict({"ids": torch.zeros(2, width), **others})
+
+        for others, shown in (
+            ({"n": torch.zeros(2)}, r"lengths at 'n', where dict 1 has float32\[2\]"),
+            ({"n": {"x": torch.zeros(2)}}, "lengths at 'n', where dict 1 has a mapping"),
+            ({"m": torch.zeros(2, 3)}, r"mask at 'm', where dict 1 has float32\[2, 3\]"),
+            ({"m": torch.ones(2, 2, dtype=torch.bool)}, r"mask at 'm', where dict 1 has bool\[2, 2\]"),
+        ):
+            with pytest.raises(ValueError, match=rf"^'ids': pad= puts its {shown}; choose another key$"):
+                cat([batch(2), batch(3, **others)], pad={"ids": Pad(0, lengths="n", mask="m")})

@@ -295,6 +295,16 @@ assert "/t/text.safetensors" in open("/proc/self/maps").read()
             cat([other, load(dense)])
 
 
+def test_the_default_device_changes_nothing(tmp_path: Path) -> None:
+    torch.set_default_device("meta")
+    try:
+        with RowWriter(tmp_path / "t", like={"box": [[[0.0, 0.0]]], "text": [""]}, jagged=["box", "text"]) as writer:
+            writer.write({"box": [[[1.0, 2.0]], []], "text": ["a", ""]})
+    finally:
+        torch.set_default_device(None)
+    assert load(tmp_path / "t").decode("text") == ["a", ""]
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -138,8 +138,10 @@ def collate(
 
 def _jagged_fields(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
     keys = jagged_keys(jagged, "collate")
-    for key in keys.intersection(pad or ()):
-        raise ValueError(f"{key!r} stands in pad= and in jagged=; a field is either padded or jagged")
+    padded = {(key,) if isinstance(key, str) else key for key in pad or ()}
+    for key in keys:
+        if (key if isinstance(key, tuple) else (key,)) in padded:
+            raise ValueError(f"{key!r} stands in pad= and in jagged=; a field is either padded or jagged")
     return keys
 
 

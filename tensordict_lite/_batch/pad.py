@@ -216,7 +216,7 @@ def _pad_column(
             )
     require_fit(pad, column[0].dtype, path)
     length = pad._length(max(value.shape[1] for value in column))
-    for items, value in zip(out, column, strict=True):
+    for i, (items, value) in enumerate(zip(out, column, strict=True)):
         rows, own = value.shape[:2]
         made = extra_fields([own] * rows, length, pad, value.device)
         items[key] = _widen(value, length, pad.side, pad.value)
@@ -224,7 +224,14 @@ def _pad_column(
             known = items.get(name)
             if known is None:
                 items[name] = made[name]
-            elif option == "mask" and isinstance(known, Tensor) and known.shape[:2] == (rows, own):
+                continue
+            dtype, shape = (torch.bool, (rows, own)) if option == "mask" else (torch.int64, (rows,))
+            if not isinstance(known, Tensor) or known.dtype is not dtype or known.shape != shape:
+                raise ValueError(
+                    f"{dotted(path)}: pad= puts its {option} at {name!r}, where dict {i} has {described(known)}; "
+                    "choose another key"
+                )
+            if option == "mask":
                 items[name] = _widen(known, length, pad.side, False)
 
 

@@ -7,7 +7,7 @@ in as few calls as possible: one for the buffer of a packed dict, one ``torch._f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -148,6 +148,8 @@ class _Operation(NamedTuple):
     """Whether the operation with a number maps zero to zero. Only then may it write to the gaps of a buffer."""
     casts: bool = False
     """Whether the operation takes every pair of dtypes."""
+    scale: complex = 1
+    """The number ``alpha`` or ``weight`` in ``each`` and ``many``."""
 
 
 class _Write(NamedTuple):
@@ -195,7 +197,7 @@ def _add(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: A
     if alpha == 1:
         operation = _Operation(name, each, many)
     else:  # the function for lists and a number takes no alpha
-        operation = _Operation(name, each_scaled, many_scaled if listed else None)
+        operation = _Operation(name, each_scaled, many_scaled if listed else None, scale=alpha)
     _run(d, operation, operands)
 
 
@@ -226,7 +228,7 @@ def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
     def many(tensors: list[Tensor], ends: list[Tensor]) -> None:
         torch._foreach_lerp_(tensors, ends, weight)
 
-    operation = _Operation("lerp_", each, many)
+    operation = _Operation("lerp_", each, many, scale=weight)
     _run(d, operation, _operands(d, other, "lerp_", numbers=False), integers=_COPY._replace(name="lerp_"))
 
 
@@ -339,8 +341,8 @@ def _validated(
     same = _are_alike(tensors, given, dtypes, plain_classes)
     if same is not None:
         number = cast(Any, others)
-        moderate = type(number) in (int, float) and abs(number) <= _MODERATE
-        if not (one_dtype and dtypes[0] in _COMMON and (moderate if given is None else same)):
+        moderate = _is_moderate(operation.scale) and (same if given is not None else _is_moderate(number))
+        if not (one_dtype and dtypes[0] in _COMMON and moderate):
             every = range(len(tensors))
             _validate_dtypes(operation, tensors, given, others, every, refuse)
             _validate_shapes(operation, tensors, given, every, refuse)
@@ -476,6 +478,10 @@ _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 """Dtypes of tensors that can be conjugated views, which ``torch._foreach_*`` refuses."""
 
 
+def _is_moderate(number: Any) -> bool:
+    return type(number) in (int, float) and abs(number) <= _MODERATE
+
+
 def _one(tensor: Tensor) -> Tensor:
     """A tensor of one element, with the dtype and device of ``tensor``. 0-d if ``tensor`` is 0-d."""
     return torch.ones((1,) if tensor.dim() else (), dtype=tensor.dtype, device=tensor.device)
@@ -563,6 +569,8 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
                 "leave it out with drop()"
             )
     tensors = d._tensors()
+    if order == inf:  # torch raises for a tensor without elements
+        tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros((), device=d._device)
     # Note: not torch.nn.utils.get_total_norm, which records no gradient.

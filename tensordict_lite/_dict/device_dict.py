@@ -1011,12 +1011,13 @@ class DeviceDict(TreeDict[V]):
         """The norm over the elements of all fields, as ``torch.nn.utils.get_total_norm`` computes it.
 
         Args:
-            ord: the order of the norm, above 0; ``inf`` gives the largest absolute value.
+            ord: the order of the norm, above 0; ``inf`` gives the largest absolute value. Fields without elements
+                change nothing.
 
-        Returns: a 0-d tensor on the device. Zero if there are no fields. Autograd records the operations.
+        Returns: a 0-d tensor on the device. Zero if there are no elements. Autograd records the operations.
 
         Raises: ``TypeError`` that names the field, for integers and encoded strings; ``ValueError`` for another
-            ``ord``; torch's error for ``inf`` and a field without elements.
+            ``ord``.
         Cost: one ``torch._foreach_norm`` for each dtype, and two operations on the norms; no synchronization.
 
         >>> DeviceDict({"x": [3.0], "n": {"y": [0.0, 4.0]}}).total_norm()

@@ -380,7 +380,9 @@ def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _F
             found.add(path, len(codes[1]), *codes)
             return
         none = _is_list(value) and not value  # one row without values
-        value = torch.empty((0, *element), dtype=column.dtype) if none else _converted(fields, key, value, at)
+        value = (
+            torch.empty((0, *element), dtype=column.dtype, device="cpu") if none else _converted(fields, key, value, at)
+        )
     value = value.detach()
     count, given = (value.shape[0] if value.dim() == column.dim() else None), value
     if is_jagged(value):
@@ -420,7 +422,7 @@ def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) ->
         if part.dim() != none.dim() or part.shape[1:] != none.shape[1:]:
             row = ", ".join(["*", *map(str, none.shape[1:])])
             raise ValueError(f"{dotted(path)}: expected rows [{row}], row {i} is {described(part)}")
-    return torch.cat(parts).detach(), torch.tensor(list(map(len, parts)))
+    return torch.cat(parts).detach(), torch.tensor(list(map(len, parts)), device="cpu")
 
 
 def _is_list(value: object) -> bool:
