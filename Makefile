@@ -89,6 +89,7 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_table.py --json $(RESULTS)/table-cpu.json
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/bench_engines.py --json $(RESULTS)/engines-cpu.json
+	$(BENCH)/bench_gallery.py --json $(RESULTS)/gallery-cpu.json
 	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.

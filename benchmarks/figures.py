@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "engines.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "engines", "gallery"))]
 CHART = ROOT / "docs" / "charts" / "loader-bars.svg"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)((?:\|.*\n)*)\n?")
 
@@ -207,6 +207,15 @@ def texts() -> Rows:
     return lines
 
 
+def gallery() -> Rows:
+    """Parts of the gallery's examples: our time as a multiple of that of plain dicts."""
+    lines = [["part", "DeviceDict (µs)", "plain dicts (µs)", "ratio"]]
+    for row in results("gallery")["results"]:
+        seconds, middle = row["median_seconds"], row["ratios"]["dict"]["median"]
+        lines.append([row["operation"], micro(seconds["ours"]), micro(seconds["dict"]), number(middle)])
+    return lines
+
+
 def rows() -> Rows:
     """Times of other containers as multiples of ours, for rows of a table in memory."""
     whos = {
@@ -312,7 +321,7 @@ def slower() -> Rows:
 TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (speed, operations, packing, loader, processes, descriptors, disk, rows, tables, texts, ranks, engines,
-                  outputs, slower)
+                  gallery, outputs, slower)
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from tensordict_lite import DeviceDict, Vocabulary, collate, prefetch
+from tensordict_lite import DeviceDict, Vocabulary, prefetch
 
 HERE = Path(__file__).parent
 NA = "NA"  # how the file writes a missing value
@@ -34,7 +34,6 @@ def read_table(path: Path) -> DeviceDict:
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     gaps = ", ".join(f"{name} {values.count(NA)}" for name, values in columns.items())
     print(f"{path.name}: {len(rows)} rows, all kept. Missing values:\n{gaps}\n")
-
     encoders = {
         "species": Vocabulary.fit(columns["species"]),
         "island": Vocabulary.fit(columns["island"]),
@@ -64,10 +63,9 @@ def network_input(table: DeviceDict) -> Tensor:
 
 
 def train(model: nn.Module, rows: DeviceDict, device: torch.device, epochs: int) -> None:
-    """Fit the species of ``rows``, in batches that are collated from single rows and on their way ahead of time."""
+    """Fit the species of ``rows``. The DataLoader copies random rows, and `prefetch` moves them ahead of time."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
-    samples = list(rows.select("input", "species").rows)  # a dataset is whatever has a length and an index
-    loader = DataLoader(samples, batch_size=64, shuffle=True, collate_fn=collate)
+    loader = DataLoader(rows.select("input", "species").rows, batch_size=64, shuffle=True)
     progress = tqdm(range(epochs), desc="training", unit="epoch")
     for _ in progress:
         right = 0
@@ -78,7 +76,7 @@ def train(model: nn.Module, rows: DeviceDict, device: torch.device, epochs: int)
             loss.backward()
             optimizer.step()
             right += (logits.argmax(dim=1) == batch["species"]).sum()
-        progress.set_postfix(accuracy=f"{right / len(samples):.3f}", refresh=False)
+        progress.set_postfix(accuracy=f"{right / len(rows.rows):.3f}", refresh=False)
 
 
 def draw_confusion(answers: DeviceDict, names: tuple[str, ...], title: str, path: Path) -> None:
@@ -87,7 +85,6 @@ def draw_confusion(answers: DeviceDict, names: tuple[str, ...], title: str, path
     cells = answers["species"] * size + answers["predicted"]
     counts = cells.bincount(minlength=size * size).reshape(size, size).tolist()
     most = max(map(max, counts))
-
     figure = Figure(figsize=(5, 5), layout="tight")
     axes = figure.subplots()
     axes.pcolormesh(range(size), range(size), counts, cmap="Blues", vmin=-most / 10, edgecolors="white", linewidth=3)
@@ -96,8 +93,7 @@ def draw_confusion(answers: DeviceDict, names: tuple[str, ...], title: str, path
             color = "white" if count > 0.6 * most else "black"
             axes.text(column, row, str(count), ha="center", va="center", size=18, color=color)
     axes.set_title(title, pad=12)
-    axes.set_xlabel("predicted species", labelpad=8)
-    axes.set_ylabel("true species", labelpad=8)
+    axes.set(xlabel="predicted species", ylabel="true species")
     axes.set_xticks(range(size), names, size=12)
     axes.set_yticks(range(size), names, size=12, rotation="vertical", va="center")
     axes.tick_params(length=0)
@@ -115,9 +111,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "out", metavar="DIR", help="where the picture goes")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-
     table = read_table(HERE / "data" / "penguins.csv")
     count = len(table.rows)
     table["training"] = torch.randperm(count) < round(0.8 * count)  # a random four fifths of the rows
@@ -141,7 +135,6 @@ def main() -> None:
     print("\nevery tenth held-out penguin, predicted / true:")
     for guess, truth, island, sex, length in list(zip(*strings, lengths, strict=True))[::10]:
         print(f"  {guess} / {truth}  ({island}, sex {sex}, bill {length:.1f} mm)")
-
     right = answers["predicted"] == answers["species"]
     accuracy = right.float().mean().item()
     print(f"\nheld-out accuracy {accuracy:.3f}, {right.sum()} of {len(right)} penguins")
