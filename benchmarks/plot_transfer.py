@@ -33,7 +33,7 @@ def draw(axes: Axes, line: dict[str, Any], named: bool) -> None:
     whos = list(ratios)
     middle = [ratios[who]["median"] for who in whos]
     most = sorted(ratios[who]["max"] for who in whos)
-    limit = min(most[-1], LONGEST * most[-2])  # a bar that is much longer than all others would hide them
+    limit = min(most[-1], LONGEST * most[-2:][0])  # a bar that is much longer than all others would hide them
     shown = [min(value, limit) for value in middle]
     spread = [[max(0, value - ratios[who]["min"]) for value, who in zip(shown, whos, strict=True)]]
     spread += [[max(0, min(ratios[who]["max"], limit) - value) for value, who in zip(shown, whos, strict=True)]]

@@ -90,6 +90,14 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def with_spare(nbytes: int) -> int:
+    """The size of a buffer of ``nbytes`` with spare bytes at the end, so that its tensors do not count as packed.
+
+    A multiple of every item size, because ``torch.load`` refuses a storage whose size is no multiple of the item size.
+    """
+    return aligned(nbytes + 1)
+
+
 def split(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
     """Distribute the fields of 1 to ``largest`` bytes over buffers of at most ``limit`` bytes.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .buffer import buffer_of, copy_into, new_buffer, regions, views_of
 from .cast import CASTS, clone_each, copy_each
 from .device import CPU, META, capabilities, is_capturing
-from .layout import ALIGNMENT, Layout, aligned, cast_groups, lay_out, split
+from .layout import ALIGNMENT, Layout, cast_groups, lay_out, split, with_spare
 from .packed import (
     arrange,
     buffer_layout,
@@ -287,17 +287,9 @@ def _through_pinned(buffer: Tensor, target: torch.device) -> Tensor:
     return moved
 
 
-def _unpacked_size(layout: Layout) -> int:
-    """The size of a buffer whose fields must not count as packed: larger than the layout.
-
-    A multiple of every item size, because ``torch.load`` refuses a storage whose size is no multiple of the item size.
-    """
-    return aligned(layout.nbytes + 1)
-
-
 def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device) -> None:
     """Replace the tensors of the layout in ``out``, on the host, by copies on ``target``, which share a buffer."""
-    staging, pinned = staging_buffer(_unpacked_size(layout), target)
+    staging, pinned = staging_buffer(with_spare(layout.nbytes), target)
     copy_into(staging, layout, out)
     views_of(layout, regions(staging.to(target, non_blocking=pinned), layout), out)
 
@@ -309,7 +301,7 @@ def _coalesce_on_device(layout: Layout, out: list[Tensor], source: torch.device,
     On the host each copy owns its memory. On another device they share a buffer.
     """
     try:
-        buffer = new_buffer(layout.nbytes if target == CPU else _unpacked_size(layout), source)
+        buffer = new_buffer(layout.nbytes if target == CPU else with_spare(layout.nbytes), source)
     except torch.OutOfMemoryError:  # tensors may be moved because the device is full
         return False
     copy_into(buffer, layout, out)

@@ -20,7 +20,7 @@ from .._errors import TooDeep
 from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .._memory.dense import dense_bytes
 from .._memory.device import CPU
-from .._memory.layout import ALIGNMENT, Group, Layout, aligned, dense_stride, lay_out, split
+from .._memory.layout import ALIGNMENT, Group, Layout, dense_stride, lay_out, split, with_spare
 from .._memory.packed import arrange, buffer_layout, intercepted, is_saved_group, repeats_of
 from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
 from .tree import TreeDict, dicts_of, packed_items, policy_state, unpacked
@@ -141,19 +141,11 @@ def _specs(layout: Layout) -> tuple[Any, ...]:
 
 def _coalesced(tensors: list[Tensor], layout: Layout) -> Tensor:
     """A new buffer with copies of the tensors of the layout."""
-    nbytes = _with_spare(layout.nbytes)
+    nbytes = with_spare(layout.nbytes)
     buffer = clear_gaps(new_buffer(nbytes, CPU), layout)
     copy_into(buffer, layout, tensors)
     buffer.numpy()[layout.nbytes :] = 0  # no old content of the memory is sent
     return buffer
-
-
-def _with_spare(nbytes: int) -> int:
-    """The size of a buffer of copied tensors. It has spare bytes, so that the received tensors do not count as packed.
-
-    torch saves only storages whose size is a multiple of the size of an element.
-    """
-    return aligned(nbytes + 1)
 
 
 def _pickle_buffer(buffer: Tensor) -> PickleBuffer:
@@ -234,7 +226,7 @@ def _received(buffer: Any, layout: Layout) -> Tensor:
         raise TypeError(
             f"expected a contiguous buffer of bytes for a pickled dict, got {type(buffer).__name__}: {error}"
         ) from error
-    if array.nbytes not in (layout.nbytes, _with_spare(layout.nbytes)):
+    if array.nbytes not in (layout.nbytes, with_spare(layout.nbytes)):
         raise ValueError(
             f"a buffer of a pickled dict has {array.nbytes} bytes, expected {layout.nbytes}; pass the buffers to "
             "pickle.loads in the order in which they were made"
