@@ -16,9 +16,10 @@ from tensordict_lite._memory.layout import (
     aligned,
     cast_groups,
     dense_stride,
+    distribute,
     lay_out,
     row_major,
-    split,
+    with_spare,
 )
 
 F, D, L, B = torch.float32, torch.float64, torch.int64, torch.bool
@@ -76,21 +77,29 @@ def test_specs_that_become_equal_are_one_run() -> None:
 
 
 @given(group_lists(), st.integers(1, 300), st.integers(300, 600))
-def test_split_keeps_to_the_limits(groups: list[Group], largest: int, limit: int) -> None:
-    parts = split(groups, largest, limit)
+def test_buffers_keep_to_the_limits(groups: list[Group], largest: int, limit: int) -> None:
+    parts = distribute(groups, largest, limit)
     sizes = {i: math.prod(shape) * dtype.itemsize for (dtype, shape, _), members in groups for i in members}
     taken = [i for part in parts for i in part.members]
-    assert sorted(taken) == sorted(i for i, size in sizes.items() if 0 < size <= largest), (
-        "each once, none that is large"
-    )
+    fit = {i for i, size in sizes.items() if 0 < size <= largest}
+    assert len(set(taken)) == len(taken) and fit.issuperset(taken), "each once, none that is large"
+    assert len(fit.difference(taken)) <= 1 + len(parts), "few have a buffer of their own"
     for part in parts:
-        assert part.nbytes <= aligned(limit)
+        assert part.nbytes <= aligned(limit) and len(part.members) > 1
 
 
-def test_split_fills_a_part_before_the_next() -> None:
-    group: Group = ((torch.uint8, (64,), (1,)), list(range(10)))
-    assert [part.members for part in split([group], 64, 256)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert split([], 64, 256) == split([group], 63, 256) == []
+def test_a_buffer_is_filled_before_the_next() -> None:
+    group: Group = ((torch.uint8, (64,), (1,)), list(range(9)))
+    assert [part.members for part in distribute([group], 64, 256)] == [[0, 1, 2, 3], [4, 5, 6, 7]], "8 is left alone"
+    assert distribute([], 64, 256) == distribute([group], 63, 256) == []
+
+
+@given(group_lists(), st.integers(1, 300), st.integers(400, 700))
+def test_spare_bytes_lie_behind_the_fields(groups: list[Group], largest: int, limit: int) -> None:
+    for part, plain in zip(
+        distribute(groups, largest, limit, spare=True), distribute(groups, largest, limit - ALIGNMENT), strict=True
+    ):
+        assert part.runs == plain.runs and part.nbytes == with_spare(plain.nbytes) <= aligned(limit)
 
 
 @given(st.data())

@@ -25,10 +25,10 @@ from .._dict.rows import Rows
 from .._encoders.protocol import padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
 from .._memory.buffer import new_batch_buffer, regions, views_of
-from .._memory.device import CPU, canonical
+from .._memory.device import CPU, canonical, intercepted
 from .._memory.jagged import join_jagged
 from .._memory.layout import Group, Layout, lay_out, row_major
-from .._memory.packed import can_pack, find_unpackable, intercepted, packable
+from .._memory.packed import can_pack, find_unpackable, packable
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from .._memory.device import DeviceLike, capabilities, record_stream, resolve
-from .._memory.packed import intercepted
+from .._memory.device import DeviceLike, capabilities, intercepted, record_stream, resolve
 from .._tree.walk import components, nbytes
 from .containers import tensors_inside, to_device
 

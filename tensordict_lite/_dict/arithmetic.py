@@ -16,8 +16,8 @@ from torch.nn import Parameter
 
 from .._encoders.protocol import decode_nested
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
-from .._memory.device import CPU
-from .._memory.packed import as_one, intercepted
+from .._memory.device import CPU, intercepted
+from .._memory.packed import as_one
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .._errors import dtype_name
-from .._memory.device import CPU
-from .._memory.packed import intercepted
+from .._memory.device import CPU, intercepted
 
 
 def row_index(given: Any, count: int, device: torch.device | None) -> int | Tensor:

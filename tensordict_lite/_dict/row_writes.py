@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from .._encoders.protocol import padding
 from .._errors import DEPTH, Path, TooDeep, described, dotted
-from .._memory.device import CPU
-from .._memory.packed import intercepted
+from .._memory.device import CPU, intercepted
 from .._memory.rows import copy_rows, set_rows, share_memory
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict

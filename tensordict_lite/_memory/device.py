@@ -1,20 +1,27 @@
-"""Parse and resolve devices, and test what a device can do."""
+"""Parse and resolve devices, and test what a device can do now."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 DeviceLike = torch.device | str | int
 
 CPU = torch.device("cpu")
 """Every dict on the CPU keeps this object as its device, so that code can compare with ``is``."""
 META = torch.device("meta")
+
+_forward_ad = cast(Any, forward_ad)
+_compiling = torch.compiler.is_compiling
+_interpreters = cast(Callable[[], object], cast(Any, torch._C)._functorch.peek_interpreter_stack)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_trace = torch._C._get_tracing_state
 
 
 def canonical(device: torch.device) -> torch.device:
@@ -135,6 +142,14 @@ def _can_pin(device: torch.device) -> bool:
             return torch.empty(1, dtype=torch.uint8, device=CPU, pin_memory=True).is_pinned()
     except (RuntimeError, AttributeError):
         return False
+
+
+def intercepted() -> bool:
+    """Whether something active must see every operation on a tensor, so that tensors cannot be packed.
+
+    That is torch.compile, a functorch transform, forward-mode autograd, a dispatch mode or torch.jit.trace.
+    """
+    return bool(_compiling() or _interpreters() or _dispatch_modes() or _trace() or _forward_ad._current_level >= 0)
 
 
 def is_capturing(device: torch.device) -> bool:

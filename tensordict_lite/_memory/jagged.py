@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .dense import dense_bytes
-from .packed import intercepted, packable
+from .device import intercepted
+from .packed import packable
 
 
 def is_jagged(tensor: Tensor) -> bool:

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
     runs: tuple[Run, ...]
     nbytes: int
-    """Bytes up to the end of the last field."""
+    """Bytes up to the end of the last field, and the spare bytes if there are any."""
 
     @property
     def members(self) -> list[int]:
@@ -56,11 +56,12 @@ class Layout(NamedTuple):
         return [((run.dtype, run.shape, run.stride), run.members) for run in self.runs]
 
 
-def lay_out(groups: Iterable[Group]) -> Layout:
+def lay_out(groups: Iterable[Group], spare: bool = False) -> Layout:
     """Compute the layout of these tensors: equal specs next to each other, dense strides, every field aligned.
 
     A layout depends on the specs alone. So `is_packed` can compare it with addresses, and a receiver can compute it.
-    Fields with equal specs are next to each other, so that one ``unbind`` makes views of all of them.
+    Fields with equal specs are next to each other, so that one ``unbind`` makes views of all of them. ``spare``: the
+    buffer gets spare bytes, see `with_spare`.
     """
     merged: dict[Spec, list[int]] = {}
     for (dtype, shape, stride), members in groups:
@@ -77,7 +78,7 @@ def lay_out(groups: Iterable[Group]) -> Layout:
         if nbytes:
             end = start + step * (count - 1) + nbytes
             start += step * count
-    return Layout(tuple(runs), end)
+    return Layout(tuple(runs), with_spare(end) if spare else end)
 
 
 def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> list[Group]:
@@ -98,12 +99,14 @@ def with_spare(nbytes: int) -> int:
     return aligned(nbytes + 1)
 
 
-def split(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
+def distribute(groups: Iterable[Group], largest: int, limit: int, spare: bool = False) -> list[Layout]:
     """Distribute the fields of 1 to ``largest`` bytes over buffers of at most ``limit`` bytes.
 
-    Larger fields and fields without elements are left out. ``limit`` must have room for a field of ``largest`` bytes.
+    Larger fields and fields without elements are left out, and so is a field that would have a buffer of its own.
+    ``limit`` must have room for a field of ``largest`` bytes. ``spare``: each buffer gets spare bytes (`with_spare`).
     """
     parts: list[list[Group]] = [[]]
+    limit = limit - ALIGNMENT if spare else limit
     room = limit
     for spec, members in groups:
         dtype, shape, _ = spec
@@ -119,7 +122,7 @@ def split(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
             if left:
                 parts.append([])
                 room = limit
-    return list(map(lay_out, filter(None, parts)))
+    return [lay_out(part, spare) for part in parts if len(part) > 1 or (part and len(part[0][1]) > 1)]
 
 
 @lru_cache(maxsize=1024)  # every batch has the same few shapes, and the computation takes 2 us

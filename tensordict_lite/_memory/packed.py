@@ -16,22 +16,16 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from .buffer import PACKABLE, buffer_from, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
-from .device import capabilities
+from .device import capabilities, intercepted
 from .layout import ALIGNMENT, Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
 MAX_DIMENSIONS = 64
 """The most dimensions that torch's operations accept."""
 
 _strided = torch.strided
-_forward_ad = cast(Any, forward_ad)
-_compiling = torch.compiler.is_compiling
-_interpreters = cast(Callable[[], object], cast(Any, torch._C)._functorch.peek_interpreter_stack)
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_trace = torch._C._get_tracing_state
 
 
 class Packed(NamedTuple):
@@ -42,14 +36,6 @@ class Packed(NamedTuple):
     """The tensors outside the buffer."""
     repeats: dict[int, int]
     """See `repeats_of`."""
-
-
-def intercepted() -> bool:
-    """Whether something active must see every operation on a tensor, so that tensors cannot be packed.
-
-    That is torch.compile, a functorch transform, forward-mode autograd, a dispatch mode or torch.jit.trace.
-    """
-    return bool(_compiling() or _interpreters() or _dispatch_modes() or _trace() or _forward_ad._current_level >= 0)
 
 
 def can_pack(device: torch.device | None) -> bool:

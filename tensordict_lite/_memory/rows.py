@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from .buffer import FOREACH_DTYPES, HUGE, new_batch_buffer, new_buffer, regions, views_of
-from .device import CPU
+from .device import CPU, intercepted
 from .jagged import is_jagged, select_rows
 from .layout import Group, Layout, Sizes, lay_out, row_major
-from .packed import can_pack, find_unpackable, intercepted, packable
+from .packed import can_pack, find_unpackable, packable
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """torch has no one-dimensional ``index_select`` for these dtypes, only for the signed dtypes of the same size."""

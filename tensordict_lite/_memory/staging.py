@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .buffer import new_buffer
-from .device import CPU, capabilities, on_device
+from .device import CPU, on_device
 
 IN_FLIGHT = 32 << 20
 """The most bytes of pinned memory that copies on one stream may still read. Without a bound, a host that runs ahead of
@@ -20,19 +20,19 @@ _STREAMS = 64
 def staging_buffer(nbytes: int, device: torch.device, waits: bool = False) -> tuple[Tensor, bool]:
     """uint8[nbytes] on the host for one copy from or to ``device``, and whether it is pinned.
 
+    ``device`` can copy through pinned memory. The buffer is not pinned if no more memory can be pinned.
+
     A copy from pinned memory needs no wait: torch reuses the memory only after the copy. This call waits if the copies
     under way would read more than `IN_FLIGHT`. ``waits``: the caller waits for the copy, so the copy does not count.
     """
-    if capabilities(device).pinned_memory:
-        if not waits:
-            _count(nbytes, device)
-        # On the target device: torch would create a context on the current device, and ask that device for events.
-        with on_device(device):
-            try:
-                return new_buffer(nbytes, CPU, pin=True), True
-            except RuntimeError:  # no more memory can be pinned
-                pass
-    return new_buffer(nbytes, CPU), False
+    if not waits:
+        _count(nbytes, device)
+    # On the target device: torch would create a context on the current device, and ask that device for events.
+    with on_device(device):
+        try:
+            return new_buffer(nbytes, CPU, pin=True), True
+        except RuntimeError:
+            return new_buffer(nbytes, CPU), False
 
 
 class _Stream:

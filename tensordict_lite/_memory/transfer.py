@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .buffer import buffer_of, copy_into, new_buffer, regions, views_of
 from .cast import CASTS, clone_each, copy_each
-from .device import CPU, META, capabilities, is_capturing
-from .layout import ALIGNMENT, Layout, cast_groups, lay_out, split, with_spare
-from .packed import (
-    arrange,
-    buffer_layout,
-    intercepted,
-    map_buffer,
-    may_be_packed,
-    pack_into,
-    repeats_of,
-)
+from .device import CPU, META, capabilities, intercepted, is_capturing
+from .layout import Layout, cast_groups, distribute, lay_out
+from .packed import arrange, buffer_layout, map_buffer, may_be_packed, pack_into, repeats_of
 from .staging import IN_FLIGHT, staging_buffer
 
 COALESCED_TENSOR = 64 << 10
@@ -46,8 +39,7 @@ STAGED_CHUNK = 2 << 20
 """The most bytes of a packed buffer that are staged at once. The device copies a chunk while the host fills another."""
 
 
-@dataclass(frozen=True)
-class CopyPlan:
+class CopyPlan(NamedTuple):
     """The copies that bring tensors to a device. Each int is an index in the list of tensors."""
 
     packed: Layout | None = None
@@ -60,8 +52,10 @@ class CopyPlan:
     """Buffers in pinned memory, through which larger tensors come to the host with one wait for all."""
     one_by_one: tuple[int, ...] = ()
     """The tensors that are copied one by one."""
-    repeats: Mapping[int, int] = field(default_factory=dict[int, int])
+    repeats: Mapping[int, int] = MappingProxyType({})
     """See `repeats_of`. These tensors share the copy of their first occurrence."""
+    pins: bool = False
+    """Whether copies between the host and the device can go through pinned memory."""
 
 
 def plan_copies(
@@ -79,40 +73,35 @@ def plan_copies(
     """
     if intercepted():
         return None
+    here, there = capabilities(source), capabilities(target)
+    capturing = (there.accelerator and is_capturing(target)) or (here.accelerator and is_capturing(source))
     repeats = repeats_of(tensors)
     indices = range(len(tensors))
     everything = tuple(i for i in indices if i not in repeats) if repeats else tuple(indices)
-    one_by_one = CopyPlan(one_by_one=everything, repeats=repeats)
-    here, there = capabilities(source), capabilities(target)
     if len(everything) < 2 or not (here.byte_views and there.byte_views):
-        return one_by_one
-    capturing = (there.accelerator and is_capturing(target)) or (here.accelerator and is_capturing(source))
-    if capturing and source != target:
-        return one_by_one  # each replay of the graph must read the sources again
+        return CopyPlan(one_by_one=everything, repeats=repeats)
+    if capturing and source != target:  # each replay of the graph must read the sources again
+        return CopyPlan(one_by_one=everything, repeats=repeats)
     casts = CASTS[dtype]
+    pins = (there if source == CPU else here).pinned_memory
     groups, unpackable = arrange(tensors, repeats)
     packed = buffer_layout(tensors, groups)
     if packed is not None:
         cast = lay_out(cast_groups(groups, casts)) if any(spec[0] in casts for spec, _ in groups) else None
         # A single tensor is cast on its way, without a buffer.
         if (source != target or copy) if cast is None else len(unpackable) + 1 < len(everything):
-            return CopyPlan(packed, cast, one_by_one=tuple(unpackable), repeats=repeats)
+            return CopyPlan(packed, cast, one_by_one=tuple(unpackable), repeats=repeats, pins=pins)
     if source == target or (target == CPU and non_blocking):
-        return one_by_one
+        return CopyPlan(one_by_one=everything, repeats=repeats)
     after = cast_groups(groups, casts) if casts else groups
-    coalesced = _together(split(after, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT))
+    coalesced = distribute(after, COALESCED_TENSOR, COALESCED_BUFFER, spare=True)
     rest = set(everything).difference(*[layout.members for layout in coalesced])
-    staged: tuple[Layout, ...] = ()
-    if target == CPU and len(rest) > 1 and here.pinned_memory:
+    staged: list[Layout] = []
+    if target == CPU and len(rest) > 1 and pins:
         large = [(spec, [i for i in members if i in rest]) for spec, members in groups if spec[0] not in casts]
-        staged = _together(split(large, STAGED_TENSOR, STAGED_BUFFER))
+        staged = distribute(large, STAGED_TENSOR, STAGED_BUFFER)
         rest = rest.difference(*[layout.members for layout in staged])
-    return CopyPlan(None, None, coalesced, staged, tuple(sorted(rest)), repeats)
-
-
-def _together(layouts: Sequence[Layout]) -> tuple[Layout, ...]:
-    """The layouts of more than one tensor."""
-    return tuple([layout for layout in layouts if sum([len(run.members) for run in layout.runs]) > 1])
+    return CopyPlan(None, None, tuple(coalesced), tuple(staged), tuple(sorted(rest)), repeats, pins)
 
 
 def execute(
@@ -128,11 +117,11 @@ def execute(
     out = list(tensors)
     one_by_one = list(plan.one_by_one)
     if plan.packed is not None:
-        _move_packed(plan.packed, plan.cast, out, source, target, non_blocking)
+        _move_packed(plan.packed, plan.cast, out, source, target, non_blocking, plan.pins)
     for layout in plan.coalesced:
         if source == CPU:
-            _coalesce_to_device(layout, out, target)
-        elif not _coalesce_on_device(layout, out, source, target):
+            _coalesce_to_device(layout, out, target, plan.pins)
+        elif not _coalesce_on_device(layout, out, source, target, plan.pins):
             one_by_one += layout.members
     for layout in plan.staged:
         if not _stage_to_host(layout, out, source):
@@ -226,13 +215,14 @@ def _move_packed(
     source: torch.device,
     target: torch.device,
     non_blocking: bool,
+    pins: bool,
 ) -> None:
     """Replace the packed tensors in ``out`` by copies on ``target``. ``cast`` is their layout after a cast, if any.
 
     The cast is made on the side where it makes the copy smaller. Exception: with ``non_blocking``, a copy between the
     host and a device is cast on the device, so that the host neither waits nor reads data that has not arrived.
     """
-    if cast is not None and _cast_first(buffer_of(out, layout), cast, source, target, non_blocking):
+    if cast is not None and _cast_first(buffer_of(out, layout), cast, source, target, non_blocking, pins):
         try:
             buffer = pack_into(out, cast, source)
             layout, cast = cast, None
@@ -246,7 +236,7 @@ def _move_packed(
         buffer = buffer_of(out, layout)
     if source == target:
         moved = buffer.clone()
-    elif source == CPU and not non_blocking and capabilities(target).pinned_memory:
+    elif source == CPU and not non_blocking and pins:
         moved = _through_pinned(buffer, target)
     else:
         moved = buffer.to(target, non_blocking=non_blocking)
@@ -255,19 +245,16 @@ def _move_packed(
         pack_into(out, cast, target)
 
 
-def _cast_first(buffer: Tensor, cast: Layout, source: torch.device, target: torch.device, non_blocking: bool) -> bool:
+def _cast_first(
+    buffer: Tensor, cast: Layout, source: torch.device, target: torch.device, non_blocking: bool, pins: bool
+) -> bool:
     """Whether the packed tensors in ``buffer`` are cast before they are copied."""
     if source == target:
         return True
     if non_blocking and CPU in (source, target):
         return target == CPU  # cast on the device
     # From pinned memory, all bytes cross the bus in less time than the host needs for the cast.
-    return cast.nbytes < buffer.nbytes and not (source == CPU and _is_pinned(buffer, target))
-
-
-def _is_pinned(buffer: Tensor, target: torch.device) -> bool:
-    """Whether a buffer on the host is pinned for copies to ``target``. It asks the driver."""
-    return capabilities(target).pinned_memory and buffer.is_pinned()
+    return cast.nbytes < buffer.nbytes and not (source == CPU and pins and buffer.is_pinned())
 
 
 def _through_pinned(buffer: Tensor, target: torch.device) -> Tensor:
@@ -287,29 +274,31 @@ def _through_pinned(buffer: Tensor, target: torch.device) -> Tensor:
     return moved
 
 
-def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device) -> None:
+def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device, pins: bool) -> None:
     """Replace the tensors of the layout in ``out``, on the host, by copies on ``target``, which share a buffer."""
-    staging, pinned = staging_buffer(with_spare(layout.nbytes), target)
+    staging, pinned = staging_buffer(layout.nbytes, target) if pins else (new_buffer(layout.nbytes, CPU), False)
     copy_into(staging, layout, out)
     views_of(layout, regions(staging.to(target, non_blocking=pinned), layout), out)
 
 
-def _coalesce_on_device(layout: Layout, out: list[Tensor], source: torch.device, target: torch.device) -> bool:
+def _coalesce_on_device(
+    layout: Layout, out: list[Tensor], source: torch.device, target: torch.device, pins: bool
+) -> bool:
     """Replace the tensors of the layout in ``out`` by copies on ``target``. False if ``source`` has no memory for the
     buffer.
 
     On the host each copy owns its memory. On another device they share a buffer.
     """
     try:
-        buffer = new_buffer(layout.nbytes if target == CPU else with_spare(layout.nbytes), source)
+        buffer = new_buffer(layout.nbytes, source)
     except torch.OutOfMemoryError:  # tensors may be moved because the device is full
         return False
     copy_into(buffer, layout, out)
     if target != CPU:
         views_of(layout, regions(buffer.to(target), layout), out)
         return True
-    staging, _ = staging_buffer(layout.nbytes, source, waits=True)
-    views_of(layout, regions(staging.copy_(buffer), layout), out)
+    host = staging_buffer(layout.nbytes, source, waits=True)[0] if pins else new_buffer(layout.nbytes, CPU)
+    views_of(layout, regions(host.copy_(buffer), layout), out)
     _own_memory(layout, out)
     return True
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from .._errors import TooDeep
 from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .._memory.dense import dense_bytes
-from .._memory.device import CPU
-from .._memory.layout import ALIGNMENT, Group, Layout, dense_stride, lay_out, split, with_spare
-from .._memory.packed import arrange, buffer_layout, intercepted, is_saved_group, repeats_of
+from .._memory.device import CPU, intercepted
+from .._memory.layout import ALIGNMENT, Group, Layout, dense_stride, distribute, lay_out, with_spare
+from .._memory.packed import arrange, buffer_layout, is_saved_group, repeats_of
 from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
 from .tree import TreeDict, dicts_of, packed_items, policy_state, unpacked
 from .walk import only_tensors
@@ -126,8 +126,7 @@ def reduce_buffers(d: TreeDict[Any]) -> tuple[Any, ...] | None:
 
 def _small(groups: list[Group]) -> list[Layout]:
     """The layouts of the buffers into which small tensors and tensors without elements are copied."""
-    layouts = split(groups, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT)
-    layouts = [layout for layout in layouts if len(layout.members) > 1]
+    layouts = distribute(groups, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT)
     empty = [group for group in groups if 0 in group[0][1]]
     if empty:
         first = layouts.pop(0).groups if layouts else []

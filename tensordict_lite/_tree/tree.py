@@ -157,7 +157,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def _tensors_and_kind(self) -> tuple[list[Tensor], bool]:
         """Every tensor of the tree, depth first, and whether all values are plain tensors."""
         values = list(self.values())
-        if only_tensors(values):
+        for value in values:  # as `only_tensors`, which would be one more call for every operation
+            if type(value) is not Tensor:
+                break
+        else:
             return cast("list[Tensor]", values), True
         found: list[Tensor] = []
         for value in values:
