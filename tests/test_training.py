@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate, default_convert
@@ -134,16 +131,7 @@ def _steps(rank: int, mode: str) -> None:
         assert model.module.used.weight.grad.tolist() == [[1.5, float(step)]], (mode, rank)
 
 
-def _rank(rank: int, meeting: str, mode: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    _steps(rank, mode)
-    # Both are done and the model is gone before the group goes: gloo's threads abort a process that ends under them.
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
-def test_ddp_synchronises_gradients_with_a_device_dict_as_output(mode: str, tmp_path: Path) -> None:
-    mp.start_processes(_rank, args=(str(tmp_path / "meeting"), mode), nprocs=2, start_method="spawn")
+def test_ddp_synchronises_gradients_with_a_device_dict_as_output(mode: str) -> None:
+    on_ranks(_steps, mode)
