@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 # Before torch is imported, and for every process that a test starts: workers that run side by side share the cores.
@@ -14,6 +15,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# Processes of the start method "forkserver" get torch with the fork. To import it in each takes longer than most tests.
+multiprocessing.set_forkserver_preload(["tensordict_lite.distributed"])
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -21,8 +20,6 @@ def on_ranks(function: Callable[..., None], *args: Any, count: int = 2) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        # Ranks are forked from a process that has imported torch: to import it on each takes longer than most tests.
-        multiprocessing.set_forkserver_preload(["tensordict_lite.distributed"])
         given = (function, args, count, port, folder)
         mp.start_processes(_rank, args=given, nprocs=count, start_method="forkserver")
 

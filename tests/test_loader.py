@@ -77,7 +77,7 @@ class TestLoader:
         self.check(DataLoader(Samples(DeviceDict), batch_size=4, num_workers=1), 1)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    @pytest.mark.parametrize("context", ["fork", "forkserver"])
     def test_persistent_workers_and_a_partial(self, context: str) -> None:
         loader = DataLoader(Samples(), batch_size=5, num_workers=1, collate_fn=partial(collate, encoders={"name": Utf8(12)}),
                             multiprocessing_context=context, persistent_workers=True)  # fmt: skip

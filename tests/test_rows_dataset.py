@@ -215,7 +215,7 @@ class TestLoader:
         assert [batch["o"] for batch in batches] == [[None, {1}, "x", ()], [2, "y"]]
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    @pytest.mark.parametrize("context", ["fork", "forkserver"])
     @pytest.mark.parametrize("home", ["memory", "shared", "file"])
     def test_workers_of_any_kind(self, context: str, home: str, tmp_path: Path) -> None:
         d = table()

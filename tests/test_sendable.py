@@ -283,8 +283,8 @@ class TestLoader:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("within", ["alone", "tuple"])
-    def test_spawn(self, within: str, pin: bool) -> None:
-        loader = loader_of(Made("computed", within), pin, multiprocessing_context="spawn")
+    def test_a_worker_that_is_not_forked_from_here(self, within: str, pin: bool) -> None:
+        loader = loader_of(Made("computed", within), pin, multiprocessing_context="forkserver")
         with pytest.raises(TypeError, match=error_of("computed")[1]):
             list(loader)
 

@@ -425,7 +425,7 @@ with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}) as writer:
                     seen.add(len(i))
         assert process.returncode == 0 and len(seen) > 20 and len(load(folder).rows) == 60_000
 
-    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    @pytest.mark.parametrize("method", ["fork", "forkserver"])
     @pytest.mark.slow
     def test_workers(self, tmp_path: Path, method: str) -> None:
         x = torch.arange(600_000.0).reshape(-1, 2)

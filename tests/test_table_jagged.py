@@ -254,7 +254,7 @@ class TestReaders:
             found.rows[50]
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    @pytest.mark.parametrize("method", ["fork", "forkserver"])
     @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
     def test_workers(self, tmp_path: Path, method: str) -> None:
         rows: Any = load(written(tmp_path / "t", 40)).rows

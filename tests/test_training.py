@@ -53,7 +53,7 @@ def test_default_collate_batches_and_leaves_the_samples_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_many_packed_batches_from_workers_can_be_held(context: str) -> None:
     """Each costs one file descriptor, where one a field would run out of them."""
     resource = pytest.importorskip("resource", reason="POSIX alone counts file descriptors so")

@@ -637,7 +637,7 @@ class TestSurvival:
         d.rows[0] = {"v": {"x": 5, "s": "b"}, "x": 5.0}
         assert d.v.decode("s") == ["b", "b"] and d.v.x.tolist() == [5, 2]
 
-    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    @pytest.mark.parametrize("context", ["fork", "forkserver"])
     def test_through_a_loader(self, context: str) -> None:
         loader: Any = DataLoader(
             [batch(1).rows[0] for _ in range(4)], batch_size=2, num_workers=1, multiprocessing_context=context
