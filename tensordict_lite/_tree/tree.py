@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -192,13 +192,15 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 items[key] = value
         return self._new(items, device, self._policy)
 
-    def _infer_device(self, fallback: torch.device | None) -> None:
+    def _infer_device(self, fallback: torch.device | None, dicts: list[TreeDict[Any]] | None = None) -> None:
         """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
+
+        ``dicts``: the result of `dicts_of` for this dict, if the caller has it.
 
         Pytree can build a tree with tensors on several devices. Then the device of this dict is None, so that `to`
         moves all tensors. Each nested dict gets the device of its own tensors.
         """
-        dicts = dicts_of(self, limit=None)
+        dicts = dicts_of(self, limit=None) if dicts is None else dicts
         devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
         if len(devices) > 1:
             self._device = None
@@ -421,12 +423,12 @@ def restore(
     fallback = None if device is None else canonical(torch.device(device))
     try:
         if buffer is None:
-            _refuse_unless_dict(items)
+            if type(items) is not dict or not all(isinstance(key, str) for key in cast("dict[Any, Any]", items)):
+                _refuse_items(items)
             out = _restored(cls, items, policy, {})
         else:
             out = unpacked(cls, items, policy, from_buffer(buffer, specs), {})
-        dicts_of(out)
-        out._infer_device(fallback)
+        out._infer_device(fallback, dicts_of(out))
     except RecursionError as error:
         raise ValueError("a dict holds itself, or is nested too deep") from error
     return out
@@ -441,27 +443,27 @@ def _restored(cls: Any, items: dict[str, Any], policy: Any, policies: dict[int, 
         made = own._class_policy
     else:
         made = policies.get(id(policy)) or policies.setdefault(id(policy), Policy.from_state(policy))
-    if made.objects != "keep" and not only_tensors(items.values()):
+    if made.objects != "keep":
         items = {
             key: value if isinstance(value, (Tensor, TreeDict)) else materialize(value) for key, value in items.items()
         }
     return own._new(items, None, made)
 
 
-def _refuse_unless_dict(items: Any) -> None:
-    """Raise ``TypeError`` unless ``items`` is a dict with ``str`` keys."""
-    keys = cast("Iterable[Any]", items if type(items) is dict else (None,))
-    if not ({str}.issuperset(map(type, keys)) or all(isinstance(key, str) for key in keys)):
-        raise TypeError(f"expected a dict with str keys, got {type(cast(object, items)).__name__}")
+def _refuse_items(items: object) -> NoReturn:
+    raise TypeError(f"expected a dict with str keys, got {type(items).__name__}")
 
 
 def unpacked(
     cls: Any, items: Any, policy: Any, fields: Mapping[int, Tensor], policies: dict[int, Policy]
 ) -> TreeDict[Any]:
     """Rebuild a dict from the items of `packed_items`. ``fields``: the tensors of the buffer, by number."""
-    _refuse_unless_dict(items)
+    if type(items) is not dict:
+        _refuse_items(items)
     out: dict[str, Any] = {}
-    for key, value in items.items():
+    for key, value in cast("dict[Any, Any]", items).items():
+        if not isinstance(key, str):
+            _refuse_items(cast(object, items))
         kind = cast(Any, type(value))
         if kind is int and value in fields:
             out[key] = fields[value]
