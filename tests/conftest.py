@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
         if item.get_closest_marker("device") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    # The longest first: a long test at the end would run alone, while the other cores wait.
+    items.sort(key=lambda item: (not item.get_closest_marker("ranks"), not item.get_closest_marker("slow")))
 
 
 @pytest.fixture(params=ACCELERATORS)

@@ -32,7 +32,8 @@ def mypy(path: str) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [pyright, mypy])
+# One after the other on one worker: the second run of mypy takes what the first has read from its cache.
+@pytest.mark.parametrize("check", [pyright, pytest.param(mypy, marks=pytest.mark.xdist_group("mypy"))])
 @pytest.mark.parametrize("name", ["good.py", "bad.py"])
 def test_a_client(check: Callable[[str], set[int]], name: str) -> None:
     lines = (HERE / name).read_text(encoding="utf-8").splitlines()
