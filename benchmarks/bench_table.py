@@ -9,6 +9,7 @@ as strings; the results are compared first.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -46,6 +47,7 @@ except ImportError:
 Table = dict[str, torch.Tensor]
 OURS, HAND, NUMPY, PEER = "ours", "index_select by hand", "NumPy memmap", "TensorDict memmap"
 APPEND, CHUNKS = "TensorDict append_memmap", "TensorDict memmap_like"
+SYNCED = "TensorDict memmap_like, synced"
 HDF5, ZARR, ARROW = "h5py", "zarr", "HF datasets"
 SELECT, SLICES = "index_select of bytes", "a slice for each row"
 # The time of the other contender over ours: at least this.
@@ -105,6 +107,15 @@ def write_chunks(folder: Path, parts: list[Table], whole: Table) -> None:
         first += size
 
 
+def write_synced(folder: Path, parts: list[Table], whole: Table) -> None:
+    """As durable as ours: the files are on the disk at the end. The other formats leave that to the system."""
+    write_chunks(folder, parts, whole)
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 def write_append(folder: Path, parts: list[Table], _: Table) -> None:
     TensorDict(parts[0], batch_size=[len(next(iter(parts[0].values())))]).memmap(folder)
     for part in parts[1:]:
@@ -157,6 +168,7 @@ def _feature(value: torch.Tensor) -> Any:
 WRITERS: dict[str, tuple[Callable[[Path, list[Table], Table], None], Any]] = {
     OURS: (write_ours, True),
     CHUNKS: (write_chunks, TensorDict),
+    SYNCED: (write_synced, TensorDict),
     APPEND: (write_append, TensorDict),
     NUMPY: (write_numpy, True),
     HDF5: (write_hdf5, h5py),

@@ -67,6 +67,10 @@ def mixed() -> DeviceDict:
     )
 
 
+def _filled(d: DeviceDict) -> list[Tensor]:
+    return [t for t in d._tensors() if t.numel()]
+
+
 def same(x: DeviceDict, y: DeviceDict) -> bool:
     x._check()
     tensors = zip(x._tensors(), y._tensors(), strict=True)
@@ -148,6 +152,31 @@ class TestBuffers:
         _, buffers = dumped(d)
         (buffer,) = buffers
         assert start(buffer) == d["k0"].data_ptr() and memoryview(buffer).nbytes == d["k0"].untyped_storage().nbytes()
+
+    def test_the_cached_layout_of_a_packed_dict_is_not_used_for_tensors_that_lie_elsewhere(self) -> None:
+        def make() -> DeviceDict:
+            return DeviceDict({"a": torch.rand(20), "b": torch.rand(20), "n": torch.arange(3), "c": torch.rand(20)})
+
+        for nest in (False, True):
+            for change in (
+                lambda d: d.update({"a": d["b"], "b": d["a"]}),
+                lambda d: d.update({"a": d["b"]}),
+                lambda d: d.update({"b": torch.rand(20)}),
+                lambda d: d["c"].set_(torch.rand(20)),
+                lambda d: setattr(d["n"], "data", torch.arange(3) + 5),
+                lambda d: d["b"].requires_grad_(),
+                lambda d: d.update({"n": d["n"].flip(0)}),
+                lambda d: d.pop("c"),
+                lambda d: d.update({"e": torch.zeros(0)}),
+            ):
+                d = make()
+                d = (DeviceDict({"inner": d, "z": torch.ones(20)}) if nest else d).pack()
+                assert len(dumped(d)[1]) == 1 and same(received(d), d) and received(d).is_packed
+                change(d["inner"] if nest else d)
+                again = received(d)
+                assert again == d and not any(
+                    t.data_ptr() == s.data_ptr() for t, s in zip(_filled(again), _filled(d), strict=True)
+                )
 
     def test_an_unpacked_dict_is_one_for_the_small_tensors_and_one_for_each_large(self) -> None:
         large = {f"l{i}": torch.rand(LARGE) for i in range(3)}

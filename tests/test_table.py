@@ -39,6 +39,7 @@ from tensordict_lite import (
 )
 from tensordict_lite._files import table_writer  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._memory import mapped  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._memory import rows as memory_rows  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._memory.buffer import DTYPES  # pyright: ignore[reportPrivateUsage]
 
 sys.path.insert(0, str(GOLDEN))
@@ -461,6 +462,27 @@ whole["x"].zero_()
         )
         again = pickle.loads(ForkingPickler.dumps(table.rows[1:]))
         assert torch.equal(again["x"], x[1:])
+
+    @pytest.mark.parametrize(("count", "huge"), [(256, False), (1000, True)])
+    def test_only_a_large_result_gets_huge_pages(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, huge: bool
+    ) -> None:
+        """By the size of the result, not of the table."""
+        with RowWriter(tmp_path / "t", like={"x": torch.zeros(1, 10_000), "n": [0]}) as writer:
+            writer.write({"x": torch.rand(300, 10_000), "n": torch.arange(300)})
+        table = load(tmp_path / "t")
+        made: list[int] = []
+        new_buffer = memory_rows.new_buffer
+
+        def record(nbytes: int, device: torch.device) -> Tensor:
+            made.append(nbytes)
+            return new_buffer(nbytes, device)
+
+        monkeypatch.setattr(memory_rows, "new_buffer", record)
+        index = torch.randint(300, (count,))
+        found = table.rows[index]
+        assert made == ([count * 40_000] if huge else [])
+        assert found["x"].equal(table["x"][index]) and found["n"].equal(index)
 
     def test_a_change_in_memory_is_sent_by_value(self, tmp_path: Path) -> None:
         x = torch.rand(400_000, 2)

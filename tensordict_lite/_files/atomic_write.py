@@ -6,9 +6,10 @@ import os
 import platform
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from threading import Thread
 from typing import IO, Any, cast
 
 try:
@@ -26,9 +27,16 @@ _swept: set[tuple[int, str]] = set()
 """Process ids and folders that were swept. Each process sweeps a folder once, since a folder may have many files."""
 _MOST_SWEPT = 1000
 """The size at which `_swept` is cleared."""
+_THREADS = 16
+"""The most threads that flush files. Times for 12 files of 1.3 MiB on ext4, in ms: 48 with one, 28 with two, 20 with
+twelve."""
+
+_sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # fdatasync does not write the time of the change
 
 
-def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview], *, sync: bool = True) -> None:
+def atomic_write(
+    path: FilePath, pieces: Iterable[bytes | memoryview], *, sync: bool = True, others: Sequence[str] = ()
+) -> None:
     """Write ``pieces`` to a new file, flush the file to disk, and then rename it to ``path``.
 
     If an error occurs, the old file at ``path`` is unchanged and no temporary file remains. A killed process can leave
@@ -36,6 +44,7 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview], *, sync: 
     lock of such a file. The first `atomic_write` of a process in the folder removes the file.
 
     ``sync``: if False, the system may flush the file to disk later, and a crash of the machine may lose the file.
+    ``others``: the paths of files that are flushed to disk before the rename too.
 
     Raises ``OSError`` if ``path`` exists and is not a regular file, or if the file cannot be written.
     """
@@ -58,7 +67,7 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview], *, sync: 
         with suppress(FileNotFoundError):
             os.chmod(file.fileno() if os.chmod in os.supports_fd else beside, stat.S_IMODE(os.stat(target).st_mode))
         if sync:
-            os.fsync(file.fileno())
+            sync_files(others, file)
         if named or not _link(file, target):
             if not named:
                 _lock(file)
@@ -82,6 +91,43 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview], *, sync: 
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def sync_files(paths: Sequence[str], file: IO[bytes] | None = None) -> None:
+    """Flush files to disk, and an open ``file``. Threads flush several at a time, so that they share the waits.
+
+    Raises ``OSError``.
+    """
+    left = list(paths)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while left:
+                with open(left.pop(), "r+b", buffering=0) as other:
+                    _sync(other.fileno())
+        except IndexError:  # another thread took the last path
+            pass
+        except BaseException as error:  # raised below, in the thread of the caller
+            errors.append(error)
+
+    threads: list[Thread] = []
+    try:
+        # A process that exits, or that has too many threads, can start none. Then this thread flushes all files.
+        with suppress(RuntimeError):
+            for _ in range(min(_THREADS, len(left) - (file is None))):
+                thread = Thread(target=work)
+                thread.start()
+                threads.append(thread)
+        if file is not None:
+            os.fsync(file.fileno())
+        work()
+    finally:
+        left.clear()  # after an error or an interrupt
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _temporary(folder: str) -> str:

@@ -14,7 +14,7 @@ The order of the steps gives these guarantees after a crash at any moment:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
@@ -28,7 +28,7 @@ from .._errors import Path
 from .._memory.device import CPU
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
-from .atomic_write import FilePath, atomic_write, is_temporary, sweep
+from .atomic_write import FilePath, atomic_write, is_temporary, sweep, sync_files
 from .manifest import Reader, choose_from, describe
 from .safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .table import (
@@ -52,8 +52,9 @@ BUFFER = 4 << 20
 """The size in bytes of all buffers of a writer together."""
 _LEAST_ROOM, _MOST_ROOM = 1 << 20, 1 << 30
 """The limits of the unused bytes that are added to the file of a column when it grows."""
-
-_sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # fdatasync does not write the time of the change
+_EARLY = 1 << 20
+"""The disk starts to write a write of this size at once, and not in the next `flush`. A table of images is written in
+0.85x the time; with smaller writes, nothing is gained."""
 
 
 class JaggedRows(Tensor):
@@ -110,12 +111,12 @@ class TableWriter:
         self._text = text
         self._lock = lock
         self._process = os.getpid()
+        self._starts = [file.header_size for file in self._files]  # the position of the first row in each file
+        self._sizes = [file.nbytes for file in self._files]  # the bytes of a row in each file
         ragged = {i - 1 for i in self._offsets}
         share = BUFFER // (len(ragged) + 1)
-        row = sum(file.nbytes for i, file in enumerate(self._files) if i not in ragged)
-        self._rooms = [
-            max(1, share // max(1, file.nbytes if i in ragged else row)) for i, file in enumerate(self._files)
-        ]
+        row = sum(size for i, size in enumerate(self._sizes) if i not in ragged)
+        self._rooms = [max(1, share // max(1, size if i in ragged else row)) for i, size in enumerate(self._sizes)]
         self._buffers: list[Tensor] = []
         self._flushed = rows
         extent = _Extent(rows, tuple(lengths))
@@ -148,7 +149,7 @@ class TableWriter:
         extent, written = self._extents
         for i in self._offsets:
             tensors[i] = tensors[i].cumsum(0).add_(extent.lengths[i - 1])
-        added = [len(tensor) for tensor in tensors]
+        added = [tensor.shape[0] for tensor in tensors] if self._offsets else [count] * len(tensors)
         after = _Extent(extent.rows + count, tuple(map(add, extent.lengths, added)))
         # For many rows, a copy into the buffers would save few system calls.
         direct = any([2 * size > room for size, room in zip(added, self._rooms, strict=True)])  # noqa: C419  (faster)
@@ -169,10 +170,8 @@ class TableWriter:
                     for file, room in zip(self._files, self._rooms, strict=True)
                 ]
         into = [
-            buffer[first - start : end - start]
-            for buffer, start, first, end in zip(
-                self._buffers, written.lengths, extent.lengths, after.lengths, strict=True
-            )
+            buffer.narrow(0, first - start, number)
+            for buffer, start, first, number in zip(self._buffers, written.lengths, extent.lengths, added, strict=True)
         ]
         # One call takes 0.7x the time of a call for each column.
         torch._foreach_copy_(into, tensors)
@@ -229,10 +228,10 @@ class TableWriter:
             with self._opened(i) as file:
                 self._trim(file, i)
 
-    def write_index(self) -> None:
-        """Replace ``table.json``, for all rows in the files."""
+    def write_index(self, others: Sequence[str] = ()) -> None:
+        """Replace ``table.json``, for all rows in the files. Before that, flush the files at ``others`` to disk."""
         before, after = self._text
-        atomic_write(os.path.join(self.folder, INDEX), [f"{before}{self.rows}{after}".encode()])
+        atomic_write(os.path.join(self.folder, INDEX), [f"{before}{self.rows}{after}".encode()], others=others)
         self._flushed = self.rows
 
     def _publish(self, trim: bool) -> None:
@@ -245,9 +244,11 @@ class TableWriter:
                     self._trim(file, i)
                 else:
                     self._describe(file, i)
-                _sync(file.fileno())
+        paths = [os.path.join(self.folder, file.file) for file in self._files]
         if self.rows != self._flushed:
-            self.write_index()
+            self.write_index(paths)
+        else:
+            sync_files(paths)
 
     def _write_buffers(self) -> None:
         extent, written = self._extents
@@ -266,10 +267,14 @@ class TableWriter:
                 self._grow(file, i, start + len(data))
             file.seek(start)
             _write_all(file, data)
+            if len(data) >= _EARLY and hasattr(os, "posix_fadvise"):
+                # Linux starts to write the bytes to the disk, and keeps them in memory until they are there.
+                with suppress(OSError):
+                    os.posix_fadvise(file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
 
     def _grow(self, file: FileIO, i: int, end: int) -> None:
         """Make the file larger than ``end`` bytes. Bytes that are never written take no space on the disk."""
-        room = min(max(end - self._files[i].header_size, _LEAST_ROOM), _MOST_ROOM)
+        room = min(max(end - self._starts[i], _LEAST_ROOM), _MOST_ROOM)
         try:
             self._resize(file, i, end + room)
         except OSError:  # the size may be over a limit of the system
@@ -309,7 +314,7 @@ class TableWriter:
 
     def _end(self, i: int, length: int) -> int:
         """The position in file ``i`` after ``length`` rows."""
-        return self._files[i].header_size + length * self._files[i].nbytes
+        return self._starts[i] + length * self._sizes[i]
 
     def _opened(self, i: int) -> FileIO:
         return open(os.path.join(self.folder, self._files[i].file), "r+b", buffering=0)

@@ -40,7 +40,8 @@ def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
     count = shapes[0][0]
     most = max([prod(shape) if len(shape) > 1 else count for shape in shapes])
     # For tensors without elements, torch does not check the index.
-    return most > 0 and (most <= _MANY or not are_huge(tensors, index.numel()))
+    selected = index.numel()
+    return most > 0 and (most // count * selected <= _MANY or not are_huge(tensors, selected))
 
 
 def shapes_of_rows(tensors: Sequence[Tensor]) -> list[torch.Size] | None:

@@ -21,7 +21,7 @@ from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regio
 from .._memory.dense import dense_bytes
 from .._memory.device import CPU, intercepted
 from .._memory.layout import ALIGNMENT, Group, Layout, dense_stride, distribute, lay_out, with_spare
-from .._memory.packed import arrange, buffer_layout, is_saved_group, repeats_of
+from .._memory.packed import arrange, buffer_layout, full_buffer, is_saved_group, repeats_of
 from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
 from .tree import TreeDict, dicts_of, packed_items, policy_state, unpacked
 from .walk import only_tensors
@@ -106,6 +106,13 @@ def reduce_buffers(d: TreeDict[Any]) -> tuple[Any, ...] | None:
     tensors, flat = d._tensors_and_kind()
     if any([type(one).__reduce__ is not TreeDict.__reduce__ for one in ([d] if flat else dicts_of(d))]):  # noqa: C419
         return None
+    states: dict[int, dict[str, Any]] = {}
+    full = full_buffer(tensors)
+    if full is not None:
+        entries = {id(tensor): i for i, tensor in enumerate(tensors)}
+        items = dict(zip(d, range(len(tensors)), strict=True)) if flat else packed_items(d, entries, states)
+        buffers = [(_pickle_buffer(buffer_of(tensors, full.layout)), full.specs)]
+        return restore_buffers, (type(d), items, policy_state(d, states), buffers)
     groups, unpackable = arrange(tensors, repeats_of(tensors))
     packed = buffer_layout(tensors, groups)
     if packed is not None and packed.nbytes and len(tensors) > 1:
@@ -177,9 +184,10 @@ def restore_buffers(cls: Any, items: Any, policy: Any, parts: Any) -> Any:
 
 
 def _pairs(parts: Any) -> list[tuple[Any, Any]]:
-    if type(parts) is list and all([type(part) is tuple and len(part) == 2 for part in cast("list[Any]", parts)]):  # noqa: C419
-        return cast("list[Any]", parts)
-    raise ValueError("the buffers of a pickled dict are damaged")
+    for part in cast("list[Any]", parts if type(parts) is list else [None]):
+        if type(part) is not tuple or len(cast("tuple[Any, ...]", part)) != 2:
+            raise ValueError("the buffers of a pickled dict are damaged")
+    return cast("list[Any]", parts)
 
 
 def restore_field(buffer: Any, dtype: Any, shape: Any, stride: Any) -> Tensor:
@@ -192,16 +200,16 @@ def restore_field(buffer: Any, dtype: Any, shape: Any, stride: Any) -> Tensor:
 def _tensors_in(buffer: Any, specs: Any, out: dict[int, Tensor]) -> int:
     """Add the tensors in a received buffer to ``out``, by index. Returns their number."""
     try:
-        layout, count = _layout_of(specs)
+        layout, count, alignment = _layout_of(specs)
     except TypeError as error:  # the specs of a damaged pickle may be unhashable
         raise ValueError(_DAMAGED) from error
-    views_of(layout, regions(_received(buffer, layout), layout), out)
+    views_of(layout, regions(_received(buffer, layout, alignment), layout), out)
     return count
 
 
 @lru_cache(maxsize=1024)  # every dict of a stream has the same few layouts
-def _layout_of(specs: Any) -> tuple[Layout, int]:
-    """The layout of a buffer and the number of its tensors. Raises ``ValueError`` for damaged specs."""
+def _layout_of(specs: Any) -> tuple[Layout, int, int]:
+    """The layout of a buffer, the number of its tensors, and its alignment. Raises ``ValueError`` for damaged specs."""
     groups: list[Group] = []
     for spec in cast("tuple[Any, ...]", specs if type(specs) is tuple else (None,)):
         if type(spec) is not tuple or len(cast("tuple[Any, ...]", spec)) != 4:
@@ -214,18 +222,21 @@ def _layout_of(specs: Any) -> tuple[Layout, int]:
     members = layout.members
     if len(set(members)) != len(members):
         raise ValueError(_DAMAGED)
-    return layout, len(members)
+    return layout, len(members), max((run.dtype.itemsize for run in layout.runs), default=1)
 
 
-def _received(buffer: Any, layout: Layout) -> Tensor:
-    """The bytes of a received buffer as a tensor: over the same memory if possible, else a copy."""
+def _received(buffer: Any, layout: Layout, alignment: int) -> Tensor:
+    """The bytes of a received buffer as a tensor: over the same memory if possible, else a copy.
+
+    ``alignment``: the number of bytes of which the address must be a multiple.
+    """
     try:
         array = np.frombuffer(buffer, np.uint8)
     except (TypeError, ValueError, BufferError) as error:
         raise TypeError(
             f"expected a contiguous buffer of bytes for a pickled dict, got {type(buffer).__name__}: {error}"
         ) from error
-    if array.nbytes not in (layout.nbytes, with_spare(layout.nbytes)):
+    if array.nbytes != layout.nbytes and array.nbytes != with_spare(layout.nbytes):
         raise ValueError(
             f"a buffer of a pickled dict has {array.nbytes} bytes, expected {layout.nbytes}; pass the buffers to "
             "pickle.loads in the order in which they were made"
@@ -236,8 +247,7 @@ def _received(buffer: Any, layout: Layout) -> Tensor:
     elif not writable:
         return _copied(array)
     flat: Tensor = cast(Any, torch).from_numpy(array)
-    aligned = not flat.data_ptr() % max((run.dtype.itemsize for run in layout.runs), default=1)
-    return flat if aligned else _copied(array)  # kernels crash on misaligned memory
+    return _copied(array) if flat.data_ptr() % alignment else flat  # kernels crash on misaligned memory
 
 
 def _copied(array: np.ndarray[Any, Any]) -> Tensor:
