@@ -10,16 +10,14 @@ shapes when values enter.
 # pyright: standard
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from tensordict_lite import TypedDeviceDict, collate, field, prefetch
+from tensordict_lite import TypedDeviceDict, collate, field
 
 
 class Observation(TypedDeviceDict):
@@ -34,13 +32,13 @@ class Batch(TypedDeviceDict):
     note: Tensor | None = None  # may be absent
 
 
-def make_samples(count: int) -> list[dict[str, object]]:
+def make_samples(count: int) -> list[dict[str, Any]]:
     """Points that move. The action is 1 if a point moves away from the origin. Every fourth sample counts twice."""
-    samples: list[dict[str, object]] = []
+    samples: list[dict[str, Any]] = []
     for i in range(count):
         position, speed = torch.randn(2, 3)
         action = int((position * speed).sum() > 0)
-        sample: dict[str, object] = {"obs": {"position": position, "speed": speed}, "action": action}
+        sample: dict[str, Any] = {"obs": {"position": position, "speed": speed}, "action": action}
         samples.append(sample if i % 4 else {**sample, "weight": 2.0})
     return samples
 
@@ -59,21 +57,24 @@ def loss_of(policy: Policy, batch: Batch) -> Tensor:
     return (losses * batch.weight).sum() / batch.weight.sum()
 
 
-def main() -> None:
+def run(count: int, epochs: int) -> float:
+    """The whole program: the loss of the last batch."""
     torch.manual_seed(0)
-    to_batch = partial(collate, cls=Batch)
-    samples: Any = make_samples(512)  # torch annotates datasets as Dataset, and takes a list too
-    loader = DataLoader(samples, batch_size=64, shuffle=True, collate_fn=to_batch)
+    table = collate(make_samples(count), cls=Batch)  # validated once; its rows are batches of the same class
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     loss = torch.zeros(())
-    for _ in range(6):
-        for batch in prefetch(loader, "cpu"):
+    for _ in range(epochs):
+        for batch in table.rows.batches(64, shuffle=True):
             loss = loss_of(policy, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    print(f"loss {loss.item():.3f}")
+    return loss.item()
+
+
+def main() -> None:
+    print(f"loss {run(count=512, epochs=6):.3f}")
 
     obs = Observation(position=torch.zeros(2, 3), speed=torch.ones(2, 3))
     batch = Batch(obs=obs, action=torch.tensor([0, 1]), weight=torch.ones(2))
