@@ -2,7 +2,7 @@
 
     python examples/ppo.py [--updates 16] [--device cpu]
 
-32 cart-poles run at once, as tensors. One step of all of them is one DeviceDict; 64 steps make a rollout.
+32 cart-poles run at once, as tensors. One step of all of them is one row of the rollout, a DeviceDict of 64 steps.
 """
 
 from __future__ import annotations
@@ -61,13 +61,12 @@ class Agent(nn.Module):
 
 def advantages(rollout: Mapping[str, Tensor], last_value: Tensor) -> Tensor:
     """Generalized advantage estimates, ``[steps, environments]``."""
-    reward, done, value = rollout["reward"], rollout["done"], rollout["value"]
+    reward, alive, value = rollout["reward"], 1 - rollout["done"].float(), rollout["value"]
     advantage = torch.zeros_like(value)
     following, trace = last_value, torch.zeros_like(last_value)
     for t in reversed(range(STEPS)):
-        alive = 1 - done[t].float()
-        error = reward[t] + DISCOUNT * alive * following - value[t]
-        trace = error + DISCOUNT * TRACE * alive * trace
+        error = reward[t] + DISCOUNT * alive[t] * following - value[t]
+        trace = error + DISCOUNT * TRACE * alive[t] * trace
         advantage[t] = trace
         following = value[t]
     return advantage

@@ -51,7 +51,7 @@ def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def train(model: nn.Module, table: DeviceDict, batches: int, workers: int) -> float:
     """The loss of the last batch."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     loader = DataLoader(table.rows, BATCH, shuffle=True, num_workers=workers)
     loss = torch.zeros(())
     for batch in islice(loader, batches):

@@ -32,15 +32,12 @@ class Batch(TypedDeviceDict):
     note: Tensor | None = None  # may be absent
 
 
-def make_samples(count: int) -> list[dict[str, Any]]:
-    """Points that move. The action is 1 if a point moves away from the origin. Every fourth sample counts twice."""
-    samples: list[dict[str, Any]] = []
-    for i in range(count):
-        position, speed = torch.randn(2, 3)
-        action = int((position * speed).sum() > 0)
-        sample: dict[str, Any] = {"obs": {"position": position, "speed": speed}, "action": action}
-        samples.append(sample if i % 4 else {**sample, "weight": 2.0})
-    return samples
+def make_columns(count: int) -> dict[str, Any]:
+    """Points that move. The action is 1 if a point moves away from the origin. Every fourth point counts twice."""
+    position, speed = torch.randn(2, count, 3)
+    action = ((position * speed).sum(1) > 0).long()
+    weight = torch.where(torch.arange(count) % 4 == 0, 2.0, 1.0)
+    return {"obs": {"position": position, "speed": speed}, "action": action, "weight": weight}
 
 
 class Policy(nn.Module):
@@ -60,7 +57,7 @@ def loss_of(policy: Policy, batch: Batch) -> Tensor:
 def run(count: int, epochs: int) -> float:
     """The whole program: the loss of the last batch."""
     torch.manual_seed(0)
-    table = collate(make_samples(count), cls=Batch)  # validated once; its rows are batches of the same class
+    table = Batch.from_dict(make_columns(count))  # validated once; its rows are batches of the same class
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     loss = torch.zeros(())
@@ -79,6 +76,8 @@ def main() -> None:
     obs = Observation(position=torch.zeros(2, 3), speed=torch.ones(2, 3))
     batch = Batch(obs=obs, action=torch.tensor([0, 1]), weight=torch.ones(2))
     print(batch)
+    samples = [{"obs": row.obs, "action": row.action} for row in batch.rows]
+    print("weights of samples without one:", collate(samples, cls=Batch).weight)
     print(type(batch.to("cpu").rows[:1].obs).__name__, batch.weight, batch.note)
     for wrong in (
         lambda: batch.update({"action": torch.zeros(3, dtype=torch.int64)}),

@@ -33,7 +33,7 @@ def as_it_is(batch: Batch) -> Batch:
 
 
 def train(model: nn.Module, columns: Batch, batches: int, workers: int) -> float:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     loader = DataLoader(Table(columns), BATCH, shuffle=True, num_workers=workers, collate_fn=as_it_is)
     loss = torch.zeros(())
     for batch in islice(loader, batches):

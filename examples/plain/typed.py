@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typed import make_samples
+from typed import make_columns
 from typing_extensions import NotRequired, TypedDict, is_typeddict
 
 
@@ -35,7 +35,11 @@ def check(kind: Any, values: Mapping[str, Any], path: str) -> None:
         if is_typeddict(hints[name]):
             check(hints[name], value, f"{path}.{name}")
         elif not isinstance(value, hints[name]):
-            shown = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            shown = (
+                f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
             raise ValueError(f"{path}.{name}: expected {hints[name].__name__}, got {shown}")
 
 
@@ -43,19 +47,6 @@ def validated(batch: Batch) -> Batch:
     with jaxtyped("context"):  # the dimension "batch" is the same for all fields
         check(Batch, batch, "Batch")
     return batch
-
-
-def to_batch(samples: list[dict[str, Any]]) -> Batch:
-    obs = Observation(
-        position=torch.stack([sample["obs"]["position"] for sample in samples]),
-        speed=torch.stack([sample["obs"]["speed"] for sample in samples]),
-    )
-    action = torch.tensor([sample["action"] for sample in samples])
-    weight = torch.tensor([sample.get("weight", 1.0) for sample in samples])
-    batch = Batch(obs=obs, action=action, weight=weight)
-    if "note" in samples[0]:
-        batch["note"] = torch.stack([sample["note"] for sample in samples])
-    return validated(batch)
 
 
 def batches(table: Batch, size: int) -> Iterator[Batch]:
@@ -87,7 +78,8 @@ def loss_of(policy: Policy, batch: Batch) -> Tensor:
 
 def run(count: int, epochs: int) -> float:
     torch.manual_seed(0)
-    table = to_batch(make_samples(count))
+    columns: Any = make_columns(count)
+    table = validated(columns)
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     loss = torch.zeros(())
