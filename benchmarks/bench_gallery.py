@@ -10,6 +10,7 @@ programs. All contenders compute with one thread. In every round they are timed 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -30,7 +31,7 @@ from torch.utils.benchmark import Timer
 from tensordict_lite import DeviceDict
 
 sys.path.insert(0, str(Path(__file__).parent))  # a script has it there already; runpy has not
-from common import Seconds, aligned, in_turn, interleaved, parser, ratio, ratio_table, same, setting, write
+from common import Seconds, aligned, interleaved, parser, ratio, ratio_table, same, setting, write
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OURS, DICT, AGAIN = "ours", "dict", "dict again"
@@ -59,6 +60,7 @@ def both(name: str) -> tuple[Any, Any]:
 def timed(program: Any, arguments: Callable[[], tuple[Any, ...]]) -> tuple[float, Any]:
     """The seconds that ``run`` of a program takes, and what it returns. What it prints is dropped."""
     given = arguments()
+    gc.collect()  # what the run before has left
     with contextlib.redirect_stdout(io.StringIO()):
         start = time.perf_counter()
         result = program.run(*given)
@@ -74,7 +76,8 @@ def rounds_of(name: str, arguments: Callable[[], tuple[Any, ...]], enough: Calla
     seconds: Seconds = {who: [] for who in contenders}
     start = time.perf_counter()
     while not enough(len(seconds[OURS]), time.perf_counter() - start):
-        for who in in_turn(contenders, len(seconds[OURS])):
+        first = len(seconds[OURS]) % len(contenders)
+        for who in [*contenders][first:] + [*contenders][:first]:  # each program is as often first as the others
             seconds[who].append(timed(contenders[who], arguments)[0])
     return seconds
 
