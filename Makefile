@@ -10,7 +10,7 @@ RESULTS ?= benchmarks/out
 # One worker for each core. Tests of one group, which would disturb each other, share a worker.
 PARALLEL := -n auto --dist loadgroup
 
-.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks test-engines check bench bench-more bench-gpu figures guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks test-engines check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -91,6 +91,11 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_engines.py --json $(RESULTS)/engines-cpu.json
 	$(BENCH)/bench_gallery.py --json $(RESULTS)/gallery-cpu.json
 	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json
+
+# The programs of the gallery alone, in about two minutes.
+bench-gallery: .venv-bench/benchmarks
+	@mkdir -p $(RESULTS)
+	$(BENCH)/bench_gallery.py --json $(RESULTS)/gallery-cpu.json
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
 bench-gpu: export PYTHONPATH = .

@@ -7,6 +7,7 @@ A table stands behind a line ``<!-- figures: NAME -->``. The function of that na
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "engines", "gallery"))]
 CHART = ROOT / "docs" / "charts" / "loader-bars.svg"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)((?:\|.*\n)*)\n?")
@@ -207,6 +209,87 @@ def texts() -> Rows:
     return lines
 
 
+def definitions(path: Path) -> dict[str, tuple[int, set[str]]]:
+    """For each definition of a file: its lines of code, and the names that it uses.
+
+    Blank lines, comments and docstrings are no lines of code.
+    """
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    found: dict[str, tuple[int, set[str]]] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names, first = [node.name], min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        elif isinstance(node, ast.Assign):
+            names = [one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+            first = node.lineno
+        else:
+            continue
+        left_out = {
+            number
+            for inner in ast.walk(node)
+            if isinstance(inner, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(inner) is not None
+            for number in range(inner.body[0].lineno, (inner.body[0].end_lineno or 0) + 1)
+        }
+        count = sum(
+            number not in left_out and bool(line.strip()) and not line.strip().startswith("#")
+            for number, line in enumerate(lines[first - 1 : node.end_lineno], first)
+        )
+        used = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+        for i, name in enumerate(names):
+            found[name] = (0 if i else count, used)
+    return found
+
+
+def reached(found: dict[str, tuple[int, set[str]]], names: set[str]) -> set[str]:
+    """These definitions and all that they use, in the same file."""
+    while more := {used for name in names & found.keys() for used in found[name][1]} - names:
+        names = names | more
+    return names & found.keys()
+
+
+def lines_of(name: str) -> tuple[int, int]:
+    """The lines of an example and of its program with plain dicts: ``run``, and the definitions that it uses.
+
+    What the plain program imports from the example, and what that uses, is the same in both. It does not count.
+    """
+    plain = EXAMPLES / "plain" / f"{name}.py"
+    mine, other = definitions(EXAMPLES / f"{name}.py"), definitions(plain)
+    imports = [node for node in ast.parse(plain.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)]
+    shared = reached(mine, {alias.name for node in imports if node.module == name for alias in node.names})
+    return (
+        sum(mine[one][0] for one in reached(mine, {"run"}) - shared),
+        sum(other[one][0] for one in reached(other, {"run"})),
+    )
+
+
+PROGRAMS = {
+    "[Image classifier](#image-classifier-with-ragged-boxes)": "classifier",
+    "[PPO](#ppo-with-a-rollout-buffer)": "ppo",
+    "[Fine-tuning](#fine-tuning-of-a-hugging-face-model)": "finetune",
+    "[Moving average and checkpoint](#moving-average-and-checkpoint)": "checkpoint",
+    "[Model soup](#model-soup)": "soup",
+    "[Table in memory](#a-table-of-two-million-rows-in-memory)": "rows",
+    "[Table larger than memory](#a-table-larger-than-memory)": "table",
+    "[Typed batches](#typed-batches)": "typed",
+    "[Penguins](#penguins)": "penguins",
+    "[Penguins on two processes](#penguins)": "ddp_penguins",
+}
+
+
+def programs() -> Rows:
+    """Whole examples beside the same programs with plain dicts: lines of code, and time."""
+    measured = {row["program"]: row for row in results("gallery")["programs"]}
+    head = ["example", "lines with DeviceDict", "lines with plain dicts", "plain dicts (s)"]
+    lines = [[*head, "time with DeviceDict (x)", "plain dicts again (x)"]]
+    for label, name in PROGRAMS.items():
+        row, counts = measured[name], map(str, lines_of(name))
+        noise = f"{row['noise']['low']:.2f} to {row['noise']['high']:.2f}"
+        seconds = number(row["median_seconds"]["dict"])
+        lines.append([label, *counts, seconds, f"{row['ratios']['dict']['median']:.2f}", noise])
+    return lines
+
+
 def gallery() -> Rows:
     """Parts of the gallery's examples: our time as a multiple of that of plain dicts."""
     lines = [["part", "DeviceDict (µs)", "plain dicts (µs)", "ratio"]]
@@ -321,7 +404,7 @@ def slower() -> Rows:
 TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (speed, operations, packing, loader, processes, descriptors, disk, rows, tables, texts, ranks, engines,
-                  gallery, outputs, slower)
+                  programs, gallery, outputs, slower)
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of the gallery from the examples: `python docs/pictures.py`. Needs matplotlib and tqdm."""
+"""Draw the pictures of the gallery from the examples: `python docs/pictures.py`. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def penguins() -> None:
     """The confusion matrix, which the example draws."""
     module: Any = importlib.import_module("penguins")
     draw: Any = module.draw_confusion
-    module.draw_confusion = lambda answers, names, title, path: draw(answers, names, title, ASSETS / "penguins.svg")
+    module.draw_confusion = lambda truths, guesses, title, path: draw(truths, guesses, title, ASSETS / "penguins.svg")
     with rc_context({"svg.hashsalt": "penguins"}):
         output("penguins")
 

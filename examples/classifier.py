@@ -78,9 +78,11 @@ def predict(model: nn.Module, batch: DeviceDict) -> Tensor:
         return model(**batch.select("image", "box", "is_box", "n_boxes"))
 
 
-def train(model: nn.Module, count: int, epochs: int, workers: int, device: torch.device) -> None:
+def train(model: nn.Module, count: int, epochs: int, workers: int, device: torch.device) -> list[float]:
+    """The mean loss of each epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     loader = DataLoader(Boxes(0, count), batch_size=32, shuffle=True, num_workers=workers, collate_fn=collate_boxes)
+    losses: list[float] = []
     for epoch in range(epochs):
         total = 0.0
         for batch in prefetch(loader, device):
@@ -89,7 +91,9 @@ def train(model: nn.Module, count: int, epochs: int, workers: int, device: torch
             loss.backward()
             optimizer.step()
             total += loss.item() * len(batch.rows)
-        print(f"epoch {epoch + 1}: loss {total / count:.3f}")
+        losses.append(total / count)
+        print(f"epoch {epoch + 1}: loss {losses[-1]:.3f}")
+    return losses
 
 
 @torch.no_grad()
@@ -102,6 +106,26 @@ def evaluate(model: nn.Module, count: int, device: torch.device) -> DeviceDict:
     return batch.select("id", "texture", "n_boxes") | DeviceDict({"predicted": predicted}, encoders=encoders)
 
 
+def report(answers: DeviceDict) -> float:
+    """Print some answers, and how many are right. Returns the accuracy."""
+    for row in answers.rows[:3].rows:
+        print(
+            f"{row.decode('id')}: {row['n_boxes']} boxes, {row.decode('texture')}, predicted {row.decode('predicted')}"
+        )
+    for count, group in answers.rows.group_by("n_boxes").items():
+        right = group["predicted"] == group["texture"]
+        print(f"images with {count} boxes: {right.sum()} of {len(right)} right")
+    return (answers["predicted"] == answers["texture"]).float().mean().item()
+
+
+def run(images: int, epochs: int, workers: int, device: torch.device) -> tuple[list[float], float]:
+    """The whole program: the losses of training, and the accuracy on new images."""
+    torch.manual_seed(0)
+    model = Classifier().to(device)
+    losses = train(model, images, epochs, workers, device)
+    return losses, report(evaluate(model, 200, device))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Classify images by the texture of their boxes.")
     parser.add_argument("--images", type=int, default=512)
@@ -109,21 +133,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
-    torch.manual_seed(0)
 
     print(collate_boxes([Boxes(0, 3)[i] for i in range(3)]))
-    model = Classifier().to(options.device)
-    train(model, options.images, options.epochs, options.workers, options.device)
-
-    answers = evaluate(model, 200, options.device)
-    for row in answers.rows[:3].rows:
-        print(
-            f"{row.decode('id')}: {row['n_boxes']} boxes, {row.decode('texture')}, predicted {row.decode('predicted')}"
-        )
-    for count, group in sorted(answers.rows.group_by("n_boxes").items()):
-        right = group["predicted"] == group["texture"]
-        print(f"images with {count} boxes: {right.sum()} of {len(right)} right")
-    accuracy = (answers["predicted"] == answers["texture"]).float().mean().item()
+    _, accuracy = run(**vars(options))
     print(f"held-out accuracy {accuracy:.3f}")
     if accuracy < REQUIRED_ACCURACY:
         sys.exit(f"held-out accuracy {accuracy:.3f} is under the required {REQUIRED_ACCURACY}")

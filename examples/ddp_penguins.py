@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tensordict_lite import DeviceDict, collate, prefetch
+from tensordict_lite import DeviceDict, stack
 from tensordict_lite.distributed import all_gather, all_reduce, broadcast
 
 
@@ -40,29 +40,28 @@ def metrics_of(logits: Tensor, species: Tensor) -> DeviceDict:
     """Sums, which can be summed again: over batches and over ranks."""
     right = (logits.argmax(dim=1) == species).sum()
     loss = F.cross_entropy(logits, species, reduction="sum").detach()
-    return DeviceDict({"rows": torch.tensor(len(species), device=species.device), "right": right, "loss": loss})
+    return DeviceDict({"rows": torch.full_like(loss, len(species)), "right": right.to(loss.dtype), "loss": loss})
 
 
-def train(model: nn.Module, rows: DeviceDict, device: torch.device, epochs: int) -> None:
+def train(model: nn.Module, rows: DeviceDict, epochs: int) -> None:
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
-    samples = list(rows.select("input", "species").rows)
-    sampler: DistributedSampler[DeviceDict] = DistributedSampler(samples)  # pyright: ignore
-    loader = DataLoader(samples, batch_size=32, sampler=sampler, collate_fn=collate)
+    samples = rows.select("input", "species").rows
+    sampler: DistributedSampler[DeviceDict] = DistributedSampler(samples)
+    loader = DataLoader(samples, batch_size=32, sampler=sampler)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)  # another order, the same on every rank
         seen: list[DeviceDict] = []
-        for batch in prefetch(loader, device):
+        for batch in loader:
             logits = parallel(batch["input"])
             optimizer.zero_grad()
             F.cross_entropy(logits, batch["species"]).backward()  # DDP averages the gradients over the ranks
             optimizer.step()
             seen.append(metrics_of(logits, batch["species"]))
-        mine = DeviceDict({key: sum(metrics[key] for metrics in seen) for key in seen[0]})
-        total = all_reduce(mine)  # two collectives: one for the integers, one for the floats
+        total = all_reduce(stack(seen).map(lambda values: values.sum(0)))  # one message, as all are floats
         if dist.get_rank() == 0 and (epoch + 1) % 10 == 0:
             loss, accuracy = total["loss"] / total["rows"], total["right"] / total["rows"]
-            print(f"epoch {epoch + 1}: {total['rows']} rows on all ranks, loss {loss:.3f}, accuracy {accuracy:.3f}")
+            print(f"epoch {epoch + 1}: {total['rows']:.0f} rows on all ranks, loss {loss:.3f}, accuracy {accuracy:.3f}")
 
 
 def run(epochs: int, seed: int) -> float:
@@ -77,7 +76,7 @@ def run(epochs: int, seed: int) -> float:
     species = table.encoders["species"].tokens
     torch.manual_seed(seed)  # DDP starts every rank from the weights of rank 0 all the same
     model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(species)))
-    train(model.to(device), table.rows[table["training"]], device, epochs)
+    train(model.to(device), table.rows[table["training"]], epochs)
     gc.collect()  # DDP's reducer must be gone before the group is, and it is in a reference cycle
 
     # Every rank answers for its share of the rows that were held out; the shares may differ in size.
@@ -90,7 +89,8 @@ def run(epochs: int, seed: int) -> float:
     answers = all_gather(share.select("species") | {"predicted": logits.argmax(dim=1)})
     if rank == 0:
         print(
-            f"\nheld-out accuracy {accuracy:.3f}, {total['right']} of {total['rows']} penguins on {len(answers)} ranks"
+            f"\nheld-out accuracy {accuracy:.3f}, {total['right']:.0f} of {total['rows']:.0f} penguins on "
+            f"{len(answers)} ranks"
         )
         for other, answer in enumerate(answers):
             print(f"  rank {other}: {len(answer.rows)} penguins, the first a {answer.decode('species')[0]}")

@@ -62,27 +62,37 @@ def make_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def train(model: GPT2LMHeadModel, epochs: int, device: torch.device) -> None:
+def train(model: GPT2LMHeadModel, epochs: int, device: torch.device) -> list[float]:
+    """The loss at the end of each epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(training_samples(), batch_size=3, shuffle=True, collate_fn=collate_training)
     model.train()
+    losses: list[float] = []
     for epoch in range(epochs):
         for batch in prefetch(loader, device):
             loss = model(**batch).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        losses.append(loss.item())
         if (epoch + 1) % 10 == 0:
-            print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
+            print(f"epoch {epoch + 1}: loss {losses[-1]:.3f}")
+    return losses
 
 
 def answer(model: GPT2LMHeadModel, prompts: list[str], device: torch.device) -> list[str]:
     """What the model says to all prompts, as one batch."""
     model.eval()
     batch = collate_prompts([{"input_ids": encode(prompt)} for prompt in prompts]).to(device)
-    print(batch)
     tokens = model.generate(**batch, max_new_tokens=6, do_sample=False)
     return [decode(ids) for ids in tokens[:, batch["input_ids"].shape[1] :].tolist()]
+
+
+def run(epochs: int, device: torch.device) -> tuple[list[float], list[str]]:
+    """The whole program: the losses of training, and the answer to each prompt."""
+    torch.manual_seed(0)
+    model = make_model().to(device)
+    return train(model, epochs, device), answer(model, list(SOUNDS), device)
 
 
 def main() -> None:
@@ -90,18 +100,15 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
-    torch.manual_seed(0)
 
     print(collate_training(training_samples()[:2]))
-    model = make_model().to(options.device)
-    train(model, options.epochs, options.device)
-    prompts = list(SOUNDS)
-    answers = answer(model, prompts, options.device)
-    for prompt, said in zip(prompts, answers, strict=True):
+    print(collate_prompts([{"input_ids": encode(prompt)} for prompt in SOUNDS]))
+    _, answers = run(**vars(options))
+    for prompt, said in zip(SOUNDS, answers, strict=True):
         print(f"{prompt} -> {said}")
-    right = sum(SOUNDS[prompt] == said for prompt, said in zip(prompts, answers, strict=True))
-    print(f"{right} of {len(prompts)} right")
-    if right < len(prompts):
+    right = sum(wanted == said for wanted, said in zip(SOUNDS.values(), answers, strict=True))
+    print(f"{right} of {len(SOUNDS)} right")
+    if right < len(SOUNDS):
         sys.exit("the model has not learnt all answers")
 
 

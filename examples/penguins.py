@@ -10,21 +10,21 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from tensordict_lite import DeviceDict, Vocabulary, prefetch
+from tensordict_lite import DeviceDict, Vocabulary
 
 HERE = Path(__file__).parent
 NA = "NA"  # how the file writes a missing value
 MEASURED = ("bill_length_mm", "bill_depth_mm", "flipper_length_mm", "body_mass_g")
 REQUIRED_ACCURACY = 0.95
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
 def read_table(path: Path) -> DeviceDict:
@@ -62,29 +62,54 @@ def network_input(table: DeviceDict) -> Tensor:
     return torch.cat([numbers, *one_hot], dim=1)
 
 
-def train(model: nn.Module, rows: DeviceDict, device: torch.device, epochs: int) -> None:
-    """Fit the species of ``rows``. The DataLoader copies random rows, and `prefetch` moves them ahead of time."""
+def train(model: nn.Module, rows: DeviceDict, epochs: int) -> None:
+    """Fit the species of ``rows``, in shuffled batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
-    loader = DataLoader(rows.select("input", "species").rows, batch_size=64, shuffle=True)
-    progress = tqdm(range(epochs), desc="training", unit="epoch")
-    for _ in progress:
-        right = 0
-        for batch in prefetch(loader, device):
+    samples = rows.select("input", "species")
+    for epoch in range(epochs):
+        right = torch.zeros((), device=rows.device)
+        for batch in samples.rows.batches(64, shuffle=True):
             logits = model(batch["input"])
             loss = F.cross_entropy(logits, batch["species"])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             right += (logits.argmax(dim=1) == batch["species"]).sum()
-        progress.set_postfix(accuracy=f"{right / len(rows.rows):.3f}", refresh=False)
+        if (epoch + 1) % 10 == 0:
+            print(f"epoch {epoch + 1}: training accuracy {right / len(rows.rows):.3f}")
 
 
-def draw_confusion(answers: DeviceDict, names: tuple[str, ...], title: str, path: Path) -> None:
+def run(epochs: int, seed: int) -> tuple[list[str], list[str]]:
+    """The whole program: the true and the predicted species of the penguins that were held out."""
+    torch.manual_seed(seed)
+    table = read_table(HERE / "data" / "penguins.csv")
+    table["training"] = torch.randperm(len(table.rows)) < round(0.8 * len(table.rows))  # a random four fifths
+    table["input"] = network_input(table)
+    print(table, end="\n\n")
+    table = table.to(DEVICE)  # every column, in one call
+
+    species = table.encoders["species"]
+    model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(species.tokens)))
+    train(model.to(DEVICE), table.rows[table["training"]], epochs)
+
+    # The predictions join the held-out rows and bring their encoder along, so that they read as names.
+    held_out = table.rows[~table["training"]]
+    with torch.no_grad():
+        predicted = model(held_out["input"]).argmax(dim=1)
+    answers = held_out | DeviceDict({"predicted": predicted}, encoders={"predicted": species})
+    guesses, truths, islands, sexes = (answers.decode(key) for key in ("predicted", "species", "island", "sex"))
+    lengths = answers["measured", "bill_length_mm"].tolist()
+    print("\nevery tenth held-out penguin, predicted / true:")
+    for i in range(0, len(truths), 10):
+        print(f"  {guesses[i]} / {truths[i]}  ({islands[i]}, sex {sexes[i]}, bill {lengths[i]:.1f} mm)")
+    return truths, guesses
+
+
+def draw_confusion(truths: list[str], guesses: list[str], title: str, path: Path) -> None:
     """A picture of how many penguins of each species (a row) were taken for each species (a column)."""
-    size = len(names)
-    cells = answers["species"] * size + answers["predicted"]
-    counts = cells.bincount(minlength=size * size).reshape(size, size).tolist()
-    most = max(map(max, counts))
+    names, cells = sorted(set(truths) | set(guesses)), Counter(zip(truths, guesses, strict=True))
+    counts = [[cells[truth, guess] for guess in names] for truth in names]
+    size, most = len(names), max(cells.values())
     figure = Figure(figsize=(5, 5), layout="tight")
     axes = figure.subplots()
     axes.pcolormesh(range(size), range(size), counts, cmap="Blues", vmin=-most / 10, edgecolors="white", linewidth=3)
@@ -110,36 +135,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the split and the network (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=HERE / "out", metavar="DIR", help="where the picture goes")
     options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    table = read_table(HERE / "data" / "penguins.csv")
-    count = len(table.rows)
-    table["training"] = torch.randperm(count) < round(0.8 * count)  # a random four fifths of the rows
-    table["input"] = network_input(table)
-    print(table)
-
-    species = table.encoders["species"]
-    model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(species.tokens)))
-    print(f"\ntraining on {device}")
-    train(model.to(device), table.rows[table["training"]], device, options.epochs)
-
-    # All rows that were held out, with every column, move to the device in one call.
-    held_out = table.rows[~table["training"]].to(device)
-
-    # The predictions join the held-out rows and bring their encoder along, so that they read as names.
-    with torch.no_grad():
-        predicted = model(held_out["input"]).argmax(dim=1)
-    answers = held_out | DeviceDict({"predicted": predicted}, encoders={"predicted": species})
-    strings = [answers.decode(key) for key in ("predicted", "species", "island", "sex")]
-    lengths = answers["measured", "bill_length_mm"].tolist()
-    print("\nevery tenth held-out penguin, predicted / true:")
-    for guess, truth, island, sex, length in list(zip(*strings, lengths, strict=True))[::10]:
-        print(f"  {guess} / {truth}  ({island}, sex {sex}, bill {length:.1f} mm)")
-    right = answers["predicted"] == answers["species"]
-    accuracy = right.float().mean().item()
-    print(f"\nheld-out accuracy {accuracy:.3f}, {right.sum()} of {len(right)} penguins")
-    picture = options.out / "confusion.png"
-    draw_confusion(answers, species.tokens, f"Accuracy {accuracy:.1%} on {len(right)} held-out penguins", picture)
+    truths, guesses = run(options.epochs, options.seed)
+    right = sum(truth == guess for truth, guess in zip(truths, guesses, strict=True))
+    accuracy, picture = right / len(truths), options.out / "confusion.png"
+    print(f"\nheld-out accuracy {accuracy:.3f}, {right} of {len(truths)} penguins")
+    draw_confusion(truths, guesses, f"Accuracy {accuracy:.1%} on {len(truths)} held-out penguins", picture)
     print(f"drawn to {picture}")
     if accuracy < REQUIRED_ACCURACY:
         sys.exit(f"held-out accuracy {accuracy:.3f} is under the required {REQUIRED_ACCURACY}")

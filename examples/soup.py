@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int, lr: float, seed: i
 
 
 @torch.no_grad()
-def error(model: nn.Module, weights: DeviceDict) -> float:
+def error(model: nn.Module, weights: Mapping[str, Tensor]) -> float:
     x, y = data(2000, seed=1, noise=0.0)
     model.load_state_dict(weights)
     return F.mse_loss(model.eval()(x), y).item()
@@ -68,30 +69,34 @@ def greedy_soup(model: nn.Module, weights: list[DeviceDict]) -> DeviceDict:
     return mean
 
 
+def run(models: int) -> tuple[list[float], float, float]:
+    """The whole program: the errors of the models, of the soup and of the greedy soup."""
+    torch.manual_seed(0)
+    model = new_model()
+    train(model, *data(4000, seed=2, noise=0.1), steps=300, lr=1e-2, seed=0)
+    pretrained = DeviceDict(model.state_dict()).clone()
+    print(f"pretrained: error {error(model, pretrained):.3f}")
+
+    weights: list[DeviceDict] = []
+    for seed in range(models):
+        model.load_state_dict(pretrained)
+        train(model, *data(400, seed=3, noise=1.0), steps=100, lr=(1 + seed) * 1e-3, seed=seed)
+        weights.append(DeviceDict(model.state_dict()).clone())
+    errors = [error(model, one) for one in weights]
+    return errors, error(model, soup(weights)), error(model, greedy_soup(model, weights))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Average the weights of several fine-tuned models.")
     parser.add_argument("--models", type=int, default=4)
     options = parser.parse_args()
-    torch.manual_seed(0)
     torch.set_num_threads(1)  # the tensors are small
-
-    model = new_model()
-    train(model, *data(4000, seed=2, noise=0.1), steps=300, lr=1e-2, seed=0)
-    pretrained = DeviceDict(model.state_dict()).clone()
-    print(pretrained)
-    print(f"pretrained: error {error(model, pretrained):.3f}")
-
-    weights: list[DeviceDict] = []
-    for seed in range(options.models):
-        model.load_state_dict(pretrained)
-        train(model, *data(400, seed=3, noise=1.0), steps=100, lr=(1 + seed) * 1e-3, seed=seed)
-        weights.append(DeviceDict(model.state_dict()).clone())
-        print(f"model {seed}: error {error(model, weights[-1]):.3f}")
-
-    errors = [error(model, one) for one in weights]
-    mean = error(model, soup(weights))
+    print(DeviceDict(new_model().state_dict()))
+    errors, mean, greedy = run(options.models)
+    for seed, one in enumerate(errors):
+        print(f"model {seed}: error {one:.3f}")
     print(f"soup of all: error {mean:.3f}")
-    print(f"greedy soup: error {error(model, greedy_soup(model, weights)):.3f}")
+    print(f"greedy soup: error {greedy:.3f}")
     if mean >= sum(errors) / len(errors):
         sys.exit("the soup is no better than its models are in the mean")
 

@@ -14,13 +14,14 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
-from tqdm import tqdm
 
 from tensordict_lite import DeviceDict, RowWriter, Utf8, Vocabulary, collate, load
 
@@ -30,12 +31,11 @@ REQUIRED_ACCURACY = 0.95
 BATCH = 256
 
 
-def stripes(rows: int, seed: int) -> Iterator[DeviceDict]:
-    """Batches of pictures, uint8 ``[batch, 3, 32, 32]``, with the name of the direction and a caption."""
-    generator = torch.Generator().manual_seed(seed)
+def stripes(rows: int) -> Iterator[dict[str, Any]]:
+    """Batches of pictures, uint8 ``[batch, 3, 32, 32]``, with the names of the directions and captions."""
+    generator = torch.Generator().manual_seed(0)
     y, x = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
     directions = torch.stack([y, x, (x + y) / 2**0.5, (x - y) / 2**0.5])
-    encoders = {"direction": Vocabulary(NAMES), "caption": Utf8(32)}
     for first in range(0, rows, BATCH):
         count = min(BATCH, rows - first)
         code = torch.randint(4, (count,), generator=generator)
@@ -45,55 +45,81 @@ def stripes(rows: int, seed: int) -> Iterator[DeviceDict]:
         image = (light[:, None] + noise).clamp(0, 1).mul(255).to(torch.uint8)
         names = [NAMES[i] for i in code.tolist()]
         captions = [f"{name} stripes, number {first + i}" for i, name in enumerate(names)]
-        yield DeviceDict({"image": image, "direction": names, "caption": captions}, encoders=encoders)
+        yield {"image": image, "direction": names, "caption": captions}
 
 
-def limit_memory(mib: int) -> None:
+@contextmanager
+def limited_memory(mib: int) -> Iterator[None]:
     """Allow this process, and the workers that it starts, ``mib`` MiB more than it has allocated now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     pages = int(Path("/proc/self/statm").read_text().split()[5])
-    allowed = pages * resource.getpagesize() + (mib << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + (mib << 20), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def write(folder: Path, rows: int) -> None:
-    batches = stripes(rows, seed=0)
-    first = next(batches)
-    start = time.perf_counter()
-    with RowWriter(folder, like=first) as writer:
-        writer.write(first)
-        for batch in tqdm(batches, "write", total=rows // BATCH, unit="batch"):
-            writer.write(batch)
-    print(f"wrote {rows} rows, {rows / (time.perf_counter() - start):,.0f} rows a second")
-
-
-def train(table: DeviceDict, workers: int) -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(3, 16, 7, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 49, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    training = Subset(table.select("image", "direction").rows, range(len(table.rows) * 4 // 5))
-    loader = DataLoader(training, BATCH, shuffle=True, num_workers=workers, collate_fn=collate)
-    start = time.perf_counter()
-    bar = tqdm(loader, "train", unit="batch")
-    for batch in bar:
-        loss = F.cross_entropy(model(pixels(batch["image"])), batch["direction"])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
-    print(f"trained on {len(training)} rows, {len(training) / (time.perf_counter() - start):,.0f} rows a second")
-    return model
+def new_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 7, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 49, 4))
 
 
 def pixels(image: Tensor) -> Tensor:
     return image.float().div_(255).sub_(0.5)
 
 
+def write(folder: Path, rows: int) -> None:
+    encoders = {"direction": Vocabulary(NAMES), "caption": Utf8(32)}
+    batches = (DeviceDict(batch, encoders=encoders) for batch in stripes(rows))
+    first = next(batches)
+    with RowWriter(folder, like=first) as writer:
+        writer.write(first)
+        for batch in batches:
+            writer.write(batch)
+
+
+def train(table: DeviceDict, workers: int) -> nn.Module:
+    model = new_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    training = Subset(table.select("image", "direction").rows, range(len(table.rows) * 4 // 5))
+    loader = DataLoader(training, BATCH, shuffle=True, num_workers=workers, collate_fn=collate)
+    for batch in loader:
+        loss = F.cross_entropy(model(pixels(batch["image"])), batch["direction"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, table: DeviceDict) -> float:
     held_out = table.rows[len(table.rows) * 4 // 5 :]
     right = 0
-    for batch in held_out.rows.split(BATCH):
+    for batch in held_out.rows.batches(BATCH):
         right += int((model(pixels(batch["image"])).argmax(1) == batch["direction"]).sum())
     return right / len(held_out.rows)
+
+
+def run(folder: Path, rows: int, limit: int, workers: int) -> float:
+    """The whole program: the accuracy on rows that were held out."""
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    with limited_memory(limit):
+        write(folder, rows)
+    wrote = time.perf_counter()
+    print(f"wrote {rows / (wrote - start):,.0f} rows a second")
+    # The limit counts the addresses of a mapping, though its pages are not in memory. So map first, then limit again.
+    table = load(folder)
+    with limited_memory(limit):
+        try:
+            torch.ones_like(table["image"])
+            print("an array of the size of the table: fits in the memory")
+        except RuntimeError:
+            print(f"an array of the size of the table: refused, as it takes more than {limit} MiB")
+        model = train(table, workers)
+        print(f"trained on {rows * 4 // 5 / (time.perf_counter() - wrote):,.0f} rows a second")
+        print(f"row 7: {table.rows[7].decode('caption')!r}")
+        return accuracy(model, table)
 
 
 def main() -> None:
@@ -103,28 +129,11 @@ def main() -> None:
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--out", type=Path, default=HERE / "out")
     given = options.parse_args()
-    torch.manual_seed(0)
     torch.set_num_threads(1)
     folder = given.out / "stripes"
     shutil.rmtree(folder, ignore_errors=True)
-
-    limit_memory(given.limit)
-    write(folder, given.rows)
-
-    # The limit counts the addresses of a mapping, though its pages are not in memory. So map first, then limit again.
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    table = load(folder)
-    limit_memory(given.limit)
-    print(table)
-    try:
-        torch.ones_like(table["image"])
-        print("an array of the size of the table: fits in the memory")
-    except RuntimeError:
-        print(f"an array of the size of the table: refused, as it takes more than {given.limit} MiB")
-
-    model = train(table, given.workers)
-    print(f"row 7: {table.rows[7].decode('caption')!r}")
-    found = accuracy(model, table)
+    found = run(folder, given.rows, given.limit, given.workers)
+    print(load(folder))
     print(f"held-out accuracy {found:.3f}")
     if found < REQUIRED_ACCURACY:
         sys.exit(f"held-out accuracy {found:.3f} is under the required {REQUIRED_ACCURACY}")

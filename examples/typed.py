@@ -10,16 +10,14 @@ shapes when values enter.
 # pyright: standard
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from tensordict_lite import TypedDeviceDict, collate, field, prefetch
+from tensordict_lite import TypedDeviceDict, collate, field
 
 
 class Observation(TypedDeviceDict):
@@ -34,15 +32,12 @@ class Batch(TypedDeviceDict):
     note: Tensor | None = None  # may be absent
 
 
-def make_samples(count: int) -> list[dict[str, object]]:
-    """Points that move. The action is 1 if a point moves away from the origin. Every fourth sample counts twice."""
-    samples: list[dict[str, object]] = []
-    for i in range(count):
-        position, speed = torch.randn(2, 3)
-        action = int((position * speed).sum() > 0)
-        sample: dict[str, object] = {"obs": {"position": position, "speed": speed}, "action": action}
-        samples.append(sample if i % 4 else {**sample, "weight": 2.0})
-    return samples
+def make_columns(count: int) -> dict[str, Any]:
+    """Points that move. The action is 1 if a point moves away from the origin. Every fourth point counts twice."""
+    position, speed = torch.randn(2, count, 3)
+    action = ((position * speed).sum(1) > 0).long()
+    weight = torch.where(torch.arange(count) % 4 == 0, 2.0, 1.0)
+    return {"obs": {"position": position, "speed": speed}, "action": action, "weight": weight}
 
 
 class Policy(nn.Module):
@@ -59,25 +54,30 @@ def loss_of(policy: Policy, batch: Batch) -> Tensor:
     return (losses * batch.weight).sum() / batch.weight.sum()
 
 
-def main() -> None:
+def run(count: int, epochs: int) -> float:
+    """The whole program: the loss of the last batch."""
     torch.manual_seed(0)
-    to_batch = partial(collate, cls=Batch)
-    samples: Any = make_samples(512)  # torch annotates datasets as Dataset, and takes a list too
-    loader = DataLoader(samples, batch_size=64, shuffle=True, collate_fn=to_batch)
+    table = Batch.from_dict(make_columns(count))  # validated once; its rows are batches of the same class
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     loss = torch.zeros(())
-    for _ in range(6):
-        for batch in prefetch(loader, "cpu"):
+    for _ in range(epochs):
+        for batch in table.rows.batches(64, shuffle=True):
             loss = loss_of(policy, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    print(f"loss {loss.item():.3f}")
+    return loss.item()
+
+
+def main() -> None:
+    print(f"loss {run(count=512, epochs=6):.3f}")
 
     obs = Observation(position=torch.zeros(2, 3), speed=torch.ones(2, 3))
     batch = Batch(obs=obs, action=torch.tensor([0, 1]), weight=torch.ones(2))
     print(batch)
+    samples = [{"obs": row.obs, "action": row.action} for row in batch.rows]
+    print("weights of samples without one:", collate(samples, cls=Batch).weight)
     print(type(batch.to("cpu").rows[:1].obs).__name__, batch.weight, batch.note)
     for wrong in (
         lambda: batch.update({"action": torch.zeros(3, dtype=torch.int64)}),

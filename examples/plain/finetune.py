@@ -1,10 +1,12 @@
-"""The parts of `finetune.py` that differ with plain dicts."""
+"""What `finetune.py` does, with plain dicts."""
 
 from __future__ import annotations
 
 import torch
-from finetune import IGNORED, PAD
+from finetune import END, IGNORED, PAD, SOUNDS, decode, encode, make_model
 from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import GPT2LMHeadModel
 
 
 def fill(rows: list[list[int]], value: int, multiple_of: int = 1, left: bool = False) -> Tensor:
@@ -30,3 +32,43 @@ def collate_prompts(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+def training_samples() -> list[dict[str, list[int]]]:
+    samples = []
+    for prompt, answer in SOUNDS.items():
+        asked, wanted = encode(prompt), [*encode(answer), END]
+        samples.append({"input_ids": asked + wanted, "labels": [IGNORED] * len(asked) + wanted})
+    return samples
+
+
+def train(model: GPT2LMHeadModel, epochs: int, device: torch.device) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(
+        training_samples(), batch_size=3, shuffle=True, collate_fn=collate_training, pin_memory=device.type != "cpu"
+    )
+    model.train()
+    losses: list[float] = []
+    for epoch in range(epochs):
+        for batch in loader:
+            loss = model(**to_device(batch, device)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        if (epoch + 1) % 10 == 0:
+            print(f"epoch {epoch + 1}: loss {losses[-1]:.3f}")
+    return losses
+
+
+def answer(model: GPT2LMHeadModel, prompts: list[str], device: torch.device) -> list[str]:
+    model.eval()
+    batch = to_device(collate_prompts([{"input_ids": encode(prompt)} for prompt in prompts]), device)
+    tokens = model.generate(**batch, max_new_tokens=6, do_sample=False)
+    return [decode(ids) for ids in tokens[:, batch["input_ids"].shape[1] :].tolist()]
+
+
+def run(epochs: int, device: torch.device) -> tuple[list[float], list[str]]:
+    torch.manual_seed(0)
+    model = make_model().to(device)
+    return train(model, epochs, device), answer(model, list(SOUNDS), device)

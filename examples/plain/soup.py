@@ -1,9 +1,9 @@
-"""The parts of `soup.py` that differ with plain dicts."""
+"""What `soup.py` does, with plain dicts."""
 
 from __future__ import annotations
 
 import torch
-from soup import error
+from soup import data, error, new_model, train
 from torch import Tensor, nn
 
 Weights = dict[str, Tensor]
@@ -39,3 +39,19 @@ def greedy_soup(model: nn.Module, weights: list[Weights]) -> Weights:
         if error(model, candidate) <= error(model, mean):
             mean, count = candidate, count + 1
     return mean
+
+
+def run(models: int) -> tuple[list[float], float, float]:
+    torch.manual_seed(0)
+    model = new_model()
+    train(model, *data(4000, seed=2, noise=0.1), steps=300, lr=1e-2, seed=0)
+    pretrained = copy_of(model.state_dict())
+    print(f"pretrained: error {error(model, pretrained):.3f}")
+
+    weights: list[Weights] = []
+    for seed in range(models):
+        model.load_state_dict(pretrained)
+        train(model, *data(400, seed=3, noise=1.0), steps=100, lr=(1 + seed) * 1e-3, seed=seed)
+        weights.append(copy_of(model.state_dict()))
+    errors = [error(model, one) for one in weights]
+    return errors, error(model, soup(weights)), error(model, greedy_soup(model, weights))
