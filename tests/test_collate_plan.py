@@ -272,7 +272,7 @@ class TestWhatCouldFool:
         del tensors, dicts, d
         gc.collect()
         assert [ref() for ref in watched] == [None] * len(watched)
-        plan: Any = plan_module._plan_of(((torch.float32, (2, 16)),))
+        plan: Any = plan_module._plan_of(((torch.float32, (2, 16)),), 2)
         assert {type(part) for region in plan.regions for part in region} == {torch.dtype, tuple, int, bool}
 
     def test_threads(self) -> None:
