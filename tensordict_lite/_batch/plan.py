@@ -27,7 +27,7 @@ from .._tree.tree import builtin_dict, kind_nested
 from .join import merged_policy
 from .pad import Pad, Pads, extra_fields, mask_of, require_fit
 
-_STR, _LIST = {str}, {list}
+_STR, _TUPLE = {str}, {tuple}
 _NUMBERS: Mapping[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The classes of Python numbers that NumPy converts as torch does, in 0.1x the time."""
 _DTYPES: Mapping[Any, torch.dtype] = {
@@ -49,7 +49,7 @@ _is_neg, _dtype, _data = Tensor.is_neg, attrgetter("dtype"), attrgetter("data")
 _Spec = tuple[Any, ...]
 """The dtype and shape of a whole field; or the `_facts` of the first sample of a field."""
 _Field = tuple[DeviceDict[Any], str, Any]
-"""The dict that gets the field, its key, and a list of its samples; or the whole field: one tensor or `_Padded`."""
+"""The dict that gets the field, its key, and a tuple of its samples; or the whole field: one tensor or `_Padded`."""
 
 
 class _Unusual(Exception):
@@ -83,7 +83,7 @@ class _Plan(NamedTuple):
     is_dense: bool
     """Whether the buffer is one region without gaps."""
     is_sampled: bool
-    """Whether a field is a list of samples. Host values alone go to torch's default device."""
+    """Whether a field is a tuple of samples. Host values alone go to torch's default device."""
 
 
 @lru_cache(maxsize=64)
@@ -127,20 +127,18 @@ def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: l
     cls = type(batch)
     if cls._has_fields:
         samples = list(map(cls._drop_none, samples))
-    first, count = samples[0], len(samples)
+    first, count, padded = samples[0], len(samples), bool(pads)
     names, kinds = list(first), list(map(type, builtin_dict.values(first)))
     odd = not _KINDS.issuperset(kinds) and not all(kind in _KINDS or issubclass(kind, DeviceDict) for kind in kinds)
     if odd or not _STR.issuperset(map(type, names)):
         raise _Unusual
-    if pads:
+    if padded:
         pads.require_new(names, at, "the samples")
-    values = _values(samples, names)
-    if list(map(type, values)) != kinds * count:
-        raise _Unusual
     used: dict[str, Any] = {}
-    for i, key in enumerate(names):
-        kind, column = kinds[i], values[i :: len(names)]
-        pad = pads.at((*at, key)) if pads else None
+    for key, kind, column in zip(names, kinds, _columns(samples, names), strict=True):
+        if list(map(type, column)).count(kind) != count:  # takes 0.7x the time of a set
+            raise _Unusual
+        pad = pads.at((*at, key)) if padded else None
         if kind is Tensor and pad is None:
             value = column
         elif kind is dict or kind not in _KINDS:  # a `DeviceDict` class
@@ -154,9 +152,21 @@ def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: l
             used[key] = batch._policy.encoder(key)
         else:
             value = _host_field(column, kind, batch._policy)
-        _list(fields, batch, key, value)
+        fields.append((batch, key, value))
+        builtin_dict.__setitem__(batch, key, None)  # a placeholder, which keeps the order of the keys
     if used:
         batch._policy = batch._policy.with_encoders(used)
+
+
+def _columns(samples: Sequence[Any], names: list[str]) -> Iterable[tuple[Any, ...]]:
+    """The values of every key. Raises ``KeyError`` or ``_Unusual`` if the keys of a sample differ from the first."""
+    if type(samples[0]) is not dict:  # a subclass of `DeviceDict` may look keys up in its own way
+        if list(map(list, samples)).count(names) != len(samples):
+            raise _Unusual
+        return zip(*map(builtin_dict.values, samples), strict=True)
+    if list(map(len, samples)).count(len(names)) != len(samples):
+        raise _Unusual
+    return [tuple(map(itemgetter(name), samples)) for name in names]
 
 
 def _list(fields: list[_Field], batch: DeviceDict[Any], key: str, value: Any) -> None:
@@ -165,25 +175,8 @@ def _list(fields: list[_Field], batch: DeviceDict[Any], key: str, value: Any) ->
     builtin_dict.__setitem__(batch, key, None)
 
 
-def _values(samples: Sequence[Any], names: list[str]) -> list[Any]:
-    """The values of all samples, one sample after the other, in the order of the keys.
-
-    Raises ``KeyError`` or ``_Unusual`` if the keys of a sample differ from the first.
-    """
-    if type(samples[0]) is not dict:  # a `DeviceDict` looks paths up
-        if list(map(list, samples)).count(names) != len(samples):
-            raise _Unusual
-        return list(chain.from_iterable(map(builtin_dict.values, samples)))
-    if list(map(len, samples)).count(len(names)) != len(samples):
-        raise _Unusual
-    if not names:
-        return []
-    found = map(itemgetter(*names), samples)
-    return list(found if len(names) == 1 else chain.from_iterable(found))
-
-
 def _nested(
-    column: list[Any], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field], pads: Pads
+    column: tuple[Any, ...], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field], pads: Pads
 ) -> None:
     refuse_deeper(path)
     own = None if kind is dict else merged_policy(column, path, "sample")
@@ -194,13 +187,13 @@ def _nested(
     _collect(column, nested, path, fields, pads)
 
 
-def _codes(column: list[str], policy: Policy, key: str) -> Tensor:
+def _codes(column: tuple[str, ...], policy: Policy, key: str) -> Tensor:
     """The codes of the strings of a field."""
     encoder = policy.encoder(key)
     # If this path gives up, the general path encodes the strings again. Encoders that are not plain data may be slow.
     if getattr(encoder, "is_data", False) is not True:
         raise _Unusual
-    codes = encoder.encode(column)
+    codes = encoder.encode(list(column))
     if not (isinstance(codes, Tensor) and packable(codes) and codes.is_cpu and codes.is_contiguous()):
         raise _Unusual
     if codes.shape[:1] != (len(column),):
@@ -209,7 +202,7 @@ def _codes(column: list[str], policy: Policy, key: str) -> Tensor:
 
 
 def _padded(
-    column: list[Any], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field], pad: Pad
+    column: tuple[Any, ...], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field], pad: Pad
 ) -> None:
     """List a field that ``pad`` applies to, and the new fields that ``pad`` names."""
     key, count = path[-1], len(column)
@@ -236,7 +229,7 @@ def _padded(
         _list(fields, batch, extra, tensor)
 
 
-def _host_field(column: list[Any], kind: type, policy: Policy) -> Tensor:
+def _host_field(column: tuple[Any, ...], kind: type, policy: Policy) -> Tensor:
     """The field of host values of one type, in the dtype of a dict with this policy."""
     if kind is list:
         kind = _kind_of_numbers(chain.from_iterable(column))
@@ -274,7 +267,7 @@ def _make_tensors(fields: Sequence[_Field], count: int) -> Sequence[Tensor]:
         raise _Unusual
     specs: list[_Spec] = []
     for value in values:
-        if type(value) is list:
+        if type(value) is tuple:
             first: Tensor = value[0]
             if first.is_neg():
                 raise _Unusual
@@ -286,7 +279,7 @@ def _make_tensors(fields: Sequence[_Field], count: int) -> Sequence[Tensor]:
     if plan is None or not (plan.is_sampled or torch.empty(0).device == CPU):
         raise _Unusual
     if plan.is_dense and not in_shared_memory(plan.layout.nbytes):
-        if _LIST.issuperset(map(type, values)):
+        if _TUPLE.issuperset(map(type, values)):
             return _stack_dense(values, count)
         if len(values) == 1 and type(values[0]) is Tensor:
             return [values[0].clone()]  # torch aligns memory better than NumPy
@@ -299,10 +292,10 @@ def _make_tensors(fields: Sequence[_Field], count: int) -> Sequence[Tensor]:
             _fill(region, here[0])
             out[members[0]] = region
             continue
-        if is_dense and _LIST.issuperset(map(type, here)):
+        if is_dense and _TUPLE.issuperset(map(type, here)):
             # One call for the samples of all fields of a run is faster than a call for each field.
             rows = region.flatten(0, 1)
-            stack_into(rows, list(chain.from_iterable(here)))
+            stack_into(rows, _joined(here))
             parts = rows.unsafe_split(count)
         else:
             for part, value in zip(region.unbind(), here, strict=True):
@@ -315,7 +308,7 @@ def _make_tensors(fields: Sequence[_Field], count: int) -> Sequence[Tensor]:
 
 def _stack_dense(values: Sequence[Any], count: int) -> Sequence[Tensor]:
     """The fields of a batch with one spec and no gaps. The storage that ``torch.stack`` allocates is their buffer."""
-    samples = values[0] if len(values) == 1 else list(chain.from_iterable(values))
+    samples = values[0] if len(values) == 1 else _joined(values)
     require_one_dtype(samples)
     stacked = torch.stack(samples)
     if stacked.requires_grad or not stacked.is_contiguous():
@@ -324,9 +317,17 @@ def _stack_dense(values: Sequence[Any], count: int) -> Sequence[Tensor]:
     return [stacked] if len(values) == 1 else cast(Any, stacked).unsafe_split(count)
 
 
+def _joined(columns: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The samples of all columns, in 0.4x the time of ``chain``."""
+    out: list[Tensor] = []
+    for column in columns:
+        out += column
+    return out
+
+
 def _fill(view: Tensor, value: Any) -> None:
-    if type(value) is list:
-        stack_into(view, cast("list[Tensor]", value))
+    if type(value) is tuple:
+        stack_into(view, cast("tuple[Tensor, ...]", value))
     elif type(value) is _Padded:
         view.fill_(value.fill)
         view.numpy()[value.mask.numpy()] = value.flat.numpy()  # takes 0.6x the time of masked_scatter_
