@@ -160,7 +160,7 @@ def extra_fields(lengths: Sequence[int], length: int, pad: Pad, device: torch.de
     """The new fields that ``pad`` names, by key. ``lengths``: of every sample; ``length``: of the batch."""
     if not pad._extras:
         return {}
-    made = {}
+    made: dict[str, Tensor] = {}
     for key, option in pad._extras.items():
         sizes = torch.tensor(list(lengths), dtype=torch.int64, device=device)
         made[key] = sizes if option == "lengths" else mask_of(sizes, torch.arange(length, device=device), pad.side)
