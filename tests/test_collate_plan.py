@@ -346,6 +346,19 @@ def test_every_sample_gets_the_default_of_a_typed_class(samples: Any) -> None:
     assert d["k"].shape == (2,) and d["k"][0] == 3.0
 
 
+@pytest.mark.parametrize("keys", [1, 8, 9, 40])
+@pytest.mark.parametrize("odd", ["none", "order", "missing", "extra", "other"])
+def test_any_number_of_keys_is_as_on_the_general_path(keys: int, odd: str) -> None:
+    samples: list[dict[str, Any]] = [{f"k{j}": torch.full((3,), i + j) for j in range(keys)} for i in range(3)]
+    assert is_short(samples)
+    if odd == "order":
+        samples[1] = dict(reversed(samples[1].items()))
+    elif odd != "none":
+        first = samples[1].pop("k0") if odd in ("missing", "other") else None
+        samples[1] |= {} if odd == "missing" else {"z": first}
+    assert outcome(lambda: collate(samples)) == general(lambda: collate(samples))
+
+
 def test_strings_are_encoded_once() -> None:
     calls: list[Any] = []
 

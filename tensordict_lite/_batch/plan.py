@@ -41,6 +41,8 @@ _KINDS = frozenset((Tensor, dict, list, str, np.ndarray, *_NUMBERS, *_SCALARS))
 """The types of values that this path takes, besides `DeviceDict` classes."""
 _PADDED = 1 << 17
 """The largest number of elements of a padded field that a mask fills faster than a copy of each sample."""
+_FEW = 8
+"""The largest number of keys for which a pass over the samples for each key is faster than one pass for all keys."""
 _FLOATS = (torch.float32, torch.float64)
 _strided = torch.strided
 _from_numpy = cast("Callable[[Any], Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
@@ -135,7 +137,7 @@ def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: l
     cls = type(batch)
     if cls._has_fields:
         samples = list(map(cls._drop_none, samples))
-    first, count, padded = samples[0], len(samples), bool(pads)
+    first, count, padded = samples[0], len(samples), bool(pads._pads)
     names, kinds = list(first), list(map(type, builtin_dict.values(first)))
     odd = not _KINDS.issuperset(kinds) and not all(kind in _KINDS or issubclass(kind, DeviceDict) for kind in kinds)
     if odd or not _STR.issuperset(map(type, names)):
@@ -173,6 +175,8 @@ def _columns(samples: Sequence[Any], names: list[str]) -> Iterable[tuple[Any, ..
         return zip(*map(builtin_dict.values, samples), strict=True)
     if list(map(len, samples)).count(len(names)) != len(samples):
         raise _Unusual
+    if len(names) > _FEW:
+        return zip(*map(itemgetter(*names), samples), strict=True)
     return [tuple(map(itemgetter(name), samples)) for name in names]
 
 
