@@ -101,6 +101,7 @@ VALUES: list[Callable[[], Any]] = [
 
 RAGGED: list[Callable[[int], Any]] = [
     torch.arange, torch.ones, lambda n: torch.ones(n, 2), lambda n: torch.ones(2 * n)[::2],
+    lambda n: torch.arange(4 * n).view(n, 2, 2), lambda n: torch.ones(n, 0), lambda n: torch.arange(2 * n).view(2, n).T,
     lambda n: torch.ones(n, dtype=torch.complex64).conj(), lambda n: torch.ones(n, requires_grad=True), lambda n: torch.ones(n).bool(),
     lambda n: list(range(n)), lambda n: [0.5] * n, lambda n: [True] * n, lambda n: [[1, 2]] * n, lambda n: (1,) * n, lambda n: "a" * n,
     lambda n: "é" * n, np.arange, lambda n: torch.ones(n, device="meta"), lambda n: {"a": [1] * n, "n": 3},
@@ -261,6 +262,7 @@ class TestWhatCouldFool:
                 *[0] * (len(one._tensors()) - 1),
             ]
             assert all(t.data_ptr() % 64 == 0 for t in one._tensors() if t.numel())
+            assert all(t._base is None for t in one._tensors()), "autograd knows each field as a tensor of its own"
 
     def test_nothing_is_kept_alive(self) -> None:
         cls: Any = type("Gone", (DeviceDict,), {})
@@ -272,7 +274,7 @@ class TestWhatCouldFool:
         del tensors, dicts, d
         gc.collect()
         assert [ref() for ref in watched] == [None] * len(watched)
-        plan: Any = plan_module._plan_of(((torch.float32, (2, 16)),))
+        plan: Any = plan_module._plan_of(((torch.float32, (2, 16)),), 2)
         assert {type(part) for region in plan.regions for part in region} == {torch.dtype, tuple, int, bool}
 
     def test_threads(self) -> None:
@@ -311,6 +313,7 @@ def test_these_take_the_short_path(samples: Any) -> None:
 @pytest.mark.parametrize(
     "samples",
     [
+        [{"ids": torch.ones(n, 4), "m": torch.arange(4 * n).view(n, 2, 2)} for n in (2, 0, 3)],
         [{"ids": [1, 2, 3], "m": [1]}, {"ids": [], "m": [0, 1]}], [{"ids": torch.arange(n), "m": torch.ones(n)} for n in (2, 0)],
         [{"ids": [1, 2], "m": [0.5], "y": 3, "s": "abc", "n": {"ids": [1.5] * n}} for n in (1, 2)],
     ],
@@ -325,12 +328,13 @@ def test_padded_samples_take_the_short_path(samples: Any) -> None:
     "odd",
     [torch.ones(3).double(), torch.ones(2, 1), torch.ones(()), torch.ones(0, 3), torch.ones(3, requires_grad=True),
      torch.nn.Parameter(torch.ones(3)), torch.ones(6)[::2], torch.ones(3, device="meta"), torch.ones(3).to_sparse(),
-     torch.ones(3, dtype=torch.complex64).conj().imag, [1.0, 2.0], [1], [], [True], [None], ["a"], np.ones(3), 1.0, None, "ab"],
+     torch.ones(3, dtype=torch.complex64).conj().imag, [1.0, 2.0], [1], [], [True], [None], ["a"], np.ones(3), 1.0, None, "ab",
+     torch.ones(0), torch.ones(2, 2), torch.ones(0, 2), torch.ones(2, 0), torch.ones(2, 2).T, torch.ones(1, 2).double()],
 )  # fmt: skip
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("pad", [0, Pad(1, "left", 4, "lengths", "mask")])
 def test_one_padded_sample_that_differs(odd: Any, place: int, pad: Any) -> None:
-    for make in (torch.ones, lambda n: [1.0] * n):  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
+    for make in (torch.ones, lambda n: [1.0] * n, lambda n: torch.ones(n, 2)):  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
         samples = [{"x": odd if i == place else make(i + 1), "y": i} for i in range(3)]
         assert outcome(partial(collate, samples, pad={"x": pad})) == general(partial(collate, samples, pad={"x": pad}))
 
@@ -340,6 +344,19 @@ def test_every_sample_gets_the_default_of_a_typed_class(samples: Any) -> None:
     d = collate(samples, cls=Filled)
     assert facts(d) == general(lambda: collate(samples, cls=Filled))[0]
     assert d["k"].shape == (2,) and d["k"][0] == 3.0
+
+
+@pytest.mark.parametrize("keys", [1, 8, 9, 40])
+@pytest.mark.parametrize("odd", ["none", "order", "missing", "extra", "other"])
+def test_any_number_of_keys_is_as_on_the_general_path(keys: int, odd: str) -> None:
+    samples: list[dict[str, Any]] = [{f"k{j}": torch.full((3,), i + j) for j in range(keys)} for i in range(3)]
+    assert is_short(samples)
+    if odd == "order":
+        samples[1] = dict(reversed(samples[1].items()))
+    elif odd != "none":
+        first = samples[1].pop("k0") if odd in ("missing", "other") else None
+        samples[1] |= {} if odd == "missing" else {"z": first}
+    assert outcome(lambda: collate(samples)) == general(lambda: collate(samples))
 
 
 def test_strings_are_encoded_once() -> None:

@@ -160,18 +160,20 @@ def extra_fields(lengths: Sequence[int], length: int, pad: Pad, device: torch.de
     """The new fields that ``pad`` names, by key. ``lengths``: of every sample; ``length``: of the batch."""
     if not pad._extras:
         return {}
-    made = {
-        "lengths": lambda: torch.tensor(list(lengths), dtype=torch.int64, device=device),
-        "mask": lambda: mask_of(lengths, length, pad.side, device),
-    }
-    return {key: made[option]() for key, option in pad._extras.items()}
+    made: dict[str, Tensor] = {}
+    for key, option in pad._extras.items():
+        sizes = torch.tensor(list(lengths), dtype=torch.int64, device=device)
+        made[key] = sizes if option == "lengths" else mask_of(sizes, torch.arange(length, device=device), pad.side)
+    return made
 
 
-def mask_of(lengths: Sequence[int], length: int, side: Side, device: torch.device) -> Tensor:
-    """Where the elements of the samples lie in a padded field: bool ``[n, length]``."""
-    found = torch.tensor(list(lengths), dtype=torch.int64, device=device)[:, None]
-    at = torch.arange(length, device=device)
-    return at < found if side == "right" else at >= length - found
+def mask_of(lengths: Any, places: Any, side: Side) -> Any:
+    """Where the elements of the samples are in a padded field: bool ``[n, length]``.
+
+    ``lengths`` and ``places`` are tensors or arrays. ``places`` are the numbers from 0 to ``length - 1``.
+    """
+    each = lengths[:, None]
+    return places < each if side == "right" else places >= len(places) - each
 
 
 def _widen(tensor: Tensor, length: int, side: Side, value: float) -> Tensor:

@@ -123,7 +123,9 @@ class Policy:
         """A policy with these encoders set. Returns this policy if the encoders are already set."""
         if all(self.encoders.get(key) == encoder for key, encoder in encoders.items()):
             return self
-        return replace(self, encoders={**self.encoders, **encoders})
+        # `replace` takes 3x the time.
+        merged = {**self.encoders, **encoders}
+        return Policy(merged, self.default_encoder, self.on_mismatch, self.objects, self.dtype)
 
     def carried(self, keys: Iterable[str]) -> Mapping[str, StringEncoder]:
         """The encoders to copy with the values of ``keys``, including a default encoder other than ``Utf8()``."""
