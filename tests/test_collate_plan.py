@@ -139,7 +139,7 @@ def sample_lists(draw: st.DrawFn) -> list[Any]:
 
 PADS = st.none() | st.dictionaries(
     st.sampled_from(["a", "b", ("c",), ("d", "a")]),
-    st.sampled_from([0, -1, 0.5, True, float("inf"), 1 << 70, 1j]) | st.builds(
+    st.sampled_from([0, -1, 0.5, True, float("inf"), 1 << 70]) | st.builds(
         Pad, st.sampled_from([0, 1, -0.5]), st.sampled_from(["left", "right"]), st.integers(1, 4),
         st.sampled_from([None, "d", "n"]), st.sampled_from([None, "m"]),
     ),

@@ -38,7 +38,8 @@ class TestPad:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({"value": "0"}, TypeError, "Pad takes a number as value, got '0'"),
+            ({"value": "0"}, TypeError, "Pad takes a real number as value, got '0'"),
+            ({"value": 1j}, TypeError, "Pad takes a real number as value, got 1j"),  # torch pads with real numbers
             ({"side": "both"}, ValueError, "side is 'left' or 'right', got 'both'"),
             ({"multiple_of": 0}, ValueError, "multiple_of is a whole number of 1 or more, got 0"),
             ({"multiple_of": True}, ValueError, "multiple_of is a whole number of 1 or more, got True"),
@@ -113,7 +114,8 @@ class TestCollate:
     @pytest.mark.parametrize(
         ("samples", "pad", "error", "message"),
         [
-            ([{"x": [1]}, {"x": [1, 2]}], {"x": "0"}, TypeError, "pad= of collate maps keys to numbers or Pad objects; got '0' for 'x'"),
+            ([{"x": [1]}, {"x": [1, 2]}], {"x": "0"}, TypeError, "pad= of collate maps keys to real numbers or Pad objects; got '0' for 'x'"),
+            ([{"x": [1]}, {"x": [1, 2]}], {"x": 1j}, TypeError, "pad= of collate maps keys to real numbers or Pad objects; got 1j for 'x'"),
             ([{"x": [1], "n": 1}] * 2, {"x": FULL}, ValueError, "'x': pad= puts its lengths at 'n', which the samples have too; choose another key"),
             ([{"k": {"x": [1], "y": [1]}}] * 2, {"x": FULL, "y": FULL}, ValueError, "'k.y': pad= puts its lengths at 'n', which the samples have"),
             ([{"x": 1}, {"x": 2}], {"x": FULL}, ValueError, "'x': Pad(-1, side='left', multiple_of=4, lengths='n', mask='m') pads the first dimension, and the samples are single numbers"),
@@ -156,7 +158,7 @@ class TestCat:
         for arguments, error, message in (
             ({"pad": {"x": 0}, "dim": 1}, ValueError, "pad= fills up the second dimension for cat along dim=0, got dim=1"),
             ({"pad": 3}, TypeError, "cat takes a mapping from keys to fill values as pad="),
-            ({"pad": {"x": None}}, TypeError, "pad= of cat maps keys to numbers or Pad objects; got None for 'x'"),
+            ({"pad": {"x": None}}, TypeError, "pad= of cat maps keys to real numbers or Pad objects; got None for 'x'"),
         ):  # fmt: skip
             with pytest.raises(error, match=message):
                 cat(batches, **arguments)  # type: ignore[arg-type]

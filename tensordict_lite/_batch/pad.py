@@ -51,8 +51,8 @@ class Pad:
     mask: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(cast(object, self.value), (bool, int, float, complex)):
-            raise TypeError(f"Pad takes a number as value, got {self.value!r:.60}")
+        if not isinstance(cast(object, self.value), (bool, int, float)):
+            raise TypeError(f"Pad takes a real number as value, got {self.value!r:.60}")
         if self.side not in ("left", "right"):
             raise ValueError(f"side is 'left' or 'right', got {self.side!r}")
         many = cast(object, self.multiple_of)
@@ -109,8 +109,10 @@ class Pads:
             )
         self._pads: dict[Any, Pad] = {}
         for key, pad in cast("Mapping[Any, Any]", given or {}).items():
-            if not isinstance(pad, (Pad, bool, int, float, complex)):
-                raise TypeError(f"pad= of {function} maps keys to numbers or Pad objects; got {pad!r:.60} for {key!r}")
+            if not isinstance(pad, (Pad, bool, int, float)):
+                raise TypeError(
+                    f"pad= of {function} maps keys to real numbers or Pad objects; got {pad!r:.60} for {key!r}"
+                )
             self._pads[key] = pad if isinstance(pad, Pad) else Pad(cast(Any, pad))
 
     def __bool__(self) -> bool:
