@@ -236,7 +236,7 @@ def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
         torch._foreach_lerp_(tensors, ends, weight)
 
     operation = _Operation("lerp_", each, many, scale=weight)
-    _run(d, operation, _operands(d, other, "lerp_", numbers=False), integers=_COPY._replace(name="lerp_"))
+    _run(d, operation, _operands(d, other, "lerp_", numbers=False), integers=_COPY_IN_LERP)
 
 
 def _zero_each(tensor: Tensor, _: None) -> None:
@@ -249,6 +249,7 @@ def _zero_many(tensors: list[Tensor], _: None) -> None:
 
 _ZERO = _Operation("zero_", _zero_each, _zero_many, casts=True)
 _COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, casts=True)
+_COPY_IN_LERP = _COPY._replace(name="lerp_")
 
 
 def _refuse_unless_number(value: Any, name: str) -> None:

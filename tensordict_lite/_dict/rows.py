@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
 from operator import is_
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,13 +15,16 @@ from torch.utils.data import Dataset
 
 from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, dotted
+from .._memory.buffer import HUGE
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, select_row, select_rows
-from .._memory.rows import are_huge, can_select, packs_batches, take_batch, take_rows
+from .._memory.packed import intercepted
+from .._memory.rows import are_huge, packs_batches, row_nbytes, take_batch, take_rows
+from .._memory.snapshot import remember, snapshot
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 from .row_index import from_list, integers, row_index
-from .row_writes import write_rows
+from .row_writes import write_as_before, write_rows
 
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -73,14 +76,18 @@ class Rows(Dataset[D]):
         (tensor(1), tensor([3, 1]), tensor([2, 3]))
         """
         d = self._dict
-        flat = set(map(type, d.values())) == {Tensor}
-        if flat and type(index) is Tensor and (found := _selected(d, index)) is not None:
+        if type(index) in (int, slice):  # fast path: every value is a plain tensor
+            table = _table(d)
+            if table is not None and (type(index) is slice or -table.count <= index < table.count):
+                return d._new({key: value[index] for key, value in d.items()}, d._device, d._policy)
+        elif type(index) is Tensor and (found := _selected(d, index)) is not None:
             return found
+        flat = set(map(type, d.values())) == {Tensor}
         count = _count_plain(d) if flat else _count(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
         if isinstance(at, Tensor):
             return _copied(d, at, count, take_rows)
-        if flat:  # fast path: every value is a plain tensor
+        if flat:
             return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
         if isinstance(at, slice):
             return _taken(d, lambda tensor: _sliced(tensor, at), lambda kept: kept[at], count)
@@ -105,7 +112,7 @@ class Rows(Dataset[D]):
         """
         d = self._dict
         index: Any = from_list(cast("list[Any]", indices)) if type(indices) is list else indices
-        if type(index) is Tensor and set(map(type, d.values())) == {Tensor} and not packs_batches(d._device):
+        if type(index) is Tensor and not packs_batches(d._device):
             found = _selected(d, index)
             if found is not None:
                 return Rows(found)
@@ -132,6 +139,8 @@ class Rows(Dataset[D]):
         tensor([1, 0, 0])
         """
         d = self._dict
+        if write_as_before(d, index, other):
+            return
         count = _count(d)
         write_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
@@ -324,6 +333,38 @@ def _count_plain(d: TreeDict[Any]) -> int:
     return counts.pop()
 
 
+class _Table(NamedTuple):
+    """What was found out about a dict of plain tensors."""
+
+    same: Callable[..., bool]
+    """Whether other tensors have the same metadata. See `snapshot`."""
+    count: int
+    """The number of rows."""
+    row_nbytes: int
+    """The bytes of a row of the field with the largest rows."""
+
+
+_TABLES: dict[Any, _Table] = {}
+
+
+def _table(d: TreeDict[Any]) -> _Table | None:
+    """A description of a dict with plain tensors only; None for any other dict. Raises the error of `_count`."""
+    if intercepted():
+        return None
+    values, keys = list(d.values()), tuple(d)
+    table = _TABLES.get(keys)
+    if table is not None and table.same(*values):
+        return table
+    if not values or not only_tensors(values):
+        return None
+    count, same = _count_plain(d), snapshot(values)
+    if same is None:
+        return None
+    table = _Table(same, count, row_nbytes(values))
+    remember(_TABLES, keys, table)
+    return table
+
+
 def _count(d: TreeDict[Any]) -> int:
     """The number of rows. Raises ``ValueError`` with the shapes if the fields do not agree."""
     tensors, flat = d._tensors_and_kind()
@@ -365,7 +406,11 @@ def _selected(d: D, index: Tensor) -> D | None:
 
     The index is not compared with the number of rows before, because ``index_select`` compares it anyway.
     """
-    if d._device is not CPU or not can_select(list(d.values()), index):
+    if d._device is not CPU or index.dtype is not torch.int64 or index.dim() != 1 or not index.is_cpu:
+        return None
+    table = _table(d)
+    # For tensors without elements, torch does not check the index. Huge results go into memory with huge pages.
+    if table is None or not table.count * table.row_nbytes or table.row_nbytes * index.numel() > HUGE:
         return None
     try:
         items = {key: value.index_select(0, index) for key, value in d.items()}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
+from itertools import repeat
+from math import inf, prod
+from operator import add, le
 
 import torch
 from torch import Tensor
@@ -27,30 +29,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """For each item size, a dtype that every kernel supports."""
 
 
-def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
-    """Whether an ``index_select`` of each of these plain CPU tensors copies rows fast, and checks the index.
-
-    False if the tensors do not share their first dimension, or if a result is huge.
-    """
-    if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_cpu or intercepted():
-        return False
-    shapes = shapes_of_rows(tensors)
-    if shapes is None:
-        return False
-    count = shapes[0][0]
-    most = max([prod(shape) if len(shape) > 1 else count for shape in shapes])
-    # For tensors without elements, torch does not check the index.
-    return most > 0 and (most <= _MANY or not are_huge(tensors, index.numel()))
-
-
-def shapes_of_rows(tensors: Sequence[Tensor]) -> list[torch.Size] | None:
-    """The shapes of tensors that all have the same number of rows; None for any other tensors."""
-    try:
-        shapes = [t.shape for t in tensors]
-    except RuntimeError:  # of a nested tensor
-        return None
-    counts: tuple[int, ...] = next(zip(*shapes, strict=False), ())  # empty if a tensor has no dimension
-    return shapes if counts and counts.count(counts[0]) == len(counts) else None
+def row_nbytes(tensors: Sequence[Tensor]) -> int:
+    """The bytes of a row of the tensor with the largest rows. All tensors have rows; 0 if none has elements."""
+    return max([t.numel() // t.shape[0] * t.itemsize if t.shape[0] else 0 for t in tensors])
 
 
 def are_huge(tensors: Sequence[Tensor], count: int) -> bool:
@@ -170,6 +151,42 @@ def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
     spans = [([s.data_ptr() for s in group], [s.data_ptr() + s.nbytes() for s in group]) for group in (ours, theirs)]
     return _overlap(*spans[0], *spans[1])
+
+
+class Spans:
+    """The memory of the tensors of a table, and of values for its rows.
+
+    All tensors are dense, and those of one position have the same metadata in every call.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._sizes, self._their_sizes = _extents(tensors), _extents(values)
+        self._addresses: list[int] = []  # those of the tensors for which starts and ends are valid
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def overlap(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        """Whether a value overlaps a tensor of the table in memory, or two of these overlap."""
+        addresses = [t.data_ptr() for t in tensors]
+        if addresses != self._addresses:  # most tables are written many times
+            starts = sorted(addresses)
+            ends = sorted(map(add, addresses, self._sizes))
+            if not all(map(le, ends, starts[1:])):
+                return True
+            self._addresses, self._starts, self._ends = addresses, [*starts, inf], ends
+        theirs = [t.data_ptr() for t in values]
+        starts = self._starts
+        # The first span that ends after a value starts must start after that value ends.
+        after = map(bisect_right, repeat(self._ends), theirs)
+        return True in [starts[i] < end for i, end in zip(after, map(add, theirs, self._their_sizes), strict=True)]
+
+
+def _extents(tensors: Sequence[Tensor]) -> list[int]:
+    """For each dense tensor with elements, the bytes from its first element to the end of its last."""
+    return [
+        (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize
+        for t in tensors
+    ]
 
 
 def _overlap(starts: list[int], ends: list[int], their_starts: list[int], their_ends: list[int]) -> bool:
