@@ -21,7 +21,7 @@ from .._encoders.protocol import decode_nested
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
 from .._memory.device import CPU
 from .._memory.packed import as_one, intercepted
-from .._memory.snapshot import remember, snapshot
+from .._memory.snapshot import plan_key, remember, snapshot
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 
@@ -289,19 +289,18 @@ def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
     """The operands with their plan or the key of their plan. None if they can have no plan."""
     if d._policy.encoders or intercepted():
         return None
-    keys, others = tuple(d), None
+    others = None
     listed = isinstance(other, dict)
     if listed:
         theirs = cast("dict[str, Any]", other)
         encoded = isinstance(theirs, TreeDict) and cast("TreeDict[Any]", theirs)._policy.encoders
-        if encoded or not (isinstance(theirs, TreeDict) or type(theirs) in _ORDERED) or tuple(theirs) != keys:
+        if encoded or not (isinstance(theirs, TreeDict) or type(theirs) in _ORDERED) or list(theirs) != list(d):
             return None
         others = list(theirs.values())
     elif not _is_moderate(other):
         return None
     tensors: list[Any] = list(d.values())
-    # Inference tensors can be written in inference mode only.
-    key = (keys, listed, torch.is_inference_mode_enabled())
+    key = (plan_key(d), listed)
     plan = _PLANS.get(key)
     if plan is not None and not plan.same(*tensors, *(others or ())):
         plan = None

@@ -18,7 +18,7 @@ from .._errors import DEPTH, Path, TooDeep, described, dotted
 from .._memory.device import CPU
 from .._memory.packed import intercepted
 from .._memory.rows import Spans, copy_rows, set_rows, share_memory
-from .._memory.snapshot import remember, snapshot
+from .._memory.snapshot import plan_key, remember, snapshot
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict
 from .insert import insert
@@ -59,13 +59,12 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
     """Write ``other`` into the rows of ``d``, if a plan proves that no write can fail. If not, return False."""
     if type(other) is not dict and not (isinstance(other, TreeDict) and other._policy is d._policy):
         return False
-    keys, kind = tuple(d), Tensor if type(index) is list else type(index)
-    # Inference tensors can be written in inference mode only.
-    plan = _PLANS.get((keys, kind, torch.is_inference_mode_enabled()))
-    if plan is None or len(keys) != len(other) or intercepted():
+    kind = Tensor if type(index) is list else type(index)
+    plan = None if intercepted() else _PLANS.get(_key(d, other, kind))
+    if plan is None or len(d) != len(other):
         return False
     try:
-        values = [other[key] for key in keys]
+        values = [other[key] for key in d]
     except KeyError:
         return False
     if type(index) is list:
@@ -90,6 +89,10 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
     return True
 
 
+def _key(d: TreeDict[Any], other: Mapping[str, Any], kind: type) -> Any:
+    return plan_key(d), plan_key(other), kind
+
+
 def _remember_plan(d: TreeDict[Any], index: Index, other: Mapping[str, Any], writes: _Writes) -> None:
     """Store the plan of writes that cannot fail, if the values are written as they were given."""
     targets, values, kind = list(d.values()), [other[key] for key in d], type(index)
@@ -102,7 +105,7 @@ def _remember_plan(d: TreeDict[Any], index: Index, other: Mapping[str, Any], wri
         and all(value.dtype is target.dtype for target, value in zip(targets, values, strict=True))
         and all(tensor.numel() for tensor in (*targets, *given))
     )
-    key = (tuple(d), kind, torch.is_inference_mode_enabled())
+    key = _key(d, other, kind)
     before = _PLANS.get(key)
     if not simple or (before is not None and before.same(*targets, *given)):
         return
@@ -187,7 +190,9 @@ class _Writes:
             self.targets.append(target)
             self.rows.append(target if isinstance(self.index, Tensor) else target[self.index])
             self.can_fail = self.can_fail or not _is_simple(target) or value.requires_grad
-            self.values.append(_fitted(target.dtype, shape, value, d._policy.encoders.get(key), path))
+            value = _fitted(target.dtype, shape, value, d._policy.encoders.get(key), path)
+            # Kernels for an index of many rows do not cast, and would raise after the first fields are written.
+            self.values.append(value.to(target.dtype) if isinstance(self.index, Tensor) else value)
         else:
             what = "a nested dict" if isinstance(target, TreeDict) else "a tensor"
             raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
 from operator import is_
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,12 +15,9 @@ from torch.utils.data import Dataset
 
 from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, dotted
-from .._memory.buffer import HUGE
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, select_row, select_rows
-from .._memory.packed import intercepted
-from .._memory.rows import are_huge, packs_batches, row_nbytes, take_batch, take_rows
-from .._memory.snapshot import remember, snapshot
+from .._memory.rows import are_huge, can_select, packs_batches, take_batch, take_rows
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 from .row_index import from_list, integers, row_index
@@ -77,8 +74,8 @@ class Rows(Dataset[D]):
         """
         d = self._dict
         if type(index) in (int, slice):  # fast path: every value is a plain tensor
-            table = _table(d)
-            if table is not None and (type(index) is slice or -table.count <= index < table.count):
+            count = _count_plain(d) if d and only_tensors(d.values()) else None
+            if count is not None and (type(index) is slice or -count <= index < count):
                 return d._new({key: value[index] for key, value in d.items()}, d._device, d._policy)
         elif type(index) is Tensor and (found := _selected(d, index)) is not None:
             return found
@@ -333,38 +330,6 @@ def _count_plain(d: TreeDict[Any]) -> int:
     return counts.pop()
 
 
-class _Table(NamedTuple):
-    """What was found out about a dict of plain tensors."""
-
-    same: Callable[..., bool]
-    """Whether other tensors have the same metadata. See `snapshot`."""
-    count: int
-    """The number of rows."""
-    row_nbytes: int
-    """The bytes of a row of the field with the largest rows."""
-
-
-_TABLES: dict[Any, _Table] = {}
-
-
-def _table(d: TreeDict[Any]) -> _Table | None:
-    """A description of a dict with plain tensors only; None for any other dict. Raises the error of `_count`."""
-    if intercepted():
-        return None
-    values, keys = list(d.values()), tuple(d)
-    table = _TABLES.get(keys)
-    if table is not None and table.same(*values):
-        return table
-    if not values or not only_tensors(values):
-        return None
-    count, same = _count_plain(d), snapshot(values)
-    if same is None:
-        return None
-    table = _Table(same, count, row_nbytes(values))
-    remember(_TABLES, keys, table)
-    return table
-
-
 def _count(d: TreeDict[Any]) -> int:
     """The number of rows. Raises ``ValueError`` with the shapes if the fields do not agree."""
     tensors, flat = d._tensors_and_kind()
@@ -406,11 +371,8 @@ def _selected(d: D, index: Tensor) -> D | None:
 
     The index is not compared with the number of rows before, because ``index_select`` compares it anyway.
     """
-    if d._device is not CPU or index.dtype is not torch.int64 or index.dim() != 1 or not index.is_cpu:
-        return None
-    table = _table(d)
-    # For tensors without elements, torch does not check the index. Huge results go into memory with huge pages.
-    if table is None or not table.count * table.row_nbytes or table.row_nbytes * index.numel() > HUGE:
+    values = list(d.values())
+    if d._device is not CPU or not only_tensors(values) or not can_select(values, index):
         return None
     try:
         items = {key: value.index_select(0, index) for key, value in d.items()}

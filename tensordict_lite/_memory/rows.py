@@ -29,9 +29,22 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """For each item size, a dtype that every kernel supports."""
 
 
-def row_nbytes(tensors: Sequence[Tensor]) -> int:
-    """The bytes of a row of the tensor with the largest rows. All tensors have rows; 0 if none has elements."""
-    return max([t.numel() // t.shape[0] * t.itemsize if t.shape[0] else 0 for t in tensors])
+def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
+    """Whether an ``index_select`` of each of these plain CPU tensors copies rows fast, and checks the index.
+
+    False if the tensors do not share their first dimension, or if a result is huge.
+    """
+    if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_cpu or intercepted():
+        return False
+    try:
+        counts = {t.shape[0] for t in tensors}
+    except (IndexError, RuntimeError):  # of a tensor without dimensions, or a nested tensor
+        return False
+    if len(counts) != 1:
+        return False
+    most = max([t.numel() for t in tensors])
+    # For tensors without elements, torch does not check the index.
+    return most > 0 and (most <= _MANY or not are_huge(tensors, index.numel()))
 
 
 def are_huge(tensors: Sequence[Tensor], count: int) -> bool:
@@ -161,23 +174,22 @@ class Spans:
 
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self._sizes, self._their_sizes = _extents(tensors), _extents(values)
-        self._addresses: list[int] = []  # those of the tensors for which starts and ends are valid
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        # The last addresses of the tensors, with the sorted starts and ends. One tuple, as threads share this object.
+        self._known: tuple[list[int], list[float], list[int]] = ([], [], [])
 
     def overlap(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         """Whether a value overlaps a tensor of the table in memory, or two of these overlap."""
         addresses = [t.data_ptr() for t in tensors]
-        if addresses != self._addresses:  # most tables are written many times
-            starts = sorted(addresses)
+        known, starts, ends = self._known
+        if addresses != known:  # most tables are written many times
             ends = sorted(map(add, addresses, self._sizes))
+            starts = [*sorted(addresses), inf]
             if not all(map(le, ends, starts[1:])):
                 return True
-            self._addresses, self._starts, self._ends = addresses, [*starts, inf], ends
+            self._known = addresses, starts, ends
         theirs = [t.data_ptr() for t in values]
-        starts = self._starts
         # The first span that ends after a value starts must start after that value ends.
-        after = map(bisect_right, repeat(self._ends), theirs)
+        after = map(bisect_right, repeat(ends), theirs)
         return True in [starts[i] < end for i, end in zip(after, map(add, theirs, self._their_sizes), strict=True)]
 
 
