@@ -266,6 +266,18 @@ def test_a_field_under_two_keys() -> None:
     assert d["y"].tolist() == [0, 0] and d["z"].tolist() == [3, 0]
 
 
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_values_of_another_dtype_are_cast(index: Any) -> None:
+    """Kernels for an index of many rows refused them, after the first fields were written."""
+    d = table()
+    for other in (
+        {**values_for(index), "c": values_for(index)["b"]},
+        {**values_for(index), "a": values_for(index)["a"].double()},
+    ):
+        d.rows[index] = other
+        assert all(torch.equal(d[key][index], other[key].to(d[key].dtype)) for key in d)
+
+
 def test_fields_that_overlap() -> None:
     for _ in range(2):
         x = torch.zeros(4)

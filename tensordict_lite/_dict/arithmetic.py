@@ -293,7 +293,7 @@ def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
     listed = isinstance(other, dict)
     if listed:
         theirs = cast("dict[str, Any]", other)
-        encoded = isinstance(theirs, TreeDict) and cast("TreeDict[Any]", theirs)._policy.encoders
+        encoded = isinstance(theirs, TreeDict) and theirs._policy.encoders
         if encoded or not (isinstance(theirs, TreeDict) or type(theirs) in _ORDERED) or list(theirs) != list(d):
             return None
         others = list(theirs.values())
@@ -350,7 +350,7 @@ def _run(d: TreeDict[Any], operation: _Operation, operands: _Operands, integers:
     if integers is None or (one_dtype and _is_float_dtype(dtypes[0])):
         writes = [_validated(d, operation, operands, dtypes, one_dtype, range(len(tensors)))]
     else:
-        writes = []
+        writes = list[_Write]()
         for step, floats in ((operation, True), (integers, False)):
             chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is floats]
             if chosen:
@@ -367,7 +367,8 @@ def _remember_plan(d: TreeDict[Any], operands: _Operands, dtypes: list[torch.dty
     tensors, others = operands.tensors, operands.others
     if len(tensors) != len(d) or not all(map(is_, tensors, d.values())):
         return
-    same = snapshot([*tensors, *others] if isinstance(others, list) else tensors)
+    theirs = cast("list[Tensor]", others) if isinstance(others, list) else []
+    same = snapshot([*tensors, *theirs])
     if same is None:
         return
     groups: dict[torch.dtype, list[int]] = {}

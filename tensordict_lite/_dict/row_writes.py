@@ -44,7 +44,7 @@ class _Plan(NamedTuple):
 
     same: Callable[..., bool]
     """Whether other fields, values and indices have the same metadata. See `snapshot`."""
-    count: int
+    rows: int
     """The number of rows of the dict."""
     lead: tuple[int, ...]
     """The number of rows that are written. Empty for one row."""
@@ -57,35 +57,39 @@ _PLANS: dict[Any, _Plan] = {}
 
 def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
     """Write ``other`` into the rows of ``d``, if a plan proves that no write can fail. If not, return False."""
-    if type(other) is not dict and not (isinstance(other, TreeDict) and other._policy is d._policy):
+    if type(other) is not dict and not (
+        isinstance(other, TreeDict) and cast("TreeDict[Any]", other)._policy is d._policy
+    ):
         return False
-    kind = Tensor if type(index) is list else type(index)
-    plan = None if intercepted() else _PLANS.get(_key(d, other, kind))
-    if plan is None or len(d) != len(other):
+    at = cast(Any, index)
+    theirs = cast("Mapping[str, Any]", other)
+    kind: Any = Tensor if type(index) is list else type(cast(object, index))
+    plan = None if intercepted() else _PLANS.get(_key(d, theirs, kind))
+    if plan is None or len(d) != len(theirs):
         return False
     try:
-        values = [other[key] for key in d]
+        values: list[Any] = [theirs[key] for key in d]
     except KeyError:
         return False
     if type(index) is list:
-        index = from_list(cast("list[Any]", index))
+        at = from_list(cast("list[Any]", index))
     targets: list[Any] = list(d.values())
-    given = [*values, index] if kind is Tensor else values
+    given: list[Any] = [*values, at] if kind is Tensor else values
     if not plan.same(*targets, *given):
         return False
-    count = plan.count
+    count = plan.rows
     if kind is slice:
-        if len(range(count)[index]) != plan.lead[0]:
+        if len(range(count)[cast(slice, at)]) != plan.lead[0]:
             return False
-    elif not (within(index, count) if kind is Tensor else -count <= index < count):
+    elif not (within(at, count) if kind is Tensor else -count <= at < count):
         return False
     if plan.spans.overlap(targets, given):
         return False
     if kind is Tensor:
         for target, value in zip(targets, values, strict=True):
-            set_rows(target, index, value, True)
+            set_rows(target, at, value, True)
     else:
-        copy_rows([target[index] for target in targets], values)
+        copy_rows([target[at] for target in targets], values)
     return True
 
 
