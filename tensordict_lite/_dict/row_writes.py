@@ -61,7 +61,7 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
         isinstance(other, TreeDict) and cast("TreeDict[Any]", other)._policy is d._policy
     ):
         return False
-    at = cast(Any, index)
+    at = index
     theirs = cast("Mapping[str, Any]", other)
     kind: Any = Tensor if type(index) is list else type(cast(object, index))
     plan = None if intercepted() else _PLANS.get(_key(d, theirs, kind))
@@ -71,7 +71,7 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
         values: list[Any] = [theirs[key] for key in d]
     except KeyError:
         return False
-    if type(index) is list:
+    if type(cast(object, index)) is list:
         at = from_list(cast("list[Any]", index))
     targets: list[Any] = list(d.values())
     given: list[Any] = [*values, at] if kind is Tensor else values
