@@ -305,6 +305,8 @@ class TestGroups:
         groups["dog"]["v"].zero_()
         assert d["v"].all(), "copies"
         assert d.rows[:0].rows.group_by("s") == {}
+        zeros = DeviceDict({"f": [0.0, 1.0, -0.0, float("nan")], "v": [0, 1, 2, 3]}).rows.group_by("f")
+        assert [part["v"].tolist() for part in zeros.values()] == [[0, 2], [1], [3]], "0 and -0 are one key of a dict"
 
     @settings(max_examples=30)
     @given(st.lists(st.integers(-2, 2), min_size=1, max_size=20))

@@ -2,12 +2,15 @@
 
 A write has two steps. The first step finds every reason for which torch would refuse a field. The second step writes,
 in as few calls as possible: one for the buffer of a packed dict, one ``torch._foreach_*`` call, or one for each field.
+A plan remembers the result of the first step, for tensors with the same keys and the same metadata.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
+from operator import is_
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -18,6 +21,7 @@ from .._encoders.protocol import decode_nested
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
 from .._memory.device import CPU, intercepted
 from .._memory.packed import as_one
+from .._memory.snapshot import plan_key, remember, snapshot
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 
@@ -170,9 +174,12 @@ class _Write(NamedTuple):
 
 
 def zero_(d: TreeDict[Any]) -> None:
-    refuse_encoded(d, "zero_")
-    tensors, flat = d._tensors_and_kind()
-    _run(d, _ZERO, _Operands(tensors, None, flat))
+    operands = _planned(d, 0)  # the number stands for no operand
+    if operands is None or operands.plan is None:
+        refuse_encoded(d, "zero_")
+        tensors, flat = d._tensors_and_kind()
+        operands = _Operands(tensors, None, flat, None if operands is None else operands.key)
+    _run(d, _ZERO, operands._replace(others=None))
 
 
 def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
@@ -229,7 +236,7 @@ def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
         torch._foreach_lerp_(tensors, ends, weight)
 
     operation = _Operation("lerp_", each, many, scale=weight)
-    _run(d, operation, _operands(d, other, "lerp_", numbers=False), integers=_COPY._replace(name="lerp_"))
+    _run(d, operation, _operands(d, other, "lerp_", numbers=False), integers=_COPY_IN_LERP)
 
 
 def _zero_each(tensor: Tensor, _: None) -> None:
@@ -242,6 +249,7 @@ def _zero_many(tensors: list[Tensor], _: None) -> None:
 
 _ZERO = _Operation("zero_", _zero_each, _zero_many, casts=True)
 _COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, casts=True)
+_COPY_IN_LERP = _COPY._replace(name="lerp_")
 
 
 def _refuse_unless_number(value: Any, name: str) -> None:
@@ -257,10 +265,54 @@ class _Operands(NamedTuple):
     """A tensor for each of ``tensors``; or one number, or None, for all."""
     plain: bool
     """Whether the class of all tensors is known to be Tensor."""
+    key: Any = None
+    """The key of the plan of these operands; None if they can have no plan."""
+    plan: _Plan | None = None
+    """A plan for tensors with this metadata."""
+
+
+class _Plan(NamedTuple):
+    """What was validated about operands: all tensors are contiguous, and the others have their dtypes and shapes."""
+
+    same: Callable[..., bool]
+    """Whether other operands have the same metadata. See `snapshot`."""
+    groups: list[tuple[torch.dtype, list[int]]]
+    """The indices of the tensors of each dtype."""
+
+
+_PLANS: dict[Any, _Plan] = {}
+_ORDERED = frozenset((dict, OrderedDict))
+"""The classes of plain mappings that can have a plan."""
+
+
+def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
+    """The operands with their plan or the key of their plan. None if they can have no plan."""
+    if d._policy.encoders or intercepted():
+        return None
+    others = None
+    listed = isinstance(other, dict)
+    if listed:
+        theirs = cast("dict[str, Any]", other)
+        encoded = isinstance(theirs, TreeDict) and theirs._policy.encoders
+        if encoded or not (isinstance(theirs, TreeDict) or type(theirs) in _ORDERED) or list(theirs) != list(d):
+            return None
+        others = list(theirs.values())
+    elif not _is_moderate(other):
+        return None
+    tensors: list[Any] = list(d.values())
+    key = (plan_key(d), listed)
+    plan = _PLANS.get(key)
+    if plan is not None and not plan.same(*tensors, *(others or ())):
+        plan = None
+    return _Operands(tensors, others if listed else other, False, key, plan)
 
 
 def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> _Operands:
     """The tensors of ``d``, and the other operand of each, as a list. A number stays itself."""
+    planned = _planned(d, other) if numbers or isinstance(other, dict) else None
+    if planned is not None and planned.plan is not None:
+        return planned
+    key = None if planned is None else planned.key
     tensors, flat = d._tensors_and_kind()
     if not flat or d._policy.encoders:
         refuse_encoded(d, called)
@@ -272,7 +324,7 @@ def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -
             values = match(d, mapping, called, flat)
         if isinstance(other, TreeDict) and (not flat or cast("TreeDict[Any]", other)._policy.encoders):
             refuse_encoded(cast("TreeDict[Any]", other), called)
-        return _Operands(tensors, values, plain)
+        return _Operands(tensors, values, plain, key)
     if isinstance(other, Tensor):
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
             _refuse_device((), d._device, other.device)
@@ -280,27 +332,67 @@ def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -
     if not (numbers and isinstance(other, (int, float, complex))):
         kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
         raise TypeError(f"{called} takes {kinds}, got {described(other)}")
-    return _Operands(tensors, other, flat)
+    return _Operands(tensors, other, flat, key)
 
 
 def _run(d: TreeDict[Any], operation: _Operation, operands: _Operands, integers: _Operation | None = None) -> None:
     """Validate all fields, then write. ``integers``: the operation for integer and bool fields, if it differs."""
-    tensors, others, plain = operands
+    tensors, others, plain, key, plan = operands
     if not tensors:
+        return
+    planned = None if plan is None else _planned_writes(operation, operands, plan, integers)
+    if planned is not None:
+        for write in planned:
+            _execute(write)
         return
     dtypes = [t.dtype for t in tensors]
     one_dtype = dtypes.count(dtypes[0]) == len(dtypes)
-    if integers is None or (one_dtype and _is_float_dtype(dtypes[0])):
-        _execute(_validated(d, operation, operands, dtypes, one_dtype, range(len(tensors))))
-        return
     writes: list[_Write] = []
-    for step, floats in ((operation, True), (integers, False)):
-        chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is floats]
-        if chosen:
-            picked, their = _Operands(_pick(tensors, chosen), _pick(others, chosen), plain), _pick(dtypes, chosen)
-            writes.append(_validated(d, step, picked, their, len(set(their)) == 1, chosen))
+    if integers is None or (one_dtype and _is_float_dtype(dtypes[0])):
+        writes.append(_validated(d, operation, operands, dtypes, one_dtype, range(len(tensors))))
+    else:
+        for step, floats in ((operation, True), (integers, False)):
+            chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is floats]
+            if chosen:
+                picked, their = _Operands(_pick(tensors, chosen), _pick(others, chosen), plain), _pick(dtypes, chosen)
+                writes.append(_validated(d, step, picked, their, len(set(their)) == 1, chosen))
     for write in writes:
         _execute(write)
+    if key is not None and plan is None and all(write.alike for write in writes):
+        _remember_plan(d, operands, dtypes)
+
+
+def _remember_plan(d: TreeDict[Any], operands: _Operands, dtypes: list[torch.dtype]) -> None:
+    """Store the plan of operands that are alike. A dict with nested dicts gets none, as its key has no nested keys."""
+    tensors, others = operands.tensors, operands.others
+    if len(tensors) != len(d) or not all(map(is_, tensors, d.values())):
+        return
+    theirs = cast("list[Tensor]", others) if isinstance(others, list) else []
+    same = snapshot([*tensors, *theirs])
+    if same is None:
+        return
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, dtype in enumerate(dtypes):
+        groups.setdefault(dtype, []).append(i)
+    remember(_PLANS, operands.key, _Plan(same, list(groups.items())))
+
+
+def _planned_writes(
+    operation: _Operation, operands: _Operands, plan: _Plan, integers: _Operation | None
+) -> list[_Write] | None:
+    """The writes of an operation with a plan. None if torch may refuse the operation for these dtypes or numbers."""
+    tensors, others = operands.tensors, operands.others
+    if not (_is_moderate(operation.scale) and (others is None or isinstance(others, list) or _is_moderate(others))):
+        return None
+    writes: list[_Write] = []
+    for dtype, members in plan.groups:
+        step = operation if integers is None or _is_float_dtype(dtype) else integers
+        if not (step.casts or dtype in _COMMON):
+            return None
+        if len(members) == len(tensors):
+            return [_Write(step, tensors, others, [dtype], True, (), True)]
+        writes.append(_Write(step, _pick(tensors, members), _pick(others, members), [dtype], True, (), True))
+    return writes
 
 
 def _pick(values: Any, chosen: Sequence[int]) -> Any:
@@ -328,7 +420,7 @@ def _validated(
 
     ``indices``: the index of each tensor in ``d._tensors()``, for messages.
     """
-    tensors, others, plain_classes = operands
+    tensors, others, plain_classes = operands[:3]
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
         return _Write(operation, tensors, others, dtypes, one_dtype, range(len(tensors)), False)
     given = cast("list[Tensor]", others) if isinstance(others, list) else None

@@ -102,6 +102,12 @@ def _from_zero(at: Tensor, count: int) -> Tensor:
     return torch.where(at < 0, at + count, at)
 
 
+def within(at: Tensor, count: int) -> bool:
+    """Whether all indices of a CPU tensor with elements are from 0 to ``count - 1``."""
+    low, high = torch.aminmax(at)
+    return low.item() >= 0 and high.item() < count
+
+
 def integers(index: Tensor) -> list[int]:
     """The numbers of an index as Python ints. Synchronizes."""
     return cast("list[int]", cast(Any, index).tolist())

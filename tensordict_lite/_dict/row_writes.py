@@ -1,9 +1,13 @@
-"""Write a mapping into rows of a dict. All values are validated before the first one is written."""
+"""Write a mapping into rows of a dict. All values are validated before the first one is written.
+
+A plan remembers that values fit. It holds for dicts and values with the same keys and the same metadata.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,11 +16,12 @@ from torch.nn import functional as F
 from .._encoders.protocol import padding
 from .._errors import DEPTH, Path, TooDeep, described, dotted
 from .._memory.device import CPU, intercepted
-from .._memory.rows import copy_rows, set_rows, share_memory
+from .._memory.rows import Spans, copy_rows, set_rows, share_memory
+from .._memory.snapshot import plan_key, remember, snapshot
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict
 from .insert import insert
-from .row_index import integers
+from .row_index import from_list, integers, within
 
 Index = int | slice | Tensor
 """The rows to write: one row, a slice, or int64[n] on the device of the dict."""
@@ -26,9 +31,91 @@ def write_rows(d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: 
     """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing."""
     if not isinstance(cast(object, other), Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
-    plan = _Writes(index, count)
-    plan.add_dict(d, other, ())
-    plan.run()
+    writes = _Writes(index, count)
+    writes.add_dict(d, other, ())
+    writes.run()
+    if not writes.can_fail and d._device is CPU:
+        _remember_plan(d, index, other, writes)
+
+
+class _Plan(NamedTuple):
+    """What was validated about the fields of a dict, and about the values for some of its rows."""
+
+    same: Callable[..., bool]
+    """Whether other fields, values and indices have the same metadata. See `snapshot`."""
+    rows: int
+    """The number of rows of the dict."""
+    lead: tuple[int, ...]
+    """The number of rows that are written. Empty for one row."""
+    spans: Spans
+    """Tells whether values overlap the fields."""
+
+
+_PLANS: dict[Any, _Plan] = {}
+
+
+def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
+    """Write ``other`` into the rows of ``d``, if a plan proves that no write can fail. If not, return False."""
+    if type(other) is not dict and not (
+        isinstance(other, TreeDict) and cast("TreeDict[Any]", other)._policy is d._policy
+    ):
+        return False
+    at = index
+    theirs = cast("Mapping[str, Any]", other)
+    kind: Any = Tensor if type(index) is list else type(cast(object, index))
+    plan = None if intercepted() else _PLANS.get(_key(d, theirs, kind))
+    if plan is None or len(d) != len(theirs):
+        return False
+    try:
+        values: list[Any] = [theirs[key] for key in d]
+    except KeyError:
+        return False
+    if type(cast(object, index)) is list:
+        at = from_list(cast("list[Any]", index))
+    targets: list[Any] = list(d.values())
+    given: list[Any] = [*values, at] if kind is Tensor else values
+    if not plan.same(*targets, *given):
+        return False
+    count = plan.rows
+    if kind is slice:
+        if len(range(count)[cast(slice, at)]) != plan.lead[0]:
+            return False
+    elif not (within(at, count) if kind is Tensor else -count <= at < count):
+        return False
+    if plan.spans.overlap(targets, given):
+        return False
+    if kind is Tensor:
+        for target, value in zip(targets, values, strict=True):
+            set_rows(target, at, value, True)
+    else:
+        copy_rows([target[at] for target in targets], values)
+    return True
+
+
+def _key(d: TreeDict[Any], other: Mapping[str, Any], kind: type) -> Any:
+    return plan_key(d), plan_key(other), kind
+
+
+def _remember_plan(d: TreeDict[Any], index: Index, other: Mapping[str, Any], writes: _Writes) -> None:
+    """Store the plan of writes that cannot fail, if the values are written as they were given."""
+    targets, values, kind = list(d.values()), [other[key] for key in d], type(index)
+    given = [*values, index] if isinstance(index, Tensor) else values
+    simple = (
+        kind in (int, slice, Tensor)
+        and len(targets) == len(writes.targets)
+        and all(map(is_, targets, writes.targets))
+        and all(map(is_, values, writes.values))
+        and all(value.dtype is target.dtype for target, value in zip(targets, values, strict=True))
+        and all(tensor.numel() for tensor in (*targets, *given))
+    )
+    key = _key(d, other, kind)
+    before = _PLANS.get(key)
+    if not simple or (before is not None and before.same(*targets, *given)):
+        return
+    same = snapshot([*targets, *given])
+    if same is not None:
+        plan = _Plan(same, writes.count, writes.lead, Spans(targets, given))
+        remember(_PLANS, key, plan)
 
 
 class _Writes:
@@ -106,7 +193,9 @@ class _Writes:
             self.targets.append(target)
             self.rows.append(target if isinstance(self.index, Tensor) else target[self.index])
             self.can_fail = self.can_fail or not _is_simple(target) or value.requires_grad
-            self.values.append(_fitted(target.dtype, shape, value, d._policy.encoders.get(key), path))
+            value = _fitted(target.dtype, shape, value, d._policy.encoders.get(key), path)
+            # Kernels for an index of many rows do not cast, and would raise after the first fields are written.
+            self.values.append(value.to(target.dtype) if isinstance(self.index, Tensor) else value)
         else:
             what = "a nested dict" if isinstance(target, TreeDict) else "a tensor"
             raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")

@@ -21,7 +21,7 @@ from .._memory.rows import are_huge, can_select, packs_batches, take_batch, take
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 from .row_index import from_list, integers, row_index
-from .row_writes import write_rows
+from .row_writes import write_as_before, write_rows
 
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -73,14 +73,18 @@ class Rows(Dataset[D]):
         (tensor(1), tensor([3, 1]), tensor([2, 3]))
         """
         d = self._dict
-        flat = set(map(type, d.values())) == {Tensor}
-        if flat and type(index) is Tensor and (found := _selected(d, index)) is not None:
+        if type(index) in (int, slice):  # fast path: every value is a plain tensor
+            count = _count_plain(d) if d and only_tensors(d.values()) else None
+            if count is not None and (type(index) is slice or -count <= index < count):
+                return d._new({key: value[index] for key, value in d.items()}, d._device, d._policy)
+        elif type(index) is Tensor and (found := _selected(d, index)) is not None:
             return found
+        flat = set(map(type, d.values())) == {Tensor}
         count = _count_plain(d) if flat else _count(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
         if isinstance(at, Tensor):
             return _copied(d, at, count, take_rows)
-        if flat:  # fast path: every value is a plain tensor
+        if flat:
             return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
         if isinstance(at, slice):
             return _taken(d, lambda tensor: _sliced(tensor, at), lambda kept: kept[at], count)
@@ -105,7 +109,7 @@ class Rows(Dataset[D]):
         """
         d = self._dict
         index: Any = from_list(cast("list[Any]", indices)) if type(indices) is list else indices
-        if type(index) is Tensor and set(map(type, d.values())) == {Tensor} and not packs_batches(d._device):
+        if type(index) is Tensor and not packs_batches(d._device):
             found = _selected(d, index)
             if found is not None:
                 return Rows(found)
@@ -132,6 +136,8 @@ class Rows(Dataset[D]):
         tensor([1, 0, 0])
         """
         d = self._dict
+        if write_as_before(d, index, other):
+            return
         count = _count(d)
         write_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
@@ -274,10 +280,16 @@ class Rows(Dataset[D]):
             raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are grouped by one value per row")
         if not count:
             return {}
-        found: Any = cast(Any, torch).unique(field.detach(), dim=0, return_inverse=True, return_counts=True)
-        distinct, which, counts = found
+        codes = field.detach()
+        if codes.dim() == 1:  # `unique` with a dimension takes 50 times as long
+            ranked, order = codes.sort(stable=True)
+            distinct, counts = cast(Any, ranked).unique_consecutive(return_counts=True)
+        else:
+            found: Any = cast(Any, torch).unique(codes, dim=0, return_inverse=True, return_counts=True)
+            distinct, which, counts = found
+            order = which.argsort(stable=True)
         values: Any = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
-        ordered = _copied(d, which.argsort(stable=True), count, take_rows)
+        ordered = _copied(d, order, count, take_rows)
         return dict(zip(values, Rows(ordered).split(integers(counts)), strict=True))
 
     def _permutation(self, method: str, generator: torch.Generator | None) -> Tensor:
@@ -365,7 +377,8 @@ def _selected(d: D, index: Tensor) -> D | None:
 
     The index is not compared with the number of rows before, because ``index_select`` compares it anyway.
     """
-    if d._device is not CPU or not can_select(list(d.values()), index):
+    values = list(d.values())
+    if d._device is not CPU or not only_tensors(values) or not can_select(values, index):
         return None
     try:
         items = {key: value.index_select(0, index) for key, value in d.items()}

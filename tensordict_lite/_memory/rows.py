@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
+from itertools import repeat
+from math import inf, prod
+from operator import add, le
 
 import torch
 from torch import Tensor
@@ -34,24 +36,16 @@ def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
     """
     if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_cpu or intercepted():
         return False
-    shapes = shapes_of_rows(tensors)
-    if shapes is None:
+    try:
+        counts = {t.shape[0] for t in tensors}
+    except (IndexError, RuntimeError):  # of a tensor without dimensions, or a nested tensor
         return False
-    count = shapes[0][0]
-    most = max([prod(shape) if len(shape) > 1 else count for shape in shapes])
+    if len(counts) != 1:
+        return False
+    most = max([t.numel() for t in tensors])
     # For tensors without elements, torch does not check the index.
     selected = index.numel()
-    return most > 0 and (most // count * selected <= _MANY or not are_huge(tensors, selected))
-
-
-def shapes_of_rows(tensors: Sequence[Tensor]) -> list[torch.Size] | None:
-    """The shapes of tensors that all have the same number of rows; None for any other tensors."""
-    try:
-        shapes = [t.shape for t in tensors]
-    except RuntimeError:  # of a nested tensor
-        return None
-    counts: tuple[int, ...] = next(zip(*shapes, strict=False), ())  # empty if a tensor has no dimension
-    return shapes if counts and counts.count(counts[0]) == len(counts) else None
+    return most > 0 and (most // counts.pop() * selected <= _MANY or not are_huge(tensors, selected))
 
 
 def are_huge(tensors: Sequence[Tensor], count: int) -> bool:
@@ -171,6 +165,41 @@ def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
     spans = [([s.data_ptr() for s in group], [s.data_ptr() + s.nbytes() for s in group]) for group in (ours, theirs)]
     return _overlap(*spans[0], *spans[1])
+
+
+class Spans:
+    """The memory of the tensors of a table, and of values for its rows.
+
+    All tensors are dense, and those of one position have the same metadata in every call.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._sizes, self._their_sizes = _extents(tensors), _extents(values)
+        # The last addresses of the tensors, with the sorted starts and ends. One tuple, as threads share this object.
+        self._known: tuple[list[int], list[float], list[int]] = ([], [], [])
+
+    def overlap(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+        """Whether a value overlaps a tensor of the table in memory, or two of these overlap."""
+        addresses = [t.data_ptr() for t in tensors]
+        known, starts, ends = self._known
+        if addresses != known:  # most tables are written many times
+            ends = sorted(map(add, addresses, self._sizes))
+            starts = [*sorted(addresses), inf]
+            if not all(map(le, ends, starts[1:])):
+                return True
+            self._known = addresses, starts, ends
+        theirs = [t.data_ptr() for t in values]
+        # The first span that ends after a value starts must start after that value ends.
+        after = map(bisect_right, repeat(ends), theirs)
+        return True in [starts[i] < end for i, end in zip(after, map(add, theirs, self._their_sizes), strict=True)]
+
+
+def _extents(tensors: Sequence[Tensor]) -> list[int]:
+    """For each dense tensor with elements, the bytes from its first element to the end of its last."""
+    return [
+        (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize
+        for t in tensors
+    ]
 
 
 def _overlap(starts: list[int], ends: list[int], their_starts: list[int], their_ends: list[int]) -> bool:
