@@ -304,5 +304,5 @@ class Streams:
         monkeypatch.setattr(device_module, "_stream_knows", True)
         monkeypatch.setattr(staging_module, "_streams", {})
         for device, can in self.known.items():
-            monkeypatch.setitem(device_module._known, device, can)
+            monkeypatch.setitem(device_module._capabilities, device, can)
         LOG.clear()

@@ -24,7 +24,7 @@ NOTHING = DeviceCapabilities()
 def untried(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """No accelerator was tried out yet. What is cached during the test is forgotten after it."""
     known = {CPU: capabilities(CPU), META: capabilities(META)}
-    monkeypatch.setattr(device_module, "_known", known)
+    monkeypatch.setattr(device_module, "_capabilities", known)
     return known
 
 
@@ -133,12 +133,12 @@ class TestTrial:
         monkeypatch.setattr(torch.Tensor, "set_", raises(NotImplementedError("no storage")))
         assert capabilities(SIM) == DeviceCapabilities(accelerator=True)
         monkeypatch.undo()
-        device_module._known[OTHER] = DeviceCapabilities(accelerator=True)
+        device_module._capabilities[OTHER] = DeviceCapabilities(accelerator=True)
         try:
             d = DeviceDict({"x": [1.0], "y": [2]}).to(OTHER)
             assert not d.pack().is_packed and d.cpu() == {"x": torch.ones(1), "y": torch.tensor([2])}
         finally:
-            del device_module._known[OTHER]
+            del device_module._capabilities[OTHER]
 
 
 class TestForkedProcess:

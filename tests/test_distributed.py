@@ -298,7 +298,7 @@ def groups(rank: int, world: int) -> None:
     assert d_.all_reduce(DeviceDict({"x": float(rank)}), "max", mesh.get_group("a"))["x"] == 2 + rank % 2
     undefined = init_device_mesh("cpu", (4,))  # whose backend has no name
     assert d_.all_reduce(DeviceDict({"x": 1.0}), group=undefined.get_group())["x"] == 4
-    channel_module._KEPT = 2
+    channel_module._MOST_SCHEMAS = 2
     assert len(d_.all_gather(DeviceDict({"x": torch.ones(rank + 5)}))) == 4  # more schemas than a channel remembers
     dist.barrier()
     dist.destroy_process_group()  # a new group knows nothing of the schemas of the old one

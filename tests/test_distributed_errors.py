@@ -213,7 +213,7 @@ def test_a_schema_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cache_of_schemas_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_module, "_known", {})
+    monkeypatch.setattr(message_module, "_headers", {})
     for i in range(300):
         message_module.header_for(DeviceDict({f"k{i}": torch.ones(2)}))
-    assert len(message_module._known) <= 257
+    assert len(message_module._headers) <= 257

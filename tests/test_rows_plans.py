@@ -21,7 +21,7 @@ INDICES: list[Any] = [2, -1, slice(1, 4), slice(0, 5, 2), torch.tensor([4, 0, 2]
 
 
 def clear() -> None:
-    for plans in (arithmetic._PLANS, row_writes._PLANS):
+    for plans in (arithmetic._ARITHMETIC_PLANS, row_writes._WRITE_PLANS):
         plans.clear()
 
 
@@ -251,7 +251,7 @@ class TestRowWrites:
             d.rows[index] = values_for(index, seed)
             assert d.rows[index] == values_for(index, seed)
             d.add_(table()).sub_(table())
-        assert not (row_writes._PLANS or arithmetic._PLANS)
+        assert not (row_writes._WRITE_PLANS or arithmetic._ARITHMETIC_PLANS)
 
 
 def test_a_field_under_two_keys() -> None:
@@ -291,7 +291,7 @@ def test_plans_hold_no_tensor_and_are_few() -> None:
     d, e = table(), table(1)
     d.lerp_(e, 0.5)
     d.rows[0] = values_for(0)
-    assert d.rows[1] and arithmetic._PLANS and row_writes._PLANS
+    assert d.rows[1] and arithmetic._ARITHMETIC_PLANS and row_writes._WRITE_PLANS
     alive = [weakref.ref(t) for t in (*d.values(), *e.values())]
     del d, e
     gc.collect()
@@ -300,7 +300,7 @@ def test_plans_hold_no_tensor_and_are_few() -> None:
         d = DeviceDict({f"k{i}": torch.rand(3)})
         d.mul_(2).rows[0] = {f"k{i}": torch.ones(())}
         assert d.rows[0][f"k{i}"] == 1
-    for plans in (arithmetic._PLANS, row_writes._PLANS):
+    for plans in (arithmetic._ARITHMETIC_PLANS, row_writes._WRITE_PLANS):
         assert len(plans) <= snapshots._MOST_PLANS
 
 

@@ -84,7 +84,7 @@ def written(folder: Path, count: int = 3) -> Path:
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_writer, "BUFFER", 1000)
     monkeypatch.setattr(table_writer, "_LEAST_ROOM", 100)
-    monkeypatch.setattr(table, "_CHUNK", 7)
+    monkeypatch.setattr(table, "_OFFSETS_AT_ONCE", 7)
 
 
 class TestRoundTrip:
@@ -392,7 +392,7 @@ class TestDamaged:
     def test_offsets(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int, number: int, message: str, chunk: int
     ) -> None:
-        monkeypatch.setattr(table, "_CHUNK", chunk)
+        monkeypatch.setattr(table, "_OFFSETS_AT_ONCE", chunk)
         folder = written(tmp_path / "t", 9)
         overwrite(folder, "text.offsets", position, number)
         before = {path.name: path.read_bytes() for path in folder.iterdir()}

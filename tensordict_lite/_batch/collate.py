@@ -42,7 +42,7 @@ from .plan import require_one_dtype, stack_into, stack_plain
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
 
-_Field = tuple[DeviceDict[Any], Path, Sequence[Tensor], bool]
+_SampledField = tuple[DeviceDict[Any], Path, Sequence[Tensor], bool]
 """A tensor field of the batch: the dict that gets it, its path, its samples, and whether it is stacked already.
 
 A stacked field has one tensor, the whole field, in place of its samples.
@@ -223,7 +223,7 @@ class _Collector:
 
     def __init__(self, device: torch.device, moves: bool, pads: Pads, jagged: frozenset[Any]) -> None:
         self.device, self.moves, self.pads, self.jagged = device, moves, pads, jagged
-        self.fields: list[_Field] = []
+        self.fields: list[_SampledField] = []
 
     def collect(self, samples: Sequence[Mapping[str, Any]], batch: DeviceDict[Any], at: Path) -> DeviceDict[Any]:
         """Fill ``batch``, which is empty, with the keys of the samples, and return it.
@@ -445,7 +445,7 @@ class _Collector:
         return converted, encoder
 
 
-def _stacked(field: _Field) -> Tensor:
+def _stacked(field: _SampledField) -> Tensor:
     """The field in its own storage. Raises the error that names the sample if the samples differ."""
     _, path, samples, is_stacked = field
     if is_stacked:
@@ -480,7 +480,7 @@ def _fill_buffer(collector: _Collector) -> list[Tensor]:
     return _pack_fields(fields, device, look_at_all=True)
 
 
-def _pack_fields(fields: Sequence[_Field], device: torch.device, look_at_all: bool) -> list[Tensor]:
+def _pack_fields(fields: Sequence[_SampledField], device: torch.device, look_at_all: bool) -> list[Tensor]:
     """The stacked fields, as views of one new buffer. In a worker the buffer is shared memory.
 
     A field that cannot be packed gets its own storage. ``look_at_all``: ask every sample whether it can be packed, not
@@ -514,7 +514,7 @@ def _pack_fields(fields: Sequence[_Field], device: torch.device, look_at_all: bo
     return out
 
 
-def _stack_fields(fields: Sequence[_Field], layout: Layout, into: Sequence[Tensor]) -> None:
+def _stack_fields(fields: Sequence[_SampledField], layout: Layout, into: Sequence[Tensor]) -> None:
     """Stack the samples into the regions of the buffer. Raises ``RuntimeError`` if the samples of a field differ."""
     for run, region in zip(layout.runs, into, strict=True):
         _, _, sampled, are_stacked = zip(*[fields[i] for i in run.members], strict=True)

@@ -156,7 +156,7 @@ def _open_other(obj: Any, found: list[Any]) -> _Rebuild:
         names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
         return _parts([getattr(obj, name) for name in names], found, lambda parts: _dataclass(obj, names, parts))
     if isinstance(obj, list):  # a subclass: pytree treats it as a leaf
-        return _parts(cast("list[Any]", obj), found, lambda parts: _list(cast("list[Any]", obj), parts))
+        return _parts(cast("list[Any]", obj), found, lambda parts: _list_like(cast("list[Any]", obj), parts))
     if isinstance(obj, tuple):
         cls: Any = type(cast(object, obj))
         return _parts(list(cast("tuple[Any, ...]", obj)), found, getattr(cls, "_make", cls))
@@ -188,7 +188,7 @@ def _mapping(obj: Mapping[Any, Any], values: list[Any]) -> Any:
     return clone
 
 
-def _list(obj: list[Any], values: list[Any]) -> Any:
+def _list_like(obj: list[Any], values: list[Any]) -> Any:
     clone = copy.copy(obj)
     clone[:] = values
     return clone

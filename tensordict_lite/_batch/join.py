@@ -100,7 +100,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
         path = (*at, key)
         if isinstance(column[0], Tensor):
             encoder = policy.encoders.get(key)
-            along = dim if encoder is None else _leading(column[0], encoder, verb, dim, path)
+            along = dim if encoder is None else _leading_dim(column[0], encoder, verb, dim, path)
             rows = verb == "cat" and along == 0 and column[0].is_nested  # torch has no `cat` of nested tensors
             if rows and not all([isinstance(value, Tensor) and is_jagged(value) for value in column]):  # noqa: C419
                 raise_mismatch(column, path, "dict", None)
@@ -132,7 +132,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
     return trees[0]._new(items, device, policy)
 
 
-def _leading(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) -> int:
+def _leading_dim(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) -> int:
     """``dim`` as a dimension of the codes. The last dimension of codes holds the bytes of one string."""
     if padding(encoder, codes) is None:
         return dim

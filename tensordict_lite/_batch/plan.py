@@ -29,19 +29,19 @@ from .join import merged_policy
 from .pad import Pad, Pads, mask_of, require_fit
 
 _STR, _TUPLE = {str}, {tuple}
-_NUMBERS: Mapping[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
+_NUMPY_TYPES: Mapping[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The classes of Python numbers that NumPy converts as torch does, in 0.1x the time."""
-_DTYPES: Mapping[Any, torch.dtype] = {
+_NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
     torch.empty(0, dtype=dtype).numpy().dtype: dtype
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
                   torch.float32, torch.float64, torch.complex64, torch.complex128)
 }  # fmt: skip
-_SCALARS = {dtype.type for dtype in _DTYPES if dtype.kind != "b"}
-_KINDS = frozenset((Tensor, dict, list, str, np.ndarray, *_NUMBERS, *_SCALARS))
+_NUMPY_SCALARS = {dtype.type for dtype in _NUMPY_DTYPES if dtype.kind != "b"}
+_KINDS = frozenset((Tensor, dict, list, str, np.ndarray, *_NUMPY_TYPES, *_NUMPY_SCALARS))
 """The types of values that this path takes, besides `DeviceDict` classes."""
 _PADDED = 1 << 17
 """The largest number of elements of a padded field that a mask fills faster than a copy of each sample."""
-_FEW = 8
+_FEW_KEYS = 8
 """The largest number of keys for which a pass over the samples for each key is faster than one pass for all keys."""
 _FLOATS = (torch.float32, torch.float64)
 _strided = torch.strided
@@ -51,7 +51,7 @@ _dtype, _data = attrgetter("dtype"), attrgetter("data")
 
 _Spec = tuple[Any, ...]
 """The dtype and shape of a whole field; or the `_facts` of the first sample of a field."""
-_Field = tuple[DeviceDict[Any], str, Any]
+_PlainField = tuple[DeviceDict[Any], str, Any]
 """The dict that gets the field, its key, and a tuple of its samples; or the whole field: one tensor or `_Padded`."""
 
 
@@ -83,7 +83,7 @@ class _Region(NamedTuple):
     is_dense: bool
 
 
-class _Plan(NamedTuple):
+class _BatchPlan(NamedTuple):
     layout: Layout
     regions: tuple[_Region, ...]
     is_dense: bool
@@ -93,7 +93,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _plan_of(specs: tuple[_Spec, ...], count: int) -> _Plan | None:
+def _plan_of(specs: tuple[_Spec, ...], count: int) -> _BatchPlan | None:
     """The plan of a batch of ``count`` samples. None if its fields cannot be packed, or are empty."""
     shapes: list[tuple[torch.dtype, Sizes]] = []
     for *facts, dtype, shape in specs:
@@ -110,7 +110,7 @@ def _plan_of(specs: tuple[_Spec, ...], count: int) -> _Plan | None:
         found.append(_Region(run.dtype, sizes, strides, offset, tuple(run.members), is_dense))
     is_dense = len(found) == 1 and found[0].is_dense
     is_sampled = any(len(spec) > 2 for spec in specs)
-    return _Plan(layout, tuple(found), is_dense, is_sampled) if layout.nbytes else None
+    return _BatchPlan(layout, tuple(found), is_dense, is_sampled) if layout.nbytes else None
 
 
 def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any], pads: Pads) -> bool:
@@ -119,9 +119,9 @@ def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any], pads: Pads) -> b
     The samples have one type, ``dict`` or a `DeviceDict` class. False if they need the general path; then ``batch`` is
     unusable.
     """
-    fields: list[_Field] = []
+    fields: list[_PlainField] = []
     try:
-        _collect(samples, batch, (), fields, pads)
+        _find_fields(samples, batch, (), fields, pads)
         tensors = _make_tensors(fields, len(samples))
     except torch.OutOfMemoryError:
         raise
@@ -132,7 +132,9 @@ def stack_plain(samples: Sequence[Any], batch: DeviceDict[Any], pads: Pads) -> b
     return True
 
 
-def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: list[_Field], pads: Pads) -> None:
+def _find_fields(
+    samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: list[_PlainField], pads: Pads
+) -> None:
     """List the fields of ``batch``, depth first. Each gets a placeholder there, which keeps the order of the keys."""
     cls = type(batch)
     if cls._has_fields:
@@ -145,29 +147,29 @@ def _collect(samples: Sequence[Any], batch: DeviceDict[Any], at: Path, fields: l
     if padded:
         pads.require_new(names, at, "the samples")
     used: dict[str, Any] = {}
-    for key, kind, column in zip(names, kinds, _columns(samples, names), strict=True):
+    for key, kind, column in zip(names, kinds, _values_by_key(samples, names), strict=True):
         if list(map(type, column)).count(kind) != count:  # takes 0.7x the time of a set
             raise _Unusual
         pad = pads.at((*at, key)) if padded else None
         if kind is Tensor and pad is None:
             value = column
         elif kind is dict or kind not in _KINDS:  # a `DeviceDict` class
-            _nested(column, kind, batch, (*at, key), fields, pads)
+            _list_nested(column, kind, batch, (*at, key), fields, pads)
             continue
         elif pad is not None:
-            _padded(column, kind, batch, (*at, key), fields, pad)
+            _list_padded(column, kind, batch, (*at, key), fields, pad)
             continue
         elif kind is str:
             value = _codes(column, batch._policy, key)
             used[key] = batch._policy.encoder(key)
         else:
             value = _host_field(column, kind, batch._policy)
-        _list(fields, batch, key, value)
+        _list_field(fields, batch, key, value)
     if used:
         batch._policy = batch._policy.with_encoders(used)
 
 
-def _columns(samples: Sequence[Any], names: list[str]) -> Iterable[tuple[Any, ...]]:
+def _values_by_key(samples: Sequence[Any], names: list[str]) -> Iterable[tuple[Any, ...]]:
     """The values of every key. Raises ``KeyError`` or ``_Unusual`` if the keys of a sample differ from the first."""
     if type(samples[0]) is not dict:  # a subclass of `DeviceDict` may look keys up in its own way
         if list(map(list, samples)).count(names) != len(samples):
@@ -175,19 +177,19 @@ def _columns(samples: Sequence[Any], names: list[str]) -> Iterable[tuple[Any, ..
         return zip(*map(builtin_dict.values, samples), strict=True)
     if list(map(len, samples)).count(len(names)) != len(samples):
         raise _Unusual
-    if len(names) > _FEW:
+    if len(names) > _FEW_KEYS:
         return zip(*map(itemgetter(*names), samples), strict=True)
     return [tuple(map(itemgetter(name), samples)) for name in names]
 
 
-def _list(fields: list[_Field], batch: DeviceDict[Any], key: str, value: Any) -> None:
+def _list_field(fields: list[_PlainField], batch: DeviceDict[Any], key: str, value: Any) -> None:
     """List one field, and put a placeholder into ``batch``, which keeps the order of the keys."""
     fields.append((batch, key, value))
     builtin_dict.__setitem__(batch, key, None)
 
 
-def _nested(
-    column: tuple[Any, ...], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field], pads: Pads
+def _list_nested(
+    column: tuple[Any, ...], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_PlainField], pads: Pads
 ) -> None:
     refuse_deeper(path)
     own = None if kind is dict else merged_policy(column, path, "sample")
@@ -195,7 +197,7 @@ def _nested(
     cls, policy = kind_nested(type(batch), path[-1], kind, own, keys, batch._policy)
     nested = cls._new((), CPU, policy)
     builtin_dict.__setitem__(batch, path[-1], nested)
-    _collect(column, nested, path, fields, pads)
+    _find_fields(column, nested, path, fields, pads)
 
 
 def _codes(column: tuple[str, ...], policy: Policy, key: str) -> Tensor:
@@ -212,8 +214,8 @@ def _codes(column: tuple[str, ...], policy: Policy, key: str) -> Tensor:
     return codes
 
 
-def _padded(
-    column: tuple[Any, ...], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_Field], pad: Pad
+def _list_padded(
+    column: tuple[Any, ...], kind: type, batch: DeviceDict[Any], path: Path, fields: list[_PlainField], pad: Pad
 ) -> None:
     """List a field that ``pad`` applies to, and the new fields that ``pad`` names."""
     key, count = path[-1], len(column)
@@ -227,7 +229,7 @@ def _padded(
     else:
         inner, lengths = 1, list(map(len, column))  # TypeError for numbers
     if lengths.count(lengths[0]) == count and not pad._always:
-        _list(fields, batch, key, column if kind is Tensor else _host_field(column, kind, batch._policy))
+        _list_field(fields, batch, key, column if kind is Tensor else _host_field(column, kind, batch._policy))
         return
     longest = pad._length(max(lengths))
     if kind is list:
@@ -245,27 +247,27 @@ def _padded(
     require_fit(pad, flat.dtype, path)
     sizes = np.array(lengths, np.int64)
     mask = mask_of(sizes, np.arange(longest), pad.side)
-    _list(fields, batch, key, _Padded(flat, mask, pad.value))
+    _list_field(fields, batch, key, _Padded(flat, mask, pad.value))
     for extra, option in pad._extras.items():
-        _list(fields, batch, extra, _from_numpy(sizes if option == "lengths" else mask))
+        _list_field(fields, batch, extra, _from_numpy(sizes if option == "lengths" else mask))
 
 
 def _host_field(column: tuple[Any, ...], kind: type, policy: Policy) -> Tensor:
     """The field of host values of one type, in the dtype of a dict with this policy."""
     if kind is list:
         kind = _kind_of_numbers(chain.from_iterable(column))
-    if kind in _NUMBERS:
+    if kind in _NUMPY_TYPES:
         wanted = (policy.dtype or torch.get_default_dtype()) if kind is float else None
         if wanted is not None and wanted not in _FLOATS:
             raise _Unusual
-        tensor = _from_numpy(np.array(column, _NUMBERS[kind]))
+        tensor = _from_numpy(np.array(column, _NUMPY_TYPES[kind]))
         return tensor if wanted is None else tensor.to(wanted)
     if kind is np.ndarray:
         alike = {(array.shape, array.dtype, array.flags.c_contiguous) for array in column}
-        if len(alike) > 1 or not column[0].flags.c_contiguous or column[0].dtype not in _DTYPES:
+        if len(alike) > 1 or not column[0].flags.c_contiguous or column[0].dtype not in _NUMPY_DTYPES:
             raise _Unusual
         array = np.stack(column)
-    elif kind in _SCALARS:
+    elif kind in _NUMPY_SCALARS:
         array = np.array(column)
     else:
         raise _Unusual
@@ -276,12 +278,12 @@ def _host_field(column: tuple[Any, ...], kind: type, policy: Policy) -> Tensor:
 def _kind_of_numbers(items: Iterable[Any]) -> type:
     """The class of all items, if it is a class of Python numbers."""
     kinds = set(map(type, items))
-    if len(kinds) != 1 or not kinds.issubset(_NUMBERS):
+    if len(kinds) != 1 or not kinds.issubset(_NUMPY_TYPES):
         raise _Unusual
     return kinds.pop()
 
 
-def _make_tensors(fields: Sequence[_Field], count: int) -> Sequence[Tensor]:
+def _make_tensors(fields: Sequence[_PlainField], count: int) -> Sequence[Tensor]:
     """The stacked fields, as tensors over one new buffer. Raises ``_Unusual`` or torch's error for unusual samples."""
     values = [value for _, _, value in fields]
     if not values:
@@ -317,7 +319,7 @@ def _make_tensors(fields: Sequence[_Field], count: int) -> Sequence[Tensor]:
         parts = cast(Any, region).unsafe_split(count) if is_dense else region.unbind()
         if is_dense and _TUPLE.issuperset(map(type, here)):
             # One call for the samples of all fields of a run is faster than a call for each field.
-            stack_into(region, _joined(here))
+            stack_into(region, _join_strings(here))
         else:
             for part, value in zip(parts, here, strict=True):
                 _fill(part, value)
@@ -330,7 +332,7 @@ def _make_tensors(fields: Sequence[_Field], count: int) -> Sequence[Tensor]:
 
 def _stack_dense(values: Sequence[Any], count: int) -> Sequence[Tensor]:
     """The fields of a batch with one spec and no gaps. The storage that ``torch.stack`` allocates is their buffer."""
-    samples = values[0] if len(values) == 1 else _joined(values)
+    samples = values[0] if len(values) == 1 else _join_strings(values)
     require_one_dtype(samples)
     stacked = torch.stack(samples)
     if stacked.requires_grad or not stacked.is_contiguous():
@@ -339,7 +341,7 @@ def _stack_dense(values: Sequence[Any], count: int) -> Sequence[Tensor]:
     return [stacked] if len(values) == 1 else cast(Any, stacked).unsafe_split(count)
 
 
-def _joined(columns: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+def _join_strings(columns: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     """The samples of all columns. Takes 0.4x the time of ``chain``."""
     out: list[Tensor] = []
     for column in columns:

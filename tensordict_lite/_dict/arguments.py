@@ -14,11 +14,11 @@ from .._tree.tree import TreeDict
 
 _FORMS = "to(device), to(dtype), to(device, dtype), to(tensor) or to(other_dict), with non_blocking= and copy="
 
-Target = tuple["torch.device | None", "torch.dtype | None", bool, bool]
+ToArguments = tuple["torch.device | None", "torch.dtype | None", bool, bool]
 """The parsed arguments: the device, which is not resolved yet, the dtype, ``non_blocking`` and ``copy``."""
 
 
-def to_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Target:
+def to_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ToArguments:
     """Parse the arguments of ``to``. Raises ``TypeError`` if the arguments fit no form."""
     if len(args) == 1 and not kwargs:  # fast path for most calls: 5x faster than `to` below
         only = args[0]
@@ -38,7 +38,7 @@ def to(  # Python's own errors about arguments show this name
     other: Any = None,
     non_blocking: bool = False,
     copy: bool = False,
-) -> Target:
+) -> ToArguments:
     rest = list(args)
     if rest:
         first = rest.pop(0)

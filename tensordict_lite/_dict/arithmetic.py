@@ -26,7 +26,7 @@ from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 
 _autograd = cast(Any, torch._C)._autograd
-_PLAIN = frozenset((Tensor, Parameter))
+_FOREACH_CLASSES = frozenset((Tensor, Parameter))
 """The classes of tensors that ``torch._foreach_*`` takes."""
 
 
@@ -183,14 +183,14 @@ def zero_(d: TreeDict[Any]) -> None:
 
 
 def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
-    _add(d, "add_", Tensor.add_, torch._foreach_add_, other, alpha)
+    _add_scaled(d, "add_", Tensor.add_, torch._foreach_add_, other, alpha)
 
 
 def sub_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
-    _add(d, "sub_", Tensor.sub_, torch._foreach_sub_, other, alpha)
+    _add_scaled(d, "sub_", Tensor.sub_, torch._foreach_sub_, other, alpha)
 
 
-def _add(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: Any) -> None:
+def _add_scaled(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: Any) -> None:
     _refuse_unless_number(alpha, "alpha")
     operands = _operands(d, other, name)
     listed = isinstance(operands.others, list)
@@ -267,11 +267,11 @@ class _Operands(NamedTuple):
     """Whether the class of all tensors is known to be Tensor."""
     key: Any = None
     """The key of the plan of these operands; None if they can have no plan."""
-    plan: _Plan | None = None
+    plan: _ArithmeticPlan | None = None
     """A plan for tensors with this metadata."""
 
 
-class _Plan(NamedTuple):
+class _ArithmeticPlan(NamedTuple):
     """What was validated about operands: all tensors are contiguous, and the others have their dtypes and shapes."""
 
     same: Callable[..., bool]
@@ -280,7 +280,7 @@ class _Plan(NamedTuple):
     """The indices of the tensors of each dtype."""
 
 
-_PLANS: dict[Any, _Plan] = {}
+_ARITHMETIC_PLANS: dict[Any, _ArithmeticPlan] = {}
 _ORDERED = frozenset((dict, OrderedDict))
 """The classes of plain mappings that can have a plan."""
 
@@ -301,7 +301,7 @@ def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
         return None
     tensors: list[Any] = list(d.values())
     key = (plan_key(d), listed)
-    plan = _PLANS.get(key)
+    plan = _ARITHMETIC_PLANS.get(key)
     if plan is not None and not plan.same(*tensors, *(others or ())):
         plan = None
     return _Operands(tensors, others if listed else other, False, key, plan)
@@ -359,10 +359,10 @@ def _run(d: TreeDict[Any], operation: _Operation, operands: _Operands, integers:
     for write in writes:
         _execute(write)
     if key is not None and plan is None and all(write.alike for write in writes):
-        _remember_plan(d, operands, dtypes)
+        _remember_operands(d, operands, dtypes)
 
 
-def _remember_plan(d: TreeDict[Any], operands: _Operands, dtypes: list[torch.dtype]) -> None:
+def _remember_operands(d: TreeDict[Any], operands: _Operands, dtypes: list[torch.dtype]) -> None:
     """Store the plan of operands that are alike. A dict with nested dicts gets none, as its key has no nested keys."""
     tensors, others = operands.tensors, operands.others
     if len(tensors) != len(d) or not all(map(is_, tensors, d.values())):
@@ -374,11 +374,11 @@ def _remember_plan(d: TreeDict[Any], operands: _Operands, dtypes: list[torch.dty
     groups: dict[torch.dtype, list[int]] = {}
     for i, dtype in enumerate(dtypes):
         groups.setdefault(dtype, []).append(i)
-    remember(_PLANS, operands.key, _Plan(same, list(groups.items())))
+    remember(_ARITHMETIC_PLANS, operands.key, _ArithmeticPlan(same, list(groups.items())))
 
 
 def _planned_writes(
-    operation: _Operation, operands: _Operands, plan: _Plan, integers: _Operation | None
+    operation: _Operation, operands: _Operands, plan: _ArithmeticPlan, integers: _Operation | None
 ) -> list[_Write] | None:
     """The writes of an operation with a plan. None if torch may refuse the operation for these dtypes or numbers."""
     tensors, others = operands.tensors, operands.others
@@ -475,7 +475,7 @@ def _are_alike(
     """
     # One list comprehension for each attribute. A loop over the tensors takes longer.
     grad = torch.is_grad_enabled()
-    if not plain and not _PLAIN.issuperset(map(type, tensors)):
+    if not plain and not _FOREACH_CLASSES.issuperset(map(type, tensors)):
         return None
     if grad and True in [t.requires_grad for t in tensors]:
         return None
@@ -486,7 +486,7 @@ def _are_alike(
             return None
         if others is None:
             return None if True in [t.is_nested for t in tensors] else True
-        if not plain and not _PLAIN.issuperset(map(type, others)):
+        if not plain and not _FOREACH_CLASSES.issuperset(map(type, others)):
             return None
         if grad and True in [t.requires_grad for t in others]:
             return None
@@ -501,7 +501,7 @@ def _is_special(tensor: Tensor) -> bool:
     """Whether a tensor needs a call of its own: it has a gradient history, or is a subclass, sparse, nested or
     conjugated."""
     return (
-        type(tensor) not in _PLAIN
+        type(tensor) not in _FOREACH_CLASSES
         or tensor.layout != torch.strided
         or tensor.is_nested
         or tensor.is_quantized
@@ -560,7 +560,7 @@ def _validate_dtypes(
             _reword(operation, mine_, other, i, error, refuse)
 
 
-_MANY = 16
+_ONE_BUFFER_FROM = 16
 """The number of fields from which one operation on the buffer of a packed dict is faster than ``torch._foreach_*``."""
 _MODERATE = 65504
 """The largest number of float16, so every dtype of `_COMMON` can represent it."""
@@ -637,7 +637,7 @@ def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], number: com
 
     Note: for numbers only. With a list of other tensors, and for `zero_`, `as_one` takes longer than it saves.
     """
-    found = as_one(tensors) if len(tensors) >= _MANY else None
+    found = as_one(tensors) if len(tensors) >= _ONE_BUFFER_FROM else None
     if found is None or (found.gaps and not operation.zero_stays):
         return False
     # Packed fields have version counters of their own, which autograd compares.
@@ -668,7 +668,7 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
     # Note: not torch.nn.utils.get_total_norm, which records no gradient.
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        together = type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.dtype in _COMMON
+        together = type(tensor) in _FOREACH_CLASSES and tensor.layout == torch.strided and tensor.dtype in _COMMON
         groups.setdefault(tensor.dtype if together and not intercepted() else torch.bool, []).append(tensor)
     norms = [cast(Any, torch).linalg.vector_norm(tensor, order) for tensor in groups.pop(torch.bool, ())]
     for group in groups.values():
@@ -688,7 +688,7 @@ def tolist(d: TreeDict[Any], at: Path = ()) -> dict[str, Any]:
             except (TypeError, ValueError) as error:
                 raise with_path(error, path) from error
         elif isinstance(value, Tensor):
-            out[key] = _list(value, path)
+            out[key] = _tensor_to_list(value, path)
         elif isinstance(value, TreeDict):
             out[key] = tolist(cast("TreeDict[Any]", value), path)
         else:
@@ -700,7 +700,7 @@ def _is_encoded(value: Any) -> bool:
     return isinstance(value, TreeDict) or not _is_float(value)
 
 
-def _list(tensor: Tensor, path: Path) -> Any:
+def _tensor_to_list(tensor: Tensor, path: Path) -> Any:
     try:
         return [cast(Any, one).tolist() for one in tensor.unbind()] if tensor.is_nested else cast(Any, tensor).tolist()
     except (RuntimeError, TypeError) as error:

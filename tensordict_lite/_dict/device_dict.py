@@ -24,7 +24,7 @@ from .._files.atomic_write import FilePath
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.packed import can_pack, is_packed, map_buffer, pack, packed_layout
-from .._memory.transfer import clone, transfer
+from .._memory.transfer import clone_tensors, transfer
 from .._tree import pickle5, sendable
 from .._tree.columns import arrow_items, pandas_items
 from .._tree.compare import agree, values_agree
@@ -434,11 +434,11 @@ class DeviceDict(TreeDict[V]):
         {'obs': {'a': tensor(1), 'b': {'c': tensor(2)}}}
         """
         if not isinstance(mapping, TreeDict):
-            return cls(_unflatten(as_dict(mapping), sep))
+            return cls(_split_keys(as_dict(mapping), sep))
         known = mapping._policy.encoders
         policy = replace(mapping._policy, encoders={key: known[key] for key in known if sep not in key})
         out = cls._new((), mapping._device, policy)
-        insert(out, _unflatten(mapping, sep))
+        insert(out, _split_keys(mapping, sep))
         for key, encoder in known.items():
             if sep in key and (path := tuple(key.split(sep))) in out:
                 node, last = out._walk(path)
@@ -755,7 +755,7 @@ class DeviceDict(TreeDict[V]):
         (True, tensor([1.]))
         """
         tensors, flat = self._tensors_and_kind()
-        return self._replace_tensors(clone(tensors, self._device, plain=flat), self._device, flat)
+        return self._replace_tensors(clone_tensors(tensors, self._device, plain=flat), self._device, flat)
 
     def new_zeros(self, *lead: int) -> Self:
         """Create a dict of zeros with the same keys, dtypes, device and encoders.
@@ -1128,7 +1128,7 @@ class DeviceDict(TreeDict[V]):
         """
         if isinstance(cast(object, path), (list, tuple)):
             raise TypeError("load takes one path; cat([load(path) for path in paths]) joins the dicts of several files")
-        read = table.read if os.path.isdir(path) else safetensors.read
+        read = table.read_table if os.path.isdir(path) else safetensors.read_file
         out = read(cls, path, CPU if device is None else resolve(device), keys, encoders)
         out._validate()
         return out
@@ -1228,10 +1228,10 @@ class DeviceDict(TreeDict[V]):
         return tensordict.TensorDict(self.to_dict(), batch_size=batch_size, device=self._device)
 
     def __reduce_ex__(self, protocol: Any, /) -> Any:
-        if protocol == torch_save.PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
+        if protocol == torch_save.SAVE_PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
             with suppress(torch_save.NotKept):
                 return torch_save.reduce_saved(self)
-        elif protocol == pickle5.PROTOCOL and not torch_save.is_saving(sys._getframe(1)):
+        elif protocol == pickle5.BUFFER_PROTOCOL and not torch_save.is_saving(sys._getframe(1)):
             return pickle5.reduce_buffers(self) or self.__reduce__()
         return self.__reduce__()
 
@@ -1394,7 +1394,7 @@ def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[An
             encoders[name] = d._policy.encoders[key]
 
 
-def _unflatten(mapping: Mapping[str, Any], sep: str, at: Path = ()) -> dict[str, Any]:
+def _split_keys(mapping: Mapping[str, Any], sep: str, at: Path = ()) -> dict[str, Any]:
     """Split joined keys into nested dicts: see `DeviceDict.unflatten`."""
     refuse_deeper(at)
     out: dict[str, Any] = {}
@@ -1411,5 +1411,5 @@ def _unflatten(mapping: Mapping[str, Any], sep: str, at: Path = ()) -> dict[str,
         else:
             out[head] = value
     for head, group in groups.items():
-        out[head] = _unflatten(group, sep, (*at, head))
+        out[head] = _split_keys(group, sep, (*at, head))
     return out

@@ -54,7 +54,7 @@ def _what(value: Any) -> str:
     return f"object {type(value).__name__}"
 
 
-def _rows(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) -> Iterator[Row]:
+def _lines(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) -> Iterator[Row]:
     """Yield a line for each key at every depth. ``lasts``: see `Row`, for the ancestors."""
     for i, (key, value) in enumerate(data.items()):
         here = (*lasts, i == len(data) - 1)
@@ -63,12 +63,12 @@ def _rows(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) -> 
             said = said[: _LONGEST_NOTE - 1] + "…"
         yield Row(here, key if key.isprintable() else repr(key), _what(value), said)
         if isinstance(value, Mapping):
-            yield from _rows(cast("Mapping[str, Any]", value), note, here)
+            yield from _lines(cast("Mapping[str, Any]", value), note, here)
 
 
 def tree(data: Mapping[str, Any], title: str, note: Note) -> str:
     """Format the title and one line per field, indented by depth."""
-    rows = list(_rows(data, note))
+    rows = list(_lines(data, note))
     left_out = len(rows) - _LONGEST_TREE
     if left_out > 0:
         rows[_LONGEST_TREE // 2 : _LONGEST_TREE // 2 + left_out] = []
@@ -91,7 +91,7 @@ def html(data: Mapping[str, Any], title: str, note: Note) -> str:
     # Imported here, because importing `html` is slow and only notebooks need it.
     from html import escape  # noqa: PLC0415
 
-    rows = list(_rows(data, note))
+    rows = list(_lines(data, note))
     cells = ((f"{'    ' * (len(row.lasts) - 1)}{row.key}", row.what, row.note) for row in rows)
     body = "".join(
         "<tr>" + "".join(f'<td style="{_STYLE}">{escape(cell)}</td>' for cell in line) + "</tr>" for line in cells

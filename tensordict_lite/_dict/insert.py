@@ -115,7 +115,7 @@ def _convert_items(
         if isinstance(value, Tensor):
             staged[key] = value if value.device == target else _moved(value, target, moved, (*at, key))
         elif isinstance(value, Mapping):
-            staged[key] = _nested(d, cast("Mapping[str, Any]", value), target, moved, (*at, key))
+            staged[key] = _insert_nested(d, cast("Mapping[str, Any]", value), target, moved, (*at, key))
         else:
             stored, encoder = convert(value, target, d._policy, (*at, key))
             if encoder is not None:
@@ -142,7 +142,7 @@ def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) 
     return nested
 
 
-def _nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path) -> Any:
+def _insert_nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path) -> Any:
     """Convert a mapping to a nested dict. A `DeviceDict` keeps its encoders and the policy of its class."""
     refuse_deeper(path)
     kind = type(cast(object, value))

@@ -19,7 +19,7 @@ from .._errors import Path, described, dotted, dtype_name, with_path
 from .._files.atomic_write import FilePath
 from .._files.table_writer import JaggedRows, TableWriter, create_table, open_table
 from .._memory.device import CPU
-from .._memory.jagged import is_jagged, parts_of
+from .._memory.jagged import is_jagged, values_and_lengths
 from .._memory.transfer import transfer
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
@@ -104,7 +104,7 @@ class RowWriter:
         if like is None:
             self._writer, fields = open_table(folder, DeviceDict, encoders)
         else:
-            fields = _empty(like, encoders, keys)
+            fields = _no_rows(like, encoders, keys)
             self._writer = create_table(folder, fields)
         self._fields: TreeDict[Any] = fields
 
@@ -139,7 +139,7 @@ class RowWriter:
         ValueError: 'x': expected rows [..., 2] or one row [2], got float32[3]
         """
         found = _Found()
-        _collect(self._fields, _data(rows), (), found)
+        _convert_columns(self._fields, _data(rows), (), found)
         tensors = found.tensors
         if not all(tensor.is_cpu for tensor in tensors):
             tensors = transfer(tensors, CPU)
@@ -231,7 +231,9 @@ class _Found:
         if self.first is None:
             self.first, self.count = path, count
         elif count != self.count:
-            raise ValueError(f"{dotted(path)} has {_rows(count)}, and {dotted(self.first)} has {_rows(self.count)}")
+            raise ValueError(
+                f"{dotted(path)} has {_count_of_rows(count)}, and {dotted(self.first)} has {_count_of_rows(self.count)}"
+            )
         self.tensors += tensors
 
 
@@ -242,7 +244,7 @@ def _data(given: Any) -> Mapping[str, Any]:
     return cast("TreeDict[Any]", given) if isinstance(given, TreeDict) else as_dict(given)
 
 
-def _empty(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> DeviceDict[Any]:
+def _no_rows(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> DeviceDict[Any]:
     """A dict on the CPU with the fields of ``like``, without rows."""
     data: Any = _data(like)
     d = cast("DeviceDict[Any]", data)
@@ -275,7 +277,7 @@ def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:
     return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
 
 
-def _collect(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _Found) -> None:
+def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _Found) -> None:
     """Convert and validate the values for the columns below ``fields``. Append them to ``found``."""
     if fields.keys() != given.keys():
         _refuse_other_columns(fields, given, at)
@@ -308,9 +310,9 @@ def _collect(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _
         if not isinstance(value, Tensor) and not (isinstance(value, Mapping) and isinstance(column, TreeDict)):
             value = _converted(fields, key, value, at)
         if isinstance(column, TreeDict) and isinstance(value, Mapping):
-            _collect(cast("TreeDict[Any]", column), cast("Mapping[str, Any]", value), path, found)
+            _convert_columns(cast("TreeDict[Any]", column), cast("Mapping[str, Any]", value), path, found)
         elif isinstance(column, Tensor) and isinstance(value, Tensor):
-            _add(column, value, encoder, path, found)
+            _append_column(column, value, encoder, path, found)
             count = found.count
         else:
             what = "a nested dict" if isinstance(column, TreeDict) else "a column"
@@ -342,14 +344,14 @@ def _refuse_other_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: P
     raise ValueError(f"rows have all fields of the table; these {' and '.join(filter(None, (lacks, has)))}")
 
 
-def _add(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path, found: _Found) -> None:
+def _append_column(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path, found: _Found) -> None:
     """Validate a tensor for ``column``, which is [0, *shape of a row], and append it to ``found``."""
     _refuse_unwritable(column, value, path)
     value = value.detach()
     shape = column.shape[1:]
     lead = value.dim() - len(shape)
     if lead in (0, 1) and value.shape[lead:] != shape:
-        value = _padded(column, value, encoder, path)
+        value = _pad_codes(column, value, encoder, path)
     if lead not in (0, 1) or value.shape[lead:] != shape:
         row = ", ".join(map(str, shape))
         raise ValueError(
@@ -393,7 +395,7 @@ def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _F
     count, given = (value.shape[0] if value.dim() == column.dim() else None), value
     if is_jagged(value):
         _refuse_other_jagged(value, path)
-        values, lengths = parts_of(value)
+        values, lengths = values_and_lengths(value)
         _refuse_unwritable(column, values, path)
         fits = values.shape[1:] == element
     else:
@@ -446,7 +448,7 @@ def _flat(value: Tensor, number: int | None) -> tuple[Tensor, Tensor]:
     return value[torch.arange(width, device=value.device) < lengths[:, None]], lengths
 
 
-def _padded(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path) -> Tensor:
+def _pad_codes(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path) -> Tensor:
     """Pad the codes of strings to the width of their column."""
     number = padding(encoder, column, value)
     if number is None:
@@ -460,5 +462,5 @@ def _padded(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: 
     return F.pad(value, (0, width - given), value=number)
 
 
-def _rows(count: int | None) -> str:
+def _count_of_rows(count: int | None) -> str:
     return "no dimension for rows" if count is None else f"{count} row{'' if count == 1 else 's'}"

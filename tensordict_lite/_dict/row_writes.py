@@ -23,11 +23,11 @@ from .._tree.tree import TreeDict
 from .insert import insert
 from .row_index import from_list, integers, within
 
-Index = int | slice | Tensor
+RowIndex = int | slice | Tensor
 """The rows to write: one row, a slice, or int64[n] on the device of the dict."""
 
 
-def write_rows(d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: int) -> None:
+def write_rows(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], count: int) -> None:
     """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing."""
     if not isinstance(cast(object, other), Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
@@ -35,10 +35,10 @@ def write_rows(d: TreeDict[Any], index: Index, other: Mapping[str, Any], count: 
     writes.add_dict(d, other, ())
     writes.run()
     if not writes.can_fail and d._device is CPU:
-        _remember_plan(d, index, other, writes)
+        _remember_writes(d, index, other, writes)
 
 
-class _Plan(NamedTuple):
+class _WritePlan(NamedTuple):
     """What was validated about the fields of a dict, and about the values for some of its rows."""
 
     same: Callable[..., bool]
@@ -51,7 +51,7 @@ class _Plan(NamedTuple):
     """Tells whether values overlap the fields."""
 
 
-_PLANS: dict[Any, _Plan] = {}
+_WRITE_PLANS: dict[Any, _WritePlan] = {}
 
 
 def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
@@ -63,7 +63,7 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
     at = index
     theirs = cast("Mapping[str, Any]", other)
     kind: Any = Tensor if type(index) is list else type(cast(object, index))
-    plan = None if intercepted() else _PLANS.get(_key(d, theirs, kind))
+    plan = None if intercepted() else _WRITE_PLANS.get(_key(d, theirs, kind))
     if plan is None or len(d) != len(theirs):
         return False
     try:
@@ -96,7 +96,7 @@ def _key(d: TreeDict[Any], other: Mapping[str, Any], kind: type) -> Any:
     return plan_key(d), plan_key(other), kind
 
 
-def _remember_plan(d: TreeDict[Any], index: Index, other: Mapping[str, Any], writes: _Writes) -> None:
+def _remember_writes(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], writes: _Writes) -> None:
     """Store the plan of writes that cannot fail, if the values are written as they were given."""
     targets, values, kind = list(d.values()), [other[key] for key in d], type(index)
     given = [*values, index] if isinstance(index, Tensor) else values
@@ -109,19 +109,19 @@ def _remember_plan(d: TreeDict[Any], index: Index, other: Mapping[str, Any], wri
         and all(tensor.numel() for tensor in (*targets, *given))
     )
     key = _key(d, other, kind)
-    before = _PLANS.get(key)
+    before = _WRITE_PLANS.get(key)
     if not simple or (before is not None and before.same(*targets, *given)):
         return
     same = snapshot([*targets, *given])
     if same is not None:
-        plan = _Plan(same, writes.count, writes.lead, Spans(targets, given))
-        remember(_PLANS, key, plan)
+        plan = _WritePlan(same, writes.count, writes.lead, Spans(targets, given))
+        remember(_WRITE_PLANS, key, plan)
 
 
 class _Writes:
     """The validated writes of one call: tensors with their values, and kept lists with their objects."""
 
-    def __init__(self, index: Index, count: int) -> None:
+    def __init__(self, index: RowIndex, count: int) -> None:
         self.index, self.count = index, count
         if isinstance(index, Tensor):
             self.lead: tuple[int, ...] = (len(index),)
@@ -244,7 +244,7 @@ class _Writes:
             else:
                 kept[index] = value
 
-    def run_each(self, index: Index, values: Sequence[Tensor]) -> None:
+    def run_each(self, index: RowIndex, values: Sequence[Tensor]) -> None:
         """Write one field at a time. If a write fails, undo the writes before it."""
         paths = [(*at, key) for at, key in self.paths]
         for path, target in zip(paths, self.targets, strict=True):

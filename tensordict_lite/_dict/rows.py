@@ -25,7 +25,7 @@ from .row_writes import write_as_before, write_rows
 
 D = TypeVar("D", bound=TreeDict[Any])
 
-_CHUNK = 64
+_ROWS_AT_ONCE = 64
 """Rows per ``unbind`` call in iteration. One call that makes many views halves the time per view."""
 
 
@@ -55,7 +55,7 @@ class Rows(Dataset[D]):
 
     def __len__(self) -> int:
         """The size of the first dimension. Raises ``ValueError`` with all shapes if the fields do not share it."""
-        return _count(self._dict)
+        return _row_count(self._dict)
 
     def __getitem__(self, index: Any) -> D:
         """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
@@ -80,15 +80,15 @@ class Rows(Dataset[D]):
         elif type(index) is Tensor and (found := _selected(d, index)) is not None:
             return found
         flat = set(map(type, d.values())) == {Tensor}
-        count = _count_plain(d) if flat else _count(d)
+        count = _count_plain(d) if flat else _row_count(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
         if isinstance(at, Tensor):
-            return _copied(d, at, count, take_rows)
+            return _copy_rows(d, at, count, take_rows)
         if flat:
             return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
         if isinstance(at, slice):
-            return _taken(d, lambda tensor: _sliced(tensor, at), lambda kept: kept[at], count)
-        return _taken(d, lambda tensor: select_row(tensor, at), lambda kept: kept[at], count)
+            return _take_rows(d, lambda tensor: _sliced(tensor, at), lambda kept: kept[at], count)
+        return _take_rows(d, lambda tensor: select_row(tensor, at), lambda kept: kept[at], count)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
         """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.
@@ -113,11 +113,11 @@ class Rows(Dataset[D]):
             found = _selected(d, index)
             if found is not None:
                 return Rows(found)
-        count = _count(d)
+        count = _row_count(d)
         at = row_index(index, count, d._device)
         if not isinstance(at, Tensor):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(cast(object, indices)).__name__}")
-        return Rows(_copied(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
+        return Rows(_copy_rows(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
@@ -138,21 +138,21 @@ class Rows(Dataset[D]):
         d = self._dict
         if write_as_before(d, index, other):
             return
-        count = _count(d)
+        count = _row_count(d)
         write_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
     def __iter__(self) -> Iterator[D]:
         """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""
         d = self._dict
-        count = _count(d)
+        count = _row_count(d)
         tensors, flat = d._tensors_and_kind()
         if not flat or not tensors or torch.is_grad_enabled():
             # Autograd rejects in-place writes of tensors that require grad into views of `unbind`.
             yield from (self[i] for i in range(count))
             return
         names, device, policy, new = list(d), d._device, d._policy, d._new
-        for start in range(0, count, _CHUNK):
-            for row in zip(*(tensor[start : start + _CHUNK].unbind() for tensor in tensors), strict=True):
+        for start in range(0, count, _ROWS_AT_ONCE):
+            for row in zip(*(tensor[start : start + _ROWS_AT_ONCE].unbind() for tensor in tensors), strict=True):
                 yield new(zip(names, row, strict=True), device, policy)
 
     def batches(
@@ -228,7 +228,7 @@ class Rows(Dataset[D]):
         [1, 2, 3]
         """
         d = self._dict
-        return _copied(d, self._permutation("shuffle", generator), len(self), take_rows)
+        return _copy_rows(d, self._permutation("shuffle", generator), len(self), take_rows)
 
     def flatten(self, dims: int = 2) -> D:
         """Merge the first ``dims`` dimensions of every field into one: ``[T, B, ...]`` becomes ``[T * B, ...]``.
@@ -247,7 +247,7 @@ class Rows(Dataset[D]):
         """
         dims = _positive("flatten", dims, "a number of dimensions", "at least 1 dimension")
         d = self._dict
-        count = _count(d)
+        count = _row_count(d)
         lead = d._tensors()[0].shape[:dims]
         _refuse_flatten(d, dims, lead, count, ())
         return d._map_tensors(lambda tensor: tensor.flatten(0, dims - 1), d._device)
@@ -269,7 +269,7 @@ class Rows(Dataset[D]):
         {'cat': [4.0, 5.0], 'dog': [20.0]}
         """
         d = self._dict
-        count = _count(d)
+        count = _row_count(d)
         path = key if isinstance(key, tuple) else (key,)
         field: Any = d[cast(Any, key)]
         if not isinstance(field, Tensor):
@@ -289,7 +289,7 @@ class Rows(Dataset[D]):
             distinct, which, counts = found
             order = which.argsort(stable=True)
         values: Any = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
-        ordered = _copied(d, order, count, take_rows)
+        ordered = _copy_rows(d, order, count, take_rows)
         return dict(zip(values, Rows(ordered).split(integers(counts)), strict=True))
 
     def _permutation(self, method: str, generator: torch.Generator | None) -> Tensor:
@@ -326,7 +326,7 @@ def _sizes(given: Any) -> int | list[int]:
 
 
 def _count_plain(d: TreeDict[Any]) -> int:
-    """The number of rows of a dict with plain tensors only. Faster than `_count`."""
+    """The number of rows of a dict with plain tensors only. Faster than `_row_count`."""
     try:
         counts = {tensor.shape[0] for tensor in d.values()}
     except IndexError:
@@ -336,7 +336,7 @@ def _count_plain(d: TreeDict[Any]) -> int:
     return counts.pop()
 
 
-def _count(d: TreeDict[Any]) -> int:
+def _row_count(d: TreeDict[Any]) -> int:
     """The number of rows. Raises ``ValueError`` with the shapes if the fields do not agree."""
     tensors, flat = d._tensors_and_kind()
     if flat:
@@ -402,31 +402,31 @@ def _random_batches(d: D, parts: Sequence[Tensor], size: int, count: int) -> Ite
                 continue
             except NotImplementedError:  # a dtype that has no `index_select`
                 plain = False
-        yield _copied(d, at, count, take_rows)
+        yield _copy_rows(d, at, count, take_rows)
 
 
 def _sliced(tensor: Tensor, at: slice) -> Tensor:
     return select_rows(tensor, at) if is_jagged(tensor) else tensor[at]
 
 
-def _copied(d: D, index: Tensor, count: int, take: Callable[[Sequence[Tensor], Tensor], list[Tensor]]) -> D:
+def _copy_rows(d: D, index: Tensor, count: int, take: Callable[[Sequence[Tensor], Tensor], list[Tensor]]) -> D:
     """The rows at ``index`` as new tensors. ``take`` copies the rows of all tensors of the tree in one call."""
     tensors, flat = d._tensors_and_kind()
     made = take(tensors, index)
     if flat:
         return d._new(zip(d, made, strict=True), d._device, d._policy)
     left = iter(made)
-    return _taken(d, lambda _: next(left), lambda kept: [kept[i] for i in integers(index)], count)
+    return _take_rows(d, lambda _: next(left), lambda kept: [kept[i] for i in integers(index)], count)
 
 
-def _taken(d: Any, take: Callable[[Tensor], Tensor], pick: Callable[[list[Any]], Any], count: int) -> Any:
+def _take_rows(d: Any, take: Callable[[Tensor], Tensor], pick: Callable[[list[Any]], Any], count: int) -> Any:
     """The same tree with ``take(tensor)`` for every tensor, and ``pick(kept)`` for kept lists with one item per row."""
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, Tensor):
             items[key] = take(value)
         elif isinstance(value, TreeDict):
-            items[key] = _taken(value, take, pick, count)
+            items[key] = _take_rows(value, take, pick, count)
         elif isinstance(value, list) and len(cast("list[Any]", value)) == count:
             items[key] = pick(cast("list[Any]", value))
         else:

@@ -284,7 +284,7 @@ def shape_error(fields: Iterable[Shaped]) -> str:
         return ""
     passed: list[Shaped] = []
     later: list[Shaped] = []
-    with _context(jaxtyping):
+    with _jaxtyping_context(jaxtyping):
         for field in fields:
             try:
                 reason = _reason(field)
@@ -315,7 +315,7 @@ def _message(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped
     return f"{where}: expected {expected}, got {described(value)}: {reason}{other}"
 
 
-def _context(jaxtyping: Any) -> AbstractContextManager[Any]:
+def _jaxtyping_context(jaxtyping: Any) -> AbstractContextManager[Any]:
     """A new jaxtyping context, independent of the dimension names that the caller's code uses."""
     return cast("AbstractContextManager[Any]", jaxtyping.jaxtyped("context"))
 
@@ -334,6 +334,6 @@ def _reason(field: Shaped) -> str:
 
 def _conflict(jaxtyping: Any, fields: Iterable[Shaped]) -> bool:
     """Whether these fields alone do not fit their annotations."""
-    with _context(jaxtyping), suppress(jaxtyping.AnnotationError):
+    with _jaxtyping_context(jaxtyping), suppress(jaxtyping.AnnotationError):
         return any(map(_reason, fields))
     return False

@@ -207,11 +207,11 @@ def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
         shape.append(len(cast("list[Any]", level)))
         level = cast(Any, level[0] if level else None)
     flat: list[str] = []
-    _collect(value, tuple(shape), (), flat)
+    _flatten_strings(value, tuple(shape), (), flat)
     return flat, tuple(shape)
 
 
-def _collect(value: Any, shape: tuple[int, ...], index: tuple[int, ...], out: list[str]) -> None:
+def _flatten_strings(value: Any, shape: tuple[int, ...], index: tuple[int, ...], out: list[str]) -> None:
     """Append the strings of ``value`` to ``out``. ``shape``: the expected shape; ``index``: the place of ``value``."""
     at = "".join(f"[{i}]" for i in index)
     if not shape:
@@ -229,7 +229,7 @@ def _collect(value: Any, shape: tuple[int, ...], index: tuple[int, ...], out: li
         out.extend(items)
         return
     for i, item in enumerate(items):
-        _collect(item, shape[1:], (*index, i), out)
+        _flatten_strings(item, shape[1:], (*index, i), out)
 
 
 def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, ...]) -> Codes:
@@ -239,8 +239,8 @@ def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, 
     """
     codes = encoder.encode(strings)
     if isinstance(codes, Mapping):
-        return {key: _leading(encoder, value, strings, shape) for key, value in codes.items()}
-    return _leading(encoder, codes, strings, shape)
+        return {key: _with_leading(encoder, value, strings, shape) for key, value in codes.items()}
+    return _with_leading(encoder, codes, strings, shape)
 
 
 def encode_jagged(encoder: object, strings: Any) -> tuple[Tensor, Tensor] | None:
@@ -252,7 +252,7 @@ def encode_jagged(encoder: object, strings: Any) -> tuple[Tensor, Tensor] | None
     return method(flat) if {str}.issuperset(map(type, flat)) else None
 
 
-def _leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:
+def _with_leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:
     """Validate a tensor of codes, and replace its first dimension by ``shape``."""
     if not isinstance(codes, Tensor):
         raise TypeError(

@@ -70,7 +70,7 @@ def atomic_write(
             sync_files(others, file)
         if named or not _link(file, target):
             if not named:
-                _lock(file)
+                _lock_file(file)
                 _link(file, beside)
             if fcntl is None:
                 file.close()  # Windows cannot rename an open file; other systems hold the lock until the rename
@@ -156,13 +156,13 @@ def _open_nameless(folder: str, _: int) -> int:
 def _new(path: str) -> IO[bytes] | None:
     """A new locked file at ``path``; None if another process locked the file first, in its sweep, and removes it."""
     file = open(path, "xb", buffering=_BUFFER)  # noqa: SIM115
-    if _lock(file) and os.fstat(file.fileno()).st_nlink:
+    if _lock_file(file) and os.fstat(file.fileno()).st_nlink:
         return file
     file.close()
     return None
 
 
-def _lock(file: IO[bytes]) -> bool:
+def _lock_file(file: IO[bytes]) -> bool:
     """Lock an open file until it is closed. False if another process has locked it; True on systems without locks."""
     if fcntl is not None:
         try:

@@ -20,7 +20,7 @@ from .._tree.missing import missing_key
 from .._tree.policy import SETTINGS, Encoders, Policy, settings_from_json
 from .._tree.tree import TreeDict
 
-VERSION = 1
+MANIFEST_VERSION = 1
 """The version of the format of a manifest."""
 OF_ITS_CLASS = -1
 """Replaces the number of a policy if the dict has the policy of its class."""
@@ -82,7 +82,7 @@ def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, L
         return {"policy": given, "items": items}
 
     root = node(d, ())
-    manifest = {"version": VERSION, "root": root, "policies": policies.entries, "encoders": encoders.entries}
+    manifest = {"version": MANIFEST_VERSION, "root": root, "policies": policies.entries, "encoders": encoders.entries}
     return manifest, leaves, nodes
 
 
@@ -137,8 +137,8 @@ class Reader:
         version = cast("dict[Any, Any]", manifest).get("version") if isinstance(manifest, dict) else None
         if type(version) is not int:
             invalid("it has no version")
-        if version != VERSION:
-            invalid(f"its version is {version}, and this package reads version {VERSION}; update the package")
+        if version != MANIFEST_VERSION:
+            invalid(f"its version is {version}, and this package reads version {MANIFEST_VERSION}; update the package")
         self._manifest = _fields(manifest, "a manifest", version=int, root=dict, policies=list, encoders=list)
         self._given = Policy() if given is None else Policy().override(given)
         self._all_given = given is not None and not isinstance(given, Mapping)
@@ -250,7 +250,7 @@ class Reader:
     def _encoder(self, number: Any, key: str) -> StringEncoder:
         entry = _at(self._manifest["encoders"], number, "encoder")
         if number not in self._encoders:
-            made = _made(cast("dict[str, Any]", entry), key) if isinstance(entry, dict) else entry
+            made = _make_encoder(cast("dict[str, Any]", entry), key) if isinstance(entry, dict) else entry
             if isinstance(made, (str, bytes, type)) or not hasattr(made, "encode"):
                 invalid(f"its entry for {key!r} is not an encoder")
             self._encoders[number] = cast(StringEncoder, made)
@@ -266,7 +266,7 @@ def _names_in(node: Any) -> dict[str, Any]:
     return {key: _TENSOR if type(value) is int else _names_in(value) for key, value in node["items"]}
 
 
-def _made(entry: dict[Any, Any], key: str) -> StringEncoder:
+def _make_encoder(entry: dict[Any, Any], key: str) -> StringEncoder:
     if runs_code(entry):
         invalid(
             f"{key!r} was encoded with a {entry['name']}; load does not build it, since that would run code that "

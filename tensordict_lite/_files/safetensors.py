@@ -166,7 +166,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 # --- reading ---
 
 
-def read(
+def read_file(
     cls: Any,
     path: FilePath,
     device: torch.device,
@@ -179,7 +179,7 @@ def read(
         # Read through the open file, since `path` may be replaced between reading the header and the tensors.
         same = f"/proc/self/fd/{opened.fileno()}"
         linked = os.path.exists(same)
-        of = _named(path, opened)
+        of = _path_for_errors(path, opened)
         with invalid_file(of, library.SafetensorError):
             file = library.safe_open(same if linked else path, framework="pt", device="cpu")
         with file, invalid_file(of, library.SafetensorError, RuntimeError):
@@ -263,7 +263,7 @@ def _mapped(library: Any, file: Any, opened: BinaryIO, names: set[Any]) -> dict[
     return out
 
 
-def _named(path: str, opened: BufferedReader) -> str:
+def _path_for_errors(path: str, opened: BufferedReader) -> str:
     """The name of the file for errors, with a hint if ``torch.save`` wrote the file."""
     saved = b"data.pkl" in opened.peek(512)[:512]  # the first entry of the zip archive
     return f"{path}{' (a file of torch.save: torch.load reads it)' if saved else ''}"

@@ -49,7 +49,7 @@ from .safetensors import (
 
 INDEX = "table.json"
 """The file with the schema and the row count."""
-VERSION = 2
+TABLE_VERSION = 2
 """The version of a table with jagged columns. Other tables have version 1."""
 UNUSED = "unused"
 """The name, in the header of a column, of the tensor for the bytes after the last row."""
@@ -58,7 +58,7 @@ _PAGE = 4096
 _DIGITS = 19
 """The width of each number in a header. The largest int64 has this many digits."""
 _FILE = re.compile(r"\w[\w.~-]{0,150}\.safetensors", re.ASCII)
-_CHUNK = 1 << 20
+_OFFSETS_AT_ONCE = 1 << 20
 """The number of offsets that are validated at a time."""
 _ATTEMPTS = 3
 """How often a header is read. A writer may replace the header while it is read."""
@@ -112,7 +112,9 @@ class Column(NamedTuple):
         pair = PAIRS.get(dtype_name(self.dtype))
         shape = "".join(f",{size}" for size in (self.shape if pair is None else (*self.shape, 2)))
         end = rows * self.nbytes
-        text = f'{{{json.dumps(self.name)}:{{"dtype":"{_code(pair or self.dtype)}","shape":[{rows:{_DIGITS}}{shape}],'
+        text = (
+            f'{{{json.dumps(self.name)}:{{"dtype":"{_type_name(pair or self.dtype)}","shape":[{rows:{_DIGITS}}{shape}],'
+        )
         text += f'"data_offsets":[0,{end:{_DIGITS}}]}}'
         if has_unused:
             name = UNUSED if self.name != UNUSED else f"{UNUSED}~2"
@@ -122,12 +124,12 @@ class Column(NamedTuple):
 
 
 @cache
-def _code(dtype: torch.dtype) -> str:
+def _type_name(dtype: torch.dtype) -> str:
     """The name of a dtype in safetensors files."""
     return import_library().TensorSpec(dtype=dtype_name(dtype), shape=[], data_ptr=0, data_len=0).dtype
 
 
-class Index(NamedTuple):
+class TableIndex(NamedTuple):
     """The content of ``table.json``. The manifest is not validated."""
 
     rows: int
@@ -161,11 +163,11 @@ def index_text(columns: Sequence[Column], manifest: Any) -> tuple[str, str]:
             f"the structure and encoders of this table take {len(rest)} characters, and a file holds {MAX_MANIFEST}; "
             "use fewer fields, or give large encoders a registered name of their own"
         )
-    version = 1 if all(one.offsets is None for one in columns) else VERSION
+    version = 1 if all(one.offsets is None for one in columns) else TABLE_VERSION
     return f'{{"version":{version},"rows":', f",{rest[1:]}"
 
 
-def read_index(folder: str) -> Index:
+def read_index(folder: str) -> TableIndex:
     """Read and validate ``table.json``. Call it inside `invalid_file`.
 
     Raises ``IsADirectoryError`` for a folder that is no table, and `InvalidManifest`.
@@ -184,8 +186,8 @@ def read_index(folder: str) -> Index:
     version = cast("dict[Any, Any]", data).get("version") if isinstance(data, dict) else None
     if type(version) is not int:
         invalid(f"its {INDEX} has no version")
-    if not 1 <= version <= VERSION:
-        invalid(f"its version is {version}, and this package reads versions 1 to {VERSION}; update the package")
+    if not 1 <= version <= TABLE_VERSION:
+        invalid(f"its version is {version}, and this package reads versions 1 to {TABLE_VERSION}; update the package")
     fields = cast("dict[str, Any]", data)
     if set(fields) != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
@@ -198,7 +200,7 @@ def read_index(folder: str) -> Index:
     files = [part.file.casefold() for column in columns for part in column.parts]
     if len(set(files)) != len(files):
         invalid("two columns have the same file")
-    return Index(rows, columns, fields["manifest"])
+    return TableIndex(rows, columns, fields["manifest"])
 
 
 def _column(entry: Any) -> Column:
@@ -233,7 +235,7 @@ def offsets_column(file: str, name: str) -> Column:
     return Column(file, name, torch.int64, ())
 
 
-def read(
+def read_table(
     cls: Any,
     path: FilePath,
     device: torch.device,
@@ -271,8 +273,8 @@ def map_offsets(folder: str, column: Column, rows: int) -> tuple[Tensor, int, in
         return torch.zeros(1, dtype=torch.int64, device="cpu"), 0, 0
     offsets = _map_column(folder, column, rows + 1)
     least, most = 1 << 63, 0
-    for start in range(0, rows, _CHUNK):
-        part = offsets[start : start + _CHUNK + 1]
+    for start in range(0, rows, _OFFSETS_AT_ONCE):
+        part = offsets[start : start + _OFFSETS_AT_ONCE + 1]
         # Compared before `diff`: the difference of two offsets cannot overflow if no offset is negative.
         if int(offsets[0]) != 0 or not bool((part[1:] >= part[:-1]).all()):
             invalid(f"the offsets in {column.file!r} do not ascend from 0")

@@ -81,7 +81,7 @@ class TableWriter:
 
     Args:
         folder: the folder of the table.
-        lock: the result of `_lock`.
+        lock: the result of `_lock_folder`.
         columns: the columns of the table, in the order of the tensors of `append`.
         text: the result of `index_text`.
         rows: the number of rows of the table.
@@ -345,12 +345,12 @@ def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     """
     import_library()
     manifest, leaves, _ = describe(d, partial(by_name, way_out="pass like=d.to_dict()"), own=False)
-    columns = _columns(leaves)
+    columns = _new_columns(leaves)
     text = index_text(columns, manifest)
     folder = os.path.abspath(os.fsdecode(path))
     made = not os.path.exists(folder)
     os.makedirs(folder, exist_ok=True)
-    lock = _lock(folder)
+    lock = _lock_folder(folder)
     try:
         _refuse_unless_empty(folder)
         writer = TableWriter(folder, lock, columns, text)
@@ -371,7 +371,7 @@ def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     return writer
 
 
-def _columns(leaves: Sequence[tuple[Path, Any]]) -> list[Column]:
+def _new_columns(leaves: Sequence[tuple[Path, Any]]) -> list[Column]:
     """The columns of a new table. Raises ``TypeError`` for the first leaf that a file cannot hold."""
     refuse_unwritable(leaves, "pass like=d.drop({})")
     paths: list[Path] = []
@@ -398,7 +398,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     """
     import_library()
     folder = os.path.abspath(os.fsdecode(path))
-    lock = _lock(folder)
+    lock = _lock_folder(folder)
     try:
         with invalid_file(folder, RuntimeError):
             index = read_index(folder)
@@ -438,7 +438,7 @@ def _write_all(file: FileIO, data: bytes | memoryview) -> None:
         left = left[file.write(left) :]
 
 
-def _lock(folder: str) -> int | None:
+def _lock_folder(folder: str) -> int | None:
     """Lock a folder until this process ends. Returns the descriptor; None on systems without such locks."""
     if fcntl is None:
         return None

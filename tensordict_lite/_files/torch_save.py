@@ -21,16 +21,16 @@ from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict, class_named, name_of, packed_state
 from .manifest import InvalidManifest, Reader, describe, invalid
 
-PROTOCOL = 2
+SAVE_PROTOCOL = 2
 """The pickle protocol of ``torch.save``. With any other protocol, the pickle names the class and imports it."""
 
 _save = getattr(torch.serialization, "_save", None)
-_code = getattr(_save, "__code__", None)
+_save_code = getattr(_save, "__code__", None)
 
 
 def is_saving(caller: FrameType) -> bool:
     """Whether this frame is ``torch.save``, which stores tensors itself in any protocol."""
-    return caller.f_code is _code
+    return caller.f_code is _save_code
 
 
 class NotKept(ValueError):
@@ -86,7 +86,7 @@ def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any,
     reader = Reader(manifest, len(leaves))
     if len(classes) != reader.count:
         invalid("the number of classes differs from the number of dicts")
-    known = _classes(classes)
+    known = _classes_of(classes)
     values = _values(leaves, {} if buffer is None else from_buffer(buffer, specs))
     devices = {value.device for value in values if isinstance(value, Tensor)}
     fallback = None if device is None else _device(device)
@@ -98,7 +98,7 @@ def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any,
     return out
 
 
-def _classes(names: list[Any]) -> Iterator[type[Any]]:
+def _classes_of(names: list[Any]) -> Iterator[type[Any]]:
     """The class of each dict of the tree, in the order of the tree."""
     found: dict[str, type[Any]] = {}  # by name: each class is looked up once
     for name in names:

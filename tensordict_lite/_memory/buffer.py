@@ -88,12 +88,12 @@ def view_over(
 ) -> Tensor:
     """A tensor over a storage on ``device``. ``stride`` and ``offset`` count elements of ``dtype``."""
     # `.data` is a new tensor with its own version counter. It executes 0.33x the instructions of `torch.empty`.
-    empty = _empty(dtype, device, torch.is_inference_mode_enabled())
+    empty = _without_elements(dtype, device, torch.is_inference_mode_enabled())
     return empty.data.set_(storage, offset, shape, stride)
 
 
 @cache
-def _empty(dtype: torch.dtype, device: torch.device, inference: bool) -> Tensor:
+def _without_elements(dtype: torch.dtype, device: torch.device, inference: bool) -> Tensor:
     """A tensor without elements. ``inference``: an inference tensor, whose ``.data`` is one too."""
     with torch.inference_mode(inference):
         return torch.empty(0, dtype=dtype, device=device)

@@ -69,7 +69,7 @@ class DeviceCapabilities:
     """Its memory can be viewed as any dtype, at any aligned offset."""
 
 
-_known = {CPU: DeviceCapabilities(byte_views=True), META: DeviceCapabilities()}
+_capabilities = {CPU: DeviceCapabilities(byte_views=True), META: DeviceCapabilities()}
 _WITHOUT_BYTE_VIEWS = ("mps",)
 """Metal does not guarantee byte views. A trial cannot show this: the views exist, but some kernels cannot read them."""
 _stream_knows = hasattr(torch.Stream, "is_capturing")  # from torch 2.13
@@ -84,7 +84,7 @@ def capabilities(device: torch.device) -> DeviceCapabilities:
 
     Cost: the first call for an accelerator initializes it, and creates a stream. It waits for no work.
     """
-    known = _known.get(device)
+    known = _capabilities.get(device)
     return _try_out(device) if known is None else known
 
 
@@ -104,7 +104,7 @@ def _try_out(device: torch.device) -> DeviceCapabilities:
         return DeviceCapabilities(accelerator=True)
     except RuntimeError:  # the device cannot be initialized, as in a forked process; a copy raises torch's own error
         return DeviceCapabilities()
-    _known[device] = found
+    _capabilities[device] = found
     return found
 
 

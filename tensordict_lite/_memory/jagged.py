@@ -36,7 +36,7 @@ def join_jagged(rows: Sequence[Tensor]) -> Tensor:
 
 def cat_jagged(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate the rows of several nested tensors; torch's ``cat`` cannot. Raises the error of `parts_of`."""
-    values, lengths = zip(*map(parts_of, tensors), strict=True)
+    values, lengths = zip(*map(values_and_lengths, tensors), strict=True)
     ends = torch.cat(lengths).cumsum(0)
     return torch.nested.nested_tensor_from_jagged(torch.cat(values), torch.cat([ends.new_zeros(1), ends]))
 
@@ -46,7 +46,7 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.values() if tensor.requires_grad else cast(Any, tensor)._values
 
 
-def parts_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def values_and_lengths(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a nested tensor without gaps between its rows, and the length of each row.
 
     Raises ``ValueError`` if another dimension of the rows than the first is ragged.
@@ -93,14 +93,14 @@ def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     values = values_of(tensor)
     if values.is_cpu and packable(values) and not intercepted():
-        return torch.nested.nested_tensor_from_jagged(_copied(values, starts, ends), ends)
+        return torch.nested.nested_tensor_from_jagged(_copy_ranges(values, starts, ends), ends)
     total = int(ends[-1])
     shift = torch.repeat_interleave(starts - ends[:-1], lengths, output_size=total)
     positions = torch.arange(total, device=offsets.device) + shift
     return torch.nested.nested_tensor_from_jagged(values.index_select(0, positions), ends)
 
 
-def _copied(values: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+def _copy_ranges(values: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Copy rows of plain values on the CPU: row ``i`` from ``starts[i]`` on, to ``ends[i]`` up to ``ends[i + 1]``.
 
     A loop over rows takes less time and memory than ``index_select``, which needs an index for each value.

@@ -21,7 +21,7 @@ from .packed import can_pack, find_unpackable, packable
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """torch has no one-dimensional ``index_select`` for these dtypes, only for the signed dtypes of the same size."""
-_MANY = HUGE // 16
+_MAY_BE_HUGE = HUGE // 16
 """The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
 _FEW = 4096
 """The largest number of elements that ``index_copy_`` writes faster than ``tensor[index] = value``."""
@@ -45,7 +45,7 @@ def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
     most = max([t.numel() for t in tensors])
     # For tensors without elements, torch does not check the index.
     selected = index.numel()
-    return most > 0 and (most // counts.pop() * selected <= _MANY or not are_huge(tensors, selected))
+    return most > 0 and (most // counts.pop() * selected <= _MAY_BE_HUGE or not are_huge(tensors, selected))
 
 
 def are_huge(tensors: Sequence[Tensor], count: int) -> bool:
@@ -63,7 +63,7 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
     try:
         return [
             t.index_select(0, index)
-            if type(t) is Tensor and (t.numel() <= _MANY or not _is_huge(t, count))
+            if type(t) is Tensor and (t.numel() <= _MAY_BE_HUGE or not _is_huge(t, count))
             else _take(t, index)
             for t in tensors
         ]
@@ -127,7 +127,7 @@ def _take(t: Tensor, index: Tensor) -> Tensor:
 
 def _is_huge(t: Tensor, count: int) -> bool:
     """Whether ``count`` rows of ``t`` take more bytes than `HUGE`."""
-    return t.numel() > _MANY and t.numel() // t.shape[0] * count * t.itemsize > HUGE
+    return t.numel() > _MAY_BE_HUGE and t.numel() // t.shape[0] * count * t.itemsize > HUGE
 
 
 def set_rows(target: Tensor, index: Tensor, value: Tensor, on_cpu: bool) -> None:

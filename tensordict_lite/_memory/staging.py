@@ -26,7 +26,7 @@ def staging_buffer(nbytes: int, device: torch.device, waits: bool = False) -> tu
     under way would read more than `IN_FLIGHT`. ``waits``: the caller waits for the copy, so the copy does not count.
     """
     if not waits:
-        _count(nbytes, device)
+        _count_in_flight(nbytes, device)
     # On the target device: torch would create a context on the current device, and ask that device for events.
     with on_device(device):
         try:
@@ -56,7 +56,7 @@ class _Stream:
 _streams: dict[tuple[int, int], _Stream] = {}
 
 
-def _count(nbytes: int, device: torch.device) -> None:
+def _count_in_flight(nbytes: int, device: torch.device) -> None:
     """Count a copy that follows on the current stream of ``device``.
 
     Records one event per 16 MiB, not one per copy: an event takes as long as a small copy.

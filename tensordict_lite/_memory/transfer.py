@@ -180,7 +180,7 @@ def transfer(
     return execute(plan, tensors, source, device, dtype, non_blocking, copy)
 
 
-def clone(tensors: Sequence[Tensor], device: torch.device | None, plain: bool) -> list[Tensor]:
+def clone_tensors(tensors: Sequence[Tensor], device: torch.device | None, plain: bool) -> list[Tensor]:
     """A copy of each tensor, as ``Tensor.clone`` makes it. Packed tensors on ``device`` get one new buffer.
 
     ``plain``: the caller knows that every tensor is a ``Tensor`` itself.

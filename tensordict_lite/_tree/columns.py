@@ -64,7 +64,7 @@ def arrow_items(table: Any, nulls: Any, dtype: torch.dtype | None) -> dict[str, 
             whole = arrow.array([], type=whole.type)
         if arrow.types.is_dictionary(whole.type):
             whole = whole.dictionary_decode()
-        _add(items, columns, nulls, key, whole.is_null().to_numpy(zero_copy_only=False), _Arrow(whole, dtype))
+        _add_column(items, columns, nulls, key, whole.is_null().to_numpy(zero_copy_only=False), _Arrow(whole, dtype))
     return items
 
 
@@ -83,7 +83,7 @@ def pandas_items(frame: Any, nulls: Any) -> dict[str, Any]:
         missing = column.isna().to_numpy()
         if column.dtype.kind == "f" and isinstance(column.dtype, np.dtype) and _option(nulls, key) == "error":
             missing = np.zeros(len(column), dtype=bool)  # NaN is a number, as everywhere else
-        _add(items, columns, nulls, key, missing, _Pandas(column))
+        _add_column(items, columns, nulls, key, missing, _Pandas(column))
     return items
 
 
@@ -175,7 +175,9 @@ def _refuse_columns(nulls: Any, columns: Mapping[str, Any]) -> None:
             )
 
 
-def _add(items: dict[str, Any], columns: Any, nulls: Any, key: str, missing: Any, column: _Arrow | _Pandas) -> None:
+def _add_column(
+    items: dict[str, Any], columns: Any, nulls: Any, key: str, missing: Any, column: _Arrow | _Pandas
+) -> None:
     """Add a column to ``items``, and its mask if ``nulls`` asks for one. ``missing``: which rows are null."""
     option = _option(nulls, key)
     count = int(missing.sum())

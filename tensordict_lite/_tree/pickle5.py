@@ -26,7 +26,7 @@ from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
 from .tree import TreeDict, dicts_of, packed_items, policy_state, unpacked
 from .walk import only_tensors
 
-PROTOCOL = 5
+BUFFER_PROTOCOL = 5
 """The pickle protocol that has buffers."""
 
 _DAMAGED = "the layout of a pickled dict is damaged"
@@ -245,12 +245,12 @@ def _received(buffer: Any, layout: Layout, alignment: int) -> Tensor:
     if not writable and view_read_only._on:
         array = np.asarray(_Writable(array))
     elif not writable:
-        return _copied(array)
+        return _copy_of_bytes(array)
     flat: Tensor = cast(Any, torch).from_numpy(array)
-    return _copied(array) if flat.data_ptr() % alignment else flat  # kernels crash on misaligned memory
+    return _copy_of_bytes(array) if flat.data_ptr() % alignment else flat  # kernels crash on misaligned memory
 
 
-def _copied(array: np.ndarray[Any, Any]) -> Tensor:
+def _copy_of_bytes(array: np.ndarray[Any, Any]) -> Tensor:
     out = new_buffer(array.nbytes, CPU)
     out.numpy()[...] = array
     return out

@@ -58,16 +58,16 @@ def _floating(value: Any) -> torch.dtype:
 
 
 def _dtype_from_json(name: Any) -> torch.dtype | None:
-    if name is not None and (type(name) is not str or name not in _DTYPES):
+    if name is not None and (type(name) is not str or name not in _FLOATING_DTYPES):
         raise ValueError(f"{repr(name)[:60]} is not a floating-point dtype")
-    return None if name is None else _DTYPES[name]
+    return None if name is None else _FLOATING_DTYPES[name]
 
 
 def _dtype_to_json(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else dtype_name(dtype)
 
 
-_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
+_FLOATING_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 SETTINGS = {
     "on_mismatch": _choice("on_mismatch", "error", "move"),
     "objects": _choice("objects", "error", "keep"),

@@ -34,13 +34,13 @@ _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _DEPTH = 32
 """The depth of nesting that pickle always supports, even if another container holds the dict."""
 _look = attrgetter("layout", "requires_grad")
-_PLAIN = {(torch.strided, False)}
+_PLAIN_FACTS = {(torch.strided, False)}
 """The result of `_look` for a plain tensor."""
 _has_names: Callable[[Tensor], bool] | None = getattr(Tensor, "has_names", None)
 """Tests for named dimensions, which some versions of torch have. A tensor with named dimensions cannot be pickled."""
 _DEVICES = ("cpu", "cuda")
 """Devices whose memory can be shared between processes."""
-_KEPT = 32
+_MOST_PICKLED = 32
 """The largest number of encoders in `_pickled`."""
 _pickled: list[object] = []
 """The last encoders that this process pickled. They need no second trial, which may take longer than the batch."""
@@ -62,7 +62,7 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
             return reduce_args(given, state)
         data = _dumps(_Pickler, given)
     except Exception as error:
-        return _in_place_of(d, _named(d, error), error)
+        return _in_place_of(d, _error_with_field(d, error), error)
     for one in dicts_of(d):
         for _, encoder in _encoders(one, ()):
             _remember(encoder)
@@ -103,7 +103,7 @@ def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH)
 
 
 def _are_plain(tensors: Iterable[Tensor]) -> bool:
-    return _PLAIN.issuperset(map(_look, tensors)) and not (_has_names and any(map(_has_names, tensors)))
+    return _PLAIN_FACTS.issuperset(map(_look, tensors)) and not (_has_names and any(map(_has_names, tensors)))
 
 
 def refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
@@ -125,11 +125,11 @@ def refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
         if isinstance(value, TreeDict):
             refuse_unsendable(cast("TreeDict[Any]", value), path)
         elif not _is_plain_value(value):
-            what, way_out = _described(value)
+            what, way_out = _what_and_way_out(value)
             _try(value, f"{dotted(path)}: {what}", way_out)
 
 
-def _described(value: Any) -> tuple[str, str]:
+def _what_and_way_out(value: Any) -> tuple[str, str]:
     """What a value is, and what to do about it, for an error message."""
     if not isinstance(value, Tensor):
         return f"the kept {type(value).__qualname__}", "drop it, or keep an object that can be pickled"
@@ -166,7 +166,7 @@ def _is_known(encoder: StringEncoder) -> bool:
 
 def _remember(encoder: StringEncoder) -> None:
     if not _is_known(encoder):
-        _pickled[:] = [*_pickled[1 - _KEPT :], _function(encoder)]
+        _pickled[:] = [*_pickled[1 - _MOST_PICKLED :], _function(encoder)]
 
 
 def _function(encoder: StringEncoder) -> object:
@@ -208,7 +208,7 @@ def _try(obj: Any, what: str, way_out: str) -> None:
         ) from error
 
 
-def _named(d: TreeDict[Any], error: Exception) -> Exception:
+def _error_with_field(d: TreeDict[Any], error: Exception) -> Exception:
     """The error to raise after pickling ``d`` raised ``error``. It names the field or class."""
     try:
         refuse_unsendable(d)

@@ -56,7 +56,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 raise
             refuse_option(cls.__name__, next(iter(kwargs)), declared=True)
         _classes[name_of(cls)] = cls
-        pytree.register(cls, _context, _unflatten)
+        pytree.register(cls, _pytree_context, _pytree_unflatten)
         # A process that shares memory gets the storage itself. `__reduce__` would copy slices of a larger storage.
         ForkingPickler.register(cls, cls._sent)
         if len(options) > len(kwargs):
@@ -328,11 +328,11 @@ def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:
             assert d._policy.objects == "keep", f"{dotted(path)}: {type(value).__name__} without objects='keep'"
 
 
-def _context(d: TreeDict[Any]) -> pytree.Context:
+def _pytree_context(d: TreeDict[Any]) -> pytree.Context:
     return pytree.Context(tuple(d), d._device, d._policy)
 
 
-def _unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], context: pytree.Context) -> Any:
+def _pytree_unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], context: pytree.Context) -> Any:
     out = cls._new(items, None, cls._class_policy if context.policy is None else context.policy)
     out._infer_device(context.device)
     return out

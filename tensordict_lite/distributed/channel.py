@@ -32,7 +32,7 @@ ProcessGroup = Any
 T = TypeVar("T")
 M = TypeVar("M", Header, Message, Header | Message)
 dist: Any = torch.distributed  # many of its functions have no types
-_KEPT = 64
+_MOST_SCHEMAS = 64
 """The size of the schema cache. Both sides evict the same schemas, because both see the same messages in order."""
 _UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
 _WRONG_SIZE = "the size of the buffer differs from its header"
@@ -107,7 +107,7 @@ class Errors:
         return out
 
 
-class Target:
+class Destination:
     """The class and device of a received dict. Raises ``TypeError`` for the class, torch's error for the device."""
 
     def __init__(self, cls: Any, device: DeviceLike | None) -> None:
@@ -139,7 +139,7 @@ class Channel:
         """Cache a schema, or the reason why it is invalid, as the most recently used entry."""
         self.known.pop(digest, None)
         self.known[digest] = schema
-        if len(self.known) > _KEPT:
+        if len(self.known) > _MOST_SCHEMAS:
             del self.known[next(iter(self.known))]
 
     def learn(self, text: bytes, digest: int) -> Header | str:

@@ -53,7 +53,7 @@ class Header:
 
     @cached_property
     def parts(self) -> list[Part]:
-        return parts_of(self.layout)
+        return parts_of_buffer(self.layout)
 
     def new_buffer(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """A buffer for the tensors on ``device``, and its parts, which a message fills."""
@@ -128,7 +128,7 @@ class Part(NamedTuple):
         return lay_out(self.groups).nbytes
 
 
-def parts_of(layout: Layout) -> list[Part]:
+def parts_of_buffer(layout: Layout) -> list[Part]:
     """The parts of a buffer, in order. A small buffer is one part. A receiver computes the same parts."""
     parts: list[Part] = []
     between = False
@@ -145,7 +145,7 @@ def parts_of(layout: Layout) -> list[Part]:
     return parts
 
 
-_known: dict[Any, tuple[Any, Header]] = {}
+_headers: dict[Any, tuple[Any, Header]] = {}
 """The header of each schema that was sent. The key has ids of policies, so each entry also keeps a dict with these
 policies alive."""
 
@@ -199,13 +199,13 @@ def _sendable(tensors: list[Tensor], schema: Header) -> Header:
 
 def _schema(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
     key = (_shape_of(d), tuple((spec, tuple(members)) for spec, members in groups))
-    known = None if unpackable else _known.get(key)
+    known = None if unpackable else _headers.get(key)
     if known is not None:
         return known[1]
-    schema = _described(d, tensors, groups, unpackable)
-    if len(_known) > 256:
-        _known.clear()
-    _known[key] = d.copy()._replace_tensors([tensor.to("meta") for tensor in tensors], None), schema
+    schema = _describe_header(d, tensors, groups, unpackable)
+    if len(_headers) > 256:
+        _headers.clear()
+    _headers[key] = d.copy()._replace_tensors([tensor.to("meta") for tensor in tensors], None), schema
     return schema
 
 
@@ -217,7 +217,7 @@ def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
     return (*nested, id(d._policy))
 
 
-def _described(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
+def _describe_header(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
     manifest, leaves, _ = describe(d, _refuse_encoder, own=False)
     kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
     if kept:

@@ -15,9 +15,9 @@ from .._memory.device import DeviceLike, canonical
 from .._memory.transfer import transfer
 from .channel import (
     Channel,
+    Destination,
     Errors,
     ProcessGroup,
-    Target,
     Work,
     accepted,
     agreed,
@@ -141,7 +141,7 @@ def _receiving(
     errors = Errors()
     target, expected = None, None
     with errors:
-        target = Target(cls, device)
+        target = Destination(cls, device)
         expected = None if like is None else header_for(_checked(like, "like=", "the rank that receives"))
     prefix = channel.empty_prefix()
 
@@ -173,7 +173,7 @@ def _receiving(
         different = "" if expected is None else schema.difference(expected)
         if different:
             raise ValueError(f"rank {dist.get_rank()}: rank {src} sent a schema that differs from like=: {different}")
-        return cast(Target, target).build(schema, buffer, src)
+        return cast(Destination, target).build(schema, buffer, src)
 
     out = Work(finish)
     channel.pending.append(out)
@@ -215,7 +215,7 @@ def broadcast(
         return cast(D, d)
     target, received = cast(Any, None), cast(Any, None)
     with errors:
-        target = Target(cls, device)
+        target = Destination(cls, device)
     with errors, error_context(f"broadcast from rank {src}", group):
         prefix = channel.empty_prefix()
         share([prefix])
@@ -279,9 +279,9 @@ def gather(
     kind: Any = _class_of(d, cls)
     with errors:
         if here:
-            Target(kind, device)
+            Destination(kind, device)
     with error_context(f"gather to rank {dst}", group):
-        made, _ = agreed(lambda: _made(d, "gather", here), errors, group)
+        made, _ = agreed(lambda: _message_or_header(d, "gather", here), errors, group)
     if isinstance(made, Message):
         _started(made, errors, dst, _TAG, group, f"gather to rank {dst}").wait()
         return None
@@ -311,7 +311,7 @@ def all_gather(
     channel, errors = Channel(group, "all"), Errors()
     target: Any = None
     with errors:
-        target = Target(_class_of(d, cls), device)
+        target = Destination(_class_of(d, cls), device)
     with error_context("all_gather", group):
         message, announced = agreed(lambda: message_of(_checked(d, "all_gather", _ALL)), errors, group)
         schemas: list[Any] = [channel.known.get(digest) for digest, _ in announced]
@@ -425,7 +425,7 @@ def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[A
     return cast("DeviceDict[Any]", d)
 
 
-def _made(d: Any, verb: str, here: bool) -> Message | Header:
+def _message_or_header(d: Any, verb: str, here: bool) -> Message | Header:
     """The message of a dict. ``here``: the dict stays on this rank, so return its header only."""
     return header_to_send(_checked(d, verb, _ALL)) if here else message_of(_checked(d, verb, _ALL))
 
