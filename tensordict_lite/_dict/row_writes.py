@@ -64,12 +64,9 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
     theirs = cast("Mapping[str, Any]", other)
     kind: Any = Tensor if type(index) is list else type(cast(object, index))
     plan = None if intercepted() else _WRITE_PLANS.get(_key(d, theirs, kind))
-    if plan is None or len(d) != len(theirs):
+    if plan is None:
         return False
-    try:
-        values: list[Any] = [theirs[key] for key in d]
-    except KeyError:
-        return False
+    values: list[Any] = list(theirs.values())
     if type(cast(object, index)) is list:
         at = from_list(cast("list[Any]", index))
     targets: list[Any] = list(d.values())
@@ -102,6 +99,7 @@ def _remember_writes(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any]
     given = [*values, index] if isinstance(index, Tensor) else values
     simple = (
         kind in (int, slice, Tensor)
+        and list(other) == list(d)
         and len(targets) == len(writes.targets)
         and all(map(is_, targets, writes.targets))
         and all(map(is_, values, writes.values))
