@@ -319,7 +319,7 @@ def _make_tensors(fields: Sequence[_PlainField], count: int) -> Sequence[Tensor]
         parts = cast(Any, region).unsafe_split(count) if is_dense else region.unbind()
         if is_dense and _TUPLE.issuperset(map(type, here)):
             # One call for the samples of all fields of a run is faster than a call for each field.
-            stack_into(region, _join_strings(here))
+            stack_into(region, _all_samples(here))
         else:
             for part, value in zip(parts, here, strict=True):
                 _fill(part, value)
@@ -332,7 +332,7 @@ def _make_tensors(fields: Sequence[_PlainField], count: int) -> Sequence[Tensor]
 
 def _stack_dense(values: Sequence[Any], count: int) -> Sequence[Tensor]:
     """The fields of a batch with one spec and no gaps. The storage that ``torch.stack`` allocates is their buffer."""
-    samples = values[0] if len(values) == 1 else _join_strings(values)
+    samples = values[0] if len(values) == 1 else _all_samples(values)
     require_one_dtype(samples)
     stacked = torch.stack(samples)
     if stacked.requires_grad or not stacked.is_contiguous():
@@ -341,7 +341,7 @@ def _stack_dense(values: Sequence[Any], count: int) -> Sequence[Tensor]:
     return [stacked] if len(values) == 1 else cast(Any, stacked).unsafe_split(count)
 
 
-def _join_strings(columns: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+def _all_samples(columns: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     """The samples of all columns. Takes 0.4x the time of ``chain``."""
     out: list[Tensor] = []
     for column in columns:
