@@ -175,6 +175,7 @@ class Spans:
 
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self._sizes, self._their_sizes = _extents(tensors), _extents(values)
+        self._largest = max(self._their_sizes)
         # The last addresses of the tensors, with the sorted starts and ends. One tuple, as threads share this object.
         self._known: tuple[list[int], list[float], list[int]] = ([], [], [])
 
@@ -189,6 +190,8 @@ class Spans:
                 return True
             self._known = addresses, starts, ends
         theirs = [t.data_ptr() for t in values]
+        if max(theirs) + self._largest <= starts[0] or min(theirs) >= ends[-1]:  # 0.2x the time of the test below
+            return False
         # The first span that ends after a value starts must start after that value ends.
         after = map(bisect_right, repeat(ends), theirs)
         return True in [starts[i] < end for i, end in zip(after, map(add, theirs, self._their_sizes), strict=True)]
