@@ -183,6 +183,7 @@ def tables() -> Rows:
         cells |= {who: number(r["median"]) for who, r in line["ratios"].items()}
     whos = {
         "`memmap_like` (x)": ("TensorDict memmap_like", "TensorDict memmap"),
+        "with fsync (x)": ("TensorDict memmap_like, synced",),
         "`append_memmap` (x)": ("TensorDict append_memmap",),
         "NumPy memmap (x)": ("NumPy memmap",),
         "h5py (x)": ("h5py",),
