@@ -71,7 +71,7 @@ class Training:
 
 
 def run(path: Path, device: str) -> dict[str, Any]:
-    """The whole program: the metrics of the last step. Raises SystemExit if the resumed training differs."""
+    """Run the program. Returns the metrics of the last step. Raises SystemExit if the resumed training differs."""
     first = Training(device)
     first.train(until=30)
     torch.save(first.state(), path)

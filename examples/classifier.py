@@ -79,7 +79,7 @@ def predict(model: nn.Module, batch: DeviceDict) -> Tensor:
 
 
 def train(model: nn.Module, count: int, epochs: int, workers: int, device: torch.device) -> list[float]:
-    """The mean loss of each epoch."""
+    """Train ``model``. Returns the mean loss of each epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     loader = DataLoader(Boxes(0, count), batch_size=32, shuffle=True, num_workers=workers, collate_fn=collate_boxes)
     losses: list[float] = []
@@ -119,7 +119,7 @@ def report(answers: DeviceDict) -> float:
 
 
 def run(images: int, epochs: int, workers: int, device: torch.device) -> tuple[list[float], float]:
-    """The whole program: the losses of training, and the accuracy on new images."""
+    """Run the program. Returns the losses of training, and the accuracy on new images."""
     torch.manual_seed(0)
     model = Classifier().to(device)
     losses = train(model, images, epochs, workers, device)

@@ -63,7 +63,7 @@ def make_model() -> GPT2LMHeadModel:
 
 
 def train(model: GPT2LMHeadModel, epochs: int, device: torch.device) -> list[float]:
-    """The loss at the end of each epoch."""
+    """Train ``model``. Returns the loss at the end of each epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(training_samples(), batch_size=3, shuffle=True, collate_fn=collate_training)
     model.train()
@@ -89,7 +89,7 @@ def answer(model: GPT2LMHeadModel, prompts: list[str], device: torch.device) -> 
 
 
 def run(epochs: int, device: torch.device) -> tuple[list[float], list[str]]:
-    """The whole program: the losses of training, and the answer to each prompt."""
+    """Run the program. Returns the losses of training, and the answer to each prompt."""
     torch.manual_seed(0)
     model = make_model().to(device)
     return train(model, epochs, device), answer(model, list(SOUNDS), device)

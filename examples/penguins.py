@@ -63,7 +63,7 @@ def network_input(table: DeviceDict) -> Tensor:
 
 
 def train(model: nn.Module, rows: DeviceDict, epochs: int) -> None:
-    """Fit the species of ``rows``, in shuffled batches."""
+    """Train ``model`` to predict the species of ``rows``, in shuffled batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
     samples = rows.select("input", "species")
     for epoch in range(epochs):
@@ -80,10 +80,10 @@ def train(model: nn.Module, rows: DeviceDict, epochs: int) -> None:
 
 
 def run(epochs: int, seed: int) -> tuple[list[str], list[str]]:
-    """The whole program: the true and the predicted species of the penguins that were held out."""
+    """Run the program. Returns the true and the predicted species of the held-out penguins."""
     torch.manual_seed(seed)
     table = read_table(HERE / "data" / "penguins.csv")
-    table["training"] = torch.randperm(len(table.rows)) < round(0.8 * len(table.rows))  # a random four fifths
+    table["training"] = torch.randperm(len(table.rows)) < round(0.8 * len(table.rows))  # 80 % of the rows, at random
     table["input"] = network_input(table)
     print(table, end="\n\n")
     table = table.to(DEVICE)  # every column, in one call
@@ -92,7 +92,7 @@ def run(epochs: int, seed: int) -> tuple[list[str], list[str]]:
     model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(species.tokens)))
     train(model.to(DEVICE), table.rows[table["training"]], epochs)
 
-    # The predictions join the held-out rows and bring their encoder along, so that they read as names.
+    # Add the predictions, with their encoder, to the held-out rows. So `decode` gives the names of the species.
     held_out = table.rows[~table["training"]]
     with torch.no_grad():
         predicted = model(held_out["input"]).argmax(dim=1)

@@ -60,7 +60,7 @@ class Agent(nn.Module):
 
 
 def advantages(rollout: Mapping[str, Tensor], last_value: Tensor) -> Tensor:
-    """Generalized advantage estimates, ``[steps, environments]``."""
+    """Compute generalized advantage estimates, ``[steps, environments]``."""
     reward, alive, value = rollout["reward"], 1 - rollout["done"].float(), rollout["value"]
     advantage = torch.zeros_like(value)
     following, trace = last_value, torch.zeros_like(last_value)
@@ -74,7 +74,7 @@ def advantages(rollout: Mapping[str, Tensor], last_value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def collect(agent: Agent, carts: CartPoles) -> DeviceDict:
-    """A rollout, ``[steps, environments]`` in each field."""
+    """Collect a rollout: each field has the shape ``[steps, environments, ...]``."""
     rollout = DeviceDict()
     for t in range(STEPS):
         step = agent.act(carts.state)
@@ -87,7 +87,7 @@ def collect(agent: Agent, carts: CartPoles) -> DeviceDict:
 
 @torch.no_grad()
 def with_advantages(rollout: DeviceDict, last_value: Tensor) -> DeviceDict:
-    """The rollout with its advantages, and with the returns that the critic learns."""
+    """Return the rollout with its advantages, and with the returns that the critic learns."""
     advantage = advantages(rollout, last_value)
     return rollout | {"advantage": advantage, "target": advantage + rollout["value"]}
 
@@ -115,7 +115,7 @@ def learn(agent: Agent, optimizer: torch.optim.Optimizer, samples: DeviceDict) -
 
 
 def run(updates: int, device: torch.device) -> float:
-    """The whole program: the mean length of the episodes of the last update."""
+    """Run the program. Returns the mean length of the episodes of the last update."""
     torch.manual_seed(0)
     agent = Agent().to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=3e-3)

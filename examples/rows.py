@@ -1,4 +1,4 @@
-"""Train from shuffled batches of a table of two million rows in memory, then look at groups of its rows.
+"""Train on shuffled batches of a table of two million rows in memory. Then group the rows.
 
     python examples/rows.py [--rows 2000000] [--batches 300] [--workers 2]
 
@@ -50,7 +50,7 @@ def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def train(model: nn.Module, table: DeviceDict, batches: int, workers: int) -> float:
-    """The loss of the last batch."""
+    """Train ``model``. Returns the loss of the last batch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     loader = DataLoader(table.rows, BATCH, shuffle=True, num_workers=workers)
     loss = torch.zeros(())
@@ -63,13 +63,13 @@ def train(model: nn.Module, table: DeviceDict, batches: int, workers: int) -> fl
 
 
 def fares(table: DeviceDict) -> dict[int, float]:
-    """The mean fare for each number of people."""
+    """Return the mean fare for each number of people."""
     groups = table.select("people", "fare").rows.group_by("people")
     return {people: group["fare"].mean().item() for people, group in groups.items()}
 
 
 def run(rows: int, batches: int, workers: int) -> tuple[float, dict[int, float]]:
-    """The whole program: the last loss, and the mean fares."""
+    """Run the program. Returns the last loss and the mean fares."""
     torch.manual_seed(0)
     table = DeviceDict(trips(rows))
     start = time.perf_counter()

@@ -70,7 +70,7 @@ def greedy_soup(model: nn.Module, weights: list[DeviceDict]) -> DeviceDict:
 
 
 def run(models: int) -> tuple[list[float], float, float]:
-    """The whole program: the errors of the models, of the soup and of the greedy soup."""
+    """Run the program. Returns the errors of the models, of the soup and of the greedy soup."""
     torch.manual_seed(0)
     model = new_model()
     train(model, *data(4000, seed=2, noise=0.1), steps=300, lr=1e-2, seed=0)

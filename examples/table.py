@@ -101,14 +101,14 @@ def accuracy(model: nn.Module, table: DeviceDict) -> float:
 
 
 def run(folder: Path, rows: int, limit: int, workers: int) -> float:
-    """The whole program: the accuracy on rows that were held out."""
+    """Run the program. Returns the accuracy on the held-out rows."""
     torch.manual_seed(0)
     start = time.perf_counter()
     with limited_memory(limit):
         write(folder, rows)
     wrote = time.perf_counter()
     print(f"wrote {rows / (wrote - start):,.0f} rows a second")
-    # The limit counts the addresses of a mapping, though its pages are not in memory. So map first, then limit again.
+    # The limit counts a whole mapped file, even pages that are not in memory. So map the table, then set the limit.
     table = load(folder)
     with limited_memory(limit):
         try:

@@ -33,7 +33,7 @@ class Batch(TypedDeviceDict):
 
 
 def make_columns(count: int) -> dict[str, Any]:
-    """Points that move. The action is 1 if a point moves away from the origin. Every fourth point counts twice."""
+    """Points that move. The action is 1 if a point moves away from the origin. Every fourth point has the weight 2."""
     position, speed = torch.randn(2, count, 3)
     action = ((position * speed).sum(1) > 0).long()
     weight = torch.where(torch.arange(count) % 4 == 0, 2.0, 1.0)
@@ -55,7 +55,7 @@ def loss_of(policy: Policy, batch: Batch) -> Tensor:
 
 
 def run(count: int, epochs: int) -> float:
-    """The whole program: the loss of the last batch."""
+    """Run the program. Returns the loss of the last batch."""
     torch.manual_seed(0)
     table = Batch.from_dict(make_columns(count))  # validated once; its rows are batches of the same class
     policy = Policy()

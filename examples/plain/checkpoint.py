@@ -1,4 +1,4 @@
-"""What `checkpoint.py` does, with plain dicts."""
+"""The same program as `checkpoint.py`, with plain dicts."""
 
 from __future__ import annotations
 

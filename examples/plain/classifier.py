@@ -1,4 +1,4 @@
-"""What `classifier.py` does, with plain dicts."""
+"""The same program as `classifier.py`, with plain dicts."""
 
 from __future__ import annotations
 

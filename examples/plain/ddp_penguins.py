@@ -1,4 +1,4 @@
-"""What `ddp_penguins.py` does, with plain dicts."""
+"""The same program as `ddp_penguins.py`, with plain dicts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def metrics_of(logits: Tensor, species: Tensor) -> Columns:
 
 
 def all_reduced(metrics: Columns) -> Columns:
-    """One message for all of them."""
+    """Sum each metric over all ranks, with one message for all metrics."""
     sums = torch.stack(list(metrics.values()))
     dist.all_reduce(sums)
     return dict(zip(metrics, sums.unbind(), strict=True))

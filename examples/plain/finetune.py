@@ -1,4 +1,4 @@
-"""What `finetune.py` does, with plain dicts."""
+"""The same program as `finetune.py`, with plain dicts."""
 
 from __future__ import annotations
 

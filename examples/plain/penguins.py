@@ -1,4 +1,4 @@
-"""What `penguins.py` does, with plain dicts."""
+"""The same program as `penguins.py`, with plain dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ppo.py` does, with plain dicts."""
+"""The same program as `ppo.py`, with plain dicts."""
 
 from __future__ import annotations
 

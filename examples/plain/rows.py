@@ -1,4 +1,4 @@
-"""What `rows.py` does, with plain dicts."""
+"""The same program as `rows.py`, with plain dicts."""
 
 from __future__ import annotations
 

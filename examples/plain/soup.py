@@ -1,4 +1,4 @@
-"""What `soup.py` does, with plain dicts."""
+"""The same program as `soup.py`, with plain dicts."""
 
 from __future__ import annotations
 

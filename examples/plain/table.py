@@ -1,4 +1,4 @@
-"""What `table.py` does, with plain dicts: a NumPy file for each column, and JSON for the names and the row count."""
+"""The same program as `table.py`, with plain dicts: one NumPy file per column, and JSON for the names and row count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Columns = dict[str, Any]
 
 def encoded(batch: dict[str, Any]) -> Columns:
     captions = [caption.encode() for caption in batch["caption"]]
-    if max(map(len, captions)) > CAPTION:  # NumPy would cut it
+    if max(map(len, captions)) > CAPTION:  # NumPy would truncate the caption
         raise ValueError(f"a caption has more than {CAPTION} bytes")
     return {
         "image": batch["image"].numpy(),
@@ -45,7 +45,7 @@ def write(folder: Path, rows: int) -> None:
     for column in columns.values():
         column.flush()
     schema = {"columns": list(columns), "rows": done, "directions": NAMES}
-    (folder / "table.json").write_text(json.dumps(schema))  # last: a folder without it is incomplete
+    (folder / "table.json").write_text(json.dumps(schema))  # written last: a folder without this file is incomplete
 
 
 def load(folder: Path) -> Columns:

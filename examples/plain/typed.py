@@ -1,7 +1,7 @@
-"""What `typed.py` does, with plain dicts: a TypedDict for pyright, and a function that validates one at run time."""
+"""The same program as `typed.py`, with plain dicts: a TypedDict for pyright, and a function for run-time validation."""
 
 # pyright: standard
-# Without postponed annotations, which hide NotRequired from TypedDict.
+# No `from __future__ import annotations` here: it would hide NotRequired from TypedDict.
 from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 

@@ -170,7 +170,7 @@ def extra_fields(lengths: Sequence[int], length: int, pad: Pad, device: torch.de
 
 
 def mask_of(lengths: Any, places: Any, side: Side) -> Any:
-    """Where the elements of the samples are in a padded field: bool ``[n, length]``.
+    """The mask of a padded field, bool ``[n, length]``: True for elements of the samples, False for padding.
 
     ``lengths`` and ``places`` are tensors or arrays. ``places`` are the numbers from 0 to ``length - 1``.
     """

@@ -2,7 +2,7 @@
 
 A write has two steps. The first step finds every reason for which torch would refuse a field. The second step writes,
 in as few calls as possible: one for the buffer of a packed dict, one ``torch._foreach_*`` call, or one for each field.
-A plan remembers the result of the first step, for tensors with the same keys and the same metadata.
+A plan stores the result of the first step. Later calls with the same keys and the same metadata use the plan.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class _Write(NamedTuple):
 
 
 def zero_(d: TreeDict[Any]) -> None:
-    operands = _planned(d, 0)  # the number stands for no operand
+    operands = _planned(d, 0)  # `zero_` has no operand: the number is not used
     if operands is None or operands.plan is None:
         refuse_encoded(d, "zero_")
         tensors, flat = d._tensors_and_kind()
@@ -266,13 +266,13 @@ class _Operands(NamedTuple):
     plain: bool
     """Whether the class of all tensors is known to be Tensor."""
     key: Any = None
-    """The key of the plan of these operands; None if they can have no plan."""
+    """The cache key of a plan for these operands. None if no plan is possible."""
     plan: _ArithmeticPlan | None = None
-    """A plan for tensors with this metadata."""
+    """The plan for tensors with this metadata, if there is one."""
 
 
 class _ArithmeticPlan(NamedTuple):
-    """What was validated about operands: all tensors are contiguous, and the others have their dtypes and shapes."""
+    """The result of validation: all tensors are contiguous, and the other operands have the same dtypes and shapes."""
 
     same: Callable[..., bool]
     """Whether other operands have the same metadata. See `snapshot`."""
@@ -282,11 +282,11 @@ class _ArithmeticPlan(NamedTuple):
 
 _ARITHMETIC_PLANS: dict[Any, _ArithmeticPlan] = {}
 _ORDERED = frozenset((dict, OrderedDict))
-"""The classes of plain mappings that can have a plan."""
+"""The classes of mappings, besides dicts of this package, that can be operands with a plan."""
 
 
 def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
-    """The operands with their plan or the key of their plan. None if they can have no plan."""
+    """The operands with the key of their plan, and with the plan if it is valid. None if no plan is possible."""
     if d._policy.encoders or intercepted():
         return None
     others = None
@@ -363,7 +363,7 @@ def _run(d: TreeDict[Any], operation: _Operation, operands: _Operands, integers:
 
 
 def _remember_operands(d: TreeDict[Any], operands: _Operands, dtypes: list[torch.dtype]) -> None:
-    """Store the plan of operands that are alike. A dict with nested dicts gets none, as its key has no nested keys."""
+    """Store a plan for operands that are alike. A dict with nested dicts gets no plan: its key has no nested keys."""
     tensors, others = operands.tensors, operands.others
     if len(tensors) != len(d) or not all(map(is_, tensors, d.values())):
         return

@@ -103,7 +103,7 @@ def _from_zero(at: Tensor, count: int) -> Tensor:
 
 
 def within(at: Tensor, count: int) -> bool:
-    """Whether all indices of a CPU tensor with elements are from 0 to ``count - 1``."""
+    """Whether all indices are from 0 to ``count - 1``. ``at`` is a CPU tensor with at least one element."""
     low, high = torch.aminmax(at)
     return low.item() >= 0 and high.item() < count
 

@@ -150,8 +150,8 @@ class RowWriter:
 
         Raises: ``OSError``, for example for a full disk. Then the table has the rows of the last `flush` that
         returned, and you can call `flush` again. ``ValueError`` if the writer is closed.
-        Cost: waits for the disk. Up to 16 threads wait for the columns at the same time. Call it every few seconds, not
-        for each row.
+        Cost: waits for the disk. Up to 16 threads flush columns at the same time. Call it every few seconds, not for
+        each row.
 
         >>> import tempfile
         >>> from tensordict_lite import RowWriter, load

@@ -1,6 +1,6 @@
 """Write a mapping into rows of a dict. All values are validated before the first one is written.
 
-A plan remembers that values fit. It holds for dicts and values with the same keys and the same metadata.
+A plan records that values fit into rows. It is valid for dicts and values with the same keys and the same metadata.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def write_rows(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], coun
 
 
 class _WritePlan(NamedTuple):
-    """What was validated about the fields of a dict, and about the values for some of its rows."""
+    """The result of validating values for some rows of a dict."""
 
     same: Callable[..., bool]
     """Whether other fields, values and indices have the same metadata. See `snapshot`."""
     rows: int
     """The number of rows of the dict."""
     lead: tuple[int, ...]
-    """The number of rows that are written. Empty for one row."""
+    """The leading shape of the values: ``(n,)`` for n rows, ``()`` for one row."""
     spans: Spans
     """Tells whether values overlap the fields."""
 
@@ -94,7 +94,7 @@ def _key(d: TreeDict[Any], other: Mapping[str, Any], kind: type) -> Any:
 
 
 def _remember_writes(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], writes: _Writes) -> None:
-    """Store the plan of writes that cannot fail, if the values are written as they were given."""
+    """Store a plan for writes that cannot fail, unless a value was converted before the write."""
     targets, values, kind = list(d.values()), [other[key] for key in d], type(index)
     given = [*values, index] if isinstance(index, Tensor) else values
     simple = (
@@ -192,7 +192,7 @@ class _Writes:
             self.rows.append(target if isinstance(self.index, Tensor) else target[self.index])
             self.can_fail = self.can_fail or not _is_simple(target) or value.requires_grad
             value = _fitted(target.dtype, shape, value, d._policy.encoders.get(key), path)
-            # Kernels for an index of many rows do not cast, and would raise after the first fields are written.
+            # The kernels for an index tensor do not cast. They would raise after some fields are written.
             self.values.append(value.to(target.dtype) if isinstance(self.index, Tensor) else value)
         else:
             what = "a nested dict" if isinstance(target, TreeDict) else "a tensor"

@@ -281,7 +281,7 @@ class Rows(Dataset[D]):
         if not count:
             return {}
         codes = field.detach()
-        if codes.dim() == 1:  # `unique` with a dimension takes 50 times as long
+        if codes.dim() == 1:  # `unique` with a dimension takes 50x the time
             ranked, order = codes.sort(stable=True)
             distinct, counts = cast(Any, ranked).unique_consecutive(return_counts=True)
         else:

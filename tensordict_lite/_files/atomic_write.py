@@ -28,10 +28,18 @@ _swept: set[tuple[int, str]] = set()
 _MOST_SWEPT = 1000
 """The size at which `_swept` is cleared."""
 _THREADS = 16
-"""The most threads that flush files. Times for 12 files of 1.3 MiB on ext4, in ms: 48 with one, 28 with two, 20 with
-twelve."""
+"""The largest number of threads that `sync_files` starts. Times for 12 files of 1.3 MiB on ext4:
 
-_sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # fdatasync does not write the time of the change
+======= =========
+threads time (ms)
+======= =========
+1       48
+2       28
+12      20
+======= =========
+"""
+
+_sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # fdatasync skips the time of the last change
 
 
 def atomic_write(
@@ -44,7 +52,7 @@ def atomic_write(
     lock of such a file. The first `atomic_write` of a process in the folder removes the file.
 
     ``sync``: if False, the system may flush the file to disk later, and a crash of the machine may lose the file.
-    ``others``: the paths of files that are flushed to disk before the rename too.
+    ``others``: the paths of other files. They are flushed to disk before the rename.
 
     Raises ``OSError`` if ``path`` exists and is not a regular file, or if the file cannot be written.
     """
@@ -94,7 +102,7 @@ def atomic_write(
 
 
 def sync_files(paths: Sequence[str], file: IO[bytes] | None = None) -> None:
-    """Flush files to disk, and an open ``file``. Threads flush several at a time, so that they share the waits.
+    """Flush the files at ``paths`` and an open ``file`` to disk. Threads flush several files at the same time.
 
     Raises ``OSError``.
     """
@@ -113,7 +121,7 @@ def sync_files(paths: Sequence[str], file: IO[bytes] | None = None) -> None:
 
     threads: list[Thread] = []
     try:
-        # A process that exits, or that has too many threads, can start none. Then this thread flushes all files.
+        # A process that exits or has too many threads cannot start a thread. Then this thread flushes the files.
         with suppress(RuntimeError):
             for _ in range(min(_THREADS, len(left) - (file is None))):
                 thread = Thread(target=work)
@@ -123,7 +131,7 @@ def sync_files(paths: Sequence[str], file: IO[bytes] | None = None) -> None:
             os.fsync(file.fileno())
         work()
     finally:
-        left.clear()  # after an error or an interrupt
+        left.clear()  # so that the threads end early after an error or an interrupt
         for thread in threads:
             thread.join()
     if errors:

@@ -53,8 +53,8 @@ BUFFER = 4 << 20
 _LEAST_ROOM, _MOST_ROOM = 1 << 20, 1 << 30
 """The limits of the unused bytes that are added to the file of a column when it grows."""
 _EARLY = 1 << 20
-"""The disk starts to write a write of this size at once, and not in the next `flush`. A table of images is written in
-0.85x the time; with smaller writes, nothing is gained."""
+"""From this size in bytes, the writer asks Linux to write to the disk at once, not in the next `flush`. A table of
+images is written in 0.85x the time. Smaller writes gain nothing."""
 
 
 class JaggedRows(Tensor):
@@ -229,7 +229,7 @@ class TableWriter:
                 self._trim(file, i)
 
     def write_index(self, others: Sequence[str] = ()) -> None:
-        """Replace ``table.json``, for all rows in the files. Before that, flush the files at ``others`` to disk."""
+        """Flush the files at ``others`` to disk, then replace ``table.json`` to make all rows in the files visible."""
         before, after = self._text
         atomic_write(os.path.join(self.folder, INDEX), [f"{before}{self.rows}{after}".encode()], others=others)
         self._flushed = self.rows
@@ -268,7 +268,7 @@ class TableWriter:
             file.seek(start)
             _write_all(file, data)
             if len(data) >= _EARLY and hasattr(os, "posix_fadvise"):
-                # Linux starts to write the bytes to the disk, and keeps them in memory until they are there.
+                # Linux starts to write the bytes to the disk now. It keeps them in memory until they are on the disk.
                 with suppress(OSError):
                     os.posix_fadvise(file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
 

@@ -1,4 +1,4 @@
-"""Parse and resolve devices, and test what a device can do now."""
+"""Parse and resolve devices. Find out what a device can do, and whether torch intercepts tensor operations."""
 
 from __future__ import annotations
 
@@ -145,9 +145,9 @@ def _can_pin(device: torch.device) -> bool:
 
 
 def intercepted() -> bool:
-    """Whether something active must see every operation on a tensor, so that tensors cannot be packed.
+    """Whether a part of torch intercepts every operation on a tensor. Then tensors cannot be packed.
 
-    That is torch.compile, a functorch transform, forward-mode autograd, a dispatch mode or torch.jit.trace.
+    These parts are torch.compile, functorch transforms, forward-mode autograd, dispatch modes and torch.jit.trace.
     """
     return bool(_compiling() or _interpreters() or _dispatch_modes() or _trace() or _forward_ad._current_level >= 0)
 

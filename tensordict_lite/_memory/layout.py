@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
     runs: tuple[Run, ...]
     nbytes: int
-    """Bytes up to the end of the last field, and the spare bytes if there are any."""
+    """The size of the buffer: the bytes up to the end of the last field, and the spare bytes if it has any."""
 
     @property
     def members(self) -> list[int]:
@@ -102,7 +102,7 @@ def with_spare(nbytes: int) -> int:
 def distribute(groups: Iterable[Group], largest: int, limit: int, spare: bool = False) -> list[Layout]:
     """Distribute the fields of 1 to ``largest`` bytes over buffers of at most ``limit`` bytes.
 
-    Larger fields and fields without elements are left out, and so is a field that would have a buffer of its own.
+    Three kinds of fields are left out: larger fields, fields without elements, and a field alone in its buffer.
     ``limit`` must have room for a field of ``largest`` bytes. ``spare``: each buffer gets spare bytes (`with_spare`).
     """
     parts: list[list[Group]] = [[]]

@@ -109,7 +109,7 @@ def buffer_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout 
     first = tensors[filled[0][0]]
     nbytes = first.untyped_storage().nbytes()
     alone = len(filled) == len(filled[0]) == 1
-    if first.storage_offset() or (nbytes == first.nbytes) != alone:  # most dicts that are not packed end here
+    if first.storage_offset() or (nbytes == first.nbytes) != alone:  # true for most dicts that are not packed
         return None
     if any([dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups]):  # noqa: C419  (faster)
         return None
@@ -129,25 +129,26 @@ def buffer_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout 
 
 
 class FullBuffer(NamedTuple):
-    """How tensors with given specs lie in a buffer that holds all of them."""
+    """The layout of a buffer that holds all tensors of a list, and the offset of each tensor."""
 
     layout: Layout
     specs: tuple[Any, ...]
     """The groups of the layout, as (dtype, shape, stride, members)."""
     offsets: list[int]
-    """Bytes from the start of the buffer to each tensor."""
+    """The offset of each tensor from the start of the buffer, in bytes."""
 
 
 def full_buffer(tensors: Sequence[Tensor]) -> FullBuffer | None:
-    """How tensors lie in one buffer, if all of them are packable and have elements. Else None.
+    """The layout of the buffer that packed tensors fill. None if they do not fill one buffer.
 
-    A short form of `arrange` and `buffer_layout`, in 0.55x the time (4 fields): the layout is cached by the specs.
+    None also if a tensor is not packable or has no elements. Faster than `arrange` and `buffer_layout`, because the
+    layout is cached by the specs: 0.55x the time (4 fields).
     """
     if len(tensors) < 2 or not packable(tensors[0]):
         return None
     storage = tensors[0].untyped_storage()
     nbytes = storage.nbytes()
-    if nbytes <= tensors[0].nbytes or find_unpackable(tensors):  # most dicts that are not packed end here
+    if nbytes <= tensors[0].nbytes or find_unpackable(tensors):  # true for most dicts that are not packed
         return None
     found = _full_buffer(tuple([(t.dtype, t.shape, t.stride()) for t in tensors]))
     if found is None or nbytes != found.layout.nbytes:
@@ -156,7 +157,7 @@ def full_buffer(tensors: Sequence[Tensor]) -> FullBuffer | None:
     return found if [t.data_ptr() - base for t in tensors] == found.offsets else None
 
 
-@lru_cache(maxsize=64)  # the dicts of a stream have the same few specs
+@lru_cache(maxsize=64)  # a program mostly sends dicts with the same few specs
 def _full_buffer(specs: tuple[Spec, ...]) -> FullBuffer | None:
     groups: dict[Spec, list[int]] = {}
     for i, spec in enumerate(specs):

@@ -38,7 +38,7 @@ def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
         return False
     try:
         counts = {t.shape[0] for t in tensors}
-    except (IndexError, RuntimeError):  # of a tensor without dimensions, or a nested tensor
+    except (IndexError, RuntimeError):  # raised by a tensor without dimensions and by a nested tensor
         return False
     if len(counts) != 1:
         return False
@@ -168,31 +168,32 @@ def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
 
 
 class Spans:
-    """The memory of the tensors of a table, and of values for its rows.
+    """Find overlaps in memory between the tensors of a table and the values for its rows.
 
-    All tensors are dense, and those of one position have the same metadata in every call.
+    All tensors are dense. The tensors at the same position in the list have the same metadata in every call.
     """
 
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self._sizes, self._their_sizes = _extents(tensors), _extents(values)
         self._largest = max(self._their_sizes)
-        # The last addresses of the tensors, with the sorted starts and ends. One tuple, as threads share this object.
+        # The addresses of the tensors in the last call, with their sorted starts and ends. Threads share this object,
+        # so one assignment replaces all three lists.
         self._known: tuple[list[int], list[float], list[int]] = ([], [], [])
 
     def overlap(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-        """Whether a value overlaps a tensor of the table in memory, or two of these overlap."""
+        """Whether a value overlaps a tensor of the table in memory, or two tensors of the table overlap."""
         addresses = [t.data_ptr() for t in tensors]
         known, starts, ends = self._known
-        if addresses != known:  # most tables are written many times
+        if addresses != known:  # most tables are written many times at the same addresses
             ends = sorted(map(add, addresses, self._sizes))
             starts = [*sorted(addresses), inf]
             if not all(map(le, ends, starts[1:])):
                 return True
             self._known = addresses, starts, ends
         theirs = [t.data_ptr() for t in values]
-        if max(theirs) + self._largest <= starts[0] or min(theirs) >= ends[-1]:  # 0.2x the time of the test below
+        if max(theirs) + self._largest <= starts[0] or min(theirs) >= ends[-1]:  # takes 0.2x the time of the test below
             return False
-        # The first span that ends after a value starts must start after that value ends.
+        # Find the first tensor that ends after the start of the value. They overlap if it starts before the value ends.
         after = map(bisect_right, repeat(ends), theirs)
         return True in [starts[i] < end for i, end in zip(after, map(add, theirs, self._their_sizes), strict=True)]
 

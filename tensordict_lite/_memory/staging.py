@@ -20,14 +20,14 @@ _STREAMS = 64
 def staging_buffer(nbytes: int, device: torch.device, waits: bool = False) -> tuple[Tensor, bool]:
     """uint8[nbytes] on the host for one copy from or to ``device``, and whether it is pinned.
 
-    ``device`` can copy through pinned memory. The buffer is not pinned if no more memory can be pinned.
+    ``device`` must support copies through pinned memory. If no more memory can be pinned, the buffer is not pinned.
 
     A copy from pinned memory needs no wait: torch reuses the memory only after the copy. This call waits if the copies
     under way would read more than `IN_FLIGHT`. ``waits``: the caller waits for the copy, so the copy does not count.
     """
     if not waits:
         _count_in_flight(nbytes, device)
-    # On the target device: torch would create a context on the current device, and ask that device for events.
+    # Make `device` current. Otherwise torch would create a context on another device, and ask that device for events.
     with on_device(device):
         try:
             return new_buffer(nbytes, CPU, pin=True), True

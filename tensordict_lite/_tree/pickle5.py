@@ -226,9 +226,9 @@ def _layout_of(specs: Any) -> tuple[Layout, int, int]:
 
 
 def _received(buffer: Any, layout: Layout, alignment: int) -> Tensor:
-    """The bytes of a received buffer as a tensor: over the same memory if possible, else a copy.
+    """Make a tensor of a received buffer. It shares the memory of the buffer if possible, else it is a copy.
 
-    ``alignment``: the number of bytes of which the address must be a multiple.
+    ``alignment``: the address of the tensor must be a multiple of this number of bytes.
     """
     try:
         array = np.frombuffer(buffer, np.uint8)

@@ -123,7 +123,7 @@ class Policy:
         """A policy with these encoders set. Returns this policy if the encoders are already set."""
         if all(self.encoders.get(key) == encoder for key, encoder in encoders.items()):
             return self
-        # `replace` takes 3x the time.
+        # `dataclasses.replace` takes 3x the time of this call.
         merged = {**self.encoders, **encoders}
         return Policy(merged, self.default_encoder, self.on_mismatch, self.objects, self.dtype)
 
