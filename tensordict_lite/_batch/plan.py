@@ -139,7 +139,7 @@ def _find_fields(
     cls = type(batch)
     if cls._has_fields:
         samples = list(map(cls._drop_none, samples))
-    first, count, padded = samples[0], len(samples), bool(pads._pads)
+    first, count, padded = samples[0], len(samples), bool(pads)
     names, kinds = list(first), list(map(type, builtin_dict.values(first)))
     odd = not _KINDS.issuperset(kinds) and not all(kind in _KINDS or issubclass(kind, DeviceDict) for kind in kinds)
     if odd or not _STR.issuperset(map(type, names)):

@@ -79,13 +79,10 @@ class Rows(Dataset[D]):
                 return d._new({key: value[index] for key, value in d.items()}, d._device, d._policy)
         elif type(index) is Tensor and (found := _selected(d, index)) is not None:
             return found
-        flat = set(map(type, d.values())) == {Tensor}
-        count = _count_plain(d) if flat else _row_count(d)
+        count = _row_count(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
         if isinstance(at, Tensor):
             return _copy_rows(d, at, count, take_rows)
-        if flat:
-            return d._new({key: value[at] for key, value in d.items()}, d._device, d._policy)
         if isinstance(at, slice):
             return _take_rows(d, lambda tensor: _sliced(tensor, at), lambda kept: kept[at], count)
         return _take_rows(d, lambda tensor: select_row(tensor, at), lambda kept: kept[at], count)

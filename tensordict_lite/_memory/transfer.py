@@ -78,10 +78,11 @@ def plan_copies(
     repeats = repeats_of(tensors)
     indices = range(len(tensors))
     everything = tuple(i for i in indices if i not in repeats) if repeats else tuple(indices)
+    one_by_one = CopyPlan(one_by_one=everything, repeats=repeats)
     if len(everything) < 2 or not (here.byte_views and there.byte_views):
-        return CopyPlan(one_by_one=everything, repeats=repeats)
+        return one_by_one
     if capturing and source != target:  # each replay of the graph must read the sources again
-        return CopyPlan(one_by_one=everything, repeats=repeats)
+        return one_by_one
     casts = CASTS[dtype]
     pins = (there if source == CPU else here).pinned_memory
     groups, unpackable = arrange(tensors, repeats)
@@ -92,7 +93,7 @@ def plan_copies(
         if (source != target or copy) if cast is None else len(unpackable) + 1 < len(everything):
             return CopyPlan(packed, cast, one_by_one=tuple(unpackable), repeats=repeats, pins=pins)
     if source == target or (target == CPU and non_blocking):
-        return CopyPlan(one_by_one=everything, repeats=repeats)
+        return one_by_one
     after = cast_groups(groups, casts) if casts else groups
     coalesced = distribute(after, COALESCED_TENSOR, COALESCED_BUFFER, spare=True)
     rest = set(everything).difference(*[layout.members for layout in coalesced])
