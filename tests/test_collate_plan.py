@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -73,7 +74,7 @@ def facts(d: Any) -> Any:
 def general(make: Callable[[], Any]) -> Any:
     """The outcome of the general path."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collate_module, "_plain_batch", lambda *_: None)
+        patch.setattr(collate_module, "stack_plain", lambda *_: None)
         return outcome(make)
 
 
@@ -167,27 +168,97 @@ def test_padded_and_encoded_batches_are_as_on_the_general_path(batches: list[Any
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_batches_in_any_order_are_as_on_the_general_path(batches: list[Any], cls: Any) -> None:
     for samples in [*batches, *batches]:
-        assert outcome(lambda: collate(samples, cls=cls)) == general(lambda: collate(samples, cls=cls))  # noqa: B023
+        expected = general(lambda: collate(samples, cls=cls))  # noqa: B023
+        for _ in range(3):  # the third is compared with the second
+            assert outcome(lambda: collate(samples, cls=cls)) == expected  # noqa: B023
 
 
 PLAIN = [{"x": torch.full((16,), float(i)), "y": i, "z": float(i), "n": {"a": [i, i + 1]}} for i in range(4)]
 
 
+FLAT = [{key: value for key, value in sample.items() if key != "n"} | {"a": np.arange(2)} for sample in PLAIN]
+
+
 def is_short(samples: Any) -> bool:
-    return (
-        collate_module._plain_batch(samples, DeviceDict, DeviceDict._class_policy, collate_module._NO_PADS) is not None
-    )
+    return plan_module.stack_plain(samples, DeviceDict, DeviceDict._class_policy, None) is not None
+
+
+def is_alike(samples: Any) -> bool:
+    """Whether the samples are compared with the last batch only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "_find_fields", partial(pytest.fail, "the samples are not alike"))
+        return is_short(samples)
+
+
+def warm_up(names: Iterable[str]) -> None:
+    """Collate batches with these keys until the next one is expected to be like them."""
+    usual = [{name: sample[name] for name in names if name in sample} for sample in FLAT]
+    for _ in range(3):
+        collate(usual)
+    assert is_alike(usual)
 
 
 class TestWhatCouldFool:
     @pytest.fixture(autouse=True)
     def _warm(self) -> None:
         assert is_short(PLAIN) and collate(PLAIN) == collate(PLAIN)
+        warm_up(FLAT[0])
 
     def same(self, samples: Any, **options: Any) -> Any:
-        got = outcome(lambda: collate(samples, **options))
-        assert got == general(lambda: collate(samples, **options))
+        flat = [{key: value for key, value in sample.items() if key != "n"} for sample in samples]
+        for batch in (flat, samples):
+            expected = general(partial(collate, batch, **options))
+            got = outcome(partial(collate, batch, **options))
+            assert got == expected
         return got
+
+    @pytest.mark.parametrize("names", [["x"], ["y"], ["z"], ["a"], ["x", "y"], ["a", "z", "y", "x"]])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda sample: dict(sample, x=torch.ones(16).double()), lambda sample: dict(sample, x=torch.ones(4, 4)),
+            lambda sample: dict(sample, x=torch.ones(0)), lambda sample: dict(sample, x=np.ones(16, np.float32)),
+            lambda sample: dict(sample, x=torch.ones(16, device="meta")), lambda sample: dict(sample, y=1.0),
+            lambda sample: dict(sample, y=True), lambda sample: dict(sample, y=1 << 70), lambda sample: dict(sample, y="a"),
+            lambda sample: dict(sample, y=[1]), lambda sample: dict(sample, y=np.int64(1)), lambda sample: dict(sample, y=None),
+            lambda sample: dict(sample, z=1), lambda sample: dict(sample, z=1e300), lambda sample: dict(sample, a=np.ones(2)),
+            lambda sample: dict(sample, a=np.arange(3)), lambda sample: dict(sample, a=np.arange(2, dtype=np.uint16)),
+            lambda sample: dict(sample, a=np.arange(4)[::2]), lambda sample: dict(reversed(sample.items())),
+            lambda sample: dict(sample, more=1), lambda sample: dict(list(sample.items())[1:]), lambda sample: dict(sample, x={"y": 1}),
+            DeviceDict, OrderedDict, lambda sample: defaultdict(int, sample),
+        ],
+    )  # fmt: skip
+    def test_a_batch_unlike_the_last(self, names: Any, change: Any) -> None:
+        usual = [{name: sample[name] for name in names} for sample in FLAT]
+        expected = outcome(partial(collate, usual))
+        for places in ({0}, {1}, {3}, set(range(4))):
+            samples = [change(sample) if i in places else sample for i, sample in enumerate(usual)]
+            warm_up(names)
+            self.same(samples)
+            assert outcome(partial(collate, usual)) == expected
+
+    def test_another_number_of_samples(self) -> None:
+        for samples in (FLAT[:3], FLAT[:1], FLAT * 2):
+            warm_up(FLAT[0])
+            self.same(samples)
+
+    def test_shapes_that_alternate(self) -> None:
+        for n in (3, 4, 3, 3, 4, 4, 3):
+            self.same([{"x": torch.full((n,), float(i)), "y": i} for i in range(4)])
+
+    @pytest.mark.parametrize("count", [1, 8, 9, 40])
+    def test_many_fields(self, count: int) -> None:
+        for step in (1, 1, 1, 2):
+            samples = [{f"k{j}": torch.full((j % 3 + 1,), float(i * step)) for j in range(count)} for i in range(3)]
+            self.same(samples)
+            self.same([dict(reversed(sample.items())) if i == 1 else sample for i, sample in enumerate(samples)])
+        assert is_alike(samples)
+
+    def test_options_of_the_class(self) -> None:
+        for cls in (DeviceDict, Halves, Filled, DeviceDict):
+            samples = [{"a": np.ones(2, np.float32), "z": 0.5} for _ in range(4)]
+            for _ in range(3):
+                self.same(samples, cls=cls)
 
     def test_default_dtype(self) -> None:
         before = torch.get_default_dtype()
@@ -215,7 +286,9 @@ class TestWhatCouldFool:
                 samples = [dict(sample, x=w) if i == place else sample for i, sample in enumerate(PLAIN)]
                 self.same(samples)
                 self.same([{"x": sample["x"]} for sample in samples])
-            assert collate(PLAIN)["x"].is_inference() == (mode is torch.inference_mode)
+            for samples in (PLAIN, FLAT):
+                d = collate(samples)
+                assert {t.is_inference() for t in d._tensors()} == {mode is torch.inference_mode}
 
     def test_fake_tensors(self) -> None:
         with FakeTensorMode():
@@ -249,10 +322,12 @@ class TestWhatCouldFool:
     @pytest.mark.parametrize("place", range(4))
     def test_one_sample_that_differs(self, odd: Any, place: int) -> None:
         self.same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(PLAIN)])
+        self.same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(FLAT)])
+        warm_up("x")
         self.same([{"x": odd if i == place else sample["x"]} for i, sample in enumerate(PLAIN)])
 
     def test_later_writes_stay_apart(self) -> None:
-        for samples in (PLAIN, [{"x": s["x"], "w": s["x"]} for s in PLAIN], [{"x": s["x"]} for s in PLAIN]):
+        for samples in (PLAIN, FLAT, [{"x": s["x"], "w": s["x"]} for s in PLAIN], [{"x": s["x"]} for s in PLAIN]):
             one, two = collate(samples), collate(samples)
             before = [t._version for t in one._tensors()]
             one["x"].fill_(9.0)
@@ -270,12 +345,16 @@ class TestWhatCouldFool:
         dicts = [DeviceDict({"x": t}) for t in tensors]
         d = collate([{"x": t} for t in tensors], cls=cls)
         collate(dicts)
+        for _ in range(3):
+            collate([{"x": t, "y": 1} for t in tensors], cls=cls)
         watched = [weakref.ref(x) for x in (*tensors, *dicts, d)]
         del tensors, dicts, d
         gc.collect()
         assert [ref() for ref in watched] == [None] * len(watched)
-        plan: Any = plan_module._plan_of(((torch.float32, (2, 16)),), 2)
-        assert {type(part) for region in plan.regions for part in region} == {torch.dtype, tuple, int, bool}
+        plan: Any = plan_module._plan_of(((torch.float32, (2, 16), True),), 2, False)
+        kept = [part for region in plan.regions for part in region]
+        assert {type(part) for part in kept} == {Tensor, tuple, int, bool}
+        assert {part.numel() for part in kept if type(part) is Tensor} == {0}
 
     def test_threads(self) -> None:
         kinds = [[{f"k{j}": torch.full((w,), float(i)) for j in range(w)} for i in range(3)] for w in range(1, 9)]
@@ -307,7 +386,7 @@ class TestWhatCouldFool:
 )  # fmt: skip
 def test_these_take_the_short_path(samples: Any) -> None:
     kind, policy = collate_module._kind_of(samples, DeviceDict)
-    assert collate_module._plain_batch(samples, kind, policy, collate_module._NO_PADS) is not None
+    assert plan_module.stack_plain(samples, kind, policy, None) is not None
 
 
 @pytest.mark.parametrize(
@@ -321,7 +400,7 @@ def test_these_take_the_short_path(samples: Any) -> None:
 def test_padded_samples_take_the_short_path(samples: Any) -> None:
     for pad in (0, Pad(1, "left", 4, "lengths", "mask")):
         pads = Pads({"ids": pad, "m": 0}, "collate")
-        assert collate_module._plain_batch(samples, DeviceDict, DeviceDict._class_policy, pads) is not None
+        assert plan_module.stack_plain(samples, DeviceDict, DeviceDict._class_policy, pads) is not None
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from .._dict.rows import Rows
 from .._encoders.protocol import padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
 from .._memory.buffer import new_batch_buffer, regions, views_of
-from .._memory.device import CPU, canonical, intercepted
+from .._memory.device import CPU, canonical
 from .._memory.jagged import join_jagged
 from .._memory.layout import Group, Layout, lay_out, row_major
 from .._memory.packed import can_pack, find_unpackable, packable
@@ -37,7 +37,7 @@ from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
 from .join import columns, merged_policy, raise_mismatch, widened
 from .pad import Pad, Pads, extra_fields, pad_samples, raise_encoded, require_fit
-from .plan import require_one_dtype, stack_into, stack_plain
+from .plan import one_dtype, stack_into, stack_plain
 
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
@@ -48,7 +48,6 @@ _SampledField = tuple[DeviceDict[Any], Path, Sequence[Tensor], bool]
 A stacked field has one tensor, the whole field, in place of its samples.
 """
 _dtype = attrgetter("dtype")
-_DICT: set[type] = {dict}
 _NO_PADS, _NO_KEYS = Pads(None, "collate"), frozenset[Any]()  # created once, because most calls give neither
 
 
@@ -101,38 +100,39 @@ def collate(
     tensor([[1, 2, 3],
             [4, 0, 0]])
     """
-    rows = samples if isinstance(samples, Rows) and not pad and jagged == () else None
-    if rows is not None:
-        samples = []
-    elif not isinstance(samples, (list, tuple)):
-        if isinstance(samples, (Mapping, str)) or not isinstance(cast(object, samples), Iterable):
-            raise TypeError(f"collate takes a list of samples, got {described(samples)}; for one sample write [sample]")
-        samples = list(samples)
-    if rows is None and not samples:
+    rows, given = None, cast("list[Any]", samples)
+    if type(given) is not list:  # most samples are lists, and a test for `Rows` takes longer
+        if isinstance(samples, Rows) and not pad and jagged == ():
+            rows = samples
+        elif not isinstance(samples, (list, tuple)):
+            if isinstance(samples, (Mapping, str)) or not isinstance(cast(object, samples), Iterable):
+                got = described(samples)
+                raise TypeError(f"collate takes a list of samples, got {got}; for one sample write [sample]")
+            given = list(samples)
+    if rows is None and not given:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
     if cls is not DeviceDict and not (isinstance(cast(object, cls), type) and issubclass(cast(Any, cls), DeviceDict)):
         shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
-    pads = _NO_PADS if pad is None else Pads(pad, "collate")
+    pads = None if pad is None else Pads(pad, "collate")
     ragged = _jagged_fields(jagged, pad) if jagged != () else _NO_KEYS
     if rows is not None:
         return _batch_of(rows._dict, cls, encoders, objects, pack)
-    kinds = set(map(type, samples))
-    if kinds != _DICT and not all(issubclass(kind, Mapping) for kind in kinds):
-        i, odd = next((i, sample) for i, sample in enumerate(samples) if not isinstance(cast(object, sample), Mapping))
-        raise TypeError(
-            f"collate takes samples that are mappings, sample {i} is {described(odd)}; torch's default_collate takes "
-            "others, and DeviceDicts within them"
-        )
-    kind, policy = (cls, cls._class_policy) if kinds == _DICT else _kind_of(samples, cls)
+    kind, policy = cast("type[DeviceDict[Any]]", cls), cls._class_policy
+    sampled = cast("type[Any]", type(given[0]))
+    is_one_type = list(map(type, given)).count(sampled) == len(given)
+    if not (is_one_type and sampled is dict):
+        _require_mappings(given)
+        kind, policy = _kind_of(given, cls)
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
-    batch = _plain_batch(samples, kind, policy, pads) if pack and not ragged and len(kinds) == 1 else None
+    batch = stack_plain(given, kind, policy, pads) if is_one_type and pack and not ragged else None
     if batch is None:
-        batch = _general_batch(samples, kind, policy, pads, ragged, pack)
+        batch = _general_batch(given, kind, policy, pads or _NO_PADS, ragged, pack)
     if cls is not DeviceDict:
         batch._validate()
-    _refuse_in_worker(batch)
+    if get_worker_info() is not None and not is_plain(batch):
+        refuse_unsendable(batch)
     return cast(D, batch)
 
 
@@ -143,17 +143,6 @@ def _jagged_fields(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
         if (key if isinstance(key, tuple) else (key,)) in padded:
             raise ValueError(f"{key!r} stands in pad= and in jagged=; a field is either padded or jagged")
     return keys
-
-
-def _plain_batch(
-    samples: Sequence[Mapping[str, Any]], kind: type[DeviceDict[Any]], policy: Policy, pads: Pads
-) -> DeviceDict[Any] | None:
-    """The fast path for plain samples on the CPU: see `stack_plain`. None if the samples need `_general_batch`."""
-    first = samples[0]
-    if intercepted() or not (type(first) is dict or (isinstance(first, TreeDict) and first._device is CPU)):
-        return None
-    batch = kind._new((), CPU, policy)
-    return batch if stack_plain(samples, batch, pads) else None
 
 
 def _general_batch(
@@ -181,14 +170,21 @@ def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objec
     batch: Any = d
     if not (kind is type(d) and encoders is objects is None):
         batch = kind(d, encoders=encoders, objects=objects)
-    _refuse_in_worker(batch)
+    if get_worker_info() is not None and not is_plain(batch):
+        refuse_unsendable(batch)
     return batch if pack else batch.clone()
 
 
-def _refuse_in_worker(batch: DeviceDict[Any]) -> None:
-    """In a DataLoader worker, raise the error that names the field or class if ``batch`` cannot be sent."""
-    if get_worker_info() is not None and not is_plain(batch):
-        refuse_unsendable(batch)
+def _require_mappings(samples: Sequence[object]) -> None:
+    kinds: set[type] = set(map(type, samples))
+    if all(issubclass(kind, Mapping) for kind in kinds):  # takes less time than a test of each sample
+        return
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Mapping):
+            raise TypeError(
+                f"collate takes samples that are mappings, sample {i} is {described(sample)}; torch's default_collate "
+                "takes others, and DeviceDicts within them"
+            )
 
 
 def _device_of(sample: Mapping[str, Any]) -> torch.device:
@@ -452,7 +448,7 @@ def _stacked(field: _SampledField) -> Tensor:
         return samples[0]
     error = None
     try:
-        require_one_dtype(samples)
+        one_dtype(samples)
         return torch.stack(list(samples))
     except torch.OutOfMemoryError:
         raise
@@ -496,7 +492,7 @@ def _pack_fields(fields: Sequence[_SampledField], device: torch.device, look_at_
     for same in alike.values():
         members = same
         if look_at_all or not packable(fields[same[0]][2][0]):
-            members = [i for i in same if not find_unpackable(fields[i][2])]
+            members = [i for i in same if not find_unpackable([t.resolve_neg() for t in fields[i][2]])]
             for i in set(same) - set(members):
                 out[i] = _stacked(fields[i])
             if not members:
@@ -521,13 +517,16 @@ def _stack_fields(fields: Sequence[_SampledField], layout: Layout, into: Sequenc
         many = len(sampled) > 1
         if many and region.is_contiguous() and not any(are_stacked):
             # One call for the samples of all fields of a run is faster than a call for each field.
-            stack_into(region.flatten(0, 1), list(chain.from_iterable(sampled)))
+            samples = list(chain.from_iterable(sampled))
+            one_dtype(samples)
+            stack_into(region.flatten(0, 1), samples)
             continue
         views = region.unbind() if many else (region,)
         for samples, is_stacked, view in zip(sampled, are_stacked, views, strict=True):
             if is_stacked:
                 view.copy_(samples[0])
             else:
+                one_dtype(samples)
                 stack_into(view, samples)
 
 
