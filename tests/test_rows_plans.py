@@ -186,13 +186,17 @@ class TestRowWrites:
 
     def test_values_that_share_memory_with_the_table(self, index: Any) -> None:
         d = table()
-        d.rows[index] = values_for(index)  # the plan
+        usual = values_for(index)
         for make in (
             lambda d: {"a": d["a"][-3:], "b": d["b"][-3:], "c": d["c"][-3:]},
             lambda d: {"a": d["a"].flip(0)[:3], "b": d["b"][:3], "c": d["a"].flatten()[3:6]},
             lambda d: {"a": d["a"].new_ones(3, 2), "b": d["b"][1:4], "c": torch.from_numpy(d["c"].numpy()[2:5])},
         ):
             d.update(table())
+            for _ in range(3):  # the plan, and the addresses of values that do not overlap
+                d.rows[index] = usual
+            for key, value in table().items():
+                d[key].copy_(value)
             before = make(table())
             if isinstance(index, int):
                 before = {key: value[0] for key, value in before.items()}
@@ -202,11 +206,14 @@ class TestRowWrites:
             given = make(d)
             d.rows[index] = {key: value[0] for key, value in given.items()} if isinstance(index, int) else given
             assert d == expected
+            d.rows[index] = usual
+            assert all(torch.equal(d[key][index], usual[key]) for key in d)
 
     def test_new_memory_of_a_field_is_seen(self, index: Any) -> None:
         d = table()
         other = values_for(index)
-        d.rows[index] = other
+        for _ in range(3):
+            d.rows[index] = other
         memory = torch.rand(6, 2)
         d["a"].data = memory  # same metadata, other address; the value lies in it
         other["a"] = memory[-3:] if not isinstance(index, int) else memory[3]

@@ -274,8 +274,8 @@ class _Operands(NamedTuple):
 class _ArithmeticPlan(NamedTuple):
     """The result of validation: all tensors are contiguous, and the other operands have the same dtypes and shapes."""
 
-    same: Callable[..., bool]
-    """Whether other operands have the same metadata. See `snapshot`."""
+    same: Callable[..., list[int] | None]
+    """Tells whether other operands have the same metadata. See `snapshot`."""
     groups: list[tuple[torch.dtype, list[int]]]
     """The indices of the tensors of each dtype."""
 
@@ -302,7 +302,7 @@ def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
     tensors: list[Any] = list(d.values())
     key = (plan_key(d), listed)
     plan = _ARITHMETIC_PLANS.get(key)
-    if plan is not None and not plan.same(*tensors, *(others or ())):
+    if plan is not None and plan.same(*tensors, *(others or ())) is None:
         plan = None
     return _Operands(tensors, others if listed else other, False, key, plan)
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from .._encoders.protocol import padding
 from .._errors import DEPTH, Path, TooDeep, described, dotted
 from .._memory.device import CPU, intercepted
-from .._memory.rows import Spans, copy_rows, set_rows, share_memory
-from .._memory.snapshot import plan_key, remember, snapshot
+from .._memory.rows import Spans, can_copy_rows, copy_rows, set_rows, share_memory
+from .._memory.snapshot import first_shape, plan_key, remember, snapshot
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict
 from .insert import insert
@@ -41,14 +41,16 @@ def write_rows(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], coun
 class _WritePlan(NamedTuple):
     """The result of validating values for some rows of a dict."""
 
-    same: Callable[..., bool]
-    """Whether other fields, values and indices have the same metadata. See `snapshot`."""
+    same: Callable[..., list[int] | None]
+    """Tells whether other fields, values and indices have the same metadata. See `snapshot`."""
     rows: int
     """The number of rows of the dict."""
     lead: tuple[int, ...]
     """The leading shape of the values: ``(n,)`` for n rows, ``()`` for one row."""
     spans: Spans
     """Tells whether values overlap the fields."""
+    copies: bool
+    """Whether ``index_copy_`` writes every value."""
 
 
 _WRITE_PLANS: dict[Any, _WritePlan] = {}
@@ -56,22 +58,20 @@ _WRITE_PLANS: dict[Any, _WritePlan] = {}
 
 def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
     """Write ``other`` into the rows of ``d``, if a plan proves that no write can fail. If not, return False."""
-    if type(other) is not dict and not (
-        isinstance(other, TreeDict) and cast("TreeDict[Any]", other)._policy is d._policy
-    ):
+    if type(other) is not dict and not (isinstance(other, TreeDict) and cast(Any, other)._policy is d._policy):
         return False
-    at = index
+    is_list = type(index) is list
+    kind = cast("type[Any]", Tensor if is_list else type(index))
     theirs = cast("Mapping[str, Any]", other)
-    kind: Any = Tensor if type(index) is list else type(cast(object, index))
     plan = None if intercepted() else _WRITE_PLANS.get(_key(d, theirs, kind))
     if plan is None:
         return False
-    values: list[Any] = list(theirs.values())
-    if type(cast(object, index)) is list:
-        at = from_list(cast("list[Any]", index))
+    at: Any = from_list(cast("list[Any]", index)) if is_list else cast(object, index)
     targets: list[Any] = list(d.values())
-    given: list[Any] = [*values, at] if kind is Tensor else values
-    if not plan.same(*targets, *given):
+    values: list[Any] = list(theirs.values())
+    given = [*values, at] if kind is Tensor else values
+    addresses = plan.same(*targets, *given)
+    if addresses is None:
         return False
     count = plan.rows
     if kind is slice:
@@ -79,18 +79,21 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
             return False
     elif not (within(at, count) if kind is Tensor else -count <= at < count):
         return False
-    if plan.spans.overlap(targets, given):
+    if plan.spans.overlap(addresses):
         return False
     if kind is Tensor:
         for target, value in zip(targets, values, strict=True):
-            set_rows(target, at, value, True)
+            if plan.copies:
+                target.index_copy_(0, at, value)
+            else:
+                set_rows(target, at, value, True)
     else:
         copy_rows([target[at] for target in targets], values)
     return True
 
 
 def _key(d: TreeDict[Any], other: Mapping[str, Any], kind: type) -> Any:
-    return plan_key(d), plan_key(other), kind
+    return kind, first_shape(other), *other, *plan_key(d)
 
 
 def _remember_writes(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], writes: _Writes) -> None:
@@ -108,11 +111,12 @@ def _remember_writes(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any]
     )
     key = _key(d, other, kind)
     before = _WRITE_PLANS.get(key)
-    if not simple or (before is not None and before.same(*targets, *given)):
+    if not simple or (before is not None and before.same(*targets, *given) is not None):
         return
     same = snapshot([*targets, *given])
     if same is not None:
-        plan = _WritePlan(same, writes.count, writes.lead, Spans(targets, given))
+        copies = all(map(can_copy_rows, targets, values))
+        plan = _WritePlan(same, writes.count, writes.lead, Spans(targets, given), copies)
         remember(_WRITE_PLANS, key, plan)
 
 
