@@ -318,6 +318,26 @@ class TestGroups:
             k: [i for i, value in enumerate(values) if value == k] for k in groups
         }
 
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.text(st.sampled_from("ab\x01\x7féÿ中🦉"), max_size=20), min_size=1, max_size=30),
+        st.sampled_from([1, 2, -1]),
+    )
+    def test_strings_in_the_order_of_their_bytes(self, values: list[str], step: int) -> None:
+        d = DeviceDict({"s": values, "at": list(range(len(values)))})
+        chosen = d.rows[::step] if step > 0 else d.rows[list(range(len(values)))[::-1]]
+        groups = chosen.rows.group_by("s")
+        left = values[::step]
+        assert list(groups) == sorted(set(left), key=str.encode)
+        for value, part in groups.items():
+            assert part["at"].tolist() == [i for i in chosen["at"].tolist() if values[i] == value]
+
+    def test_rows_of_integers(self) -> None:
+        codes = torch.tensor([[3, 1], [-2, 5], [3, 0], [-2, 5]])
+        distinct, order, counts = memory_rows.group_equal(codes)
+        assert distinct.tolist() == [[-2, 5], [3, 0], [3, 1]]
+        assert order.tolist() == [1, 3, 2, 0] and counts.tolist() == [2, 1, 1]
+
     def test_what_has_no_single_value(self) -> None:
         d = Kept({"x": torch.zeros(2, 2), "n": {"y": [1, 2]}, "o": [None, 1]})
         with pytest.raises(ValueError, match=r"^'x' has the shape \[2, 2\]; rows are grouped by one value per row$"):

@@ -46,7 +46,6 @@ _PADDED = 1 << 17
 _FEW_KEYS = 8
 """Up to this number of keys, one pass over the samples for each key is faster than one pass for all."""
 _FLOATS = (torch.float32, torch.float64)
-_strided = torch.strided
 _from_numpy = cast("Callable[[Any], Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 _dtype, _data = attrgetter("dtype"), attrgetter("data")
 _value, _spec = itemgetter(2), itemgetter(3)

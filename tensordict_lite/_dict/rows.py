@@ -17,7 +17,7 @@ from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, dotted
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, select_row, select_rows
-from .._memory.rows import are_huge, can_select, packs_batches, take_batch, take_rows
+from .._memory.rows import are_huge, can_select, group_equal, packs_batches, take_batch, take_rows
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 from .row_index import from_list, integers, row_index
@@ -277,15 +277,8 @@ class Rows(Dataset[D]):
             raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are grouped by one value per row")
         if not count:
             return {}
-        codes = field.detach()
-        if codes.dim() == 1:  # `unique` with a dimension takes 50x the time
-            ranked, order = codes.sort(stable=True)
-            distinct, counts = cast(Any, ranked).unique_consecutive(return_counts=True)
-        else:
-            found: Any = cast(Any, torch).unique(codes, dim=0, return_inverse=True, return_counts=True)
-            distinct, which, counts = found
-            order = which.argsort(stable=True)
-        values: Any = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
+        distinct, order, counts = group_equal(field.detach())
+        values: Any = cast(Any, distinct).tolist() if encoder is None else decode_nested(encoder, distinct)
         ordered = _copy_rows(d, order, count, take_rows)
         return dict(zip(values, Rows(ordered).split(integers(counts)), strict=True))
 
