@@ -47,6 +47,7 @@ OPERATIONS = {
     "lerp_ of 400, packed": ("packed_ema.lerp_(packed_model, 0.5)", "packed_ema.allclose(packed_model)"),
     "stack": ("stack(samples)", "stack(samples)['k3'].shape == (4, 4, 2)"),
     "collate": ("collate(samples)", "collate(samples)['k3'].shape == (4, 4, 2)"),
+    "collate dicts": ("collate(dicts)", "collate(dicts)['y'].shape == (4,)"),
 }
 
 
@@ -77,6 +78,7 @@ def scope() -> dict[str, Any]:
         "stack": stack,
         "torch": torch,
         "tensors": tensors,
+        "dicts": [{"x": torch.rand(16), "mask": torch.rand(16), "y": i} for i in range(4)],
         "others": others,
         "host": host,
         "new": torch.rand(4, 2),

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from tensordict_lite import DeviceDict
 from tensordict_lite._dict import arithmetic, row_writes, rows
 from tensordict_lite._memory import snapshot as snapshots
-from tensordict_lite._memory.snapshot import snapshot
+from tensordict_lite._memory.snapshot import addresses, have_strides, snapshot
 
 INDICES: list[Any] = [2, -1, slice(1, 4), slice(0, 5, 2), torch.tensor([4, 0, 2]), [4, 0, 2]]
 
@@ -91,20 +91,21 @@ ELSE: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", ELSE)
-def test_a_snapshot_tells_other_metadata(what: str) -> None:
+@pytest.mark.parametrize("look", [have_strides, addresses])
+def test_a_snapshot_tells_other_metadata(what: str, look: Any) -> None:
     x, y = torch.rand(2, 3), torch.rand(4)
-    same = snapshot([x, y])
+    same = snapshot([x, y], look)
     assert same is not None and same(x, y) and same(torch.rand(2, 3), torch.rand(4))
     assert not same(ELSE[what](), y)
 
 
 def test_a_snapshot_tells_modes_and_repeats() -> None:
     x = torch.rand(3)
-    same = snapshot([x, x.clone()])
+    same = snapshot([x, x.clone()], have_strides)
     assert same is not None and not same(x, x), "the same tensor twice"
-    assert snapshot([x, x]) is None and snapshot([x] * 9999) is None
+    assert snapshot([x, x], have_strides) is None and snapshot([x] * 9999, have_strides) is None
     complex_ = torch.rand(3, dtype=torch.complex64)
-    conjugate = snapshot([complex_])
+    conjugate = snapshot([complex_], have_strides)
     assert conjugate is not None and not conjugate(complex_.conj())
     with torch.inference_mode():
         of_inference = torch.rand(3)
@@ -252,7 +253,7 @@ class TestRowWrites:
 
     def test_without_snapshots(self, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (row_writes, arithmetic):
-            monkeypatch.setattr(module, "snapshot", lambda _: None)
+            monkeypatch.setattr(module, "snapshot", lambda *_: None)
         d = table()
         for seed in (1, 2):
             d.rows[index] = values_for(index, seed)
@@ -314,9 +315,9 @@ def test_plans_hold_no_tensor_and_are_few() -> None:
 def test_tables_with_the_same_keys_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def counted(tensors: Any) -> Any:
+    def counted(tensors: Any, look: Any) -> Any:
         made.append(len(tensors))
-        return snapshot(tensors)
+        return snapshot(tensors, look)
 
     monkeypatch.setattr(row_writes, "snapshot", counted)
     monkeypatch.setattr(arithmetic, "snapshot", counted)

@@ -21,7 +21,7 @@ from .._encoders.protocol import decode_nested
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
 from .._memory.device import CPU, intercepted
 from .._memory.packed import as_one
-from .._memory.snapshot import plan_key, remember, snapshot
+from .._memory.snapshot import have_strides, plan_key, remember, snapshot
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 
@@ -274,7 +274,7 @@ class _Operands(NamedTuple):
 class _ArithmeticPlan(NamedTuple):
     """The result of validation: all tensors are contiguous, and the other operands have the same dtypes and shapes."""
 
-    same: Callable[..., list[int] | None]
+    same: Callable[..., bool | None]
     """Tells whether other operands have the same metadata. See `snapshot`."""
     groups: list[tuple[torch.dtype, list[int]]]
     """The indices of the tensors of each dtype."""
@@ -302,7 +302,7 @@ def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
     tensors: list[Any] = list(d.values())
     key = (plan_key(d), listed)
     plan = _ARITHMETIC_PLANS.get(key)
-    if plan is not None and plan.same(*tensors, *(others or ())) is None:
+    if plan is not None and not plan.same(*tensors, *(others or ())):
         plan = None
     return _Operands(tensors, others if listed else other, False, key, plan)
 
@@ -368,7 +368,7 @@ def _remember_operands(d: TreeDict[Any], operands: _Operands, dtypes: list[torch
     if len(tensors) != len(d) or not all(map(is_, tensors, d.values())):
         return
     theirs = cast("list[Tensor]", others) if isinstance(others, list) else []
-    same = snapshot([*tensors, *theirs])
+    same = snapshot([*tensors, *theirs], have_strides)
     if same is None:
         return
     groups: dict[torch.dtype, list[int]] = {}

@@ -17,7 +17,7 @@ from .._encoders.protocol import padding
 from .._errors import DEPTH, Path, TooDeep, described, dotted
 from .._memory.device import CPU, intercepted
 from .._memory.rows import Spans, can_copy_rows, copy_rows, set_rows, share_memory
-from .._memory.snapshot import first_shape, plan_key, remember, snapshot
+from .._memory.snapshot import addresses, first_shape, plan_key, remember, snapshot
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict
 from .insert import insert
@@ -70,8 +70,8 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
     targets: list[Any] = list(d.values())
     values: list[Any] = list(theirs.values())
     given = [*values, at] if kind is Tensor else values
-    addresses = plan.same(*targets, *given)
-    if addresses is None:
+    found = plan.same(*targets, *given)
+    if found is None:
         return False
     count = plan.rows
     if kind is slice:
@@ -79,7 +79,7 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
             return False
     elif not (within(at, count) if kind is Tensor else -count <= at < count):
         return False
-    if plan.spans.overlap(addresses):
+    if plan.spans.overlap(found):
         return False
     if kind is Tensor:
         for target, value in zip(targets, values, strict=True):
@@ -113,7 +113,7 @@ def _remember_writes(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any]
     before = _WRITE_PLANS.get(key)
     if not simple or (before is not None and before.same(*targets, *given) is not None):
         return
-    same = snapshot([*targets, *given])
+    same = snapshot([*targets, *given], addresses)
     if same is not None:
         copies = all(map(can_copy_rows, targets, values))
         plan = _WritePlan(same, writes.count, writes.lead, Spans(targets, given), copies)
