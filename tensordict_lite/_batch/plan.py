@@ -91,8 +91,6 @@ class _Region(NamedTuple):
 class _BatchPlan(NamedTuple):
     layout: Layout
     regions: tuple[_Region, ...]
-    is_dense: bool
-    """Whether the buffer is one region without gaps."""
     has_gaps: bool
     """Whether there are gaps between the fields."""
     is_sampled: bool
@@ -123,7 +121,7 @@ def _plan_of(specs: tuple[_Spec, ...], count: int, inference: bool) -> _BatchPla
     has_gaps = any(run.step > run.nbytes for run in layout.runs)
     if not layout.nbytes:
         return None
-    return _BatchPlan(layout, tuple(found), is_dense, has_gaps, any(stacked), is_dense and all(stacked))
+    return _BatchPlan(layout, tuple(found), has_gaps, any(stacked), is_dense and all(stacked))
 
 
 class _Alike(NamedTuple):
@@ -163,11 +161,11 @@ def stack_plain(
     alike = unlike = None
     remembers = is_dict and pads is None and not kind._has_fields
     try:
-        if remembers and names in _ALIKE:
-            alike, unlike = _ALIKE[names]
-            values = None if alike is None else _values_alike(samples, alike, policy)
-            if alike is not None and values is not None and _goes_to_cpu(alike.plan):
-                return kind._new(zip(names, _make_tensors(alike.plan, values, count), strict=True), CPU, policy)
+        if remembers and (last := _ALIKE.get(names)) is not None:
+            alike, unlike = last
+            tensors = None if alike is None else _tensors_alike(samples, alike, policy)
+            if tensors is not None:
+                return kind._new(zip(names, tensors, strict=True), CPU, policy)
         batch, fields = kind._new((), CPU, policy), list[_PlainField]()
         _find_fields(samples, batch, (), fields, pads)
         plan = _plan_of(tuple(map(_spec, fields)), count, torch.is_inference_mode_enabled())
@@ -202,35 +200,48 @@ def _alike(first: Mapping[str, Any], count: int, fields: Sequence[_PlainField], 
     return _Alike(count, torch.is_inference_mode_enabled(), list(map(itemgetter, first)), get_all, known, plan)
 
 
-def _values_alike(samples: Sequence[Any], alike: _Alike, policy: Policy) -> list[Any] | None:
-    """The values of all fields, if all samples have the keys, types, dtypes and shapes. Otherwise None.
-
-    ``torch.stack`` compares the shapes of tensors.
-    """
-    count, getters = len(samples), alike.getters
+def _tensors_alike(samples: Sequence[Any], alike: _Alike, policy: Policy) -> Sequence[Tensor] | None:
+    """The fields of a batch, if all samples have the same keys, types, dtypes and shapes. Otherwise None."""
+    count, getters, plan = len(samples), alike.getters, alike.plan
     if alike.size != count or list(map(len, samples)).count(len(getters)) != count:
         return None
-    if alike.inference is not torch.is_inference_mode_enabled():
+    if alike.inference is not torch.is_inference_mode_enabled() or not _goes_to_cpu(plan):
         return None
-    values: list[Any] = []
     columns = None if alike.get_all is None else zip(*map(alike.get_all, samples), strict=True)
+    if plan.is_one_stack:
+        every: list[Any] = []
+        for getter in getters:
+            every += map(getter, samples) if columns is None else next(columns)
+        _, dtype, shape = alike.fields[0]
+        if not _are_alike(every, dtype) or False in [_is_like(first, shape) for first in every[::count]]:
+            return None
+        return _stack_all(plan, every, count)
+    values: list[Any] = []
     for getter, (kind, dtype, shape) in zip(getters, alike.fields, strict=True):
         column = tuple(map(getter, samples)) if columns is None else next(columns)
-        if list(map(type, column)).count(kind) != count:
-            return None
         if kind is Tensor:
-            tensor = column[0]
-            if tensor.shape != shape or tensor.requires_grad or not tensor.is_cpu:
-                return None
-            if list(map(_dtype, column)).count(dtype) != count:
+            if not _are_alike(column, dtype) or not _is_like(column[0], shape):
                 return None
             values.append(column)
-        else:
-            value = _host_field(column, kind, policy)
-            if value.dtype != dtype or value.shape != shape:
-                return None
-            values.append(value)
-    return values
+            continue
+        if list(map(type, column)).count(kind) != count:
+            return None
+        value = _host_field(column, kind, policy)
+        if value.dtype != dtype or value.shape != shape:
+            return None
+        values.append(value)
+    return _make_tensors(plan, values, count)
+
+
+def _are_alike(values: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether all values are plain tensors of this dtype."""
+    count = len(values)
+    return list(map(type, values)).count(Tensor) == count and list(map(_dtype, values)).count(dtype) == count
+
+
+def _is_like(first: Tensor, shape: Sizes) -> bool:
+    """Whether the first sample of a field has the shape, is on the CPU and needs no gradient."""
+    return first.shape == shape and first.is_cpu and not first.requires_grad
 
 
 def _find_fields(
@@ -401,12 +412,11 @@ def _kind_of_numbers(items: Iterable[Any]) -> type:
 
 def _make_tensors(plan: _BatchPlan, values: Sequence[Any], count: int) -> Sequence[Tensor]:
     """The fields, as tensors over one new buffer. Raises ``_Unusual`` or torch's error for unusual samples."""
-    if plan.is_dense and not in_shared_memory(plan.layout.nbytes):
-        if plan.is_one_stack:
-            return _stack_dense(values, count)
-        if len(values) == 1 and type(values[0]) is not _Padded:
-            value = values[0]  # torch aligns memory better than NumPy
-            return [(_from_numpy(value) if type(value) is np.ndarray else value).clone()]
+    if plan.is_one_stack:
+        return _stack_all(plan, _all_samples(values), count)
+    if len(values) == 1 and type(values[0]) is not _Padded and not in_shared_memory(plan.layout.nbytes):
+        value = values[0]  # torch aligns memory better than NumPy
+        return [(_from_numpy(value) if type(value) is np.ndarray else value).clone()]
     storage = new_batch_storage(plan.layout, plan.has_gaps)
     out: list[Any] = [None] * len(values)
     for empty, offset, sizes, strides, members, is_dense in plan.regions:
@@ -430,13 +440,18 @@ def _make_tensors(plan: _BatchPlan, values: Sequence[Any], count: int) -> Sequen
     return out
 
 
-def _stack_dense(values: Sequence[Any], count: int) -> Sequence[Tensor]:
-    """The fields of a batch with one spec and no gaps. The storage that ``torch.stack`` allocates is their buffer."""
-    stacked = torch.stack(values[0] if len(values) == 1 else _all_samples(values))
-    if stacked.requires_grad or not stacked.is_contiguous():
-        raise _Unusual
+def _stack_all(plan: _BatchPlan, samples: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    """The fields of a batch with one spec and no gaps, from all samples: one field after the other."""
+    if in_shared_memory(plan.layout.nbytes):
+        empty, offset, sizes, strides, *_ = plan.regions[0]
+        stacked = empty.data.set_(new_batch_storage(plan.layout, plan.has_gaps), offset, sizes, strides)
+        stack_into(stacked, samples)
+    else:
+        stacked = torch.stack(samples)  # pyright: ignore[reportArgumentType]  (the storage is the buffer)
+        if stacked.requires_grad or not stacked.is_contiguous():
+            raise _Unusual
     # Each part of `unsafe_split` has its own version counter. `unbind` would need `.data` too, and 2x the time.
-    return [stacked] if len(values) == 1 else cast(Any, stacked).unsafe_split(count)
+    return [stacked] if len(samples) == count else cast(Any, stacked).unsafe_split(count)
 
 
 def _all_samples(columns: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:

@@ -90,6 +90,6 @@ def first_shape(fields: Mapping[str, Any]) -> torch.Size | None:
 
 def remember(plans: dict[Any, Plan], key: Hashable, plan: Plan) -> None:
     """Store a plan in a cache. Clear the cache first if it is full."""
-    if len(plans) >= _MOST_PLANS:
+    if key not in plans and len(plans) >= _MOST_PLANS:
         plans.clear()
     plans[key] = plan
