@@ -21,7 +21,7 @@ _forward_ad = cast(Any, forward_ad)
 _compiling = torch.compiler.is_compiling
 _interpreters = cast(Callable[[], object], cast(Any, torch._C)._functorch.peek_interpreter_stack)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_trace = torch._C._get_tracing_state
+_trace = cast(Callable[[], bool], cast(Any, torch._C)._is_tracing)
 
 
 def canonical(device: torch.device) -> torch.device:
