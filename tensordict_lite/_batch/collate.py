@@ -131,8 +131,7 @@ def collate(
         batch = _general_batch(given, kind, policy, pads or _NO_PADS, ragged, pack)
     if cls is not DeviceDict:
         batch._validate()
-    if get_worker_info() is not None and not is_plain(batch):
-        refuse_unsendable(batch)
+    _refuse_in_worker(batch)
     return cast(D, batch)
 
 
@@ -170,12 +169,18 @@ def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objec
     batch: Any = d
     if not (kind is type(d) and encoders is objects is None):
         batch = kind(d, encoders=encoders, objects=objects)
-    if get_worker_info() is not None and not is_plain(batch):
-        refuse_unsendable(batch)
+    _refuse_in_worker(batch)
     return batch if pack else batch.clone()
 
 
+def _refuse_in_worker(batch: DeviceDict[Any]) -> None:
+    """In a DataLoader worker, raise the error that names the field or class if ``batch`` cannot be sent."""
+    if get_worker_info() is not None and not is_plain(batch):
+        refuse_unsendable(batch)
+
+
 def _require_mappings(samples: Sequence[object]) -> None:
+    """Raise ``TypeError`` that names the first sample that is not a mapping."""
     kinds: set[type] = set(map(type, samples))
     if all(issubclass(kind, Mapping) for kind in kinds):  # takes less time than a test of each sample
         return

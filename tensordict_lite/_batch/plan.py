@@ -1,6 +1,7 @@
 """The fast path of `collate`: stack plain samples on the CPU. Batches are alike, so their plans are cached.
 
-The cache key of a plan has every dtype and shape of the batch, so a plan is never out of date. A plan holds no tensor.
+The cache key of a plan has every dtype and shape of the batch, so a plan is never out of date. A plan holds no tensor
+with elements. A batch of dicts is first compared with the last batch that had its keys: see `_Alike`.
 This path raises no error about samples: for unusual samples it returns False, and the general path of `collate` runs.
 """
 
@@ -41,6 +42,7 @@ _NUMPY_SCALARS = {dtype.type for dtype in _NUMPY_DTYPES if dtype.kind != "b"}
 _KINDS = frozenset((Tensor, dict, list, str, np.ndarray, *_NUMPY_TYPES, *_NUMPY_SCALARS))
 """The types of values that this path takes, besides `DeviceDict` classes."""
 _FLAT = _KINDS - {dict, str}
+"""The types of values of a batch that can be compared with the next one."""
 _PADDED = 1 << 17
 """The largest number of elements of a padded field that a mask fills faster than a copy of each sample."""
 _FEW_KEYS = 8
@@ -80,12 +82,16 @@ class _Region(NamedTuple):
     """
 
     empty: Tensor
-    """A tensor of the dtype, without elements. ``empty.data.set_`` makes a tensor over the region."""
+    """A tensor of the dtype, without elements."""
     offset: int
     sizes: Sizes
     strides: Sizes
     members: tuple[int, ...]
     is_dense: bool
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """A tensor over the region. It has its own version counter."""
+        return self.empty.data.set_(storage, self.offset, self.sizes, self.strides)
 
 
 class _BatchPlan(NamedTuple):
@@ -101,7 +107,10 @@ class _BatchPlan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _plan_of(specs: tuple[_Spec, ...], count: int, inference: bool) -> _BatchPlan | None:
-    """The plan of a batch of ``count`` samples. None if its fields cannot be packed, or are empty."""
+    """The plan of a batch of ``count`` samples. None if its fields cannot be packed, or are empty.
+
+    ``inference``: whether inference mode is on. Then the fields are inference tensors.
+    """
     shapes: list[tuple[torch.dtype, Sizes]] = []
     for dtype, shape, is_sampled in specs:
         if dtype not in PACKABLE or (is_sampled and dtype.is_complex):
@@ -179,7 +188,7 @@ def stack_plain(
     for field, tensor in zip(fields, tensors, strict=True):
         builtin_dict.__setitem__(field[0], field[1], tensor)
     if remembers:  # to remember a batch takes as long as it saves, and shapes may vary, so this takes two batches
-        remember(_ALIKE, names, (_alike(samples[0], count, fields, plan) if plan is unlike else alike, plan))
+        remember(_ALIKE, names, (_describe(samples[0], count, fields, plan) if plan is unlike else alike, plan))
     return batch
 
 
@@ -188,7 +197,7 @@ def _goes_to_cpu(plan: _BatchPlan) -> bool:
     return plan.is_sampled or torch.empty(0).device == CPU
 
 
-def _alike(first: Mapping[str, Any], count: int, fields: Sequence[_PlainField], plan: _BatchPlan) -> _Alike | None:
+def _describe(first: Mapping[str, Any], count: int, fields: Sequence[_PlainField], plan: _BatchPlan) -> _Alike | None:
     """What a batch was like. None if a field is nested or a value is a string."""
     kinds = list(map(type, first.values()))
     if len(fields) != len(kinds) or not _FLAT.issuperset(kinds):
@@ -213,14 +222,14 @@ def _tensors_alike(samples: Sequence[Any], alike: _Alike, policy: Policy) -> Seq
         for getter in getters:
             every += map(getter, samples) if columns is None else next(columns)
         _, dtype, shape = alike.fields[0]
-        if not _are_alike(every, dtype) or False in [_is_like(first, shape) for first in every[::count]]:
+        if not _are_tensors_of(every, dtype) or False in [_is_like(first, shape) for first in every[::count]]:
             return None
         return _stack_all(plan, every, count)
     values: list[Any] = []
     for getter, (kind, dtype, shape) in zip(getters, alike.fields, strict=True):
         column = tuple(map(getter, samples)) if columns is None else next(columns)
         if kind is Tensor:
-            if not _are_alike(column, dtype) or not _is_like(column[0], shape):
+            if not _are_tensors_of(column, dtype) or not _is_like(column[0], shape):
                 return None
             values.append(column)
             continue
@@ -233,10 +242,9 @@ def _tensors_alike(samples: Sequence[Any], alike: _Alike, policy: Policy) -> Seq
     return _make_tensors(plan, values, count)
 
 
-def _are_alike(values: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether all values are plain tensors of this dtype."""
-    count = len(values)
-    return list(map(type, values)).count(Tensor) == count and list(map(_dtype, values)).count(dtype) == count
+def _are_tensors_of(values: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether all values are plain tensors of this dtype. Raises ``RuntimeError`` for tensors of several dtypes."""
+    return list(map(type, values)).count(Tensor) == len(values) and one_dtype(values) is dtype
 
 
 def _is_like(first: Tensor, shape: Sizes) -> bool:
@@ -419,8 +427,8 @@ def _make_tensors(plan: _BatchPlan, values: Sequence[Any], count: int) -> Sequen
         return [(_from_numpy(value) if type(value) is np.ndarray else value).clone()]
     storage = new_batch_storage(plan.layout, plan.has_gaps)
     out: list[Any] = [None] * len(values)
-    for empty, offset, sizes, strides, members, is_dense in plan.regions:
-        region = empty.data.set_(storage, offset, sizes, strides)
+    for place in plan.regions:
+        region, members, is_dense = place.over(storage), place.members, place.is_dense
         if len(members) == 1:
             _fill(region, values[members[0]])
             out[members[0]] = region
@@ -443,8 +451,7 @@ def _make_tensors(plan: _BatchPlan, values: Sequence[Any], count: int) -> Sequen
 def _stack_all(plan: _BatchPlan, samples: Sequence[Tensor], count: int) -> Sequence[Tensor]:
     """The fields of a batch with one spec and no gaps, from all samples: one field after the other."""
     if in_shared_memory(plan.layout.nbytes):
-        empty, offset, sizes, strides, *_ = plan.regions[0]
-        stacked = empty.data.set_(new_batch_storage(plan.layout, plan.has_gaps), offset, sizes, strides)
+        stacked = plan.regions[0].over(new_batch_storage(plan.layout, plan.has_gaps))
         stack_into(stacked, samples)
     else:
         stacked = torch.stack(samples)  # pyright: ignore[reportArgumentType]  (the storage is the buffer)

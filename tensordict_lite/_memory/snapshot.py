@@ -28,11 +28,11 @@ def snapshot(
 ) -> Callable[..., Look | None] | None:
     """Return a function that tells whether its arguments have the same metadata as ``tensors``.
 
-    Pass one argument of any type for each tensor. The function returns None if the metadata differ or if a tensor is
-    given twice, and else what ``look`` returns for the arguments. It compares class, dtype, device, shape, strides, the
-    conjugate and the negative bit, and ``requires_grad``. It also compares whether a tensor is an inference tensor, if
-    inference mode is the same as for the snapshot. The function takes less than 0.5x the time of reading these
-    attributes in Python (800 tensors).
+    Pass one argument of any type for each tensor. If the metadata are the same, the function returns what ``look``
+    returns for the arguments. It returns None if the metadata differ, or if a tensor is given twice. The metadata are
+    class, dtype, device, shape, strides, the conjugate and the negative bit, ``requires_grad``, and whether a tensor is
+    an inference tensor, if inference mode is the same as for the snapshot. The function takes less than 0.5x the
+    time of reading these attributes in Python (800 tensors).
 
     None if there are too many tensors, if one occurs twice or has no strides, or if this torch lacks the guards.
 
