@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -339,19 +341,39 @@ class TestRefused:
         RowWriter(tmp_path / "t", append=True).close()
 
     @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-    def test_a_forked_process_does_not_write(self, tmp_path: Path) -> None:
+    def test_a_forked_process_is_refused_at_once(self, tmp_path: Path) -> None:
+        """Its rows would be lost in its copy of the buffers, without a word."""
         writer = RowWriter(tmp_path / "t", like=sample())
         writer.write(sample())
+        parent = os.getpid()
+
+        def leave(error: BaseException | None = None) -> None:
+            with writer:
+                if error:
+                    raise error
+
+        def in_the_child() -> None:
+            for call in (lambda: writer.write(sample()), writer.flush, writer.close, leave, writer.flush):
+                with pytest.raises(RuntimeError) as caught:
+                    call()
+                assert str(caught.value) == (
+                    f"this RowWriter belongs to process {parent}, and this process was forked from it; "
+                    "write, flush and close there, or write another table here"
+                )
+                writer._table.closed = False
+            with pytest.raises(KeyError, match="mine"):
+                leave(KeyError("mine"))
+            for copy_of in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(TypeError, match=r"^a RowWriter cannot be pickled"):
+                    copy_of(writer)
+
         pid = os.fork()
         if not pid:
             try:
-                with pytest.raises(
-                    RuntimeError, match=r"^this RowWriter belongs to the process that opened it; write there$"
-                ):
-                    writer.flush()
-                writer.close()
+                in_the_child()
                 os._exit(0)
             except BaseException:
+                traceback.print_exc()
                 os._exit(1)
         assert os.waitpid(pid, 0)[1] == 0
         with pytest.raises(BlockingIOError):

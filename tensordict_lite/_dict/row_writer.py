@@ -125,7 +125,7 @@ class RowWriter:
 
         Raises: ``ValueError`` that names the field, for keys, shapes, dtypes, encoders and strings that do not fit; the
             errors of ``d[key] = value``; ``OSError``, for example for a full disk; ``ValueError`` if the writer is
-            closed.
+            closed; ``RuntimeError`` in a forked process.
         Cost: one copy into a buffer. A full buffer is written to the files. Larger batches are written directly.
         Collect many single rows first, and write ``collate(rows)``: a call for each row takes longer.
 
@@ -149,7 +149,8 @@ class RowWriter:
         """Make all rows visible to `load`, and durable: they survive a crash of the machine.
 
         Raises: ``OSError``, for example for a full disk. Then the table has the rows of the last `flush` that
-        returned, and you can call `flush` again. ``ValueError`` if the writer is closed.
+        returned, and you can call `flush` again. ``ValueError`` if the writer is closed; ``RuntimeError`` in a
+        forked process.
         Cost: waits for the disk. Up to 16 threads flush columns at the same time. Call it every few seconds, not for
         each row.
 
@@ -166,7 +167,7 @@ class RowWriter:
     def close(self) -> None:
         """Flush, and let another writer open the table. A second call does nothing.
 
-        Raises: ``OSError`` as `flush`; the table is released even then. Cost: as `flush`.
+        Raises: the errors of `flush`; the table is released even then. Cost: as `flush`.
 
         >>> import tempfile
         >>> from tensordict_lite import RowWriter
@@ -189,8 +190,11 @@ class RowWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None or self._table.is_mine:
+            self.close()
+        else:  # a forked process leaves the block with its own error
+            self._table.release()
 
     def __del__(self) -> None:
         writer = self._writer

@@ -144,8 +144,7 @@ class TableWriter:
         For a jagged column two tensors: the values of all rows, and the lengths of the rows, int64[count]. The list is
         changed. The tensors are copied or written before the call returns.
         """
-        if self.closed:
-            self._refuse_unusable()
+        self.refuse_unusable()
         extent, written = self._extents
         for i in self._offsets:
             tensors[i] = tensors[i].cumsum(0).add_(extent.lengths[i - 1])
@@ -154,7 +153,6 @@ class TableWriter:
         # For many rows, a copy into the buffers would save few system calls.
         direct = any([2 * size > room for size, room in zip(added, self._rooms, strict=True)])  # noqa: C419  (faster)
         if direct or any(map(gt, map(sub, after.lengths, written.lengths), self._rooms)):
-            self._refuse_unusable()
             with self._explained():
                 self._write_buffers()
                 written = extent
@@ -179,20 +177,18 @@ class TableWriter:
 
     def flush(self) -> None:
         """Make all rows visible and durable, at once. Raises ``OSError``; then the table is as it was."""
-        self._refuse_unusable()
+        self.refuse_unusable()
         with self._explained():
             self._write_buffers()
             if self.rows != self._flushed:
                 self._publish(trim=False)
 
     def close(self) -> None:
-        """Flush, remove the unused bytes from the files, and release the table. Raises ``OSError`` as `flush`."""
+        """Flush, remove the unused bytes from the files, and release the table. Raises the errors of `flush`."""
         if self.closed:
             return
-        if not self.is_mine:  # a copy in a forked process
-            self.release()
-            return
         try:
+            self.refuse_unusable()
             with self._explained():
                 self._write_buffers()
                 if self._touched:
@@ -319,11 +315,15 @@ class TableWriter:
     def _opened(self, i: int) -> FileIO:
         return open(os.path.join(self.folder, self._files[i].file), "r+b", buffering=0)
 
-    def _refuse_unusable(self) -> None:
+    def refuse_unusable(self) -> None:
+        """Raise an error if the writer is closed, or if this process was forked from the process that opened it."""
+        if not self.is_mine:
+            raise RuntimeError(
+                f"this RowWriter belongs to process {self._process}, and this process was forked from it; "
+                "write, flush and close there, or write another table here"
+            )
         if self.closed:
             raise ValueError("this RowWriter is closed")
-        if not self.is_mine:
-            raise RuntimeError("this RowWriter belongs to the process that opened it; write there")
 
     @contextmanager
     def _explained(self) -> Generator[None]:
