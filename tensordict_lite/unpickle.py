@@ -26,7 +26,6 @@ Only unpickling uses these names. Do not import them in your programs.
 
 import sys
 from types import ModuleType
-from typing import Any, cast
 
 import torch
 
@@ -77,4 +76,4 @@ for _earlier, _found in _EARLIER.items():
     setattr(sys.modules.setdefault(_module, ModuleType(_module)), _name, _found)
 
 # The only function that torch.load(weights_only=True) may call. It takes data only, and validates the data.
-cast(Any, torch.serialization).add_safe_globals([rebuild, (rebuild, "tensordict_lite._saved.rebuild")])
+torch.serialization.add_safe_globals([rebuild, (rebuild, "tensordict_lite._saved.rebuild")])

@@ -100,25 +100,26 @@ def collate(
     tensor([[1, 2, 3],
             [4, 0, 0]])
     """
-    rows, given = None, cast("list[Any]", samples)
+    rows: Rows[Any] | None = None
+    given: Any = samples
     if type(given) is not list:  # most samples are lists, and a test for `Rows` takes longer
         if isinstance(samples, Rows) and not pad and jagged == ():
             rows = samples
         elif not isinstance(samples, (list, tuple)):
-            if isinstance(samples, (Mapping, str)) or not isinstance(cast(object, samples), Iterable):
+            if isinstance(samples, (Mapping, str)) or not isinstance(samples, Iterable):
                 got = described(samples)
                 raise TypeError(f"collate takes a list of samples, got {got}; for one sample write [sample]")
             given = list(samples)
     if rows is None and not given:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
-    if cls is not DeviceDict and not (isinstance(cast(object, cls), type) and issubclass(cast(Any, cls), DeviceDict)):
-        shown = cls.__name__ if isinstance(cast(object, cls), type) else described(cls)
+    if cls is not DeviceDict and not (isinstance(cls, type) and issubclass(cls, DeviceDict)):
+        shown = cls.__name__ if isinstance(cls, type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
     pads = None if pad is None else Pads(pad, "collate")
     ragged = _jagged_fields(jagged, pad) if jagged != () else _NO_KEYS
     if rows is not None:
         return _batch_of(rows._dict, cls, encoders, objects, pack)
-    kind, policy = cast("type[DeviceDict[Any]]", cls), cls._class_policy
+    kind, policy = cls, cls._class_policy
     sampled = cast("type[Any]", type(given[0]))
     is_one_type = list(map(type, given)).count(sampled) == len(given)
     if not (is_one_type and sampled is dict):
@@ -165,7 +166,7 @@ def _general_batch(
 
 def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
     """The batch of `Rows`, which `Rows.__getitems__` made: their dict, as ``cls`` and with these options."""
-    kind = cast(Any, type(cast(object, d)) if isinstance(d, cls) else cls)
+    kind = type(d) if isinstance(d, cls) else cls
     batch: Any = d
     if not (kind is type(d) and encoders is objects is None):
         batch = kind(d, encoders=encoders, objects=objects)
@@ -215,7 +216,7 @@ def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type
     if not trees:
         return asked, asked._class_policy
     own = merged_policy(trees, (), "sample")
-    kind = cast("type[DeviceDict[Any]]", type(cast(object, trees[0])))
+    kind = type(trees[0])
     return (kind, own) if issubclass(kind, asked) else (asked, asked._policy_of_copy(own, trees[0]))
 
 
@@ -238,7 +239,7 @@ class _Collector:
         if self.pads:
             self.pads.require_new(samples[0], at, "the samples")
         for key, column in columns(samples, at, "sample"):
-            if not isinstance(cast(object, key), str):
+            if not isinstance(key, str):
                 refuse_key(key, at)
             path = (*at, key)
             if list(map(type, column)).count(Tensor) == len(samples):
@@ -263,7 +264,7 @@ class _Collector:
         refuse_deeper(path)
         trees = _trees(column)
         own = merged_policy(trees, path, "sample") if trees else None
-        kind = type(cast(object, trees[0])) if trees else dict
+        kind = type(trees[0]) if trees else dict
         cls, policy = kind_nested(type(batch), path[-1], kind, own, trees[0] if trees else (), batch._policy)
         return self.collect(column, cls._new((), self.device, policy), path)
 
@@ -540,4 +541,4 @@ def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object
 
 
 # torch's default_collate calls this for a list of DeviceDicts. It finds subclasses by their base.
-cast(Any, torch_collate).default_collate_fn_map[DeviceDict] = _collate_default
+torch_collate.default_collate_fn_map[DeviceDict] = _collate_default

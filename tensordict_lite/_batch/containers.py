@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,11 +69,11 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
         if isinstance(item, Tensor):
             return moved[id(item)]
         if isinstance(item, TreeDict):
-            d = cast("TreeDict[Any]", item)
+            d = item
             return d._replace_tensors([moved[id(tensor)] for tensor in d._tensors()], target)
         return item.to(target, non_blocking=non_blocking)
 
-    return cast(T, rebuild(iter([place(item) for item in found])))
+    return rebuild(iter([place(item) for item in found]))
 
 
 def tensors_inside(obj: Any) -> list[Tensor]:
@@ -150,16 +150,16 @@ def _open_other(obj: Any, found: list[Any]) -> _Rebuild:
     if isinstance(obj, (type, Module)):
         return lambda _: obj
     if isinstance(obj, Mapping):
-        mapping = cast("Mapping[Any, Any]", obj)
+        mapping = obj
         return _parts(list(mapping.values()), found, lambda parts: _mapping(mapping, parts))
     if dataclasses.is_dataclass(obj):
         names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
         return _parts([getattr(obj, name) for name in names], found, lambda parts: _dataclass(obj, names, parts))
     if isinstance(obj, list):  # a subclass: pytree treats it as a leaf
-        return _parts(cast("list[Any]", obj), found, lambda parts: _list_like(cast("list[Any]", obj), parts))
+        return _parts(obj, found, lambda parts: _list_like(obj, parts))
     if isinstance(obj, tuple):
-        cls: Any = type(cast(object, obj))
-        return _parts(list(cast("tuple[Any, ...]", obj)), found, getattr(cls, "_make", cls))
+        cls: Any = type(obj)
+        return _parts(list(obj), found, getattr(cls, "_make", cls))
     return lambda _: obj
 
 
@@ -180,7 +180,7 @@ def _mapping(obj: Mapping[Any, Any], values: list[Any]) -> Any:
     items = dict(zip(obj, values, strict=True))
     if not isinstance(obj, (dict, UserDict)):
         return type(obj)(items)  # pyright: ignore[reportCallIssue]  (a copy could share state with the original)
-    clone: Any = copy.copy(cast(Any, obj))
+    clone: Any = copy.copy(obj)
     for key, value in items.items():
         clone[key] = value
     if dataclasses.is_dataclass(clone):  # as the outputs of transformers: every item is an attribute too

@@ -71,9 +71,9 @@ def cat(
 
 
 def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads | None = None) -> DeviceDict[Any]:
-    if isinstance(cast(object, dicts), (Mapping, str)) or not isinstance(cast(object, dicts), Iterable):
+    if isinstance(dicts, (Mapping, str)) or not isinstance(dicts, Iterable):
         raise TypeError(f"{verb} takes several dicts, in a list or another iterable, got {described(dicts)}")
-    trees: list[Any] = list(cast("Iterable[Any]", dicts))
+    trees: list[Any] = list(dicts)
     if not trees:
         raise ValueError(f"{verb} needs at least one dict")
     if not all(issubclass(kind, DeviceDict) for kind in set(map(type, trees))):
@@ -93,7 +93,7 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads 
 
 def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.device | None, at: Path) -> TreeDict[Any]:
     """Join dicts at one level, and their nested dicts. ``verb``: ``"stack"`` or ``"cat"``."""
-    join = cast(Any, torch.stack if verb == "stack" else torch.cat)
+    join: Any = torch.stack if verb == "stack" else torch.cat
     policy = merged_policy(trees, at, "dict")
     items: dict[str, Any] = {}
     for key, column in columns(trees, at, "dict"):
@@ -122,7 +122,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
         elif isinstance(column[0], TreeDict):
             if not all(isinstance(value, TreeDict) for value in column):
                 raise_mismatch(column, path, "dict", None)
-            items[key] = _join(cast("Sequence[TreeDict[Any]]", column), verb, dim, device, path)
+            items[key] = _join(column, verb, dim, device, path)
         elif any(isinstance(value, (Tensor, TreeDict)) for value in column):
             raise_mismatch(column, path, "dict", None)
         elif verb == "cat" and all(isinstance(value, list) for value in column):

@@ -51,11 +51,11 @@ class Pad:
     mask: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(cast(object, self.value), (bool, int, float)):
+        if not isinstance(self.value, (bool, int, float)):
             raise TypeError(f"Pad takes a real number as value, got {self.value!r:.60}")
         if self.side not in ("left", "right"):
             raise ValueError(f"side is 'left' or 'right', got {self.side!r}")
-        many = cast(object, self.multiple_of)
+        many = self.multiple_of
         if not isinstance(many, int) or isinstance(many, bool) or many < 1:
             raise ValueError(f"multiple_of is a whole number of 1 or more, got {many!r}")
         for name in ("lengths", "mask"):
@@ -108,12 +108,12 @@ class Pads:
                 f'{function} takes a mapping from keys to fill values as pad=, as {{"ids": 0}}, got {given!r}'
             )
         self._pads: dict[Any, Pad] = {}
-        for key, pad in cast("Mapping[Any, Any]", given or {}).items():
+        for key, pad in (given or {}).items():
             if not isinstance(pad, (Pad, bool, int, float)):
                 raise TypeError(
                     f"pad= of {function} maps keys to real numbers or Pad objects; got {pad!r:.60} for {key!r}"
                 )
-            self._pads[key] = pad if isinstance(pad, Pad) else Pad(cast(Any, pad))
+            self._pads[key] = pad if isinstance(pad, Pad) else Pad(pad)
 
     def __bool__(self) -> bool:
         return bool(self._pads)
@@ -126,7 +126,7 @@ class Pads:
         """Raise ``ValueError`` if a new field would have the name of another field of a dict with these keys."""
         known = set(names)
         for key in names:
-            pad = self.at((*at, key)) if type(cast(object, key)) is str else None
+            pad = self.at((*at, key)) if type(key) is str else None
             for extra, option in ({} if pad is None else pad._extras).items():
                 if extra in known:
                     raise ValueError(

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import chain
 from math import prod
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ _PADDED = 1 << 17
 _FEW_KEYS = 8
 """Up to this number of keys, one pass over the samples for each key is faster than one pass for all."""
 _FLOATS = (torch.float32, torch.float64)
-_from_numpy = cast("Callable[[Any], Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
+_from_numpy = torch.from_numpy  # pyright: ignore[reportUnknownMemberType]
 _dtype, _data = attrgetter("dtype"), attrgetter("data")
 _value, _spec = itemgetter(2), itemgetter(3)
 
@@ -434,7 +434,7 @@ def _make_tensors(plan: _BatchPlan, values: Sequence[Any], count: int) -> Sequen
             out[members[0]] = region
             continue
         here = [values[i] for i in members]
-        parts = cast(Any, region).unsafe_split(count) if is_dense else region.unbind()
+        parts = region.unsafe_split(count) if is_dense else region.unbind()
         if is_dense and _TUPLE.issuperset(map(type, here)):
             # One call for the samples of all fields of a run is faster than a call for each field.
             stack_into(region, _all_samples(here))
@@ -458,7 +458,7 @@ def _stack_all(plan: _BatchPlan, samples: Sequence[Tensor], count: int) -> Seque
         if stacked.requires_grad or not stacked.is_contiguous():
             raise _Unusual
     # Each part of `unsafe_split` has its own version counter. `unbind` would need `.data` too, and 2x the time.
-    return [stacked] if len(samples) == count else cast(Any, stacked).unsafe_split(count)
+    return [stacked] if len(samples) == count else stacked.unsafe_split(count)
 
 
 def _all_samples(columns: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -471,7 +471,7 @@ def _all_samples(columns: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
 
 def _fill(view: Tensor, value: Any) -> None:
     if type(value) is tuple:
-        stack_into(view, cast("tuple[Tensor, ...]", value))
+        stack_into(view, value)
     elif type(value) is np.ndarray:
         view.numpy()[...] = value  # takes 0.5x the time of ``copy_``
     elif type(value) is _Padded:

@@ -59,11 +59,11 @@ class prefetch(Generic[B]):
     def __init__(
         self, loader: Iterable[B], device: DeviceLike, *, depth: int = 2, max_bytes: int | None = None
     ) -> None:
-        if not isinstance(cast(object, depth), int) or depth < 1:
+        if not isinstance(depth, int) or depth < 1:
             raise ValueError(f"prefetch takes a depth of at least 1, an int, got {depth!r}")
-        if max_bytes is not None and (not isinstance(cast(object, max_bytes), int) or max_bytes < 1):
+        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 1):
             raise ValueError(f"prefetch takes max_bytes of at least 1, an int, or None, got {max_bytes!r}")
-        if not isinstance(cast(object, loader), Iterable) and not hasattr(loader, "__getitem__"):
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
         self.loader = loader
         self.device = resolve(device)

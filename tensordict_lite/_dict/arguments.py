@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def to(  # Python's own errors about arguments show this name
     if rest:
         first = rest.pop(0)
         if isinstance(first, (Tensor, TreeDict)):
-            other = _once(other, cast(Any, first), "other")
+            other = _once(other, first, "other")
         elif isinstance(first, torch.dtype):
             dtype = _once(dtype, first, "dtype")
         else:
@@ -57,7 +57,7 @@ def to(  # Python's own errors about arguments show this name
         if rest:
             raise TypeError(f"to() got {len(args)} positional arguments; expected {_FORMS}")
     for name, flag in (("non_blocking", non_blocking), ("copy", copy)):
-        if not isinstance(cast(object, flag), bool):
+        if not isinstance(flag, bool):
             raise TypeError(f"to() got {flag!r} for {name}, which is True or False; expected {_FORMS}")
     if other is not None:
         if not isinstance(other, (Tensor, TreeDict)):
@@ -66,7 +66,7 @@ def to(  # Python's own errors about arguments show this name
         if isinstance(other, Tensor) and other.dtype in CASTABLE:
             dtype = _once(dtype, other.dtype, "dtype")  # an integer tensor gives only its device
     if dtype is not None:
-        if not isinstance(cast(object, dtype), torch.dtype):
+        if not isinstance(dtype, torch.dtype):
             raise TypeError(f"to() got {dtype!r} for the dtype; expected {_FORMS}")
         if dtype not in CASTABLE:
             raise TypeError(
@@ -74,7 +74,7 @@ def to(  # Python's own errors about arguments show this name
                 f"To cast every tensor use .map(lambda t: t.to({dtype}))"
             )
     if device is not None and not isinstance(device, torch.device):
-        if not isinstance(cast(object, device), (str, int)) or isinstance(device, bool):
+        if not isinstance(device, (str, int)) or isinstance(device, bool):
             raise TypeError(f"to() got {device!r} of type {type(device).__name__}; expected {_FORMS}")
         device = torch.device(device)
     return device, dtype, non_blocking, copy
@@ -91,7 +91,7 @@ def jagged_keys(given: Any, called: str) -> frozenset[Any]:
     """The validated argument ``jagged`` of the function ``called``. Raises ``TypeError``."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f'{called} takes a list of keys or paths as jagged=, as ["box"], got {given!r:.60}')
-    keys = frozenset(cast("Iterable[Any]", given))
+    keys = frozenset(given)
     for key in keys:
         if not isinstance(key, (str, tuple)):
             raise TypeError(f"jagged= of {called} takes keys and paths, got {key!r:.60}")

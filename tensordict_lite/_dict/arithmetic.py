@@ -47,7 +47,7 @@ def match(d: TreeDict[Any], other: Any, called: str, flat: bool = False) -> list
             f"{called} takes mappings with the keys of this {type(d).__name__}, got {described(other)}; "
             "bind any other value in a lambda"
         )
-    mapping = cast("Mapping[str, Any]", other)
+    mapping = other
     known = _is_on_device_of(d, other)
     values = _match_flat(d, mapping, known) if flat or only_tensors(d.values()) else None
     if values is not None:
@@ -59,7 +59,7 @@ def match(d: TreeDict[Any], other: Any, called: str, flat: bool = False) -> list
 
 def _is_on_device_of(d: TreeDict[Any], other: Any) -> bool:
     """Whether ``other`` is a dict whose tensors are all on the device of ``d``."""
-    return isinstance(other, TreeDict) and d._device is not None and cast("TreeDict[Any]", other)._device == d._device
+    return isinstance(other, TreeDict) and d._device is not None and other._device == d._device
 
 
 def _match_flat(d: TreeDict[Any], other: Mapping[str, Any], known: bool) -> list[Tensor] | None:
@@ -67,7 +67,7 @@ def _match_flat(d: TreeDict[Any], other: Mapping[str, Any], known: bool) -> list
 
     None for any other mapping. ``known``: the result of `_is_on_device_of`.
     """
-    if not (known or type(cast(object, other)) is dict) or list(d) != list(other):
+    if not (known or type(other) is dict) or list(d) != list(other):
         return None
     values = list(other.values())
     if not only_tensors(values):
@@ -97,7 +97,7 @@ def _match_level(
         elif isinstance(value, TreeDict):
             if not isinstance(theirs, Mapping):
                 _refuse_kind((*at, key), theirs, "a mapping")
-            _match_level(cast("TreeDict[Any]", value), cast("Mapping[str, Any]", theirs), device, (*at, key), found)
+            _match_level(value, theirs, device, (*at, key), found)
         elif isinstance(theirs, (Tensor, Mapping)):
             _refuse_kind((*at, key), theirs, f"an object: it is a kept {type(value).__name__} in this dict")
 
@@ -130,7 +130,7 @@ def refuse_encoded(d: TreeDict[Any], called: str, at: Path = ()) -> None:
                 f"leave it out: drop({key!r}) shares the tensors of the other fields"
             )
         if nested:
-            refuse_encoded(cast("TreeDict[Any]", value), called, (*at, key))
+            refuse_encoded(value, called, (*at, key))
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -292,7 +292,7 @@ def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
     others = None
     listed = isinstance(other, dict)
     if listed:
-        theirs = cast("dict[str, Any]", other)
+        theirs = other
         encoded = isinstance(theirs, TreeDict) and theirs._policy.encoders
         if encoded or not (isinstance(theirs, TreeDict) or type(theirs) in _ORDERED) or list(theirs) != list(d):
             return None
@@ -317,13 +317,13 @@ def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -
     if not flat or d._policy.encoders:
         refuse_encoded(d, called)
     if isinstance(other, Mapping):
-        mapping = cast("Mapping[str, Any]", other)
+        mapping = other
         values = _match_flat(d, mapping, _is_on_device_of(d, other)) if flat else None
         plain = values is not None
         if values is None:
             values = match(d, mapping, called, flat)
-        if isinstance(other, TreeDict) and (not flat or cast("TreeDict[Any]", other)._policy.encoders):
-            refuse_encoded(cast("TreeDict[Any]", other), called)
+        if isinstance(other, TreeDict) and (not flat or other._policy.encoders):
+            refuse_encoded(other, called)
         return _Operands(tensors, values, plain, key)
     if isinstance(other, Tensor):
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
@@ -367,7 +367,7 @@ def _remember_operands(d: TreeDict[Any], operands: _Operands, dtypes: list[torch
     tensors, others = operands.tensors, operands.others
     if len(tensors) != len(d) or not all(map(is_, tensors, d.values())):
         return
-    theirs = cast("list[Tensor]", others) if isinstance(others, list) else []
+    theirs = others if isinstance(others, list) else []
     same = snapshot([*tensors, *theirs], have_strides)
     if same is None:
         return
@@ -423,7 +423,7 @@ def _validated(
     tensors, others, plain_classes = operands[:3]
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
         return _Write(operation, tensors, others, dtypes, one_dtype, range(len(tensors)), False)
-    given = cast("list[Tensor]", others) if isinstance(others, list) else None
+    given = others if isinstance(others, list) else None
 
     def refuse(i: int, reason: str, error: Exception | None = None, kind: type[Exception] = RuntimeError) -> NoReturn:
         path = next(path for j, (path, _) in enumerate(tensor_paths(d)) if j == indices[i])
@@ -432,7 +432,7 @@ def _validated(
     _refuse_inference(operation, tensors, refuse)
     same = _are_alike(tensors, given, dtypes, plain_classes)
     if same is not None:
-        number = cast(Any, others)
+        number = others
         moderate = _is_moderate(operation.scale) and (same if given is not None else _is_moderate(number))
         if not (one_dtype and dtypes[0] in _COMMON and moderate):
             every = range(len(tensors))
@@ -555,7 +555,7 @@ def _validate_dtypes(
     for i in sorted(pairs.values()):  # the first field that fails is named
         mine_, other = tensors[i], number if others is None else others[i]
         try:
-            operation.each(_one(mine_), _one(cast(Tensor, other)) if others is not None else other)
+            operation.each(_one(mine_), _one(other) if others is not None else other)
         except (RuntimeError, TypeError, ValueError) as error:
             _reword(operation, mine_, other, i, error, refuse)
 
@@ -599,7 +599,7 @@ def _validate_shapes(
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     try:
-        return cast(Any, torch).broadcast_shapes(shape, target) == target
+        return torch.broadcast_shapes(shape, target) == target
     except RuntimeError:
         return False
 
@@ -651,7 +651,7 @@ def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], number: com
 
 
 def total_norm(d: TreeDict[Any], order: float) -> Tensor:
-    if not isinstance(cast(object, order), (int, float)) or not order > 0:
+    if not isinstance(order, (int, float)) or not order > 0:
         raise ValueError(f"ord is a number above 0, or inf, got {order!r}")
     refuse_encoded(d, "total_norm")
     for path, tensor in tensor_paths(d):
@@ -670,10 +670,10 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
     for tensor in tensors:
         together = type(tensor) in _FOREACH_CLASSES and tensor.layout == torch.strided and tensor.dtype in _COMMON
         groups.setdefault(tensor.dtype if together and not intercepted() else torch.bool, []).append(tensor)
-    norms = [cast(Any, torch).linalg.vector_norm(tensor, order) for tensor in groups.pop(torch.bool, ())]
+    norms = [torch.linalg.vector_norm(tensor, order) for tensor in groups.pop(torch.bool, ())]
     for group in groups.values():
         norms += torch._foreach_norm(group, order)
-    return cast(Any, torch).linalg.vector_norm(torch.stack(norms), order)
+    return torch.linalg.vector_norm(torch.stack(norms), order)
 
 
 def tolist(d: TreeDict[Any], at: Path = ()) -> dict[str, Any]:
@@ -684,13 +684,13 @@ def tolist(d: TreeDict[Any], at: Path = ()) -> dict[str, Any]:
         path = (*at, key)
         if key in encoders and isinstance(value, (Tensor, TreeDict)) and _is_encoded(value):
             try:
-                out[key] = decode_nested(encoders[key], cast(Any, value))
+                out[key] = decode_nested(encoders[key], value)
             except (TypeError, ValueError) as error:
                 raise with_path(error, path) from error
         elif isinstance(value, Tensor):
             out[key] = _tensor_to_list(value, path)
         elif isinstance(value, TreeDict):
-            out[key] = tolist(cast("TreeDict[Any]", value), path)
+            out[key] = tolist(value, path)
         else:
             out[key] = value
     return out
@@ -702,6 +702,6 @@ def _is_encoded(value: Any) -> bool:
 
 def _tensor_to_list(tensor: Tensor, path: Path) -> Any:
     try:
-        return [cast(Any, one).tolist() for one in tensor.unbind()] if tensor.is_nested else cast(Any, tensor).tolist()
+        return [one.tolist() for one in tensor.unbind()] if tensor.is_nested else tensor.tolist()
     except (RuntimeError, TypeError) as error:
         raise with_path(error, path, "; convert it first") from error

@@ -138,7 +138,7 @@ class DeviceDict(TreeDict[V]):
         self._begin(data, device, options)
         if data is not None:
             # `as_dict` has the same check. Skipping the call saves 3 % of the construction (8 fields).
-            items = cast("dict[str, Any]", data) if type(data) is dict else as_dict(data)
+            items = data if type(data) is dict else as_dict(data)
             insert(self, items, consent=device is not None)
 
     def _begin(self, data: Items | None, device: DeviceLike | None, options: Mapping[str, Any]) -> None:
@@ -170,15 +170,13 @@ class DeviceDict(TreeDict[V]):
         def __getitem__(self, key: str | Path, /) -> V: ...
 
     def __missing__(self, key: object) -> V:
-        node = self._holder(cast(Path, key)) if type(key) is tuple else None
+        node = self._holder(key) if type(key) is tuple else None
         if node is None:
-            raise missing_key(self, cast(object, key))
+            raise missing_key(self, key)
         return builtin_dict.__getitem__(node, cast(Path, key)[-1])
 
     def __contains__(self, key: object) -> bool:
-        return builtin_dict.__contains__(self, key) or (
-            type(key) is tuple and self._holder(cast(Path, key)) is not None
-        )
+        return builtin_dict.__contains__(self, key) or (type(key) is tuple and self._holder(key) is not None)
 
     def get(self, key: str | Path, default: Any = None, /) -> Any:
         """Return the value at a key or path, or ``default``. Raises no ``KeyError``, copies nothing.
@@ -214,7 +212,7 @@ class DeviceDict(TreeDict[V]):
             del node[last]
         else:
             try:
-                builtin_dict.__delitem__(self, cast(str, key))
+                builtin_dict.__delitem__(self, key)
             except KeyError:
                 raise missing_key(self, key) from None
 
@@ -236,7 +234,7 @@ class DeviceDict(TreeDict[V]):
                 del self[key]
                 return value
         elif builtin_dict.__contains__(self, key):
-            return builtin_dict.pop(self, cast(str, key))
+            return builtin_dict.pop(self, key)
         if default is _MISSING:
             raise missing_key(self, key)
         return default
@@ -278,7 +276,7 @@ class DeviceDict(TreeDict[V]):
         """
         # `as_dict` returns a plain dict itself; without the call an update of 8 fields executes 3 % fewer instructions.
         plain = type(data) is dict
-        items = cast("dict[str, Any]", data) if plain else as_dict(data)
+        items = data if plain else as_dict(data)
         if fields:
             items = {**items, **fields}
         brought: dict[str, StringEncoder] | None = None
@@ -295,14 +293,14 @@ class DeviceDict(TreeDict[V]):
         if not isinstance(other, Mapping):
             return NotImplemented
         out = self.copy()
-        out.update(cast("Mapping[str, Any]", other))
+        out.update(other)
         return out
 
     def __ror__(self, other: Any, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not isinstance(other, Mapping):
             return NotImplemented
         out = self._new((), self._device, self._policy)
-        out.update({**cast("Mapping[str, Any]", other), **self})
+        out.update({**other, **self})
         return out
 
     def copy(self) -> Self:
@@ -395,7 +393,7 @@ class DeviceDict(TreeDict[V]):
         >>> d.map(torch.add, {"y": torch.tensor(10), "x": torch.tensor(20)}).to_dict()
         {'x': tensor(21), 'y': tensor(12)}
         """
-        if not callable(cast(object, function)):
+        if not callable(function):
             raise TypeError(f"map takes a function of a tensor, got {type(function).__name__}")
         if others:
             groups = zip(self._tensors(), *[arithmetic.match(self, other, "map") for other in others], strict=True)
@@ -477,7 +475,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": 1.0}).allclose({"x": torch.tensor(1.0 + 1e-7)})
         True
         """
-        if not isinstance(cast(object, other), Mapping):
+        if not isinstance(other, Mapping):
             raise TypeError(f"allclose compares with a mapping, got {type(other).__name__}")
 
         def close(x: Tensor, y: Tensor) -> bool:
@@ -876,7 +874,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"name": [["a", "bc"], ["", "d"]]}).decode("name")
         [['a', 'bc'], ['', 'd']]
         """
-        if not isinstance(cast(object, key), (str, tuple)):
+        if not isinstance(key, (str, tuple)):
             raise TypeError(f"decode takes one key or path, got {type(key).__name__}")
         node, last = self._walk(key) if isinstance(key, tuple) else (self, key)
         codes: Any = builtin_dict.__getitem__(node, last)
@@ -885,7 +883,7 @@ class DeviceDict(TreeDict[V]):
         if not isinstance(codes, (Tensor, TreeDict)):
             raise TypeError(f"{dotted(path)} is a kept {type(codes).__name__}, not encoded strings")
         try:
-            return decode_nested(encoder, cast(Any, codes))
+            return decode_nested(encoder, codes)
         except (TypeError, ValueError) as error:
             hint = (
                 "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
@@ -1126,7 +1124,7 @@ class DeviceDict(TreeDict[V]):
         ...     DeviceDict.load(f"{folder}/d.safetensors", keys=[("n", "z")]).to_dict()
         {'n': {'z': tensor(3)}}
         """
-        if isinstance(cast(object, path), (list, tuple)):
+        if isinstance(path, (list, tuple)):
             raise TypeError("load takes one path; cat([load(path) for path in paths]) joins the dicts of several files")
         read = table.read_table if os.path.isdir(path) else safetensors.read_file
         out = read(cls, path, CPU if device is None else resolve(device), keys, encoders)
@@ -1252,9 +1250,9 @@ class DeviceDict(TreeDict[V]):
 
         Raises ``MissingKeyError`` if the path does not exist.
         """
-        node = self._holder(cast(Path, key)) if type(key) is tuple else None
+        node = self._holder(key) if type(key) is tuple else None
         if node is None:
-            raise missing_key(self, cast(object, key))
+            raise missing_key(self, key)
         return node, cast(Path, key)[-1]
 
     def _holder(self, path: Path) -> DeviceDict[Any] | None:
@@ -1264,7 +1262,7 @@ class DeviceDict(TreeDict[V]):
             inner = builtin_dict.get(node, part)
             if not isinstance(inner, DeviceDict):
                 return None
-            node = cast("DeviceDict[Any]", inner)
+            node = inner
         return node if path and builtin_dict.__contains__(node, path[-1]) else None
 
     def _set(self, key: str | Path, value: Any) -> None:
@@ -1282,7 +1280,7 @@ class DeviceDict(TreeDict[V]):
         if len(path) > 1:
             inner: Any = builtin_dict.get(self, path[0], _MISSING)
             if isinstance(inner, DeviceDict):
-                cast("DeviceDict[Any]", inner)._set_path(path[1:], value, (*at, path[0]))
+                inner._set_path(path[1:], value, (*at, path[0]))
                 return
             if inner is not _MISSING:
                 raise TypeError(
@@ -1360,7 +1358,7 @@ def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
                 array = _array_at(value, (*at, key))
             out[key] = np.array(array) if copy else array
         elif isinstance(value, TreeDict):
-            out[key] = _numpy(cast("TreeDict[Any]", value), copy, (*at, key))
+            out[key] = _numpy(value, copy, (*at, key))
         else:
             out[key] = value
     return out
@@ -1375,7 +1373,7 @@ def _array_at(tensor: Tensor, path: Path) -> np.ndarray[Any, Any]:
 
 def _path(key: str | Path) -> Path:
     """A key or path as a path. Raises ``TypeError`` for anything else, such as a list of keys."""
-    if not isinstance(cast(object, key), (str, tuple)):
+    if not isinstance(key, (str, tuple)):
         raise TypeError(f"pass keys one by one, each a str or a path; got a {type(key).__name__}: {key!r}")
     return key if isinstance(key, tuple) else (key,)
 
@@ -1387,7 +1385,7 @@ def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[An
         if name in items:
             raise ValueError(f"two fields would be named {name!r}; flatten with another sep than {sep!r}")
         if isinstance(value, TreeDict) and value:
-            flatten_into(items, encoders, cast("TreeDict[Any]", value), sep, name + sep)
+            flatten_into(items, encoders, value, sep, name + sep)
             continue
         items[name] = value.copy() if isinstance(value, TreeDict) else value
         if key in d._policy.encoders:
@@ -1400,7 +1398,7 @@ def _split_keys(mapping: Mapping[str, Any], sep: str, at: Path = ()) -> dict[str
     out: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key, value in mapping.items():
-        if not isinstance(cast(object, key), str):
+        if not isinstance(key, str):
             refuse_key(key, ())
         head, nested, rest = key.partition(sep)
         if (head in groups) != bool(nested) and head in out:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def _lines(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) ->
             said = said[: _LONGEST_NOTE - 1] + "…"
         yield Row(here, key if key.isprintable() else repr(key), _what(value), said)
         if isinstance(value, Mapping):
-            yield from _lines(cast("Mapping[str, Any]", value), note, here)
+            yield from _lines(value, note, here)
 
 
 def tree(data: Mapping[str, Any], title: str, note: Note) -> str:

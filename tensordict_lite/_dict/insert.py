@@ -97,9 +97,9 @@ def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, TreeDict):
-            tensors += cast("TreeDict[Any]", value)._tensors()
+            tensors += value._tensors()
         elif isinstance(value, Mapping):
-            out[key] = _snapshot(cast("Mapping[str, Any]", value), (*at, key), tensors)
+            out[key] = _snapshot(value, (*at, key), tensors)
     return out
 
 
@@ -110,12 +110,12 @@ def _convert_items(
     staged: dict[str, Any] = {}
     encoders: dict[str, StringEncoder] = {}
     for key, value in list(data.items()):  # a list, because an encoder may change the mapping
-        if not isinstance(cast(object, key), str):
+        if not isinstance(key, str):
             refuse_key(key, at)
         if isinstance(value, Tensor):
             staged[key] = value if value.device == target else _moved(value, target, moved, (*at, key))
         elif isinstance(value, Mapping):
-            staged[key] = _insert_nested(d, cast("Mapping[str, Any]", value), target, moved, (*at, key))
+            staged[key] = _insert_nested(d, value, target, moved, (*at, key))
         else:
             stored, encoder = convert(value, target, d._policy, (*at, key))
             if encoder is not None:
@@ -145,7 +145,7 @@ def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) 
 def _insert_nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path) -> Any:
     """Convert a mapping to a nested dict. A `DeviceDict` keeps its encoders and the policy of its class."""
     refuse_deeper(path)
-    kind = type(cast(object, value))
+    kind = type(value)
     given = value._policy if isinstance(value, TreeDict) else None
     cls, policy = kind_nested(type(d), path[-1], kind, given, value, d._policy)
     nested: TreeDict[Any] = cls._new((), target, policy)

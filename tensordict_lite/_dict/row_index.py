@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from contextlib import suppress
 from operator import index as as_int
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
     if isinstance(given, Tensor):
         at = given
     elif isinstance(given, (list, range, np.ndarray)):
-        at = from_list(cast("list[Any]", given)) if type(cast(object, given)) is list else _from_host(given)
+        at = from_list(given) if type(given) is list else _from_host(given)
     else:
         return _one_row(given, count)
     if at.dtype == torch.bool and at.dim():
@@ -79,7 +79,7 @@ def _from_host(given: Any) -> Tensor:
             array = array.astype(np.int64)
         if array.dtype.kind in "biu":
             # The flag tests all that torch needs at once: C-contiguous, aligned and writable.
-            return cast(Any, torch).from_numpy(array if array.flags.carray and array.dtype.isnative else _native(array))
+            return torch.from_numpy(array if array.flags.carray and array.dtype.isnative else _native(array))
         return torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
@@ -110,4 +110,4 @@ def within(at: Tensor, count: int) -> bool:
 
 def integers(index: Tensor) -> list[int]:
     """The numbers of an index as Python ints. Synchronizes."""
-    return cast("list[int]", cast(Any, index).tolist())
+    return index.tolist()

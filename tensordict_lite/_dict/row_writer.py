@@ -244,14 +244,14 @@ class _Found:
 def _data(given: Any) -> Mapping[str, Any]:
     """The fields of a batch as a mapping. A `DeviceDict` is returned itself, since it has encoders."""
     if isinstance(given, Rows):
-        given = cast("Rows[TreeDict[Any]]", given)._dict
-    return cast("TreeDict[Any]", given) if isinstance(given, TreeDict) else as_dict(given)
+        given = given._dict
+    return given if isinstance(given, TreeDict) else as_dict(given)
 
 
 def _no_rows(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> DeviceDict[Any]:
     """A dict on the CPU with the fields of ``like``, without rows."""
     data: Any = _data(like)
-    d = cast("DeviceDict[Any]", data)
+    d = data
     if encoders is not None or not isinstance(data, DeviceDict):
         d = DeviceDict[Any](data, encoders=encoders)
     len(d.rows)  # raises if the fields disagree
@@ -314,7 +314,7 @@ def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, 
         if not isinstance(value, Tensor) and not (isinstance(value, Mapping) and isinstance(column, TreeDict)):
             value = _converted(fields, key, value, at)
         if isinstance(column, TreeDict) and isinstance(value, Mapping):
-            _convert_columns(cast("TreeDict[Any]", column), cast("Mapping[str, Any]", value), path, found)
+            _convert_columns(column, value, path, found)
         elif isinstance(column, Tensor) and isinstance(value, Tensor):
             _append_column(column, value, encoder, path, found)
             count = found.count
@@ -379,7 +379,7 @@ def _refuse_unwritable(column: Tensor, value: Tensor, path: Path) -> None:
 
 def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _Found) -> None:
     """Convert and validate a value for the jagged column at ``key`` of ``fields``, and append it to ``found``."""
-    path, column, encoder = (*at, key), cast(JaggedRows, fields[key]), fields._policy.encoders.get(key)
+    path, column, encoder = (*at, key), fields[key], fields._policy.encoders.get(key)
     element = column.shape[2:]
     if not isinstance(value, Tensor):
         try:
@@ -423,7 +423,7 @@ def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) ->
 
     None if the list is a single row.
     """
-    column, path = cast(JaggedRows, fields[key]), (*at, key)
+    column, path = fields[key], (*at, key)
     # An empty list has no dtype of its own.
     none = torch.empty((0, *column.shape[2:]), dtype=column.dtype, device="cpu")
     parts = [none if _is_list(row) and not len(row) else _converted(fields, key, row, at) for row in rows]

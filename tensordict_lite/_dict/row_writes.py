@@ -29,7 +29,7 @@ RowIndex = int | slice | Tensor
 
 def write_rows(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], count: int) -> None:
     """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing."""
-    if not isinstance(cast(object, other), Mapping):
+    if not isinstance(other, Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
     writes = _Writes(index, count)
     writes.add_dict(d, other, ())
@@ -58,15 +58,15 @@ _WRITE_PLANS: dict[Any, _WritePlan] = {}
 
 def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
     """Write ``other`` into the rows of ``d``, if a plan proves that no write can fail. If not, return False."""
-    if type(other) is not dict and not (isinstance(other, TreeDict) and cast(Any, other)._policy is d._policy):
+    if type(other) is not dict and not (isinstance(other, TreeDict) and other._policy is d._policy):
         return False
     is_list = type(index) is list
-    kind = cast("type[Any]", Tensor if is_list else type(index))
-    theirs = cast("Mapping[str, Any]", other)
+    kind = Tensor if is_list else type(index)
+    theirs = other
     plan = None if intercepted() else _WRITE_PLANS.get(_key(d, theirs, kind))
     if plan is None:
         return False
-    at: Any = from_list(cast("list[Any]", index)) if is_list else cast(object, index)
+    at: Any = from_list(index) if is_list else index
     targets: list[Any] = list(d.values())
     values: list[Any] = list(theirs.values())
     given = [*values, at] if kind is Tensor else values
@@ -75,7 +75,7 @@ def write_as_before(d: TreeDict[Any], index: Any, other: Any) -> bool:
         return False
     count = plan.rows
     if kind is slice:
-        if len(range(count)[cast(slice, at)]) != plan.lead[0]:
+        if len(range(count)[at]) != plan.lead[0]:
             return False
     elif not (within(at, count) if kind is Tensor else -count <= at < count):
         return False
@@ -183,7 +183,7 @@ class _Writes:
             insert(converted, {key: value}, at=at)
             value = converted[key]
         if isinstance(target, TreeDict) and isinstance(value, Mapping):
-            self.add_dict(cast("TreeDict[Any]", target), cast("Mapping[str, Any]", value), path)
+            self.add_dict(target, value, path)
         elif isinstance(target, Tensor) and isinstance(value, Tensor):
             if target.layout is torch.strided and (value.layout is not torch.strided or value.is_nested):
                 what = "nested" if value.is_nested else "sparse"
@@ -212,7 +212,7 @@ class _Writes:
                     f"{dotted(path)} is a kept object and not one per row, so rows cannot set it; pass the same object"
                 )
             return
-        if self.lead and not (isinstance(value, list) and len(cast("list[Any]", value)) == self.lead[0]):
+        if self.lead and not (isinstance(value, list) and len(value) == self.lead[0]):
             raise ValueError(
                 f"{dotted(path)}: expected a list of {self.lead[0]} objects for these rows, got {value!r:.60}"
             )

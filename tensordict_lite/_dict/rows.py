@@ -105,7 +105,7 @@ class Rows(Dataset[D]):
         [['a', 'b', 'c', 'd'], ['e', 'f']]
         """
         d = self._dict
-        index: Any = from_list(cast("list[Any]", indices)) if type(indices) is list else indices
+        index: Any = from_list(indices) if type(indices) is list else indices
         if type(index) is Tensor and not packs_batches(d._device):
             found = _selected(d, index)
             if found is not None:
@@ -113,7 +113,7 @@ class Rows(Dataset[D]):
         count = _row_count(d)
         at = row_index(index, count, d._device)
         if not isinstance(at, Tensor):
-            raise TypeError(f"__getitems__ takes a mask or indices, got {type(cast(object, indices)).__name__}")
+            raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
         return Rows(_copy_rows(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
@@ -184,7 +184,7 @@ class Rows(Dataset[D]):
             return (self[start : min(start + size, end)] for start in range(0, end, size))
         d = self._dict
         order = self._permutation("batches", generator)[:end]
-        parts = cast("Sequence[Tensor]", cast(Any, order).split(size)) if end else ()
+        parts = order.split(size) if end else ()
         return _random_batches(d, parts, size, count)
 
     def split(self, size: int | Sequence[int]) -> list[D]:
@@ -278,13 +278,13 @@ class Rows(Dataset[D]):
         if not count:
             return {}
         distinct, order, counts = group_equal(field.detach())
-        values: Any = cast(Any, distinct).tolist() if encoder is None else decode_nested(encoder, distinct)
+        values: Any = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
         ordered = _copy_rows(d, order, count, take_rows)
         return dict(zip(values, Rows(ordered).split(integers(counts)), strict=True))
 
     def _permutation(self, method: str, generator: torch.Generator | None) -> Tensor:
         """A random order of the rows, on the device of the dict."""
-        if not isinstance(cast(object, generator), (torch.Generator, type(None))):
+        if not isinstance(generator, (torch.Generator, type(None))):
             raise TypeError(f"{method} takes a torch.Generator, got {type(generator).__name__}")
         where = "cpu" if generator is None else generator.device
         order = torch.randperm(len(self), generator=generator, device=where)
@@ -350,7 +350,7 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int
     for key, value in d.items():
         path = (*at, key)
         if isinstance(value, TreeDict):
-            _refuse_flatten(cast("TreeDict[Any]", value), dims, lead, count, path)
+            _refuse_flatten(value, dims, lead, count, path)
         elif isinstance(value, Tensor):
             own = value.dim() - (padding(d._policy.encoders.get(key), value) is not None)
             if own < dims or value.shape[:dims] != lead:
@@ -358,7 +358,7 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int
                     f"{dotted(path)} has the shape {list(value.shape)}; flatten({dims}) needs fields that agree on "
                     f"their first {dims} dimensions, the first field has {list(lead)}"
                 )
-        elif isinstance(value, list) and len(cast("list[Any]", value)) == count:
+        elif isinstance(value, list) and len(value) == count:
             raise TypeError(f"{dotted(path)} is a kept list, which has no dimensions to flatten; drop it first")
 
 
@@ -417,8 +417,8 @@ def _take_rows(d: Any, take: Callable[[Tensor], Tensor], pick: Callable[[list[An
             items[key] = take(value)
         elif isinstance(value, TreeDict):
             items[key] = _take_rows(value, take, pick, count)
-        elif isinstance(value, list) and len(cast("list[Any]", value)) == count:
-            items[key] = pick(cast("list[Any]", value))
+        elif isinstance(value, list) and len(value) == count:
+            items[key] = pick(value)
         else:
             items[key] = value
     return d._new(items, d._device, d._policy)

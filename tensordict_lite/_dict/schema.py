@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, ClassVar, ForwardRef, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, ForwardRef, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 from torch import Tensor
@@ -68,8 +68,7 @@ def field(*, default: Any = _UNSET, default_factory: Callable[[], Any] | None = 
         raise TypeError(f"default_factory is a function without arguments, got {described(default_factory)}")
     if isinstance(default, _SHARED):
         raise TypeError(
-            f"the default is {described(cast(object, default))}, which all instances would share; "
-            "use default_factory=lambda: ..."
+            f"the default is {described(default)}, which all instances would share; use default_factory=lambda: ..."
         )
     return Default(default, default_factory)
 
@@ -90,7 +89,7 @@ class Field(NamedTuple):
         if isinstance(value, (Tensor, TreeDict)):
             return False
         # Only kept objects come here. In a batch, the field is a list with one object per row.
-        if isinstance(value, list) and all(map(self.takes, cast("list[Any]", value))):
+        if isinstance(value, list) and all(map(self.takes, value)):
             return True
         # Frameworks may replace a tensor by an object of their own.
         return value is not None and all(issubclass(kind, Tensor) or _is_shaped(kind) for kind in self.kinds)
@@ -109,7 +108,7 @@ class Schema:
 
     def check_names(self, items: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for names that are not fields, and for None unless the field accepts any object."""
-        unknown = sorted(name for name in items if isinstance(cast(object, name), str) and name not in self.fields)
+        unknown = sorted(name for name in items if isinstance(name, str) and name not in self.fields)
         if unknown:
             # It may be a misspelled option.
             close = closest(unknown[0], self.fields) or closest(unknown[0], OPTIONS, 0.8)
@@ -233,7 +232,7 @@ def _kind(where: str, kind: Any) -> Any:
             f"{where}: a field cannot be annotated with {kind!r}; use Tensor, a jaxtyping annotation of a tensor, "
             "a DeviceDict class, or the class of a kept object"
         )
-    if _is_shaped(kind) and not issubclass(cast(Any, kind).array_type, Tensor):
+    if _is_shaped(kind) and not issubclass(kind.array_type, Tensor):
         raise TypeError(
             f"{where}: arrays are stored as tensors; annotate it as {kind.__name__.split('[')[0]}[Tensor, ...]"
         )
@@ -245,7 +244,7 @@ def _kind(where: str, kind: Any) -> Any:
         raise TypeError(f"{where}: {kind.__name__} cannot be checked at run time: {error}") from error
     if issubclass(kind, Mapping) and not _is_tree(kind):
         raise TypeError(f"{where}: mappings are stored as DeviceDicts; annotate it as a DeviceDict or TypedDeviceDict")
-    return cast("type[Any]", kind)
+    return kind
 
 
 def _is_tree(kind: Any) -> bool:
@@ -267,7 +266,7 @@ def _is_kind(value: Any, kind: Any) -> bool:
 
 
 def _called(value: Any) -> str:
-    return type(cast(object, value)).__name__ if isinstance(value, TreeDict) else described(value)
+    return type(value).__name__ if isinstance(value, TreeDict) else described(value)
 
 
 Shaped = tuple[str, Tensor, tuple[Any, ...]]
@@ -317,7 +316,7 @@ def _message(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped
 
 def _jaxtyping_context(jaxtyping: Any) -> AbstractContextManager[Any]:
     """A new jaxtyping context, independent of the dimension names that the caller's code uses."""
-    return cast("AbstractContextManager[Any]", jaxtyping.jaxtyped("context"))
+    return jaxtyping.jaxtyped("context")
 
 
 def _reason(field: Shaped) -> str:

@@ -7,7 +7,7 @@ some of these functions. Every other function raises an error, because its resul
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, overrides
@@ -44,8 +44,8 @@ def call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _refuse_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
-    name: str = cast(Any, overrides).resolve_name(function) or getattr(function, "__name__", repr(function))
-    kinds = [type(value).__name__ for value in (*args, *kwargs.values()) if isinstance(cast(object, value), TreeDict)]
+    name: str = overrides.resolve_name(function) or getattr(function, "__name__", repr(function))
+    kinds = [type(value).__name__ for value in (*args, *kwargs.values()) if isinstance(value, TreeDict)]
     kind = kinds[0] if kinds else "DeviceDict"
     if name.startswith("torch.Tensor."):
         shown = f"d.map(lambda t: t.{name.removeprefix('torch.Tensor.').removesuffix('.__get__')}(...))"
@@ -64,7 +64,7 @@ def refuse_operator(symbol: str, function: str, in_place: str = "", reflected: b
     """
 
     def refuse(self: TreeDict[Any], *operands: Any) -> NoReturn:
-        kind = type(cast(object, self)).__name__
+        kind = type(self).__name__
         if not operands:
             shown = f"d.map({function})"
         elif isinstance(operands[0], Mapping):
@@ -136,12 +136,12 @@ def _both(name: str, input: Any, other: Any) -> tuple[Any, Any]:
     for value in (input, other):
         if not isinstance(value, Mapping):
             raise TypeError(f"torch.{name} compares two mappings, got {type(value).__name__}")
-    return (input, other) if isinstance(cast(object, input), TreeDict) else (other, input)
+    return (input, other) if isinstance(input, TreeDict) else (other, input)
 
 
 @implements(torch.where)
 def where(condition: Any, input: Any, other: Any) -> Any:
-    trees: list[Any] = [value for value in (input, other, condition) if isinstance(cast(object, value), TreeDict)]
+    trees: list[Any] = [value for value in (input, other, condition) if isinstance(value, TreeDict)]
     d: TreeDict[Any] = trees[0]
     for tree in trees:
         arithmetic.refuse_encoded(tree, "torch.where")
@@ -166,7 +166,7 @@ def where(condition: Any, input: Any, other: Any) -> Any:
 
 @implements(torch.split)
 def split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Any, ...]:
-    return _cut_each(tensor, "split", lambda t, at: cast(Any, t).split(split_size_or_sections, at), dim)
+    return _cut_each(tensor, "split", lambda t, at: t.split(split_size_or_sections, at), dim)
 
 
 @implements(torch.chunk)
@@ -181,7 +181,7 @@ def unbind(input: Any, dim: int = 0) -> tuple[Any, ...]:
 
 def _cut_each(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]], dim: int) -> tuple[Any, ...]:
     """Cut every field along ``dim``. All fields must have the same size there. Kept lists are not cut: they raise."""
-    tree = cast("TreeDict[Any]", d)
+    tree = d
     places = _dimensions(tree, name, dim)
     tensors = tree._tensors()
     sizes = [tensor.shape[at] for tensor, at in zip(tensors, places, strict=True)]
@@ -201,7 +201,7 @@ def _dimensions(d: TreeDict[Any], name: str, dim: int) -> list[int]:
     def collect(node: TreeDict[Any], at: tuple[str, ...]) -> None:
         for key, value in node.items():
             if isinstance(value, TreeDict):
-                collect(cast("TreeDict[Any]", value), (*at, key))
+                collect(value, (*at, key))
             elif isinstance(value, Tensor):
                 encoder = node._policy.encoders.get(key)
                 dims = value.dim() - (encoder is not None and padding(encoder, value) is not None)

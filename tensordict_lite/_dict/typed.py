@@ -205,7 +205,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
         >>> Point.wrap(d).x is d["x"]
         True
         """
-        if not isinstance(cast(object, d), DeviceDict):
+        if not isinstance(d, DeviceDict):
             raise TypeError(
                 f"wrap takes a DeviceDict, got {described(d)}; {cls.__name__}.from_dict takes other mappings"
             )
@@ -298,7 +298,7 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
             inner: Any = builtin_dict.get(node, part)
             if not isinstance(inner, DeviceDict):
                 break
-            node = cast("DeviceDict[Any]", inner)
+            node = inner
         before = None if node is self else self.copy()
         with _undone_if_refused(node):
             super()._set_path(path, value, at)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ def _strings_only(tokens: Iterable[str]) -> tuple[str, ...]:
             f"tokens are an iterable of strings, got the one string {tokens!r}; for its characters use list()"
         )
     kept = tuple(tokens)
-    for token in cast("tuple[object, ...]", kept):
+    for token in kept:
         if not isinstance(token, str):
             hint = "; fill missing values first" if token is None or token != token else ""
             raise TypeError(f"tokens are str, got {type(token).__name__}: {token!r}{hint}")
@@ -82,7 +82,7 @@ class Utf8:
         if width == 0:  # NumPy has no zero-width byte strings
             return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")
         # NumPy pads an `S` array with zeros in C. The array is writable, so torch shares its memory.
-        packed = cast(Any, np.array(encoded, dtype=f"S{width}"))
+        packed = np.array(encoded, dtype=f"S{width}")
         return torch.as_tensor(packed.view(np.uint8).reshape(len(encoded), width), device="cpu")
 
     def decode(self, codes: Tensor, /) -> list[str]:
@@ -92,7 +92,7 @@ class Utf8:
         count, width = codes.shape
         if width == 0:
             return [""] * count
-        array = cast(Any, codes.contiguous().numpy())
+        array = codes.contiguous().numpy()
         rows: list[bytes] = array.view(f"S{width}").reshape(count).tolist()
         return [row.decode() for row in rows]
 
@@ -107,9 +107,9 @@ class Utf8:
         """The strings of codes without padding. String ``i`` has ``codes[offsets[i] : offsets[i + 1]]``."""
         if tensor_codes(self, codes).dtype != torch.uint8:
             raise TypeError(f"{self!r} decodes uint8 codes, got {dtype_name(codes.dtype)}")
-        ends: list[int] = cast(Any, offsets).tolist()
+        ends: list[int] = offsets.tolist()
         first = ends[0]
-        data: bytes = cast(Any, codes[first : ends[-1]]).numpy().tobytes()
+        data: bytes = codes[first : ends[-1]].numpy().tobytes()
         return [data[start - first : end - first].rstrip(b"\0").decode() for start, end in pairwise(ends)]
 
     def _encoded(self, strings: Sequence[str]) -> tuple[list[bytes], bytes]:

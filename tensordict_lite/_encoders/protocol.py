@@ -128,7 +128,7 @@ def register_encoder(cls: _E) -> _E:
     {'name': 'length'}
     """
     name: Any = getattr(cls, "name", None)
-    if not isinstance(cast(object, cls), type) or not isinstance(name, str):
+    if not isinstance(cls, type) or not isinstance(name, str):
         raise TypeError(f"register_encoder takes a class with a str attribute `name`, got {cls!r:.60}")
     known = _registry.get(name, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):  # else a notebook cell run again
@@ -145,7 +145,7 @@ def runs_code(encoder: object) -> bool:
 
     ``encoder``: an encoder or its JSON form. The encoder class declares this with its attribute ``runs_code``.
     """
-    name: Any = cast(Any, encoder).get("name") if isinstance(encoder, Mapping) else getattr(encoder, "name", None)
+    name: Any = encoder.get("name") if isinstance(encoder, Mapping) else getattr(encoder, "name", None)
     return isinstance(name, str) and getattr(_registry.get(name), "runs_code", False) is True
 
 
@@ -174,7 +174,7 @@ def encoder_from_json(data: Mapping[str, Any]) -> StringEncoder:
     >>> encoder_from_json({"name": "hashing", "buckets": 16, "seed": 0})
     Hashing(buckets=16, seed=0)
     """
-    if not isinstance(cast(object, data), Mapping):
+    if not isinstance(data, Mapping):
         raise ValueError(f"the JSON form of an encoder is an object, got {type(data).__name__}")
     state = dict(data)
     name = state.pop("name", None)
@@ -204,8 +204,8 @@ def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
     shape: list[int] = []
     level = value
     while isinstance(level, (list, tuple)):
-        shape.append(len(cast("list[Any]", level)))
-        level = cast(Any, level[0] if level else None)
+        shape.append(len(level))
+        level = level[0] if level else None
     flat: list[str] = []
     _flatten_strings(value, tuple(shape), (), flat)
     return flat, tuple(shape)
@@ -222,7 +222,7 @@ def _flatten_strings(value: Any, shape: tuple[int, ...], index: tuple[int, ...],
         return
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"item {at} is {type(value).__name__}, expected a list of {shape[0]}")
-    items = cast("list[Any]", value)
+    items = value
     if len(items) != shape[0]:
         raise ValueError(f"item {at} has length {len(items)}, expected {shape[0]}: nested lists must be rectangular")
     if len(shape) == 1 and {str}.issuperset(map(type, items)):
@@ -248,7 +248,7 @@ def encode_jagged(encoder: object, strings: Any) -> tuple[Tensor, Tensor] | None
     method = getattr(encoder, "encode_jagged", None)
     if method is None or not isinstance(strings, (list, tuple)):
         return None
-    flat = cast("list[Any]", strings)
+    flat = strings
     return method(flat) if {str}.issuperset(map(type, flat)) else None
 
 
@@ -272,7 +272,7 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
     ndim: int | None = getattr(encoder, "code_ndim", None)
     if isinstance(codes, Mapping):
         first = next(iter(codes.values()), None)
-        if first is None or not all(isinstance(cast(object, value), Tensor) for value in codes.values()):
+        if first is None or not all(isinstance(value, Tensor) for value in codes.values()):
             raise TypeError(f"{short(encoder)} decodes tensors, got a nested dict that is not codes")
     else:
         first = codes
@@ -323,4 +323,4 @@ def integer_codes(encoder: object, codes: Tensor) -> list[int]:
     tensor_codes(encoder, codes)
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
         raise TypeError(f"{encoder!r} decodes integer codes, got {dtype_name(codes.dtype)}")
-    return cast(Any, codes).tolist()
+    return codes.tolist()

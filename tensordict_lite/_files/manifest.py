@@ -8,7 +8,7 @@ part of a manifest before it uses the part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, L
         items: list[Any] = []
         for key, value in one.items():
             if isinstance(value, TreeDict):
-                items.append([_plain_str(key), node(cast("TreeDict[Any]", value), (*at, key))])
+                items.append([_plain_str(key), node(value, (*at, key))])
             else:
                 items.append([_plain_str(key), len(leaves)])
                 leaves.append(((*at, key), value))
@@ -134,7 +134,7 @@ class Reader:
     """The number of dicts in the tree."""
 
     def __init__(self, manifest: Any, count: int, given: Encoders | None = None) -> None:
-        version = cast("dict[Any, Any]", manifest).get("version") if isinstance(manifest, dict) else None
+        version = manifest.get("version") if isinstance(manifest, dict) else None
         if type(version) is not int:
             invalid("it has no version")
         if version != MANIFEST_VERSION:
@@ -147,7 +147,7 @@ class Reader:
         self._encoders: dict[int, StringEncoder] = {}
         self._root = self._manifest["root"]
         self.numbers, self.count = [], 0
-        _refuse_sharing(cast(Any, manifest), set())
+        _refuse_sharing(manifest, set())
         self._walk(self._root, 0)
         if sorted(self.numbers) != list(range(count)):
             invalid(f"its tree does not contain each of the {count} tensors exactly once")
@@ -250,10 +250,10 @@ class Reader:
     def _encoder(self, number: Any, key: str) -> StringEncoder:
         entry = _at(self._manifest["encoders"], number, "encoder")
         if number not in self._encoders:
-            made = _make_encoder(cast("dict[str, Any]", entry), key) if isinstance(entry, dict) else entry
+            made = _make_encoder(entry, key) if isinstance(entry, dict) else entry
             if isinstance(made, (str, bytes, type)) or not hasattr(made, "encode"):
                 invalid(f"its entry for {key!r} is not an encoder")
-            self._encoders[number] = cast(StringEncoder, made)
+            self._encoders[number] = made
         return self._encoders[number]
 
 
@@ -337,7 +337,7 @@ def _refuse_sharing(value: Any, seen: set[int], depth: int = 0) -> None:
     if depth > 4 * DEPTH:  # each dict takes three levels, and policies a few
         invalid(f"it is nested {DEPTH} levels deep or more")
     seen.add(id(value))
-    inside = cast("list[Any]", value) if type(value) is list else list(cast("dict[Any, Any]", value).values())
+    inside = value if type(value) is list else list(value.values())
     for one in inside:
         _refuse_sharing(one, seen, depth + 1)
 
@@ -361,9 +361,9 @@ def _at(entries: list[Any], number: Any, what: str) -> Any:
 
 def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     """``value``, validated: a dict with exactly these fields, of these classes. Raises `InvalidManifest`."""
-    if type(value) is not dict or set(cast("dict[Any, Any]", value)) != set(kinds):
+    if type(value) is not dict or set(value) != set(kinds):
         invalid(f"expected {what} with the fields {', '.join(kinds)}")
-    fields = cast("dict[str, Any]", value)
+    fields = value
     for name, kind in kinds.items():
         if kind is not object and type(fields[name]) is not kind:
             invalid(f"{name!r} of {what} is not a {kind.__name__}")
@@ -372,9 +372,9 @@ def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
 
 def _items(node: Any) -> list[tuple[str, Any]]:
     """The validated items of a node. Raises `InvalidManifest`."""
-    items = cast("list[Any]", _fields(node, "a dict", policy=int, items=list)["items"])
+    items = _fields(node, "a dict", policy=int, items=list)["items"]
     for item in items:
-        pair = cast("list[Any]", item if type(item) is list else [])
+        pair = item if type(item) is list else []
         if len(pair) != 2 or type(pair[0]) is not str:
             invalid("an item of a dict is not a pair of key and value")
         key, value = pair
@@ -382,4 +382,4 @@ def _items(node: Any) -> list[tuple[str, Any]]:
             invalid(f"{key!r} is neither a tensor nor a dict")
     if len({key for key, _ in items}) != len(items):
         invalid("a dict has a key twice")
-    return cast("list[tuple[str, Any]]", items)
+    return items

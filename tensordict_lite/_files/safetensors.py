@@ -72,7 +72,7 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
     specs = import_library().TensorSpec
     manifest, leaves, _ = describe(d, by_name, own=False)
     refuse_unwritable(leaves)
-    tensors = [cast(Tensor, value) for _, value in leaves]
+    tensors = [value for _, value in leaves]
     names = field_names([path for path, _ in leaves])
     dtypes = [dtype_name(tensor.dtype) for tensor in tensors]
     manifest["tensors"] = [[name, dtype] if dtype in PAIRS else name for name, dtype in zip(names, dtypes, strict=True)]
@@ -160,7 +160,7 @@ def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The elements of a tensor on the CPU as bytes, in row-major order. Copies a tensor that is not contiguous."""
     plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return cast(Any, plain.view(torch.uint8).numpy()).data if plain.numel() else memoryview(b"")
+    return plain.view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
 
 
 # --- reading ---
@@ -183,7 +183,7 @@ def read_file(
         with invalid_file(of, library.SafetensorError):
             file = library.safe_open(same if linked else path, framework="pt", device="cpu")
         with file, invalid_file(of, library.SafetensorError, RuntimeError):
-            manifest, stored = _manifest_of(cast("dict[str, str]", file.metadata() or {}), list(file.keys()))
+            manifest, stored = _manifest_of((file.metadata() or {}), list(file.keys()))
             reader = Reader(manifest, len(stored), encoders)
             if paths is not None:
                 reader.keep(paths, of)
@@ -297,14 +297,14 @@ def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Man
     if not isinstance(listed, list):
         invalid("it does not list its tensors")
     stored: list[tuple[Any, Any]] = []
-    for one in cast("list[Any]", listed):
-        pair = cast("list[Any]", one if isinstance(one, list) else [one, None])
+    for one in listed:
+        pair = one if isinstance(one, list) else [one, None]
         if len(pair) != 2 or pair[1] not in (None, *PAIRS):
             invalid("its list of tensors is damaged")
         stored.append((pair[0], pair[1]))
     if not all(type(name) is str for name, _ in stored) or sorted(name for name, _ in stored) != sorted(names):
         invalid("its tree and its tensors have different names")
-    return cast("Manifest", manifest), stored
+    return manifest, stored
 
 
 def is_too_long(text: str) -> bool:
@@ -335,8 +335,8 @@ def as_paths(keys: Any) -> list[Path]:
     if isinstance(keys, str) or not isinstance(keys, Iterable):
         raise TypeError(f"keys= is a list of keys and paths, got {keys!r}; write [{keys!r}]")
     paths: list[Path] = []
-    for key in cast("Iterable[Any]", keys):
-        path = cast("tuple[Any, ...]", key) if isinstance(key, tuple) else (key,)
+    for key in keys:
+        path = key if isinstance(key, tuple) else (key,)
         if not path or not all(isinstance(part, str) for part in path):
             raise TypeError(f"keys= is a list of keys and paths, which are str and tuples of str; got {key!r}")
         paths.append(path)

@@ -99,9 +99,9 @@ class Column(NamedTuple):
 
     def describes(self, header: object, rows: int) -> bool:
         """Whether a parsed header describes this column with ``rows`` rows or more."""
-        entry = cast("dict[Any, Any]", header).get(self.name) if isinstance(header, dict) else None
-        shape = cast("dict[Any, Any]", entry).get("shape") if isinstance(entry, dict) else None
-        found: Any = cast("list[Any]", shape or [None])[0] if isinstance(shape, list) else None
+        entry = header.get(self.name) if isinstance(header, dict) else None
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        found: Any = (shape or [None])[0] if isinstance(shape, list) else None
         if type(found) is not int or found < rows:
             return False
         return entry == json.loads(self._header_text(found, 0, has_unused=False))[self.name]
@@ -183,18 +183,18 @@ def read_index(folder: str) -> TableIndex:
     if is_too_long(text):
         invalid(f"its {INDEX} is too long")
     data: Any = json.loads(text)
-    version = cast("dict[Any, Any]", data).get("version") if isinstance(data, dict) else None
+    version = data.get("version") if isinstance(data, dict) else None
     if type(version) is not int:
         invalid(f"its {INDEX} has no version")
     if not 1 <= version <= TABLE_VERSION:
         invalid(f"its version is {version}, and this package reads versions 1 to {TABLE_VERSION}; update the package")
-    fields = cast("dict[str, Any]", data)
+    fields = data
     if set(fields) != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
     rows, listed = fields["rows"], fields["columns"]
     if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
         invalid(f"the row count or the columns in its {INDEX} are damaged")
-    columns = [_column(entry) for entry in cast("list[Any]", listed)]
+    columns = [_column(entry) for entry in listed]
     if not columns:
         invalid("it has no columns")
     files = [part.file.casefold() for column in columns for part in column.parts]
@@ -205,7 +205,7 @@ def read_index(folder: str) -> TableIndex:
 
 def _column(entry: Any) -> Column:
     """Validate the entry of a column in ``table.json``."""
-    given = cast("dict[Any, Any]", entry if isinstance(entry, dict) else {})
+    given = entry if isinstance(entry, dict) else {}
     if set(given) - {"offsets"} != {"file", "name", "dtype", "shape"}:
         invalid("a column is not described by file, name, dtype and shape")
     dtype, shape = given["dtype"], given["shape"]
@@ -219,7 +219,7 @@ def _column(entry: Any) -> Column:
     if "offsets" not in given:
         return column
     offsets: Any = given["offsets"]
-    if not isinstance(offsets, dict) or set(cast("dict[Any, Any]", offsets)) != {"file", "name"}:
+    if not isinstance(offsets, dict) or set(offsets) != {"file", "name"}:
         invalid(f"the offsets of the column {name[:60]!r} are not described by file and name")
     return column._replace(offsets=offsets_column(*_file_and_name(offsets["file"], offsets["name"])))
 

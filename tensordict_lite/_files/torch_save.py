@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +82,6 @@ def rebuild(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, 
 def _rebuilt(manifest: Any, classes: Any, leaves: Any, device: Any, buffer: Any, specs: Any) -> Any:
     if type(leaves) is not list or type(classes) is not list or not isinstance(device, (str, type(None))):
         invalid("the data of torch.save is damaged")
-    leaves, classes = cast("list[Any]", leaves), cast("list[Any]", classes)
     reader = Reader(manifest, len(leaves))
     if len(classes) != reader.count:
         invalid("the number of classes differs from the number of dicts")
@@ -117,7 +116,7 @@ def _values(leaves: list[Any], fields: Mapping[int, Tensor]) -> list[Any]:
             return leaf
         if type(leaf) is int and leaf in fields:
             return fields[leaf]
-        kept = cast("tuple[Any, ...]", leaf if type(leaf) is tuple else ())
+        kept = leaf if type(leaf) is tuple else ()
         try:
             if len(kept) == 1 and not isinstance(kept[0], Tensor) and _may_keep(kept[0], seen):
                 return kept[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,7 +56,7 @@ def _huge_buffer(nbytes: int) -> Tensor:
     # NumPy asks the system for huge pages, and torch does not. Copies of rows into 48 MiB are 3.5 times as fast.
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
-    return cast(Any, torch).from_numpy(memory[start : start + nbytes])
+    return torch.from_numpy(memory[start : start + nbytes])
 
 
 def goes_by_value(nbytes: int) -> bool:
@@ -73,7 +72,7 @@ def in_shared_memory(nbytes: int) -> bool:
 def new_batch_buffer(layout: Layout, device: torch.device) -> Tensor:
     """A new buffer for a batch, in shared memory if `in_shared_memory` says so. The gaps are zeros."""
     if device == CPU and in_shared_memory(layout.nbytes):
-        storage = cast(Any, torch.UntypedStorage)._new_shared(layout.nbytes)  # the system fills it with zeros
+        storage = torch.UntypedStorage._new_shared(layout.nbytes)  # the system fills it with zeros
         return flat_over(storage, torch.uint8, layout.nbytes, CPU)
     return clear_gaps(new_buffer(layout.nbytes, device), layout)
 

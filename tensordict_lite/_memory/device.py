@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 """Every dict on the CPU keeps this object as its device, so that code can compare with ``is``."""
 META = torch.device("meta")
 
-_forward_ad = cast(Any, forward_ad)
+_forward_ad = forward_ad
 _compiling = torch.compiler.is_compiling
 _interpreters = cast(Callable[[], object], cast(Any, torch._C)._functorch.peek_interpreter_stack)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_trace = cast(Callable[[], bool], cast(Any, torch._C)._is_tracing)
+_trace = torch._C._is_tracing
 
 
 def canonical(device: torch.device) -> torch.device:
@@ -38,7 +38,7 @@ def resolve(device: DeviceLike) -> torch.device:
     # Most calls end here. The code below takes 10x the time.
     if device is CPU or (type(device) is str and device == "cpu"):
         return CPU
-    if not isinstance(cast(object, device), (str, int, torch.device)):
+    if not isinstance(device, (str, int, torch.device)):
         raise TypeError(
             f"a device is a str, a torch.device or an int, got {device!r:.60} of type {type(device).__name__}"
         )

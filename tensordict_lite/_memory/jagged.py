@@ -58,7 +58,7 @@ def values_and_lengths(tensor: Tensor) -> tuple[Tensor, Tensor]:
         nested = cast(Any, select_rows(tensor, torch.arange(tensor.shape[0], device=tensor.device)))
     offsets: Tensor = nested.offsets()
     values: Tensor = nested.values()
-    ends: list[int] = cast(Any, offsets[[0, -1]]).tolist()
+    ends: list[int] = offsets[[0, -1]].tolist()
     return values[ends[0] : ends[1]], offsets.diff()
 
 
@@ -106,12 +106,12 @@ def _copy_ranges(values: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     A loop over rows takes less time and memory than ``index_select``, which needs an index for each value.
     """
     values = values.contiguous()
-    places: list[int] = cast(Any, ends).tolist()
+    places: list[int] = ends.tolist()
     out = torch.empty((places[-1], *values.shape[1:]), dtype=values.dtype, device="cpu")
     if not out.nbytes:
         return out
     source, target = memoryview(cast(Any, dense_bytes(values)).numpy()), memoryview(cast(Any, dense_bytes(out)).numpy())
     size = out.nbytes // places[-1]
-    for first, start, end in zip(cast("list[int]", cast(Any, starts).tolist()), places, places[1:], strict=False):
+    for first, start, end in zip(starts.tolist(), places, places[1:], strict=False):
         target[start * size : end * size] = source[first * size : (first + end - start) * size]
     return out

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -309,9 +309,9 @@ def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
     buffer = buffer_from(buffer) if type(buffer) is bytes else materialize(buffer)
     if not (type(buffer) is Tensor and packable(buffer) and buffer.dtype == torch.uint8 and buffer.dim() == 1):
         raise ValueError("the storage of a packed dict is damaged")
-    if type(specs) is not list or not all(is_saved_group(group) for group in cast("list[Any]", specs)):
+    if type(specs) is not list or not all(is_saved_group(group) for group in specs):
         raise ValueError("the layout of a packed dict is damaged")
-    groups = [((dtype, shape, stride), members) for dtype, shape, stride, members in cast("list[Any]", specs)]
+    groups = [((dtype, shape, stride), members) for dtype, shape, stride, members in specs]
     layout = lay_out(groups)
     indices = layout.members
     if buffer.untyped_storage().nbytes() != layout.nbytes or len(set(indices)) != len(indices):
@@ -330,8 +330,8 @@ def materialize(value: Any) -> Any:
 
     A placeholder implements ``__torch_function__``. A file loaded with ``weights_only=True`` cannot make one.
     """
-    if isinstance(value, (Tensor, dict)) or not hasattr(cast(Any, type(value)), "__torch_function__"):
-        return cast(Any, value)
+    if isinstance(value, (Tensor, dict)) or not hasattr(type(value), "__torch_function__"):
+        return value
     return handle_torch_function(_itself, (value,), value)
 
 
@@ -341,9 +341,9 @@ def _itself(tensor: Any) -> Any:
 
 def is_saved_group(group: Any) -> bool:
     """Whether ``group``, from an untrusted source, is a valid (dtype, shape, stride, members)."""
-    if type(group) is not tuple or len(cast("tuple[Any, ...]", group)) != 4:
+    if type(group) is not tuple or len(group) != 4:
         return False
-    dtype, shape, stride, members = cast("tuple[Any, tuple[Any, ...], tuple[Any, ...], list[Any]]", group)
+    dtype, shape, stride, members = group
     if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list:
         return False
     numbers = (*shape, *stride, *members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,12 +157,12 @@ class _Pandas:
 
 def _option(nulls: Any, key: str) -> Any:
     """The option for the nulls of one column."""
-    return cast("Mapping[str, Any]", nulls).get(key, "error") if isinstance(nulls, Mapping) else nulls
+    return nulls.get(key, "error") if isinstance(nulls, Mapping) else nulls
 
 
 def _refuse_columns(nulls: Any, columns: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` for invalid options ``nulls``, ``ValueError`` if they name a column that does not exist."""
-    options: Mapping[Any, Any] = cast("Mapping[Any, Any]", nulls) if isinstance(nulls, Mapping) else {}
+    options: Mapping[Any, Any] = nulls if isinstance(nulls, Mapping) else {}
     for option in options.values() if isinstance(nulls, Mapping) else (nulls,):
         if not isinstance(option, (str, bool, int, float, np.generic)):
             raise TypeError(

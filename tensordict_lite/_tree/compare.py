@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +24,11 @@ def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Te
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             equal = same(x, y)
         elif isinstance(x, Mapping) and isinstance(y, Mapping):
-            equal = agree(cast("Mapping[str, Any]", x), cast("Mapping[str, Any]", y), same)
+            equal = agree(x, y, same)
         elif isinstance(x, Tensor):
-            equal = _equals_tensor(cast(object, y), x)
+            equal = _equals_tensor(y, x)
         elif isinstance(y, Tensor):
-            equal = _equals_tensor(cast(object, x), y)
+            equal = _equals_tensor(x, y)
         else:
             equal = x is y or _same_object(x, y)
         if not equal:

@@ -40,18 +40,18 @@ def convert(value: Any, device: torch.device, policy: Policy, path: Path) -> Con
     if isinstance(value, str):
         return _strings(value, policy, path)
     if isinstance(value, (np.ndarray, np.generic)):
-        return _array(np.asanyarray(cast(Any, value)), device, policy, path, value)
+        return _array(np.asanyarray(value), device, policy, path, value)
     if isinstance(value, _SCALARS):
         return Converted(_numbers(value, device, policy, path))
     if isinstance(value, (list, tuple)):
-        return _sequence(cast(Any, value), device, policy, path, cast(Any, value))
+        return _sequence(value, device, policy, path, value)
     column = column_values(value)
-    if isinstance(column, np.ndarray) and cast(Any, column).dtype.kind != "O":
-        return _array(cast(Any, column), device, policy, path, value)
+    if isinstance(column, np.ndarray) and column.dtype.kind != "O":
+        return _array(column, device, policy, path, value)
     if column is not None:
-        column = list(cast(Any, column))
-        given = value if policy.objects == "keep" else cast(Any, column)
-        return _sequence(cast(Any, column), device, policy, path, given)
+        column = list(column)
+        given = value if policy.objects == "keep" else column
+        return _sequence(column, device, policy, path, given)
     return _object(value, policy, path)
 
 
@@ -185,7 +185,7 @@ def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> 
     if value is None:
         way_out = "leave the key out"
     elif isinstance(value, (list, tuple)):
-        inside = sorted({kind.__name__ for kind in _item_types(cast("list[Any]", value))})
+        inside = sorted({kind.__name__ for kind in _item_types(value)})
         what = f"{what} of {', '.join(inside)}"
         missing = "NoneType" in inside or "NAType" in inside
         way_out = "fill missing values first" if missing else "convert it to numbers or strings"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import NoneType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,17 +82,17 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
     if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
         return KeyError(key)
     owner = owner or f"this {type(tree).__name__}"
-    path: tuple[Any, ...] = cast(Any, key) if isinstance(key, tuple) else (key,)
+    path: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
     if not path:
         return MissingKeyError(key, text="a path needs at least one key, got ()")
     node: Any = tree
     for depth, part in enumerate(path):
         at = path[:depth]
         if not isinstance(node, dict):  # every mapping in a DeviceDict is a dict
-            return MissingKeyError(key, text=_blocked(path, depth, cast(object, node), owner))
+            return MissingKeyError(key, text=_blocked(path, depth, node, owner))
         if not isinstance(part, str):
             return MissingKeyError(key, text=f"{no_key(part)}{f' in {dotted(at)}' if at else ''}{rows_hint(part)}")
-        inside = cast("dict[str, Any]", node)
+        inside = node
         if part not in inside:
             split = tuple(part.split("."))
             nested = ((name, part) for name, value in inside.items() if isinstance(value, dict) and part in value)
@@ -109,7 +109,7 @@ def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 def no_key(given: Any) -> str:
     """The message for an object that is not a key. It shows the type, and the value if its repr is short."""
-    kind = cast("type[Any]", type(given))
+    kind = type(given)
     shown = f"{given!r} of type " if kind in (bool, int, float, slice, bytes, tuple, NoneType) else ""
     return f"keys are str, got {shown}{kind.__name__}"
 
@@ -129,7 +129,7 @@ def _holds(tree: Any, path: Path) -> bool:
     for part in path:
         if not isinstance(tree, Mapping) or part not in tree:
             return False
-        tree = cast("Mapping[str, Any]", tree)[part]
+        tree = tree[part]
     return True
 
 

@@ -61,7 +61,7 @@ class view_read_only:
     _on: ClassVar[bool] = False
 
     def __init__(self, mode: bool = True) -> None:
-        if not isinstance(cast(object, mode), bool):
+        if not isinstance(mode, bool):
             raise TypeError(f"view_read_only takes True or False, got {mode!r:.60}")
         self._before, view_read_only._on = view_read_only._on, mode
 
@@ -184,10 +184,10 @@ def restore_buffers(cls: Any, items: Any, policy: Any, parts: Any) -> Any:
 
 
 def _pairs(parts: Any) -> list[tuple[Any, Any]]:
-    for part in cast("list[Any]", parts if type(parts) is list else [None]):
-        if type(part) is not tuple or len(cast("tuple[Any, ...]", part)) != 2:
+    for part in parts if type(parts) is list else [None]:
+        if type(part) is not tuple or len(part) != 2:
             raise ValueError("the buffers of a pickled dict are damaged")
-    return cast("list[Any]", parts)
+    return parts
 
 
 def restore_field(buffer: Any, dtype: Any, shape: Any, stride: Any) -> Tensor:
@@ -211,13 +211,13 @@ def _tensors_in(buffer: Any, specs: Any, out: dict[int, Tensor]) -> int:
 def _layout_of(specs: Any) -> tuple[Layout, int, int]:
     """The layout of a buffer, the number of its tensors, and its alignment. Raises ``ValueError`` for damaged specs."""
     groups: list[Group] = []
-    for spec in cast("tuple[Any, ...]", specs if type(specs) is tuple else (None,)):
-        if type(spec) is not tuple or len(cast("tuple[Any, ...]", spec)) != 4:
+    for spec in specs if type(specs) is tuple else (None,):
+        if type(spec) is not tuple or len(spec) != 4:
             raise ValueError(_DAMAGED)
-        *of, numbers = cast("tuple[Any, ...]", spec)
-        if type(numbers) is not tuple or not is_saved_group((*of, list(cast("tuple[int, ...]", numbers)))):
+        *of, numbers = spec
+        if type(numbers) is not tuple or not is_saved_group((*of, list(numbers))):
             raise ValueError(_DAMAGED)
-        groups.append((cast(Any, tuple(of)), list(cast("tuple[int, ...]", numbers))))
+        groups.append((tuple(of), list(numbers)))
     layout = lay_out(groups)
     members = layout.members
     if len(set(members)) != len(members):
@@ -246,7 +246,7 @@ def _received(buffer: Any, layout: Layout, alignment: int) -> Tensor:
         array = np.asarray(_Writable(array))
     elif not writable:
         return _copy_of_bytes(array)
-    flat: Tensor = cast(Any, torch).from_numpy(array)
+    flat: Tensor = torch.from_numpy(array)
     return _copy_of_bytes(array) if flat.data_ptr() % alignment else flat  # kernels crash on misaligned memory
 
 

@@ -107,7 +107,7 @@ class Policy:
             name: SETTINGS[name].check(value) for name, value in settings.items() if value is not None
         }
         if isinstance(encoders, Mapping):
-            given = cast("Mapping[object, object]", encoders)
+            given = encoders
             for key in given:
                 if not isinstance(key, str):
                     raise TypeError(

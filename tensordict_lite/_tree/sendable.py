@@ -92,10 +92,10 @@ def is_plain(d: TreeDict[Any], packed: Container[int] = (), depth: int = _DEPTH)
         return False
     left = [value for value in d.values() if id(value) not in packed] if packed else d.values()
     if only_tensors(left):
-        return _are_plain(cast("Iterable[Tensor]", left))
+        return _are_plain(left)
     for value in left:
         if isinstance(value, TreeDict):
-            if not is_plain(cast("TreeDict[Any]", value), packed, depth - 1):
+            if not is_plain(value, packed, depth - 1):
                 return False
         elif not _is_plain_value(value):
             return False
@@ -123,7 +123,7 @@ def refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
         if type(key) is not str:
             _try(key, f"{dotted(path)}: the key, of type {type(key).__qualname__},", "use a plain str")
         if isinstance(value, TreeDict):
-            refuse_unsendable(cast("TreeDict[Any]", value), path)
+            refuse_unsendable(value, path)
         elif not _is_plain_value(value):
             what, way_out = _what_and_way_out(value)
             _try(value, f"{dotted(path)}: {what}", way_out)
@@ -142,7 +142,7 @@ def _what_and_way_out(value: Any) -> tuple[str, str]:
 def _is_plain_value(value: Any) -> bool:
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.device.type in _DEVICES and _are_plain([value])
-    kind = cast(Any, type(value))
+    kind = type(value)
     return kind in _OBJECTS or (kind in (list, tuple) and _OBJECTS.issuperset(map(type, value)))
 
 
@@ -180,7 +180,7 @@ class _Pickler(ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, TreeDict):
             return NotImplemented
-        d = cast("TreeDict[Any]", obj)
+        d = obj
         return reduce_args(d, _sent_state(d))
 
 

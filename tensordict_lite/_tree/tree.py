@@ -135,7 +135,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         for key, value in self.items():
             if isinstance(value, TreeDict):
                 nested = before.get(key) if isinstance(before, Mapping) else None
-                cast("TreeDict[Any]", value)._validate(nested, shapes=shapes)
+                value._validate(nested, shapes=shapes)
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
@@ -167,7 +167,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             if isinstance(value, Tensor):
                 found.append(value)
             elif isinstance(value, TreeDict):  # pytree may insert another mapping as a leaf
-                found += cast("TreeDict[Any]", value)._tensors()
+                found += value._tensors()
         return found, False
 
     def _replace_tensors(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
@@ -187,7 +187,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             if isinstance(value, Tensor):
                 items[key] = function(value)
             elif isinstance(value, TreeDict):
-                items[key] = cast("TreeDict[Any]", value)._map_tensors(function, device)
+                items[key] = value._map_tensors(function, device)
             else:
                 items[key] = value
         return self._new(items, device, self._policy)
@@ -249,12 +249,12 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def __eq__(self, other: object, /) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        return agree(self, cast("Mapping[str, Any]", other), equal)
+        return agree(self, other, equal)
 
     def __ne__(self, other: object, /) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        return not agree(self, cast("Mapping[str, Any]", other), equal)
+        return not agree(self, other, equal)
 
     def _check(self) -> None:
         """Raise ``AssertionError`` if an invariant of the dict does not hold. For tests; O(fields)."""
@@ -305,24 +305,24 @@ def dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]
             refuse_deeper(at)
         for key, value in one.items():
             if type(value) is not Tensor and isinstance(value, TreeDict):  # isinstance takes 10x longer than `is`
-                left.append(((*at, key), cast("TreeDict[Any]", value)))
+                left.append(((*at, key), value))
     return found
 
 
 def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:
     where = f"at {dotted(at)}" if at else "at the root"
-    assert isinstance(cast(object, d), TreeDict) and isinstance(cast(object, d._policy), Policy), where
+    assert isinstance(d, TreeDict) and isinstance(d._policy, Policy), where
     assert d._device == device, f"{where}: tracks {d._device}, expected {device}"
     assert device is None or device == resolve(device), f"{where}: {device} is not resolved"
     assert (device is CPU) == (device == CPU), f"{where}: the CPU device is not the shared one"
     for key, value in d.items():
         path = (*at, key)
-        assert isinstance(cast(object, key), str), f"key {key!r} {where}"
+        assert isinstance(key, str), f"key {key!r} {where}"
         if isinstance(value, Tensor):
             assert value.device == device, f"{dotted(path)} is on {value.device}, expected {device}"
         elif isinstance(value, TreeDict):
             assert device is not None, f"{dotted(path)}: nested in a dict without a device"
-            _verify(cast("TreeDict[Any]", value), device, path)
+            _verify(value, device, path)
         else:
             assert not isinstance(value, Mapping), f"{dotted(path)}: a mapping that is no DeviceDict"
             assert d._policy.objects == "keep", f"{dotted(path)}: {type(value).__name__} without objects='keep'"
@@ -401,7 +401,7 @@ def packed_items(d: TreeDict[Any], numbers: Mapping[int, int], states: dict[int,
     items: dict[str, Any] = {}
     for key, value in d.items():
         if type(value) is not Tensor and isinstance(value, TreeDict):
-            nested = cast("TreeDict[Any]", value)
+            nested = value
             items[key] = [type(nested), packed_items(nested, numbers, states), policy_state(nested, states)]
         else:
             items[key] = numbers.get(id(value), (value,))
@@ -423,7 +423,7 @@ def restore(
     fallback = None if device is None else canonical(torch.device(device))
     try:
         if buffer is None:
-            if type(items) is not dict or not all(isinstance(key, str) for key in cast("dict[Any, Any]", items)):
+            if type(items) is not dict or not all(isinstance(key, str) for key in items):
                 _refuse_items(items)
             out = _restored(cls, items, policy, {})
         else:
@@ -438,7 +438,7 @@ def _restored(cls: Any, items: dict[str, Any], policy: Any, policies: dict[int, 
     """A dict from a pickle, without its device. ``policies``: the policies read so far, by the id of their state."""
     if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
         raise TypeError(f"expected a DeviceDict class, got {cls!r}")
-    own = cast("type[TreeDict[Any]]", cls)
+    own = cls
     if policy is None:
         made = own._class_policy
     else:
@@ -461,10 +461,10 @@ def unpacked(
     if type(items) is not dict:
         _refuse_items(items)
     out: dict[str, Any] = {}
-    for key, value in cast("dict[Any, Any]", items).items():
+    for key, value in items.items():
         if not isinstance(key, str):
-            _refuse_items(cast(object, items))
-        kind = cast(Any, type(value))
+            _refuse_items(items)
+        kind = type(value)
         if kind is int and value in fields:
             out[key] = fields[value]
         elif kind is list and len(value) == 3:

@@ -31,20 +31,20 @@ def as_dict(data: Items) -> Mapping[str, Any]:
     Raises ``TypeError`` or ``ValueError``, as ``dict`` does, unless ``data`` is a mapping or an iterable of pairs.
     """
     if type(data) is dict:
-        return cast("dict[str, Any]", data)
+        return data
     if isinstance(data, Mapping):  # items() is called because a subclass of dict may override it
         return dict(cast("Mapping[str, Any]", data).items())
     columns = table_columns(data)
     if columns is not None:
         return columns
     if hasattr(data, "keys"):  # the protocol of dict(), for tables that iterate over column names only
-        return dict(cast("Mapping[str, Any]", data))
-    expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(cast(object, data)).__name__}"
+        return dict(data)
+    expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(data).__name__}"
     if isinstance(data, torch.nn.Module):
         raise TypeError(f"{expected}; give it the state_dict()")
     if isinstance(data, (Tensor, np.ndarray)):  # an array of shape [n, 2] would pass as pairs
         raise TypeError(f'{expected}; give the value a key: {{"x": value}}')
-    if not isinstance(cast(object, data), Iterable):
+    if not isinstance(data, Iterable):
         raise TypeError(expected)
     pairs = list(data)  # outside of `try`, so that an error in the caller's generator keeps its message
     try:
@@ -73,7 +73,7 @@ def refuse_optimizer(data: Mapping[Any, Any], at: Path) -> None:
     """
     groups = data.get("param_groups")
     if isinstance(groups, list):
-        found = any(isinstance(group, Mapping) and "params" in group for group in cast("list[Any]", groups))
+        found = any(isinstance(group, Mapping) and "params" in group for group in groups)
     else:  # the value of "state" alone
         found = any(
             isinstance(value, Mapping) and ("step" in value or "momentum_buffer" in value)
@@ -82,7 +82,7 @@ def refuse_optimizer(data: Mapping[Any, Any], at: Path) -> None:
         )
     for key, value in data.items():
         if isinstance(value, Mapping) and not found:
-            refuse_optimizer(cast("Mapping[Any, Any]", value), (*at, key))
+            refuse_optimizer(value, (*at, key))
     if found:
         raise TypeError(
             f"{dotted(at) if at else 'this mapping'} is the state of an optimizer, which has ints as keys and lists of "
@@ -111,7 +111,7 @@ def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, Mapping):
-            found += tensors_in(cast("Mapping[str, Any]", value), (*at, key))
+            found += tensors_in(value, (*at, key))
     return found
 
 
@@ -119,7 +119,7 @@ def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]
     """The path and value of every leaf, depth first. A leaf is a value that is not a mapping."""
     for key, value in data.items():
         if isinstance(value, Mapping):
-            yield from leaves(cast("Mapping[str, Any]", value), (*at, key))
+            yield from leaves(value, (*at, key))
         else:
             yield (*at, key), value
 

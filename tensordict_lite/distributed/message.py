@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -213,7 +213,7 @@ def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
     """The keys and policies of a tree. Two trees that differ only in their tensors have the same result."""
     if only_tensors(d.values()):
         return (*d, id(d._policy))
-    nested = ((key, _shape_of(cast("TreeDict[Any]", v)) if isinstance(v, TreeDict) else None) for key, v in d.items())
+    nested = ((key, _shape_of(v) if isinstance(v, TreeDict) else None) for key, v in d.items())
     return (*nested, id(d._policy))
 
 
@@ -281,7 +281,7 @@ def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int, int]:
 
     Raises ``ValueError`` if the sender is not this package.
     """
-    failed, digest, text, buffer, count, magic = cast("list[int]", cast(Any, prefix).tolist())
+    failed, digest, text, buffer, count, magic = prefix.tolist()
     plausible = 0 <= text <= _LARGEST and buffer >= 0 and 0 <= count <= min(buffer, 2 * buffer // LARGE + 1)
     if magic != _MAGIC or failed not in (0, 1) or not plausible:
         raise ValueError("the message is not from tensordict_lite; do all ranks make the same calls?")
@@ -299,7 +299,7 @@ def sizes_of(schema: Header, device: torch.device) -> list[Tensor]:
 
 def read_sizes(sizes: Tensor, nbytes: int) -> list[int]:
     """The sizes of the parts of a buffer of ``nbytes``. Raises ``ValueError`` if the sender is not this package."""
-    read = cast("list[int]", cast(Any, sizes).tolist())
+    read = sizes.tolist()
     if min(read) < 0 or sum(read) > nbytes:
         raise ValueError("the message is not from tensordict_lite; do all ranks make the same calls?")
     return read

@@ -111,7 +111,7 @@ def recv(
     Raises: ``RuntimeError`` that names the rank, if the sender raised an error or the header is invalid. ``ValueError``
     that names the field, if the schema differs from the schema of ``like``.
     """
-    return cast(D, irecv(src, tag, like, group, cls=cls, device=device).wait())
+    return irecv(src, tag, like, group, cls=cls, device=device).wait()
 
 
 def irecv(
@@ -213,7 +213,8 @@ def broadcast(
             share(channel.tensors_of(message, errors))
         errors.raise_first()
         return cast(D, d)
-    target, received = cast(Any, None), cast(Any, None)
+    target: Any = None
+    received: Any = None
     with errors:
         target = Destination(cls, device)
     with errors, error_context(f"broadcast from rank {src}", group):
@@ -422,7 +423,7 @@ def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[A
     """``d`` itself. Raises ``TypeError`` unless ``d`` is a `DeviceDict`."""
     if not isinstance(d, DeviceDict):
         raise TypeError(f"{verb} takes a DeviceDict on {on}, got {type(d).__name__}")
-    return cast("DeviceDict[Any]", d)
+    return d
 
 
 def _message_or_header(d: Any, verb: str, here: bool) -> Message | Header:
@@ -433,7 +434,7 @@ def _message_or_header(d: Any, verb: str, here: bool) -> Message | Header:
 def _class_of(d: Any, cls: Any) -> Any:
     """The class of the received dicts: ``cls``, or the class of ``d`` if ``cls`` is None."""
     if cls is None and isinstance(d, DeviceDict):
-        return type(cast("DeviceDict[Any]", d))
+        return type(d)
     return DeviceDict if cls is None else cls
 
 
