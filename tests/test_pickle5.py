@@ -7,6 +7,8 @@ import importlib
 import io
 import mmap
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -314,6 +316,32 @@ class TestMemoryOfTheReceiver:
         assert not views()
         with pytest.raises(TypeError, match="view_read_only takes True or False, got 1"):
             view_read_only(1)  # pyright: ignore[reportArgumentType]
+
+    def test_threads_do_not_share_the_request(self) -> None:
+        data, buffers = dumped(flat().pack())
+        memory = bytes(buffers[0])
+
+        def views() -> bool:
+            return pickle.loads(data, buffers=[memory])["k0"].data_ptr() == start(memory)
+
+        def overlap(first: bool) -> tuple[bool, bool]:
+            if not first:
+                entered.wait()  # the second thread enters before the first leaves, and leaves after it
+            with view_read_only():
+                (entered if first else both).wait()
+                if first:
+                    both.wait()
+                else:
+                    left.wait()
+                inside = views()
+            if first:
+                left.wait()
+            return inside, views()
+
+        entered, both, left = (threading.Barrier(2, timeout=60) for _ in range(3))
+        with ThreadPoolExecutor(2) as executor:
+            done = [executor.submit(overlap, first) for first in (True, False)]
+        assert [one.result() for one in done] == [(True, False)] * 2 and not views()
 
     def test_misaligned_memory_is_copied(self) -> None:
         def shifted(buffer: Any) -> memoryview:

@@ -49,41 +49,53 @@ def describe(d: TreeDict[Any], instead: Instead, own: bool) -> tuple[Manifest, L
 
     Raises ``TooDeep``.
     """
-    leaves: Leaves = []
-    nodes: list[TreeDict[Any]] = []
-    policies, encoders = _Numbering(), _Numbering()
+    made = _Description(instead, own)
+    root = made.node(d, ())
+    policies, encoders = made.policies.entries, made.encoders.entries
+    return (
+        {"version": MANIFEST_VERSION, "root": root, "policies": policies, "encoders": encoders},
+        made.leaves,
+        made.nodes,
+    )
 
-    def number(one: StringEncoder, path: Path) -> int:
-        try:
-            return encoders.number(one, lambda: _encoder_entry(one, instead))
-        except TypeError as error:
-            raise TypeError(f"{dotted(path)}: {error}") from error
 
-    def policy(one: Policy, at: Path) -> dict[str, Any]:
-        default = one.default_encoder
-        return {
-            "encoders": {_plain_str(key): number(given, (*at, key)) for key, given in one.encoders.items()},
-            "default": None if default == Utf8() else number(default, (*at, "*")),
-            **one.settings_to_json(),
-        }
+class _Description:
+    """What `describe` collects. Not closures: one that calls itself is a reference cycle, which would keep tensors."""
 
-    def node(one: TreeDict[Any], at: Path) -> dict[str, Any]:
+    def __init__(self, instead: Instead, own: bool) -> None:
+        self.instead, self.own = instead, own
+        self.leaves: Leaves = []
+        self.nodes: list[TreeDict[Any]] = []
+        self.policies, self.encoders = _Numbering(), _Numbering()
+
+    def node(self, one: TreeDict[Any], at: Path) -> dict[str, Any]:
         refuse_deeper(at)  # pytree can make a tree that is too deep
-        nodes.append(one)
+        self.nodes.append(one)
         items: list[Any] = []
         for key, value in one.items():
             if isinstance(value, TreeDict):
-                items.append([_plain_str(key), node(value, (*at, key))])
+                items.append([_plain_str(key), self.node(value, (*at, key))])
             else:
-                items.append([_plain_str(key), len(leaves)])
-                leaves.append(((*at, key), value))
-        of_its_class = own and one._policy is one._class_policy
-        given = OF_ITS_CLASS if of_its_class else policies.number(one._policy, lambda: policy(one._policy, at))
-        return {"policy": given, "items": items}
+                items.append([_plain_str(key), len(self.leaves)])
+                self.leaves.append(((*at, key), value))
+        policy = one._policy
+        if self.own and policy is one._class_policy:
+            return {"policy": OF_ITS_CLASS, "items": items}
+        return {"policy": self.policies.number(policy, lambda: self._policy(policy, at)), "items": items}
 
-    root = node(d, ())
-    manifest = {"version": MANIFEST_VERSION, "root": root, "policies": policies.entries, "encoders": encoders.entries}
-    return manifest, leaves, nodes
+    def _policy(self, one: Policy, at: Path) -> dict[str, Any]:
+        default = one.default_encoder
+        return {
+            "encoders": {_plain_str(key): self._encoder(given, (*at, key)) for key, given in one.encoders.items()},
+            "default": None if default == Utf8() else self._encoder(default, (*at, "*")),
+            **one.settings_to_json(),
+        }
+
+    def _encoder(self, one: StringEncoder, path: Path) -> int:
+        try:
+            return self.encoders.number(one, lambda: _encoder_entry(one, self.instead))
+        except TypeError as error:
+            raise TypeError(f"{dotted(path)}: {error}") from error
 
 
 def _encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
@@ -294,14 +306,15 @@ def choose_from(cls: Any) -> Callable[[Any, str], Any]:
 def paths_of(manifest: Manifest) -> list[Path]:
     """The paths of the tensors of a valid manifest, in the order of the tree."""
 
-    def walk(node: Any, at: Path) -> Iterator[Path]:
-        for key, value in node["items"]:
-            if type(value) is int:
-                yield (*at, key)
-            else:
-                yield from walk(value, (*at, key))
+    return list(_paths_in(manifest["root"], ()))
 
-    return list(walk(manifest["root"], ()))
+
+def _paths_in(node: Any, at: Path) -> Iterator[Path]:
+    for key, value in node["items"]:
+        if type(value) is int:
+            yield (*at, key)
+        else:
+            yield from _paths_in(value, (*at, key))
 
 
 def _kept(node: Any, asked: Mapping[Any, Any], everything: bool, at: Path, found: set[Path]) -> Any:

@@ -6,10 +6,11 @@ tensor is a buffer of its own. torch pickles the tensors that cannot be packed, 
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from functools import lru_cache
 from pickle import PickleBuffer
 from types import TracebackType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -32,6 +33,9 @@ BUFFER_PROTOCOL = 5
 _DAMAGED = "the layout of a pickled dict is damaged"
 
 
+_views_read_only: ContextVar[bool] = ContextVar("_views_read_only", default=False)
+
+
 class view_read_only:
     """Make received dicts views of read-only memory, without a copy. A function and a context manager.
 
@@ -40,7 +44,8 @@ class view_read_only:
     you receive. ``view_read_only()`` saves that copy. Then do not write to the tensors of a received dict: a write can
     crash the program, or change the data of other processes. ``d.clone()`` is safe to change.
 
-    The setting holds for the whole process, and affects pickle protocol 5 only. It is off at the start.
+    The setting holds for the current context, as of `contextvars`: a thread and an asyncio task have their own. It
+    affects pickle protocol 5 only, and is off at the start.
 
     Args:
         mode: True: view read-only memory. False: copy it.
@@ -58,12 +63,10 @@ class view_read_only:
     tensor([1, 2])
     """
 
-    _on: ClassVar[bool] = False
-
     def __init__(self, mode: bool = True) -> None:
         if not isinstance(mode, bool):
             raise TypeError(f"view_read_only takes True or False, got {mode!r:.60}")
-        self._before, view_read_only._on = view_read_only._on, mode
+        self._token = _views_read_only.set(mode)
 
     def __enter__(self) -> None:
         pass
@@ -71,7 +74,7 @@ class view_read_only:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        view_read_only._on = self._before
+        _views_read_only.reset(self._token)
 
 
 class LargeTensor:
@@ -242,7 +245,7 @@ def _received(buffer: Any, layout: Layout, alignment: int) -> Tensor:
             "pickle.loads in the order in which they were made"
         )
     writable = array.flags.writeable
-    if not writable and view_read_only._on:
+    if not writable and _views_read_only.get():
         array = np.asarray(_Writable(array))
     elif not writable:
         return _copy_of_bytes(array)

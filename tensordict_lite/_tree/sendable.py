@@ -233,7 +233,10 @@ def _in_place_of(d: TreeDict[Any], named: Exception, cause: Exception) -> tuple[
     feed = _frame_of("_feed", sys._getframe())
     dropped = cast(Any, Queue)._on_queue_feeder_error
     if feed is None or feed.f_locals.get("onerror") is not dropped:  # the queue of ProcessPoolExecutor reports errors
-        raise named from cause
+        try:
+            raise named from cause
+        finally:
+            del named  # its traceback holds this frame: a cycle, which would keep the tensors of the dict
     waiting = feed.f_locals["buffer"]  # the messages that the thread sends next
     loop = _frame_of("_worker_loop", sys._current_frames().get(main_thread().ident or 0))
     if loop is None or getattr(loop.f_locals.get("data_queue"), "_buffer", None) is not waiting:
