@@ -260,6 +260,53 @@ class TestRefused:
                 DeviceDict({**sample(), "species": ["a"] * 3}, encoders={"species": Hashing(4), "name": Utf8(12)})
             )
 
+    @pytest.mark.parametrize(
+        ("encoders", "error", "message"),
+        [
+            ({"species": Vocabulary(["dog", "cat"])}, ValueError, "'species' of this table is encoded with {'tokens': ['cat', 'dog'], 'unknown': None, 'name': 'vocabulary'}, encoders= has {'tokens': ['dog', 'cat'], 'unknown': None, 'name': 'vocabulary'}; leave it out: load reads all rows of a column with one encoder"),
+            ({"name": Utf8(20)}, ValueError, "'name' of this table is encoded with"),
+            (Vocabulary(["dog", "cat"]), ValueError, "'x' of this table is encoded with Utf8(), encoders= has {'tokens': ['dog', 'cat']"),
+            ({"x": Hashing(4)}, ValueError, "'x' of this table is encoded with Utf8(), encoders= has {'buckets': 4"),
+            ({"z": Hashing(4)}, ValueError, "'n.z' of this table is encoded with Utf8(), encoders= has"),
+            ({"name": lambda s: torch.zeros(len(s))}, ValueError, "'name' of this table is encoded with {'max_length': 12, 'name': 'utf8'}, encoders= has {'name': '<lambda>'}; leave it out"),
+            ({"spcies": SPECIES}, KeyError, "'spcies' is not in this table; did you mean 'species'?"),
+        ],
+    )  # fmt: skip
+    def test_appending_with_another_encoder(
+        self, tmp_path: Path, encoders: Any, error: type[Exception], message: str
+    ) -> None:
+        """The rows of the table would be decoded with an encoder that did not encode them."""
+        folder = written(tmp_path / "t", sample())
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(error) as caught:
+            RowWriter(folder, append=True, encoders=encoders)
+        assert str(caught.value).startswith(message)
+        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+        with RowWriter(folder, append=True, encoders={"species": SPECIES, "name": Utf8(12)}) as writer:  # the same
+            writer.write({**sample(3, 3), "species": ["cat", "dog", "cat"]})
+        assert load(folder) == sample(6)
+
+    def test_appending_with_one_encoder_for_every_key(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like={"x": [1.0], "n": {"s": ["a"]}}, encoders=Utf8(5)):
+            pass
+        with RowWriter(tmp_path / "t", append=True, encoders=Utf8(5)) as writer:
+            writer.write({"x": [2.0], "n": {"s": ["Ada"]}})
+        assert load(tmp_path / "t", encoders=Utf8(5))["n"].decode("s") == ["Ada"]
+
+    def test_like_with_another_encoder(self, tmp_path: Path) -> None:
+        for like in (sample(), sample().rows, DeviceDict({"m": {"d": sample()}})):
+            with pytest.raises(
+                ValueError,
+                match=r"species' of like= is encoded with Vocabulary\(\['cat', 'dog'\]\), encoders= has Hashing\(buckets=4, seed=0\); leave it out, or give like= with the strings$",
+            ):
+                RowWriter(tmp_path / "t", like=like, encoders={"species": Hashing(4)})
+            with pytest.raises(KeyError, match="'nam' is not in the batch that RowWriter got as like="):
+                RowWriter(tmp_path / "t", like=like, encoders={"nam": Utf8(4)})
+        assert not (tmp_path / "t").exists()
+        RowWriter(tmp_path / "t", like=sample(), encoders={"species": SPECIES}).close()
+        strings = {**sample(), "species": ["cat"] * 3, "name": ["a"] * 3}
+        RowWriter(tmp_path / "u", like=strings, encoders={"species": Hashing(4)}).close()
+
     def test_the_width_of_strings_is_that_of_like(self, tmp_path: Path) -> None:
         with RowWriter(tmp_path / "t", like={"name": ["Ada", "Bo"]}) as writer:
             writer.write({"name": ["Cy"]})

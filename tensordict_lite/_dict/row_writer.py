@@ -17,18 +17,20 @@ from typing_extensions import Self
 from .._encoders.protocol import StringEncoder, encode_jagged, padding
 from .._errors import Path, described, dotted, dtype_name, with_path
 from .._files.atomic_write import FilePath
-from .._files.table_writer import JaggedRows, TableWriter, create_table, open_table
+from .._files.table_writer import JaggedRows, TableWriter, create_table, open_table, refuse_unknown_keys
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, values_and_lengths
 from .._memory.transfer import transfer
 from .._tree.missing import missing_key
-from .._tree.policy import Encoders
+from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import Items, as_dict
 from .arguments import jagged_keys
 from .device_dict import DeviceDict
 from .insert import insert
 from .rows import Rows
+
+_LIKE = "the batch that RowWriter got as like="
 
 
 class RowWriter:
@@ -56,14 +58,15 @@ class RowWriter:
             in their first dimension, such as the bytes of a text or the boxes of an image. `load` returns nested
             tensors. A key stands for the fields of that name at every depth, a path for one field.
         append: True: append to the table in ``folder``.
-        encoders: with ``like``, its string encoders, as in `DeviceDict`. With ``append``, encoders that replace those
-            of the table, as in `load`.
+        encoders: with ``like``, its string encoders, as in `DeviceDict`. With ``append``, the encoders that `load` does
+            not build, such as `Tokenizer`. Strings that are encoded keep their encoder, so no other encoder is taken.
 
     Raises: ``FileExistsError`` for ``like`` if the folder is not empty; ``FileNotFoundError`` or ``IsADirectoryError``
     for ``append`` if there is no table; ``BlockingIOError`` if another writer has opened the table; `InvalidFileError`
-    for a damaged table; ``KeyError`` for a key in ``jagged`` that ``like`` lacks; ``ValueError`` for a jagged column
-    whose rows have no dimension, or are ragged in another dimension than the first; ``TypeError`` for fields that files
-    cannot store, as `DeviceDict.save`, and for invalid arguments; ``ImportError`` without safetensors; ``OSError``.
+    for a damaged table; ``KeyError`` for a key in ``jagged`` or ``encoders`` that no field has; ``ValueError`` for
+    another encoder than that of the field, and for a jagged column whose rows have no dimension, or are ragged in
+    another dimension than the first; ``TypeError`` for fields that files cannot store, as `DeviceDict.save`, and for
+    invalid arguments; ``ImportError`` without safetensors; ``OSError``.
     Cost: 4 MiB of memory for buffers (more for rows over 4 MiB), allocated at the first `write`.
 
     >>> import tempfile
@@ -254,6 +257,9 @@ def _no_rows(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> De
     d = data
     if encoders is not None or not isinstance(data, DeviceDict):
         d = DeviceDict[Any](data, encoders=encoders)
+        refuse_unknown_keys(d, encoders, _LIKE)
+        if encoders is not None:
+            _refuse_other_encoders(data, encoders, Policy().override(encoders), ())
     len(d.rows)  # raises if the fields disagree
     found: set[Any] = set()
     tensors: list[Tensor] = []
@@ -263,8 +269,22 @@ def _no_rows(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> De
         tensors.append(_without_rows(tensor, bool(names), path))
     if jagged - found:
         key: Any = min(jagged - found, key=str)
-        raise missing_key(d, key, "the batch that RowWriter got as like=")
+        raise missing_key(d, key, _LIKE)
     return d._replace_tensors(tensors, CPU)
+
+
+def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: Policy, at: Path) -> None:
+    """Raise ``ValueError`` if ``encoders`` has another encoder for codes in ``like``. ``asked``: its policy."""
+    for key, value in like.items():
+        found = like._policy.encoders.get(key) if isinstance(like, TreeDict) else None
+        given = asked.encoders.get(key) if isinstance(encoders, Mapping) else asked.default_encoder
+        if None not in (found, given) and found != given:
+            raise ValueError(
+                f"{dotted((*at, key))} of like= is encoded with {found!r}, encoders= has {given!r}; "
+                "leave it out, or give like= with the strings"
+            )
+        if isinstance(value, Mapping):
+            _refuse_other_encoders(cast("Mapping[str, Any]", value), encoders, asked, (*at, key))
 
 
 def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:

@@ -250,6 +250,7 @@ class Reader:
         encoders = dict(given)
         if self._all_given:
             default = self._given.default_encoder
+            encoders = dict.fromkeys(entry["encoders"], default)
         else:
             encoders |= {key: self._encoder(n, key) for key, n in entry["encoders"].items() if key not in given}
             default = None if entry["default"] is None else self._encoder(entry["default"], "*")

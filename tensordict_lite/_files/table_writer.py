@@ -13,8 +13,9 @@ The order of the steps gives these guarantees after a crash at any moment:
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
@@ -24,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._errors import Path
+from .._errors import Path, dotted
 from .._memory.device import CPU
+from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
 from .atomic_write import FilePath, atomic_write, is_temporary, sweep, sync_files
-from .manifest import Reader, choose_from, describe
+from .manifest import Manifest, Reader, choose_from, describe
 from .safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .table import (
     INDEX,
@@ -394,6 +396,8 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
 
     The field of a jagged column is `JaggedRows`.
 
+    ``encoders``: the encoders that `Reader` does not build. Another encoder than that of the table is refused.
+
     Raises ``FileNotFoundError``, ``IsADirectoryError`` for a folder that is no table, and ``InvalidFileError``.
     """
     import_library()
@@ -411,6 +415,10 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
                 for c in index.columns
             ]
             fields = reader.build(choose_from(cls), empty.__getitem__, CPU, own=False)
+        if encoders is not None:
+            refuse_unknown_keys(fields, encoders, "this table")
+            _refuse_other_encoders(fields, index.manifest)
+        with invalid_file(folder, RuntimeError):
             sweep(folder)
             values = [int(map_offsets(folder, c.offsets, index.rows)[0][-1]) for c in columns if c.offsets is not None]
             text = index_text(index.columns, index.manifest)
@@ -420,6 +428,40 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
         _unlock(lock, True)
         raise
     return writer, fields
+
+
+def refuse_unknown_keys(d: TreeDict[Any], encoders: Encoders | None, owner: str) -> None:
+    """Raise ``KeyError`` for a key of ``encoders`` that ``d`` has at no depth. The message calls ``d`` ``owner``."""
+    nodes: list[TreeDict[Any]] = [d]
+    for node in nodes:
+        nodes += [value for value in node.values() if isinstance(value, TreeDict)]
+    for key in encoders if isinstance(encoders, Mapping) else ():
+        if not any(key in node for node in nodes):
+            raise missing_key(d, key, owner)
+
+
+def _refuse_other_encoders(fields: TreeDict[Any], manifest: Manifest) -> None:
+    """Raise ``ValueError`` if ``fields`` has another encoder for a key than the valid manifest of a table."""
+    ours, _, _ = describe(
+        fields, lambda given, error: {"name": repr(given) if error else getattr(given, "name", "")}, own=False
+    )
+    for (path, found), (_, given) in zip(_encoders_in(manifest), _encoders_in(ours), strict=True):
+        if json.dumps(given) != json.dumps(found):
+            raise ValueError(
+                f"{dotted(path)} of this table is encoded with {str(found)[:80]}, encoders= has {str(given)[:80]}; "
+                "leave it out: load reads all rows of a column with one encoder"
+            )
+
+
+def _encoders_in(manifest: Manifest, node: Any = None, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each path below a node of a manifest, by default its root, and the entry of its encoder."""
+    node = node or manifest["root"]
+    policy = manifest["policies"][node["policy"]]
+    for key, value in node["items"]:
+        number = policy["encoders"].get(key, policy["default"])
+        yield (*at, key), "Utf8()" if number is None else manifest["encoders"][number]
+        if isinstance(value, dict):
+            yield from _encoders_in(manifest, value, (*at, key))
 
 
 def _refuse_unless_empty(folder: str) -> None:
