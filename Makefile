@@ -10,7 +10,7 @@ RESULTS ?= benchmarks/out
 # One worker for each core. Tests of one group, which would disturb each other, share a worker.
 PARALLEL := -n auto --dist loadgroup
 
-.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks test-engines check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks test-engines test-device check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -47,6 +47,11 @@ test-frameworks: .venv/frameworks
 # Ray and Dask, the examples for them, and two hosts. They take 500 MB, so .ci/run leaves them out.
 test-engines: .venv/engines
 	$(BIN)/python -m pytest tests/engines tests/test_pickle5.py
+
+# Streams and pinned memory, on a device of our own that torch's headers and a C++ compiler make: see tests/device. One
+# process has one such device, so the simulated one is left out.
+test-device: .venv/tests
+	PYTHONPATH=tests/device $(BIN)/python -m pytest --noconftest -p strict tests/test_cuda.py tests/device
 
 # pyright is clean with the annotations of NumPy 2.4, which needs Python 3.11. On 3.10, where NumPy ends at 2.2, it is
 # left out; elsewhere it checks the code as Python 3.10 (pythonVersion in pyproject.toml).
