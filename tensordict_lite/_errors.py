@@ -19,8 +19,8 @@ def dotted(path: Path) -> str:
     return repr(".".join(map(str, path)))  # `str`, because the key of an error may have another type
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in messages, in the repr and in files: ``float32``."""
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
+    """The name of a dtype or layout in messages, in the repr and in files: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -37,11 +37,12 @@ def refuse_deeper(path: Path) -> None:
 
 
 def described(value: Any) -> str:
-    """Describe a value: ``float32[2, 3]``, with the device if it is not the CPU; otherwise the name of its type."""
+    """Describe a value: ``float32[2, 3]``, with an unusual layout or device; otherwise the name of its type."""
     if isinstance(value, Tensor):
         where = "" if value.is_cpu else f" on {value.device}"
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
-        return f"{dtype_name(value.dtype)}[{shape}]{where}"
+        layout = "" if value.is_nested or value.layout is torch.strided else f"{dtype_name(value.layout)} "
+        return f"{layout}{dtype_name(value.dtype)}[{shape}]{where}"
     if isinstance(value, Mapping):
         return "a mapping"
     name = type(value).__name__

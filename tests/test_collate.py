@@ -131,6 +131,10 @@ class TestCollate:
             ([{"n": {"x": 1}}, {"n": {}}], ValueError, "sample 1 lacks 'n.x', which sample 0 has"),
             ([{"x": [1, 2]}, {"x": [1]}], ValueError, "'x': sample 1 has int64[1], sample 0 has int64[2]"),
             ([{"x": {"y": 1}}, {"x": 1}], ValueError, "'x': sample 1 has"),
+            ([{"x": torch.eye(2)}, {"x": torch.eye(2).to_sparse()}], ValueError,
+             "'x': sample 1 has sparse_coo float32[2, 2], sample 0 has float32[2, 2]$"),
+            ([{"x": torch.eye(2).to_sparse()}, {"x": torch.eye(2)}], ValueError,
+             "'x': sample 1 has float32[2, 2], sample 0 has sparse_coo float32[2, 2]$"),
         ],
     )  # fmt: skip
     def test_samples_that_disagree(self, wrap: Any, samples: Any, error: type[Exception], message: str) -> None:
@@ -174,6 +178,12 @@ class TestCollate:
 
     def test_arguments_that_do_not_fit(self) -> None:
         samples = [{"x": [1]}, {"x": [1, 2]}]
+        with pytest.raises(
+            TypeError, match=r"^collate takes a list of samples, and .* functools.partial\(collate, ...\)$"
+        ):
+            collate(pad={"x": 0})
+        with pytest.raises(ValueError, match=r"give pad=\{'x': 0\}; to keep the lengths, jagged=\['x'\]$"):
+            collate(samples)
         for arguments, expected in (
             ({"pad": 5}, "a mapping from keys to fill values as pad="),
             ({"cls": dict}, "a DeviceDict class as cls="),

@@ -137,6 +137,8 @@ class TestErrors:
             (Utf8(), [None, "a"], TypeError,
              "'n.s': item [0] is NoneType, expected str as for the others; fill missing values first"),
             (Utf8(), ["a", 3], TypeError, "'n.s': item [1] is int, expected str as for the others"),
+            (Utf8(), [1.0, 2.0, "n/a"], TypeError, "'n.s': item [2] is the str 'n/a', expected a number as for the others"),
+            (Utf8(), [[1, 2], ["-", 3, 4]], TypeError, "'n.s': item [1][0] is the str '-', expected a number as for the others"),
             (Utf8(), np.array(["a", None], dtype=object), TypeError, "'n.s': item [1] is NoneType, expected str"),
             (Utf8(), [["a", "b"], ["c"]], ValueError,
              "'n.s': item [1] has length 1, expected 2: nested lists must be rectangular"),

@@ -6,7 +6,9 @@ import copy
 import os
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tensordict_lite import DeviceDict, Utf8, collate
+from tensordict_lite._memory import buffer
 from tensordict_lite._memory.buffer import BY_VALUE
 from tensordict_lite._tree.sendable import refuse_unsendable
 
@@ -189,6 +192,23 @@ class TestSize:
             assert d.is_packed and d.nbytes == size and d["x"].is_shared() == large
             d["x"].fill_(1.0)  # it is writable
             assert d["y"][1, 0] in (1.0, 5.0)
+
+    @pytest.mark.parametrize("method", ["thread", "multiprocessing", None])
+    def test_a_worker_that_is_a_thread_sends_nothing(self, method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After torch 2.15 a worker may be a thread, and `worker_method` says so. Older versions have no such name."""
+        info = SimpleNamespace(id=0, **({} if method is None else {"worker_method": method}))
+        monkeypatch.setattr(buffer, "get_worker_info", lambda: info)
+        samples = [{"x": torch.ones(BY_VALUE), "o": object()} for _ in range(2)]
+        is_thread, unsendable = method == "thread", partial(collate, samples, objects="keep")
+        plain = [{"x": sample["x"]} for sample in samples]
+        with ThreadPoolExecutor(1) as pool:
+            if is_thread:
+                assert pool.submit(unsendable).result()["o"][0] is samples[0]["o"]
+            batches = [
+                pool.submit(collate, plain).result(),
+                collate(DeviceDict(plain[0]).rows.__getitems__([0, 1] * BY_VALUE)),
+            ]
+        assert [d["x"].is_shared() for d in batches] == [not is_thread] * 2
 
     def test_pinning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Tensor, "pin_memory", lambda self, device=None: self.clone())

@@ -44,6 +44,7 @@ class TestPad:
             ({"multiple_of": 0}, ValueError, "multiple_of is a whole number of 1 or more, got 0"),
             ({"multiple_of": True}, ValueError, "multiple_of is a whole number of 1 or more, got True"),
             ({"lengths": 3}, TypeError, "lengths is the key of a new field, got 3"),
+            ({"optional": 1}, TypeError, "optional is True or False, got 1"),
             ({"lengths": "n", "mask": "n"}, ValueError, "lengths and mask need different keys, got 'n' for both"),
         ],
     )  # fmt: skip
@@ -79,6 +80,56 @@ class TestCollate:
         assert d.is_packed and list(d["n"]) == ["box", "k", "real", "id"] and list(d) == ["n", "box"]
         assert d["n", "k"].tolist() == [2, 1] and d["n", "real"].tolist() == [[True, True], [True, False]]
         assert d["box"].tolist() == [[0.0, 0.0], [0.0, 5.0]]
+
+    @pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1, -(2**63)])
+    @pytest.mark.parametrize("pack", [True, False])
+    @pytest.mark.parametrize(
+        "make",
+        [torch.arange, lambda n: list(range(n)), lambda n: torch.arange(n).expand(1, n)[0], lambda n: torch.zeros(n, 60000).long()],
+        ids=["tensors", "lists", "views", "large"],
+    )  # fmt: skip
+    def test_large_numbers_stay_exact(self, value: int, pack: bool, make: Any) -> None:
+        d = collate([{"x": make(n)} for n in (2, 3, 1)], pad={"x": Pad(value, multiple_of=4)}, pack=pack)
+        assert d["x"].eq(value).view(3, 4, -1)[:, :, -1].tolist() == [[i >= n for i in range(4)] for n in (2, 3, 1)]
+
+    @pytest.mark.parametrize(
+        ("dtype", "fits", "too_large"),
+        [(torch.uint8, 255, 256), (torch.uint8, 0, -1), (torch.uint16, 65535, -1), (torch.uint64, 2**64 - 1, 2**64), (torch.int8, -128, -129),
+         (torch.int64, 16777217.0, 0.5), (torch.bool, True, 2), (torch.float16, 65504, 1e10), (torch.float32, float("inf"), 1e39),
+         (torch.bfloat16, float("nan"), 1e39), (torch.float64, 1 << 70, 1 << 2000), (torch.complex64, 0.5, 1e39)],
+    )  # fmt: skip
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_what_a_dtype_holds(self, dtype: torch.dtype, fits: float, too_large: float, pack: bool) -> None:
+        samples = [{"x": torch.zeros(n, dtype=dtype)} for n in (1, 2)]
+        padded = collate(samples, pad={"x": fits}, pack=pack)["x"]
+        value = float(fits) if dtype.is_floating_point or dtype.is_complex else fits
+        assert padded.dtype is dtype
+        assert repr(padded[0, 1:].tolist()) == repr(torch.full((1,), value, dtype=dtype).tolist())
+        for join in (lambda pad: collate(samples, pad=pad, pack=pack), lambda pad: cat([collate(samples[:1]), collate(samples[1:])], pad=pad)):  # fmt: skip
+            with pytest.raises(ValueError, match=rf"^'x': pad=\{{'x': .*\}} does not fit {dtype}$"):
+                join({"x": too_large})
+
+    def test_keys_that_no_sample_has(self) -> None:
+        class Declares(TypedDeviceDict):
+            ids: torch.Tensor
+            label: torch.Tensor | None = None
+
+        samples = [{"ids": [1] * n, "k": {"box": [0.5], "n": n}} for n in (1, 2)]
+        plain = [{"ids": [1] * n} for n in (1, 2)]
+        for options, message in (
+            ({"pad": {"ids": 0, "id": 0}}, "pad= names 'id', which no sample has; did you mean 'ids'? Or allow it with Pad(0, optional=True)"),
+            ({"pad": {"ids": 0, ("k", "bos"): 0}}, "pad= names ('k', 'bos'), which no sample has; did you mean 'k.box'? Or allow"),
+            ({"pad": {"ids": 0, "other": 0}}, "pad= names 'other', which no sample has; its keys are 'ids', 'k', 'box', 'n'. Or allow"),
+            ({"jagged": ["ids", "boxes"]}, "jagged= names 'boxes', which no sample has; did you mean 'box'?"),
+            ({"pad": {"ids": 0}, "encoders": {"id": Vocabulary(["a"])}}, "encoders= names 'id', which no sample has; did you mean 'ids'?"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="which no sample has") as caught:
+                collate(samples, **options)  # type: ignore[arg-type]
+            assert str(caught.value).startswith(message)
+        collate(samples, pad={"ids": 0, "box": 0, ("k", "n"): Pad(1, optional=True), "label": Pad(-1, optional=True)})
+        collate(plain, cls=Declares, pad={"ids": 0, "label": 0}, encoders={"label": Vocabulary(["a"])})
+        with pytest.raises(ValueError, match=r"^pad= names 'y', which no dict has; did you mean 'x'\? Or allow it"):
+            cat([{"x": [[1]]}, {"x": [[1, 2]]}], pad={"x": 0, "y": 0})
 
     def test_samples_of_one_length_get_the_fields_too(self) -> None:
         d = collate([{"ids": torch.arange(3)}] * 2, pad={"ids": FULL})
@@ -146,6 +197,12 @@ class TestCat:
         assert d["ids"].tolist() == [[-1, -1, -1, 1]] * 2 + [[-1, 1, 1, 1]] * 2 and d["y"].tolist() == [0, 1, 0, 1]
         assert d["n"].tolist() == [1, 1, 3, 3] and torch.equal(d["m"], d["ids"] == 1)
         assert [list(b) for b in batches] == [["ids", "y"]] * 2, "the dicts are unchanged"
+
+    def test_the_fill_value_fits_each_dict(self) -> None:
+        batches = [{"x": torch.ones(1, 2).long()}, {"x": torch.ones(1, 1, dtype=torch.uint8)}]
+        with pytest.raises(ValueError, match=r"'x': pad=\{'x': 300\} does not fit torch.uint8"):
+            cat(batches, pad={"x": 300})
+        assert cat(batches[:1] * 2, pad={"x": Pad(2**53 + 1, multiple_of=3)})["x"][:, 2].tolist() == [2**53 + 1] * 2
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_it_continues_what_collate_began(self, side: Any) -> None:

@@ -67,7 +67,7 @@ def ids(batch: Any) -> Any:
 @pytest.fixture
 def as_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process look like a DataLoader worker to the code that allocates batches."""
-    monkeypatch.setattr(memory_rows, "get_worker_info", object)
+    monkeypatch.setattr(memory_rows, "in_worker_process", lambda: True)
 
 
 class TestBatches:
@@ -99,7 +99,7 @@ class TestBatches:
         d = DeviceDict({"x": torch.arange(10.0).reshape(5, 2), "n": {"y": torch.arange(5), "e": {}}})
         with pytest.MonkeyPatch.context() as patch:
             if in_worker:
-                patch.setattr(memory_rows, "get_worker_info", object)
+                patch.setattr(memory_rows, "in_worker_process", lambda: True)
             forms: Any = (index, np.array(index, dtype=np.int64), torch.tensor(index, dtype=torch.int64))
             for form in forms:
                 batch = collate(d.rows.__getitems__(form))

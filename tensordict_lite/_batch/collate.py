@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_collate  # PyTorch documents it as the place to register a type
 
 from .._dict.arguments import jagged_keys
@@ -24,7 +23,7 @@ from .._dict.insert import place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
-from .._memory.buffer import new_batch_buffer, regions, views_of
+from .._memory.buffer import in_worker_process, new_batch_buffer, regions, views_of
 from .._memory.device import CPU, canonical
 from .._memory.jagged import join_jagged
 from .._memory.layout import Group, Layout, lay_out, row_major
@@ -36,7 +35,7 @@ from .._tree.sendable import is_plain, refuse_unsendable
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
 from .join import columns, merged_policy, raise_mismatch, widened
-from .pad import Pad, Pads, extra_fields, pad_samples, raise_encoded, require_fit
+from .pad import Pad, Pads, extra_fields, pad_samples, raise_encoded, require_fit, require_known
 from .plan import one_dtype, stack_into, stack_plain
 
 D = TypeVar("D", bound=DeviceDict[Any])
@@ -48,11 +47,12 @@ _SampledField = tuple[DeviceDict[Any], Path, Sequence[Tensor], bool]
 A stacked field has one tensor, the whole field, in place of its samples.
 """
 _dtype = attrgetter("dtype")
+_NO_SAMPLES: Any = object()  # a call without samples
 _NO_PADS, _NO_KEYS = Pads(None, "collate"), frozenset[Any]()  # created once, because most calls give neither
 
 
 def collate(
-    samples: Sequence[Mapping[str, Any]] | Rows[Any],
+    samples: Sequence[Mapping[str, Any]] | Rows[Any] = _NO_SAMPLES,
     *,
     cls: type[D] = DeviceDict,
     encoders: Encoders | None = None,
@@ -63,10 +63,10 @@ def collate(
 ) -> D:
     """Stack the samples into one batch: every field along a new first dimension, all fields in one buffer.
 
-    Pass `collate` to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker sends a small
-    batch by value. The buffer of a larger batch is shared memory: it takes one file descriptor and no further copy. The
-    loader's ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the batch
-    arrives unpacked.)
+    Pass `collate` to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker process sends a
+    small batch by value. The buffer of a larger batch is shared memory: it takes one file descriptor and no further
+    copy. The loader's ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the
+    batch arrives unpacked.)
 
     Args:
         samples: mappings with the same keys. A value may be anything that a `DeviceDict` takes: a tensor, a number, a
@@ -79,12 +79,13 @@ def collate(
         pad: fill values for fields whose samples differ in their first dimension: ``{"input_ids": 0}``. Shorter
             samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. A `Pad` in place of the number can pad on the
             left or to a multiple, and add lengths or a mask. A key stands for the fields of that name at every depth, a
-            path for one field.
+            path for one field. No sample may lack it, unless ``Pad(..., optional=True)`` says so.
         jagged: keys or paths, as in ``pad``, of fields that become nested tensors of layout ``torch.jagged``. Their
             samples may differ in the first dimension, and are not padded. A nested tensor is not packed.
         pack: False gives every field its own storage.
 
-    Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree;
+    Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree, or if no
+    sample has a key that ``pad``, ``jagged`` or ``encoders`` name;
     ``TypeError`` if the samples are not a list of mappings, or a value cannot be stored;
     ``DeviceMismatchError`` for tensors on several devices. The samples are never changed.
     Cost: one allocation, and one copy of every tensor. No synchronization, except on an accelerator: there, each jagged
@@ -100,6 +101,11 @@ def collate(
     tensor([[1, 2, 3],
             [4, 0, 0]])
     """
+    if samples is _NO_SAMPLES:
+        raise TypeError(
+            "collate takes a list of samples, and got options only; to set options for a DataLoader, give "
+            "functools.partial(collate, ...)"
+        )
     rows: Rows[Any] | None = None
     given: Any = samples
     if type(given) is not list:  # most samples are lists, and a test for `Rows` takes longer
@@ -132,8 +138,20 @@ def collate(
         batch = _general_batch(given, kind, policy, pads or _NO_PADS, ragged, pack)
     if cls is not DeviceDict:
         batch._validate()
+    if pads is not None:
+        pads.require_known(batch, "sample")
+    for key in ragged:
+        require_known("jagged=", key, batch, "sample", "")
+    if isinstance(encoders, Mapping):
+        _require_known_encoders(encoders, batch)
     _refuse_in_worker(batch)
     return cast(D, batch)
+
+
+def _require_known_encoders(encoders: Mapping[str, Any], batch: DeviceDict[Any]) -> None:
+    for key in encoders:
+        if key not in batch:
+            require_known("encoders=", key, batch, "sample", " Or allow it: declare the encoder in a class, for cls=")
 
 
 def _jagged_fields(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
@@ -166,6 +184,8 @@ def _general_batch(
 
 def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
     """The batch of `Rows`, which `Rows.__getitems__` made: their dict, as ``cls`` and with these options."""
+    if isinstance(encoders, Mapping):
+        _require_known_encoders(encoders, d)
     kind = type(d) if isinstance(d, cls) else cls
     batch: Any = d
     if not (kind is type(d) and encoders is objects is None):
@@ -175,8 +195,8 @@ def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objec
 
 
 def _refuse_in_worker(batch: DeviceDict[Any]) -> None:
-    """In a DataLoader worker, raise the error that names the field or class if ``batch`` cannot be sent."""
-    if get_worker_info() is not None and not is_plain(batch):
+    """In a worker process, raise the error that names the field or class if ``batch`` cannot be sent."""
+    if in_worker_process() and not is_plain(batch):
         refuse_unsendable(batch)
 
 
@@ -355,7 +375,9 @@ class _Collector:
         if pad is None or not one_dtype:
             inner = {tensor.shape[1:] for tensor in column}
             ragged = inner == {column[0].shape[1:]} and column[0].dim() and one_dtype
-            hint = f"; to fill the shorter ones up, give pad={{{path[-1]!r}: 0}}" if ragged else ""
+            key = path[-1]
+            ways_out = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, jagged=[{key!r}]"
+            hint = ways_out if ragged else ""
             raise_mismatch(column, path, "sample", None, hint)
         require_fit(pad, column[0].dtype, path)
         if not column[0].dim() and len({tensor.shape for tensor in column}) == 1:

@@ -67,7 +67,9 @@ def cat(
     pads = Pads(pad, "cat")
     if pads and dim != 0:
         raise ValueError(f"pad= fills up the second dimension for cat along dim=0, got dim={dim!r}")
-    return _joined(dicts, "cat", dim, pads)
+    out = _joined(dicts, "cat", dim, pads)
+    pads.require_known(out, "dict")
+    return out
 
 
 def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads | None = None) -> DeviceDict[Any]:
@@ -199,7 +201,7 @@ def raise_mismatch(
     hint: str = "",
     along: int | None = None,
 ) -> NoReturn:
-    """Raise a ``ValueError`` that names the first value whose shape, dtype or type differs from value 0.
+    """Raise a ``ValueError`` that names the first value whose shape, dtype, layout or type differs from value 0.
 
     ``along``: the dimension that may differ for ``torch.cat``, which promotes dtypes; None if nothing may differ.
     """
@@ -207,14 +209,14 @@ def raise_mismatch(
         if described(value) != described(column[0]) and (along is None or not _can_cat(value, column[0], along)):
             message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(column[0])}{hint}"
             raise ValueError(message) from error
-    if error is not None:
-        raise error
-    raise ValueError(f"{dotted(path)}: these cannot be joined")
+    raise ValueError(f"{dotted(path)}: torch cannot join these {noun}s; it says: {error}") from error
 
 
 def _can_cat(a: Any, b: Any, along: int) -> bool:
     """Whether two values are tensors with shapes that differ in one dimension only."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() != b.dim():
+        return False
+    if a.layout is not b.layout or a.is_nested or b.is_nested or a.is_quantized is not b.is_quantized:
         return False
     along %= a.dim()
     return a.shape[:along] == b.shape[:along] and a.shape[along + 1 :] == b.shape[along + 1 :]

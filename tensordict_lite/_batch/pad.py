@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from .._encoders.protocol import padding
 from .._errors import Path, described, dotted
+from .._tree.missing import closest
 from .._tree.tree import TreeDict
 
 Side = Literal["left", "right"]
@@ -29,6 +29,8 @@ class Pad:
         multiple_of: round the length of the batch up to a multiple of this number.
         lengths: the key of a new field for the lengths of the samples: int64 ``[n]``.
         mask: the key of a new bool field ``[n, length]``: True for the elements of a sample, False for the padding.
+        optional: no sample need have the key, as labels that are missing at prediction. Otherwise a key in ``pad=``
+            that no sample has is an error.
 
     The new fields are in the same dict as the padded field. A plain number in ``pad=`` is short for ``Pad(number)``.
 
@@ -49,6 +51,7 @@ class Pad:
     multiple_of: int = 1
     lengths: str | None = None
     mask: str | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, (bool, int, float)):
@@ -62,22 +65,22 @@ class Pad:
             key = getattr(self, name)
             if key is not None and not isinstance(key, str):
                 raise TypeError(f"{name} is the key of a new field, got {key!r:.60}")
+        if not isinstance(cast(object, self.optional), bool):
+            raise TypeError(f"optional is True or False, got {self.optional!r:.60}")
         if self.lengths is not None and self.lengths == self.mask:
             raise ValueError(f"lengths and mask need different keys, got {self.mask!r} for both")
 
     def __repr__(self) -> str:
-        defaults = {"side": "right", "multiple_of": 1, "lengths": None, "mask": None}
-        given = {name: getattr(self, name) for name in defaults}
-        options = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
+        given = [(option, getattr(self, option.name)) for option in fields(self)]
+        options = [f"{option.name}={value!r}" for option, value in given[1:] if value != option.default]
         return f"Pad({', '.join([repr(self.value), *options])})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.value, self.side, self.multiple_of, self.lengths, self.mask)
+        return type(self), tuple(self.to_json().values())
 
     def to_json(self) -> dict[str, Any]:
         """The state, as JSON values."""
-        names = ("value", "side", "multiple_of", "lengths", "mask")
-        return {name: getattr(self, name) for name in names}
+        return {option.name: getattr(self, option.name) for option in fields(self)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Pad:
@@ -122,6 +125,12 @@ class Pads:
         """The `Pad` of the field at ``path``, or None."""
         return self._pads.get(path, self._pads.get(path[-1]))
 
+    def require_known(self, batch: TreeDict[Any], noun: str) -> None:
+        """Raise ``ValueError`` for a key that no dict of the call has, unless its `Pad` is optional."""
+        for key, pad in self._pads.items():
+            if not pad.optional and key not in batch:
+                require_known("pad=", key, batch, noun, f" Or allow it with Pad({pad.value!r}, optional=True)")
+
     def require_new(self, names: Iterable[str], at: Path, owners: str) -> None:
         """Raise ``ValueError`` if a new field would have the name of another field of a dict with these keys."""
         known = set(names)
@@ -136,26 +145,65 @@ class Pads:
                 known.add(extra)
 
 
+def require_known(option: str, key: Any, batch: TreeDict[Any], noun: str, way_out: str) -> None:
+    """Raise ``ValueError`` if a key or path that an option names is nowhere in ``batch``. The error names the closest.
+
+    Fields that a class declares need not be there. ``way_out``: what to do for a key that may be absent.
+    """
+    paths = list(_paths_in(batch))
+    names = paths if isinstance(key, tuple) else [path[-1] for path in paths]
+    if key in names:
+        return
+    texts = {dotted(name if isinstance(name, tuple) else (name,)): None for name in names}
+    guess = closest(dotted(key if isinstance(key, tuple) else (key,)), texts)
+    hint = f"did you mean {guess}?" if guess else f"its keys are {', '.join(texts) or 'none'}."
+    raise ValueError(f"{option} names {key!r:.60}, which no {noun} has; {hint}{way_out}")
+
+
+def _paths_in(tree: TreeDict[Any], at: Path = ()) -> Iterator[Path]:
+    """Every path in a tree, with the fields that its classes declare."""
+    for key in dict.fromkeys([*tree, *getattr(tree, "_optional", ())]):
+        yield (*at, key)
+        value = tree.get(key)
+        if isinstance(value, TreeDict):
+            yield from _paths_in(cast("TreeDict[Any]", value), (*at, key))
+
+
 def require_fit(pad: Pad, dtype: torch.dtype, path: Path) -> None:
     """Raise ``ValueError`` unless the dtype can hold the fill value."""
-    fill = pad.value
-    if not (dtype.is_floating_point or dtype.is_complex) and not _fits(fill, dtype):
-        shown = pad if pad._always or pad.side != "right" else fill
+    if not _fits(pad.value, dtype):
+        shown = pad.value if pad == Pad(pad.value) else pad
         raise ValueError(f"{dotted(path)}: pad={{{path[-1]!r}: {shown!r}}} does not fit {dtype}")
 
 
 @lru_cache(maxsize=64, typed=True)
 def _fits(fill: float, dtype: torch.dtype) -> bool:
-    try:
-        return torch.full((), fill).to(dtype).item() == fill == torch.full((), fill, dtype=dtype).item()
-    except (RuntimeError, TypeError, ValueError, OverflowError):
-        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        try:
+            return bool(torch.full((2,), float(fill), dtype=dtype).numel())  # it checks no single element
+        except (RuntimeError, OverflowError):  # RuntimeError: the value is out of range
+            return False
+    least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return least <= fill <= most and fill == int(fill)
 
 
-def pad_samples(column: Sequence[Tensor], pad: Pad) -> Tensor:
+def filler(like: Tensor, sizes: Sequence[int], pad: Pad) -> Tensor:
+    """A tensor of the fill value, in the dtype and on the device of ``like``. Integers do not go through a double."""
+    fill = float(pad.value) if like.is_floating_point() or like.is_complex() else pad.value
+    return torch.full(sizes, fill, dtype=like.dtype, device=like.device)
+
+
+def pad_samples(samples: Sequence[Tensor], pad: Pad) -> Tensor:
     """Stack the samples, padded to one length. Raises torch's error if other dimensions differ."""
-    padded = pad_sequence(list(column), batch_first=True, padding_value=pad.value, padding_side=pad.side)
-    return _widen(padded, pad._length(padded.shape[1]), pad.side, pad.value)
+    lengths = [sample.shape[0] for sample in samples]
+    length = pad._length(max(lengths))
+    first = samples[0]
+    if len({sample.dim() for sample in samples}) > 1:  # torch.cat ignores empty tensors of one dimension
+        raise RuntimeError("the samples differ in the number of dimensions")
+    missing = [length - own for own in lengths]
+    gaps = filler(first, (sum(missing), *first.shape[1:]), pad).split(missing)
+    pairs = zip(samples, gaps, strict=True) if pad.side == "right" else zip(gaps, samples, strict=True)
+    return torch.cat([*chain.from_iterable(pairs)]).reshape(len(samples), length, *first.shape[1:])
 
 
 def extra_fields(lengths: Sequence[int], length: int, pad: Pad, device: torch.device) -> dict[str, Tensor]:
@@ -178,13 +226,13 @@ def mask_of(lengths: Any, places: Any, side: Side) -> Any:
     return places < each if side == "right" else places >= len(places) - each
 
 
-def _widen(tensor: Tensor, length: int, side: Side, value: float) -> Tensor:
+def _widen(tensor: Tensor, length: int, pad: Pad) -> Tensor:
     """``tensor`` with its second dimension padded to ``length``."""
     missing = length - tensor.shape[1]
     if not missing:
         return tensor
-    ends = (0, missing) if side == "right" else (missing, 0)
-    return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + list(ends), value=value)
+    gap = filler(tensor, (tensor.shape[0], missing, *tensor.shape[2:]), pad)
+    return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], 1)
 
 
 def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[TreeDict[Any]]:
@@ -218,12 +266,13 @@ def _pad_column(
             raise ValueError(
                 f"{dotted(path)}: pad= of cat fills up the second dimension, dict {i} has {described(value)}"
             )
-    require_fit(pad, column[0].dtype, path)
+    for value in column:
+        require_fit(pad, value.dtype, path)
     length = pad._length(max(value.shape[1] for value in column))
     for i, (items, value) in enumerate(zip(out, column, strict=True)):
         rows, own = value.shape[:2]
         made = extra_fields([own] * rows, length, pad, value.device)
-        items[key] = _widen(value, length, pad.side, pad.value)
+        items[key] = _widen(value, length, pad)
         for name, option in pad._extras.items():
             known = items.get(name)
             if known is None:
@@ -236,7 +285,7 @@ def _pad_column(
                     "choose another key"
                 )
             if option == "mask":
-                items[name] = _widen(known, length, pad.side, False)
+                items[name] = _widen(known, length, Pad(0, pad.side))
 
 
 def raise_encoded(path: Path, pad: Pad) -> None:

@@ -64,9 +64,19 @@ def goes_by_value(nbytes: int) -> bool:
     return nbytes <= BY_VALUE
 
 
+def in_worker_process() -> bool:
+    """Whether this is a DataLoader worker that sends its batches to another process.
+
+    Versions of torch after 2.15 can run workers as threads, which hand over their batches. They tell this by
+    ``worker_method``.
+    """
+    info = get_worker_info()
+    return info is not None and getattr(info, "worker_method", None) != "thread"
+
+
 def in_shared_memory(nbytes: int) -> bool:
     """Whether a batch of this size on the CPU is created in shared memory: in a worker, unless it is sent by value."""
-    return get_worker_info() is not None and not goes_by_value(nbytes)
+    return not goes_by_value(nbytes) and in_worker_process()
 
 
 def new_batch_buffer(layout: Layout, device: torch.device) -> Tensor:

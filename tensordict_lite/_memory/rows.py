@@ -13,9 +13,8 @@ from operator import add, le
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import get_worker_info
 
-from .buffer import FOREACH_DTYPES, HUGE, new_batch_buffer, new_buffer, regions, views_of
+from .buffer import FOREACH_DTYPES, HUGE, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
 from .device import CPU, intercepted
 from .jagged import is_jagged, select_rows
 from .layout import Group, Layout, Sizes, lay_out, row_major
@@ -79,7 +78,7 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
 
 def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | None) -> list[Tensor]:
-    """Copy rows of each tensor for a batch. In a DataLoader worker the rows are packed, in memory that can be sent.
+    """Copy rows of each tensor for a batch. In a worker process the rows are packed, in memory that can be sent.
 
     Elsewhere the rows are not packed: packing takes 1.5x the time (256 rows of 12 fields), and only a batch that is
     sent gains from it.
@@ -106,8 +105,8 @@ def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | 
 
 
 def packs_batches(device: torch.device | None) -> bool:
-    """Whether `take_batch` packs the rows: in a DataLoader worker, where the device can be packed."""
-    return get_worker_info() is not None and device is not None and can_pack(device)
+    """Whether `take_batch` packs the rows: in a worker process, where the device can be packed."""
+    return in_worker_process() and device is not None and can_pack(device)
 
 
 @lru_cache(maxsize=64)  # the batches of a loader are alike, and a layout of 12 fields takes 20 us

@@ -144,8 +144,20 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
         fits = array.dtype.kind in _NUMBER_KINDS
         return _array(array, device, policy, path, given) if fits else _object(given, policy, path)
     if policy.objects == "error" and any(issubclass(kind, str) for kind in kinds):
+        _refuse_odd_strings(value, path)
         return _strings(value, policy, path)  # raises an error that names the item that is not a string
     return _object(given, policy, path)
+
+
+def _refuse_odd_strings(value: Any, path: Path, at: str = "") -> None:
+    """Raise ``TypeError`` that names a string in a list of mostly numbers, at any depth."""
+    strings = [i for i, item in enumerate(value) if isinstance(item, str)]
+    if 0 < len(strings) < sum(isinstance(item, _NUMBERS) for item in value):
+        where, odd = f"{at}[{strings[0]}]", value[strings[0]]
+        raise TypeError(f"{dotted(path)}: item {where} is the str {odd!r:.60}, expected a number as for the others")
+    for i, item in enumerate(value):
+        if isinstance(item, (list, tuple)):
+            _refuse_odd_strings(item, path, f"{at}[{i}]")
 
 
 def _item_types(value: Iterable[Any]) -> set[type]:
