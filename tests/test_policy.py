@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
-from tensordict_lite._tree.policy import Policy, settings_from_json
+from tensordict_lite._tree.policy import Policy, options_from_json
 
 A, B, C = Vocabulary(["a"]), Vocabulary(["b", "a"]), Vocabulary(["c", "b", "a"])
 SIM = torch.device("sim", 0)
@@ -256,35 +256,44 @@ class TestPolicyAsData:
     @pytest.mark.parametrize("policy", [Policy(), FULL, Policy({"s": C}), Policy({}, B), Policy(dtype=torch.float16)])
     def test_state(self, policy: Policy) -> None:
         state = policy.to_state()
-        assert list(state) == ["encoders", "default_encoder", "on_mismatch", "objects", "dtype"]
         assert type(state["encoders"]) is dict and Policy.from_state(state) == policy
-        assert policy.settings() == {name: state[name] for name in ("on_mismatch", "objects", "dtype")}
 
-    def test_json(self) -> None:
-        assert Policy().settings_to_json() == {"on_mismatch": "error", "objects": "error", "dtype": None}
-        data = self.FULL.settings_to_json()
+    def test_an_option_with_its_default_is_not_written(self) -> None:
+        assert list(Policy().to_state()) == ["encoders", "default_encoder"] and Policy().options_to_json() == {}
+        data = self.FULL.options_to_json()
         assert data == {"on_mismatch": "move", "objects": "keep", "dtype": "float64"}
-        for policy in (Policy(), self.FULL):
-            assert settings_from_json(policy.settings_to_json()) == policy.settings()
+        assert Policy().override(**options_from_json(data)) == Policy({}, Utf8(), "move", "keep", torch.float64)
+
+    def test_an_option_that_a_file_lacks_has_its_default(self) -> None:
+        assert Policy().override(**options_from_json({"objects": "keep"})) == Policy(objects="keep")
+        assert Policy.from_state({"encoders": {}, "default_encoder": Utf8(), "objects": "keep"}) == Policy(
+            objects="keep"
+        )
+
+    def test_an_option_of_a_newer_version(self) -> None:
+        message = "^the option 'later' is unknown; it may need a newer version of this package$"
+        with pytest.raises(ValueError, match=message):
+            options_from_json({"later": 1})
+        with pytest.raises(ValueError, match=message):
+            Policy.from_state({"encoders": {}, "default_encoder": Utf8(), "later": 1})
 
     @pytest.mark.parametrize("wrong", ["int64", "bool", "nonsense", 1, ["float64"], {}, False])
     def test_a_wrong_dtype_of_a_file(self, wrong: Any) -> None:
         with pytest.raises(ValueError, match=r"is not a floating-point dtype$"):
-            settings_from_json({"on_mismatch": "error", "objects": "error", "dtype": wrong})
+            options_from_json({"dtype": wrong})
 
     def test_a_string_of_a_class_of_its_own_is_no_dtype_of_a_file(self) -> None:
         class Name(str):
             pass
 
         with pytest.raises(ValueError, match=r"^'float64' is not a floating-point dtype$"):
-            settings_from_json({"on_mismatch": "error", "objects": "error", "dtype": Name("float64")})
+            options_from_json({"dtype": Name("float64")})
 
-    @pytest.mark.parametrize("wrong", [1, None, True, ["move"], "", "mo", "MOVE", "drop"])
+    @pytest.mark.parametrize("wrong", [1, True, ["move"], "", "mo", "MOVE", "drop"])
     @pytest.mark.parametrize("name", ["on_mismatch", "objects"])
     def test_a_wrong_choice_of_a_file(self, name: str, wrong: Any) -> None:
-        data = {"on_mismatch": "error", "objects": "error", "dtype": None, name: wrong}
         with pytest.raises(ValueError, match=f"^{name} is 'error' or '(move|keep)', got "):
-            settings_from_json(data)
+            options_from_json({name: wrong})
 
     def test_an_option_equal_to_a_choice_that_is_no_string_is_refused(self) -> None:
         class Equal:

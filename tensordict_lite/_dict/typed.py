@@ -17,7 +17,7 @@ from .._encoders.protocol import StringEncoder
 from .._errors import Path, described, with_path
 from .._memory.device import DeviceLike
 from .._tree.missing import NoAttribute
-from .._tree.policy import OPTIONS, Encoders, Objects, OnMismatch, Options
+from .._tree.policy import OPTIONS, Encoders, OptionFields, Options
 from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in  # pyright: ignore[reportUnusedImport]  (used in the `else` branch)
 from .device_dict import DeviceDict
@@ -30,10 +30,6 @@ Read = TypeVar("Read")
 if TYPE_CHECKING:  # pragma: no cover
     # Type checkers see the options as fields, so every constructor accepts them. With a descriptor, the type of the
     # argument differs from the type that is read. With `InitVar`, pyright could not read `batch.device`.
-
-    class _Option(Generic[Given]):
-        def __get__(self, instance: None, owner: Any) -> Given | None: ...
-        def __set__(self, instance: None, value: Given | None) -> None: ...
 
     class _Property(Generic[Given, Read]):
         @overload
@@ -56,7 +52,7 @@ class _Typed(ABCMeta):
         return out
 
 
-class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
+class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     """A `DeviceDict` with a schema: class annotations declare the fields, for type checkers and for validation.
 
     The attribute ``batch.image`` is the item ``batch["image"]``: read, set or delete it. Annotate a field as:
@@ -122,9 +118,6 @@ class TypedDeviceDict(DeviceDict[Tensor], metaclass=_Typed):
     if TYPE_CHECKING:  # pragma: no cover
         device: _Property[DeviceLike, torch.device | None] = _Property()  # pyright: ignore
         encoders: _Property[Encoders, Mapping[str, StringEncoder]] = _Property()  # pyright: ignore
-        on_mismatch: _Option[OnMismatch] = _Option()
-        objects: _Option[Objects] = _Option()
-        dtype: _Option[torch.dtype] = _Option()
 
         def select(self, *keys: str | Path) -> DeviceDict[Tensor]: ...
         def drop(self, *keys: str | Path) -> DeviceDict[Tensor]: ...

@@ -17,7 +17,7 @@ from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, runs_code
 from .._errors import DEPTH, Path, dotted, refuse_deeper
 from .._tree.missing import missing_key
-from .._tree.policy import SETTINGS, Encoders, Policy, settings_from_json
+from .._tree.policy import Encoders, Policy, options_from_json
 from .._tree.tree import TreeDict
 
 MANIFEST_VERSION = 1
@@ -88,7 +88,7 @@ class _Description:
         return {
             "encoders": {_plain_str(key): self._encoder(given, (*at, key)) for key, given in one.encoders.items()},
             "default": None if default == Utf8() else self._encoder(default, (*at, "*")),
-            **one.settings_to_json(),
+            **one.options_to_json(),
         }
 
     def _encoder(self, one: StringEncoder, path: Path) -> int:
@@ -245,7 +245,9 @@ class Reader:
         return self._merged[number, cls].with_default_of(policy, keys)
 
     def _read_policy(self, entry: Any) -> Policy:
-        entry = _fields(entry, "a policy", encoders=dict, default=object, **dict.fromkeys(SETTINGS, object))
+        options: dict[str, Any] = dict(entry) if type(entry) is dict else {}
+        entry = {name: options.pop(name) for name in ("encoders", "default") if name in options}
+        entry = _fields(entry, "a policy", encoders=dict, default=object)
         given = self._given.encoders
         encoders = dict(given)
         if self._all_given:
@@ -255,7 +257,7 @@ class Reader:
             encoders |= {key: self._encoder(n, key) for key, n in entry["encoders"].items() if key not in given}
             default = None if entry["default"] is None else self._encoder(entry["default"], "*")
         try:
-            policy = Policy().override(encoders or None, **settings_from_json(entry))
+            policy = Policy().override(encoders or None, **options_from_json(options))
             return policy if default is None else policy.override(default)
         except (TypeError, ValueError) as error:
             raise InvalidManifest(str(error)) from error

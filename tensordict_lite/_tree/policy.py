@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypedDict, TypeVar, cast
 
 import torch
 
@@ -22,7 +22,7 @@ Objects = Literal["error", "keep"]
 
 
 class Options(TypedDict, total=False):
-    """The options of an instance or of a class. An option that is None counts as not given."""
+    """The options of an instance or of a class, for type checkers. An option that is None counts as not given."""
 
     encoders: Encoders | None
     on_mismatch: OnMismatch | None
@@ -30,25 +30,44 @@ class Options(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-OPTIONS = ("device", *Options.__annotations__)
-"""The keywords of the constructor. A class takes the same options, except ``device``."""
+if TYPE_CHECKING:  # pragma: no cover
+    Given = TypeVar("Given")
+
+    class _Keyword(Generic[Given]):
+        """A keyword of a constructor that instances do not have as an attribute."""
+
+        def __get__(self, instance: None, owner: Any) -> Given | None: ...
+        def __set__(self, instance: None, value: Given | None) -> None: ...
+
+    @dataclass(kw_only=True, eq=False)
+    class OptionFields:
+        """The same options for classes whose constructor type checkers derive from fields."""
+
+        on_mismatch: _Keyword[OnMismatch] = _Keyword()
+        objects: _Keyword[Objects] = _Keyword()
+        dtype: _Keyword[torch.dtype] = _Keyword()
+
+else:
+    OptionFields = object
 
 
-class _Setting(NamedTuple):
-    """The functions that validate an option, convert it to JSON and read it back. They raise for an invalid value."""
+class _Option(TypedDict):
+    """The metadata of a field of `Policy` that is an option. The functions raise an error for an invalid value."""
 
     check: Callable[[Any], Any]
     to_json: Callable[[Any], Any]
     from_json: Callable[[Any], Any]
 
 
-def _choice(name: str, *allowed: str) -> _Setting:
+def _choice(name: str, *allowed: str) -> _Option:
+    """An option with a few values."""
+
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{name} is {' or '.join(map(repr, allowed))}, got {value!r}")
         return value
 
-    return _Setting(check, str, check)
+    return {"check": check, "to_json": str, "from_json": check}
 
 
 def _floating(value: Any) -> torch.dtype:
@@ -57,38 +76,14 @@ def _floating(value: Any) -> torch.dtype:
     return value
 
 
-def _dtype_from_json(name: Any) -> torch.dtype | None:
-    if name is not None and (type(name) is not str or name not in _FLOATING_DTYPES):
+def _floating_from_json(name: Any) -> torch.dtype:
+    dtype = DTYPES.get(name) if type(name) is str else None
+    if dtype is None or not dtype.is_floating_point:
         raise ValueError(f"{repr(name)[:60]} is not a floating-point dtype")
-    return None if name is None else _FLOATING_DTYPES[name]
+    return dtype
 
 
-def _dtype_to_json(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else dtype_name(dtype)
-
-
-_FLOATING_DTYPES = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
-SETTINGS = {
-    "on_mismatch": _choice("on_mismatch", "error", "move"),
-    "objects": _choice("objects", "error", "keep"),
-    "dtype": _Setting(_floating, _dtype_to_json, _dtype_from_json),
-}
-"""Every option except ``encoders``. To add an option, add a line here, in `Options` and in `Policy`."""
-
-
-def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:
-    """Raise ``TypeError`` for a keyword that is not an option.
-
-    ``declared``: the keyword is in a class statement, not in a call of the constructor.
-    """
-    options = OPTIONS[1:] if declared else OPTIONS
-    close = closest(name, options)
-    guess = f", did you mean {close!r}?" if close else ";"
-    field = "" if declared else f'; a field goes into a mapping: {cls}({{"{name}": ...}})'
-    raise TypeError(
-        f"{f'class {cls}' if declared else f'{cls}()'} has no option {name!r}{guess} "
-        f"its options are {', '.join(options)}{field}"
-    )
+_FLOATING: _Option = {"check": _floating, "to_json": dtype_name, "from_json": _floating_from_json}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +92,13 @@ class Policy:
 
     encoders: Mapping[str, StringEncoder] = field(default_factory=dict[str, StringEncoder])
     default_encoder: StringEncoder = field(default_factory=Utf8)
-    on_mismatch: OnMismatch = "error"
-    objects: Objects = "error"
-    dtype: torch.dtype | None = None
+    on_mismatch: OnMismatch = field(default="error", metadata=_choice("on_mismatch", "error", "move"))
+    objects: Objects = field(default="error", metadata=_choice("objects", "error", "keep"))
+    dtype: torch.dtype | None = field(default=None, metadata=_FLOATING)
 
-    def override(self, encoders: Encoders | None = None, **settings: Any) -> Policy:
+    def override(self, encoders: Encoders | None = None, **options: Any) -> Policy:
         """Validate and set the given options. None counts as not given. Encoders are merged by key."""
-        changes: dict[str, Any] = {
-            name: SETTINGS[name].check(value) for name, value in settings.items() if value is not None
-        }
+        changes = {name: _OPTIONS[name]["check"](value) for name, value in options.items() if value is not None}
         if isinstance(encoders, Mapping):
             given = encoders
             for key in given:
@@ -123,9 +116,7 @@ class Policy:
         """A policy with these encoders set. Returns this policy if the encoders are already set."""
         if all(self.encoders.get(key) == encoder for key, encoder in encoders.items()):
             return self
-        # `dataclasses.replace` takes 3x the time of this call.
-        merged = {**self.encoders, **encoders}
-        return Policy(merged, self.default_encoder, self.on_mismatch, self.objects, self.dtype)
+        return replace(self, encoders={**self.encoders, **encoders})
 
     def carried(self, keys: Iterable[str]) -> Mapping[str, StringEncoder]:
         """The encoders to copy with the values of ``keys``, including a default encoder other than ``Utf8()``."""
@@ -147,25 +138,58 @@ class Policy:
         """The encoder of ``key``."""
         return self.encoders.get(key, self.default_encoder)
 
-    def settings(self) -> dict[str, Any]:
-        """Every option except the encoders, by name."""
-        return {name: getattr(self, name) for name in SETTINGS}
-
     def to_state(self) -> dict[str, Any]:
         """The state for pickle: plain data and encoders. Pickle writes an encoder once if several dicts share it."""
-        return {"encoders": dict(self.encoders), "default_encoder": self.default_encoder, **self.settings()}
+        return {"encoders": dict(self.encoders), "default_encoder": self.default_encoder, **self._changed()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Policy:
         """The policy from a `to_state` result. Validates every option again."""
-        policy = cls(default_encoder=as_encoder(state["default_encoder"]))
-        return policy.override(state["encoders"], **{name: state[name] for name in SETTINGS})
+        options = dict(state)
+        _refuse_unknown(options.keys() - {"encoders", "default_encoder"})
+        return cls(default_encoder=as_encoder(options.pop("default_encoder"))).override(**options)
 
-    def settings_to_json(self) -> dict[str, Any]:
-        """The `settings` as JSON values."""
-        return {name: SETTINGS[name].to_json(value) for name, value in self.settings().items()}
+    def options_to_json(self) -> dict[str, Any]:
+        """The options except the encoders, as JSON values. An option with its default value is left out."""
+        return {name: _OPTIONS[name]["to_json"](value) for name, value in self._changed().items()}
+
+    def _changed(self) -> dict[str, Any]:
+        """The options except the encoders, by name, without those that have their default value."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata}
+        return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
 
 
-def settings_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`Policy.settings` from JSON values. Raises ``ValueError`` for an invalid value."""
-    return {name: setting.from_json(data[name]) for name, setting in SETTINGS.items()}
+_DEFAULTS = Policy()
+_OPTIONS = {one.name: one.metadata for one in fields(Policy) if one.metadata}
+OPTIONS = ("device", "encoders", *_OPTIONS)
+"""The keywords of the constructor. A class takes the same options, except ``device``."""
+
+
+def options_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The options from `Policy.options_to_json`. An option that is absent has its default value.
+
+    Raises ``ValueError`` for an invalid value and for an unknown option.
+    """
+    _refuse_unknown(data)
+    return {name: _OPTIONS[name]["from_json"](value) for name, value in data.items() if value is not None}
+
+
+def _refuse_unknown(names: Iterable[object]) -> None:
+    for name in names:
+        if name not in _OPTIONS:
+            raise ValueError(f"the option {repr(name)[:60]} is unknown; it may need a newer version of this package")
+
+
+def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:
+    """Raise ``TypeError`` for a keyword that is not an option.
+
+    ``declared``: the keyword is in a class statement, not in a call of the constructor.
+    """
+    options = OPTIONS[1:] if declared else OPTIONS
+    close = closest(name, options)
+    guess = f", did you mean {close!r}?" if close else ";"
+    field = "" if declared else f'; a field goes into a mapping: {cls}({{"{name}": ...}})'
+    raise TypeError(
+        f"{f'class {cls}' if declared else f'{cls}()'} has no option {name!r}{guess} "
+        f"its options are {', '.join(options)}{field}"
+    )

@@ -1,0 +1,229 @@
+"""Every way to make a dict of another one. Run by test_option_paths.py with a package that has one option more."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import json
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import on_ranks
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, default_collate
+
+from tensordict_lite import (
+    DeviceDict,
+    RowWriter,
+    TypedDeviceDict,
+    Vocabulary,
+    cat,
+    collate,
+    load,
+    prefetch,
+    save,
+    stack,
+    to_device,
+)
+
+LETTERS = Vocabulary(["a", "b"])
+OPTION: Any = {"tag": "kept"} if __name__ == "__main__" else {}
+
+
+class Typed(TypedDeviceDict):
+    x: Tensor
+    n: DeviceDict[Tensor]
+    s: Tensor | None = None
+
+
+class Rebuilt(DeviceDict[Any], **OPTION):
+    """A framework rebuilds a dict as ``type(d)({...})``."""
+
+
+def data() -> dict[str, Any]:
+    return {
+        "x": torch.arange(6.0).reshape(3, 2),
+        "n": {"y": torch.ones(3, 2), "m": {"z": torch.zeros(3, 2)}},
+        "s": [*"aba"],
+    }
+
+
+def numbers(d: DeviceDict[Any]) -> Any:
+    return d.select("x", "n")
+
+
+def in_memory(d: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(d, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def on_disk(write: Callable[[Any, Any], None], d: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        write(d, Path(folder) / "d")
+        return load(Path(folder) / "d")
+
+
+def write_table(d: Any, path: Any) -> None:
+    with RowWriter(path, like=d) as writer:
+        writer.write(d)
+
+
+def echo(inbox: Any, outbox: Any) -> None:
+    outbox.put(inbox.get(timeout=60))
+    inbox.get(timeout=60)  # the shared memory lives until the other side has it
+
+
+def through_queues(d: Any) -> Any:
+    context = torch.multiprocessing.get_context("fork")
+    inbox, outbox = context.Queue(), context.Queue()
+    process = context.Process(target=echo, args=(inbox, outbox))
+    process.start()
+    inbox.put(d)
+    found = outbox.get(timeout=60)
+    inbox.put(None)
+    process.join()
+    return found
+
+
+def in_a_worker(d: Any, **options: Any) -> Any:
+    context = multiprocessing.get_context("fork")
+    return list(DataLoader(d.rows, 2, num_workers=1, multiprocessing_context=context, **options))
+
+
+def exchange(rank: int, d: Any, folder: str) -> None:
+    from tensordict_lite.distributed import all_gather, broadcast, scatter  # noqa: PLC0415  (starts torch.distributed)
+
+    given = d if rank == 0 else None
+    found = [broadcast(given, src=0), scatter(given, src=0, uneven=True), *all_gather(d)]
+    torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+def between_ranks(d: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(exchange, d, folder)
+        return [torch.load(path) for path in sorted(Path(folder).iterdir())]
+
+
+def own_class(d: Any) -> Any:
+    made = Typed.wrap(d)
+    made["s"] = ["b"] * 3
+    return [made, made.copy(), pickle.loads(pickle.dumps(made)), collate(list(made.rows), cls=Typed), made.double()]
+
+
+def written(d: Any) -> Any:
+    d["t"] = ["b"] * 3
+    d["k", "l"] = {"t": "text"}
+    d.update(u="text")
+    d |= {"v": "text"}
+    d.setdefault("w", {"t": "b"})
+    return d
+
+
+# Arguments of the methods that need some. A method that returns a dict and is missing here is called without arguments.
+ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    **{name: lambda d: (numbers(d),) for name in ("add_", "sub_", "mul_", "div_", "copy_")},
+    "fill_": lambda d: (d.copy(),),
+    "lerp_": lambda d: (numbers(d), 0.5),
+    "drop": lambda d: ("x",),
+    "select": lambda d: ("x", ("n", "m")),
+    "map": lambda d: (torch.clone,),
+    "to": lambda d: ("meta",),
+    "new_zeros": lambda d: (2,),
+    "new_empty": lambda d: (2,),
+    "rows.split": lambda d: (2,),
+    "rows.batches": lambda d: (2,),
+    "rows.flatten": lambda d: (1,),
+    "rows.group_by": lambda d: ("s",),
+    "rows.sort_by": lambda d: ("s",),
+}  # fmt: skip
+NO_PINNED_MEMORY = {"pin_memory", "cuda"} if not torch.cuda.is_available() else set[str]()
+
+
+def methods() -> dict[str, Callable[[Any], Any]]:
+    """A call of every public method whose annotation says that it returns a dict."""
+    calls: dict[str, Callable[[Any], Any]] = {}
+    for prefix, owner in (("", DeviceDict), ("rows.", type(DeviceDict().rows))):
+        for name, member in inspect.getmembers(owner, inspect.isfunction):
+            returned = str(inspect.signature(member).return_annotation)
+            if name.startswith("_") or name in NO_PINNED_MEMORY:
+                continue
+            if any(kind in returned for kind in ("Self", "DeviceDict", "D]", "Rows")) or returned == "D":
+                calls[prefix + name] = lambda d, prefix=prefix, name=name: _call(d, prefix, name)
+    return calls
+
+
+def _call(d: Any, prefix: str, name: str) -> Any:
+    if name.endswith("_") and name not in ("requires_grad_", "share_memory_", "fill_"):
+        d = numbers(d).clone()  # arithmetic refuses encoded strings
+    owner, given = (d.rows if prefix else d), ARGUMENTS.get(prefix + name, lambda d: ())(d)
+    return getattr(owner, name)(*given)
+
+
+PATHS: dict[str, Callable[[Any], Any]] = {
+    **methods(),
+    "constructor": lambda d: [DeviceDict(d), DeviceDict(d, device="meta"), DeviceDict(d, dtype=torch.float64)],
+    "written to": written,
+    "merged": lambda d: [d | {"t": "b"}, {"t": "b"} | d, d | DeviceDict({"t": "b"}, encoders=LETTERS)],
+    "nested": lambda d: d.copy() | {"p": {"q": DeviceDict({"s": "b"}, encoders=LETTERS)}},
+    "unflattened": lambda d: DeviceDict.unflatten(d.flatten()),
+    "copies": lambda d: [copy.copy(d), copy.deepcopy(d)],
+    **{f"pickle {n}": lambda d, n=n: [pickle.loads(pickle.dumps(one, n)) for one in (d, d.pack(), d.rows[1:])]
+       for n in range(2, pickle.HIGHEST_PROTOCOL + 1)},
+    "pickle of rows": lambda d: pickle.loads(pickle.dumps(d.rows))[0],
+    "pytree": lambda d: pytree.tree_map(torch.clone, d),
+    "pytree, pickled": lambda d: pytree.tree_unflatten(d._tensors(), pickle.loads(pickle.dumps(pytree.tree_flatten(d)[1]))),
+    "torch.save": lambda d: [in_memory(d), in_memory(d.pack())],
+    "save": lambda d: on_disk(save, d),
+    "table": lambda d: on_disk(write_table, d),
+    "rows": lambda d: [d.rows[0], d.rows[1:], d.rows[[2, 0]], d.rows[torch.tensor([True, False, True])], *d.rows],
+    "rows written to": lambda d: [d.rows.__setitem__(0, d.rows[1]), d][1],
+    "__getitems__": lambda d: collate(d.rows.__getitems__([0, 2])),
+    "stack and cat": lambda d: [stack([d, d]), cat([d, d]), torch.stack([d, d]), torch.cat([d, d])],
+    "functions of torch": lambda d: [torch.zeros_like(d), torch.clone(d), torch.detach(d), *torch.split(d, 1), *torch.unbind(d)],
+    "collate": lambda d: [collate([d, d]), collate(list(d.rows)), default_collate(list(d.rows))],
+    "collate with encoders": lambda d: collate([{**d.to_dict(), "s": [*"abb"], "t": "b"}] * 2, cls=Rebuilt, encoders={"s": LETTERS}),
+    "loader": lambda d: [in_a_worker(d), in_a_worker(d, collate_fn=collate)],
+    "queues": lambda d: [through_queues(d), through_queues(d.pack())],
+    "distributed": between_ranks,
+    "prefetch": lambda d: list(prefetch([d, d.pack()], "cpu")),
+    "to_device": lambda d: [to_device(d, "meta"), to_device([d], "meta")],
+    "typed": own_class,
+    "class": lambda d: [Rebuilt(dict(d)), type(Rebuilt(d))({"a": {"b": "text"}}), Rebuilt(d).double()],
+}  # fmt: skip
+
+
+def dicts(found: Any) -> list[DeviceDict[Any]]:
+    """Every dict at any depth."""
+    if isinstance(found, dict):
+        inside = list(found.values())
+    elif isinstance(found, (list, tuple)) or hasattr(found, "__next__"):
+        inside = list(found)
+    else:
+        inside = [found[0:1]] if hasattr(found, "__getitems__") else []
+    own = [found] if isinstance(found, DeviceDict) else []
+    return own + [one for value in inside for one in dicts(value)]
+
+
+def lost(name: str) -> str:
+    """What is wrong with a path; "" if every dict that it gives has the option."""
+    try:
+        found = dicts(PATHS[name](DeviceDict(data(), encoders={"s": LETTERS}, **OPTION)))
+        if not found:
+            return "it gives no dict"
+        return "; ".join(repr(one) for one in found if one._policy.tag != "kept")  # pyright: ignore
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({name: lost(name) for name in PATHS}))
