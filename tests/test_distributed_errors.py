@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
 from itertools import cycle
 from typing import Any
 
@@ -18,6 +24,7 @@ from tensordict_lite import distributed as d_
 from tensordict_lite._files.manifest import InvalidManifest
 from tensordict_lite.distributed import channel as channel_module
 from tensordict_lite.distributed import message as message_module
+from tensordict_lite.distributed.channel import Errors
 from tensordict_lite.distributed.message import read_header
 
 Told = dict[int, str]
@@ -195,6 +202,107 @@ def every_family(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_rank_is_in_step_after_an_error(world: int) -> None:
     on_ranks(every_family, world, count=world)
+
+
+def stuck(rank: int, world: int) -> None:
+    """A receiver that dies while the first of many large parts is on its way: gloo tells it to no part."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=3))
+    warm = DeviceDict({"x": torch.ones(2)})
+    large = DeviceDict({f"x{i}": torch.ones(world, 1 << 23) for i in range(4)})
+    d_.gather(warm, 1, group)
+    if rank == 0:
+        d_.send(warm, 1, group=group)
+        start = time.monotonic()
+        for call in (lambda: d_.send(large, 1, group=group), lambda: d_.scatter(large, 0, group)):
+            with pytest.raises(RuntimeError, match=r"^rank 0: (send|scatter) to rank 1: "):
+                call()
+        assert time.monotonic() - start < 3 + 2, "waited for more than one timeout"
+        os._exit(7)
+    elif rank == 1:
+        d_.recv(0, group=group)
+        prefix = torch.empty(6, dtype=torch.int64)
+        dist.recv(prefix, 0, group)
+        sizes = torch.empty(int(prefix[4]), dtype=torch.int64)
+        dist.recv(sizes, 0, group)
+        dist.recv(torch.empty(int(prefix[2]), dtype=torch.uint8), 0, group)
+        kept = [dist.irecv(torch.empty(int(size), dtype=torch.uint8), 0, group) for size in sizes]
+        assert len(kept) == 4
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.ranks
+def test_a_receiver_that_dies_costs_one_timeout() -> None:
+    with pytest.raises(Exception, match=r"signal SIGKILL|exit code 7"):
+        on_ranks(stuck, 2)
+
+
+def test_no_part_waits_after_one_that_failed() -> None:
+    waited: list[int] = []
+
+    class Transfer:
+        def __init__(self, part: int) -> None:
+            self.part = part
+
+        def wait(self) -> None:
+            waited.append(self.part)
+            if self.part == 1:
+                raise RuntimeError("timed out")
+
+    with pytest.raises(RuntimeError, match="timed out"):
+        channel_module.together(Transfer, range(4))
+    assert waited == [0, 1]
+
+
+def frees(rank: int) -> None:
+    """Neither a call nor its error keeps a tensor until the collector runs."""
+    peer = 1 - rank
+
+    def crossed(*sent: Any, **given: Any) -> None:
+        works = [d_.irecv(peer, **given) for _ in sent]
+        sends = [d_.isend(d, peer) for d in sent]
+        errors = Errors()
+        for work in (works, sends):
+            with errors:
+                errors.results(work)
+        errors.raise_first()
+
+    kept = DeviceDict({"o": object}, objects="keep")
+    calls: list[tuple[str, Callable[[DeviceDict], Any]]] = [
+        ("", lambda d: crossed(d, d, d)),
+        ("kept objects", lambda d: crossed(d, kept, d)),
+        ("like=", lambda d: crossed(d, d, like=kept.drop("o"))),
+        ("cls=", lambda d: crossed(d, d, cls=int)),
+        ("", d_.broadcast),
+        ("has no field" if rank else "", lambda d: d_.broadcast(d, cls=Typed)),
+        ("evenly|could not send", lambda d: d_.scatter(d.rows[:3])),
+        ("has no field" if rank else "", lambda d: d_.scatter(d, cls=Typed)),
+        ("", d_.gather),
+        ("kept objects", lambda d: d_.gather(d if rank else kept)),
+        ("", d_.all_gather),
+        ("has no field", lambda d: d_.all_gather(d, cls=Typed)),
+        ("", d_.all_reduce),
+        ("differs", lambda d: d_.all_reduce(d if rank else d.rows[:2])),
+        ("op is", lambda d: d_.all_reduce(d, "product")),  # pyright: ignore[reportArgumentType]
+    ]
+    for _ in range(2):  # the schema is new, and known
+        for said, call in calls:
+            d = DeviceDict({"n": {"small": torch.ones(4)}, "x": torch.ones(4, 1 << 18), "y": torch.ones(4, 1 << 18)})
+            gone = [weakref.ref(t) for t in (d["n", "small"], d["x"], d["y"])]
+            with pytest.raises(Exception, match=said) if said else nullcontext():
+                call(d)
+            del d
+            assert [ref() is None for ref in gone] == [True] * 3, said
+
+
+def frees_without_the_collector(rank: int) -> None:
+    gc.collect()
+    gc.disable()
+    frees(rank)
+
+
+@pytest.mark.ranks
+def test_tensors_are_freed_at_once() -> None:
+    on_ranks(frees_without_the_collector)
 
 
 def test_a_buffer_of_another_size_than_its_header(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -47,25 +47,33 @@ group starts with an empty cache."""
 class Work:
     """An asynchronous transfer, like ``torch.distributed.Work``. ``wait()`` blocks and returns the received dict."""
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
+    def __init__(self, finish: Callable[[], Any], queue: list[Work] | None = None) -> None:
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
         self._error: Exception | None = None
+        self._queue = [] if queue is None else queue
+        """The transfers under way on a channel, in order. A transfer leaves the queue at its end."""
+        self._queue.append(self)
 
     def wait(self) -> Any:
         """Wait for the transfer. Returns None for `isend` and the dict for `irecv`.
 
         Raises the errors of `send` or `recv`. A second call returns or raises the same.
         """
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            try:
-                self._result = finish()
-            except Exception as error:
-                self._error = error
-        if self._error is not None:
-            raise self._error
-        return self._result
+        try:
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                try:
+                    self._result = finish()
+                except Exception as error:
+                    self._error = error
+                finally:
+                    self._queue.remove(self)
+            if self._error is not None:
+                raise self._error
+            return self._result
+        finally:
+            del self  # otherwise a reference cycle of frame and error keeps the tensors of the call alive
 
 
 class Errors:
@@ -75,8 +83,8 @@ class Errors:
     sends the text of the error in place of a dict. A receiver always receives every message that is sent to it.
     """
 
-    def __init__(self, first: Exception | None = None) -> None:
-        self.first = first
+    def __init__(self) -> None:
+        self.first: Exception | None = None
 
     def __enter__(self) -> Errors:
         return self
@@ -88,21 +96,26 @@ class Errors:
             self.first = error
         return True
 
-    def raise_first(self) -> None:
-        """Raise the first error, if any. Call it when no other rank waits for this rank."""
+    def raise_first(self, told: Exception | None = None) -> None:
+        """Raise the first error, if any. Or raise ``told``, with the first error as its cause.
+
+        Call it when no other rank waits for this rank.
+        """
         first, self.first = self.first, None
         try:
+            if told is not None:
+                raise told from first
             if first is not None:
                 raise first
         finally:
-            del first  # otherwise a reference cycle of frame and error keeps the tensors of the call alive
+            del first, told  # otherwise a reference cycle of frame and error keeps the tensors of the call alive
 
     def results(self, works: list[Work]) -> list[Any]:
-        """The result of each transfer. Waits for all transfers before it raises an error."""
+        """The result of each transfer. Waits for all transfers before it raises an error. Empties ``works``."""
         out: list[Any] = []
-        for work in works:
+        while works:  # the frame of an error must not keep the transfer that has the error
             with self:
-                out.append(work.wait())
+                out.append(works.pop(0).wait())
         self.raise_first()
         return out
 
@@ -249,21 +262,15 @@ def ranks_of(group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(process_group(group))
 
 
-def together(start: Callable[[T], Any], parts: list[T]) -> list[Any]:
-    """Start a transfer for each part, and wait for all transfers. Returns the result of each ``wait()``.
+def together(start: Callable[[T], Any], parts: Iterable[T]) -> list[Any]:
+    """Start a transfer for each part of a message, and wait for them. Returns the result of each ``wait()``.
 
-    Raises the first error after all transfers have ended. The transfers start one by one, not as
-    ``batch_isend_irecv``, since with NCCL that call needs every rank of the group.
+    Raises the first error at once: the connection is broken then. Some of the other parts would wait for the whole
+    timeout of the group, one after the other. The transfers start one by one, not as ``batch_isend_irecv``, since with
+    NCCL that call needs every rank of the group.
     """
-    errors, works, out = Errors(), list[Any](), list[Any]()
-    for part in parts:
-        with errors:
-            works.append(start(part))
-    for work in works:
-        with errors:
-            out.append(work.wait())
-    errors.raise_first()
-    return out
+    works = [start(part) for part in parts]
+    return [work.wait() for work in works]
 
 
 @contextmanager
@@ -301,10 +308,10 @@ def agreed(
         mark: a number for the arguments of the call. If it differs, every rank raises a ``RuntimeError``.
     """
     device, ranks = comm_device(group), ranks_of(group)
-    arguments = errors.first
+    invalid = errors.first is not None
     made: Any = None
     with errors:
-        if arguments is None:
+        if not invalid:
             made = make()
     text = b"" if errors.first is None else failure(errors.first)
     prefix = prefix_of(getattr(made, "schema", made), mark, device)
@@ -313,10 +320,8 @@ def agreed(
     read = [read_prefix(one) for one in prefixes]
     if any(failed for failed, *_ in read):
         said = zip(ranks, texts_of_all(text, group), strict=True)
-        if arguments is not None:
-            errors.raise_first()
         reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
-        raise RuntimeError(f"rank {dist.get_rank()}: {reasons}") from errors.first
+        errors.raise_first(None if invalid else RuntimeError(f"rank {dist.get_rank()}: {reasons}"))
     if len({marked for _, _, marked, *_ in read}) > 1:
         raise RuntimeError(f"rank {dist.get_rank()}: the ranks make this call with different arguments, such as op")
     return made, [(digest, nbytes) for _, digest, _, nbytes, _ in read]

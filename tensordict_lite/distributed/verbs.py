@@ -80,8 +80,8 @@ def _started(message: Message | None, errors: Errors, dst: int, tag: int, group:
         works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
 
     def finish() -> None:
-        for work in works:
-            with errors, error_context(what):
+        with errors, error_context(what):
+            for work in works:
                 work.wait()
         parts.clear()  # the tensors had to stay alive until the transfer was complete
         errors.raise_first()
@@ -158,16 +158,13 @@ def _receiving(
     first = None if earlier else post()
 
     def finish() -> DeviceDict[Any]:
-        for work in earlier:
+        while earlier:
             with suppress(Exception):  # the `wait()` of the earlier receive raises the error to its caller
-                work.wait()
+                earlier.pop(0).wait()
         received: Any = None
-        try:
-            with errors, error_context(what):
-                (post() if first is None else first).wait()
-                received = channel.receive(prefix, take, src)
-        finally:
-            channel.pending.remove(out)
+        with errors, error_context(what):
+            (post() if first is None else first).wait()
+            received = channel.receive(prefix, take, src)
         errors.raise_first()
         schema, buffer = received
         different = "" if expected is None else schema.difference(expected)
@@ -175,9 +172,7 @@ def _receiving(
             raise ValueError(f"rank {dist.get_rank()}: rank {src} sent a schema that differs from like=: {different}")
         return cast(Destination, target).build(schema, buffer, src)
 
-    out = Work(finish)
-    channel.pending.append(out)
-    return out
+    return Work(finish, channel.pending)
 
 
 # --- collectives ---
@@ -256,11 +251,11 @@ def scatter(
     with errors:
         parts = _split_rows(_checked(d, "scatter"), len(ranks), uneven)
         messages = [message_of(part) for part in parts]  # before anything is sent
-    refused, works = errors.first, list[Work]()
+    works: list[Work] = []
     for message, other in zip(messages, ranks, strict=True):
         if other != src:
             with errors:  # if one peer is lost, the other peers still get their parts
-                works.append(_started(message, Errors(refused), other, _TAG, group, f"scatter to rank {other}"))
+                works.append(_started(message, errors, other, _TAG, group, f"scatter to rank {other}"))
     errors.results(works)
     return parts[ranks.index(src)]
 
