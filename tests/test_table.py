@@ -788,6 +788,63 @@ class TestDamaged:
         with pytest.raises(OSError, match="is not a regular file"):
             load(folder)
 
+    @pytest.mark.parametrize("name", ["x.safetensors", "table.json"])
+    @pytest.mark.parametrize("rows", [0, 3])
+    @pytest.mark.parametrize(
+        ("replace", "what"),
+        [
+            (lambda path, victim: path.symlink_to(victim), "a symbolic link"),
+            (lambda path, victim: path.symlink_to("../" + victim.name), "a symbolic link"),
+            (lambda path, victim: path.hardlink_to(victim), "a hard link"),
+            (lambda path, victim: os.mkfifo(path), "not a regular file"),
+        ],
+        ids=["symbolic", "relative", "hard", "pipe"],
+    )
+    def test_a_writer_follows_no_link(self, tmp_path: Path, name: str, rows: int, replace: Any, what: str) -> None:
+        """A forged table may have a link to any file of the user in the place of its own."""
+        folder = written(tmp_path / "t", sample(rows))
+        victim = tmp_path / "victim"
+        shutil.copy(folder / name, victim)  # it passes every other check
+        with open(victim, "ab") as file:
+            file.write(b" " * 100)
+        before = victim.read_bytes()
+        (folder / name).unlink()
+        replace(folder / name, victim)
+        if rows or name == "table.json":
+            with pytest.raises(OSError) as caught:  # noqa: PT011
+                RowWriter(folder, append=True)
+            assert str(caught.value) == (
+                f"{str(folder / name)!r} is {what}, and a RowWriter changes only files of its own; "
+                "copy the table to a new folder, with files in the place of links"
+            )
+            if what != "not a regular file":
+                assert load(folder) == sample(rows)  # as in the cache of a hub, whose files are links
+        else:  # a table without rows gets new files
+            with RowWriter(folder, append=True) as writer:
+                writer.write(sample())
+            assert load(folder) == sample()
+        assert victim.read_bytes() == before
+
+    def test_a_link_in_the_place_of_the_new_index(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        victim = tmp_path / "victim"
+        victim.write_text("mine")
+        (folder / ".table.json.tmp").symlink_to(victim)
+        with RowWriter(folder, append=True) as writer:
+            (folder / ".table.json.tmp").symlink_to(victim)
+            writer.write(sample(3, 3))
+        assert victim.read_text() == "mine" and load(folder) == sample(6)
+        assert not (folder / ".table.json.tmp").is_symlink()
+
+    def test_a_folder_that_is_replaced_while_a_writer_is_open(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        other = written(tmp_path / "u", sample(1, 7))
+        with RowWriter(folder, append=True) as writer:
+            folder.rename(tmp_path / "mine")
+            folder.symlink_to(other)
+            writer.write(sample(3, 3))
+        assert load(other) == sample(1, 7) and load(tmp_path / "mine") == sample(6)
+
     def test_a_huge_index_is_not_parsed(self, tmp_path: Path) -> None:
         folder = written(tmp_path / "t", sample())
         (folder / "table.json").write_text("[" * 600_000)
@@ -839,9 +896,10 @@ def test_a_crash_between_two_headers_is_repaired(tmp_path: Path, small_buffers: 
     with open(folder / "x.safetensors", "ab") as file:
         file.write(bytes(1000))  # a file that grew, and its header did not follow
     assert load(folder) == sample()
-    (folder / ".tensordict_lite-00000000-0.tmp").touch()  # of another host: stays
+    (folder / ".table.json.tmp").touch()
     with RowWriter(folder, append=True) as writer:
         assert (folder / "x.safetensors").stat().st_size == 4096 + 24
+        assert ".table.json.tmp" not in os.listdir(folder)
         writer.write(sample(3, 3))
     assert load(folder) == sample(6)
 
@@ -870,8 +928,8 @@ def test_an_interrupt_between_any_two_lines(
             if "tensordict_lite/_files/table" not in frame.f_code.co_filename or frame.f_code.co_name in (
                 "_describe",
                 "_write_all",
-                "_unlock",
                 "release",
+                "close",
             ):
                 return trace if event == "call" else None
             lines += event == "line"

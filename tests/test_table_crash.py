@@ -147,8 +147,8 @@ def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) 
     assert plain >= TIMES - 1 - TIMES // 100  # two calls of the system are not one step; the files here grow often
     for folder in tmp_path.iterdir():
         if not (folder / "table.json").exists():
-            assert not any(folder.iterdir())
-            continue
+            assert set(os.listdir(folder)) <= {".table.json.tmp"}
+            RowWriter(folder, like=LIKE, jagged=["text"]).close()  # a new table takes its place
         with RowWriter(folder, append=True) as writer:
             writer.write(rows(len(writer), 10))
         assert not left_over(folder)

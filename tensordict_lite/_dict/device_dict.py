@@ -1071,8 +1071,7 @@ class DeviceDict(TreeDict[V]):
         """Save tensors, nesting, encoders and options to a safetensors file for `load`. Needs ``safetensors``.
 
         The save is atomic: the new file replaces an older file when all bytes are on the disk. If the save fails, the
-        older file stays and no temporary file remains. A killed process can leave a temporary file. The first save of
-        another process to the same folder removes that file.
+        older file stays and no temporary file remains. A killed process can leave one hidden temporary file.
 
         Other programs find each tensor under its dotted path. Tensors that share memory are written separately.
         Tensors on a device are copied to the host in parts, to limit the host memory.

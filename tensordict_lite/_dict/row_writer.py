@@ -152,8 +152,9 @@ class RowWriter:
         """Make all rows visible to `load`, and durable: they survive a crash of the machine.
 
         Raises: ``OSError``, for example for a full disk. Then the table has the rows of the last `flush` that
-        returned, and you can call `flush` again. ``ValueError`` if the writer is closed; ``RuntimeError`` in a
-        forked process.
+        returned, and you can call `flush` again. After an error of the disk itself, the system may have dropped rows.
+        Then every further call raises ``OSError``: close the writer, and open the table again. ``ValueError`` if the
+        writer is closed; ``RuntimeError`` in a forked process.
         Cost: waits for the disk. Up to 16 threads flush columns at the same time. Call it every few seconds, not for
         each row.
 
@@ -194,15 +195,15 @@ class RowWriter:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is None or self._table.is_mine:
+        if error is None or self._table.is_usable:
             self.close()
-        else:  # a forked process leaves the block with its own error
+        else:  # the block has raised the error that `close` would raise, or the error of a forked process
             self._table.release()
 
     def __del__(self) -> None:
         writer = self._writer
         if writer is not None and not writer.closed:
-            if writer.is_mine:
+            if writer.is_usable:
                 warnings.warn(
                     f"a RowWriter of {writer.folder!r} was not closed; rows after the last flush are lost",
                     ResourceWarning,

@@ -5,7 +5,6 @@ tensors. The safetensors library reads and validates files. This module writes t
 library
 
 - renames the file before its bytes are on disk,
-- leaves its temporary file if the process is killed,
 - needs all tensors on the host at the same time.
 """
 

@@ -17,9 +17,10 @@ import errno
 import json
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
+from io import FileIO
 from itertools import count
 from math import prod
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -167,14 +168,15 @@ def index_text(columns: Sequence[Column], manifest: Any) -> tuple[str, str]:
     return f'{{"version":{version},"rows":', f",{rest[1:]}"
 
 
-def read_index(folder: str) -> TableIndex:
+def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     """Read and validate ``table.json``. Call it inside `invalid_file`.
+
+    ``open_file``: opens a file of the folder by its name.
 
     Raises ``IsADirectoryError`` for a folder that is no table, and `InvalidManifest`.
     """
-    path = os.path.join(folder, INDEX)
     try:
-        file = open_regular(path)
+        file = open_file(INDEX)
     except FileNotFoundError as error:
         message = f"{os.strerror(errno.EISDIR)}, and no table: it has no {INDEX}"
         raise IsADirectoryError(errno.EISDIR, message, folder) from error
@@ -246,7 +248,7 @@ def read_table(
     library, folder, paths = reading(path, keys, encoders)
     folder = os.path.abspath(folder)
     with invalid_file(folder, library.SafetensorError, RuntimeError):
-        index = read_index(folder)
+        index = read_index(folder, lambda name: open_regular(os.path.join(folder, name)))
         reader = Reader(index.manifest, len(index.columns), encoders)
         if paths is not None:
             reader.keep(paths, folder)
@@ -260,68 +262,65 @@ def _map_field(folder: str, column: Column, rows: int) -> Tensor:
     """Map the rows of one column into memory, as a dense or as a nested tensor."""
     if column.offsets is None:
         return _map_column(folder, column, rows)
-    offsets, least, most = map_offsets(folder, column.offsets, rows)
+    offsets = _map_column(folder, column.offsets, rows + 1) if rows else torch.zeros(1, dtype=torch.int64, device="cpu")
+    least, most = check_offsets(offsets, column.offsets.file)
     return over_jagged(_map_column(folder, column, int(offsets[-1])), offsets, least, most)
 
 
-def map_offsets(folder: str, column: Column, rows: int) -> tuple[Tensor, int, int]:
-    """Map the offsets of a jagged column: int64[rows + 1], and the smallest and the largest length of a row.
+def check_offsets(offsets: Tensor, file: str) -> tuple[int, int]:
+    """The smallest and the largest length of a row. Raises `InvalidManifest` unless the offsets ascend from 0.
 
-    Validates them: they start at 0, and none is smaller than the offset before it. Cost: reads them once.
+    Cost: reads the offsets once.
     """
-    if not rows:
-        return torch.zeros(1, dtype=torch.int64, device="cpu"), 0, 0
-    offsets = _map_column(folder, column, rows + 1)
     least, most = 1 << 63, 0
-    for start in range(0, rows, _OFFSETS_AT_ONCE):
+    for start in range(0, len(offsets) - 1, _OFFSETS_AT_ONCE):
         part = offsets[start : start + _OFFSETS_AT_ONCE + 1]
         # Compared before `diff`: the difference of two offsets cannot overflow if no offset is negative.
         if int(offsets[0]) != 0 or not bool((part[1:] >= part[:-1]).all()):
-            invalid(f"the offsets in {column.file!r} do not ascend from 0")
+            invalid(f"the offsets in {file!r} do not ascend from 0")
         low, high = part.diff().aminmax()
         least, most = min(least, int(low)), max(most, int(high))
-    return offsets, least, most
+    return min(least, most), most
 
 
 def _map_column(folder: str, column: Column, rows: int) -> Tensor:
     """Map the rows of one file into memory."""
-    shape = (rows, *column.shape)
     if not rows:  # the file may be missing: the writer may have been killed while it created the table
-        return torch.empty(shape, dtype=column.dtype, device="cpu")
-    with open_column(folder, column) as file:
-        check_size(file, column, rows)
-        _check_header(file, column, rows)
-        start, nbytes = column.header_size, rows * column.nbytes
-        if not nbytes:
-            return torch.empty(shape, dtype=column.dtype, device="cpu")
-        memory = map_append_only(file.fileno(), os.path.join(folder, column.file), start + nbytes)
-        empty: Any = torch.empty(0, dtype=column.dtype, device="cpu")
-        # A slice of the mapping is a storage of its own, so pickle writes no header.
-        return empty.set_(memory[start : start + nbytes], 0, shape, row_major(shape))
+        return torch.empty((0, *column.shape), dtype=column.dtype, device="cpu")
+    path = os.path.join(folder, column.file)
+    with missing_column(column), open_regular(path) as file:
+        check_file(file, column, rows)
+        memory = map_append_only(file.fileno(), path, column.header_size + rows * column.nbytes)
+    return rows_in(memory, column, rows)
 
 
-def open_column(folder: str, column: Column) -> BinaryIO:
-    """Open the file of a column. Raises `InvalidManifest` if it is missing."""
+def rows_in(memory: torch.UntypedStorage, column: Column, rows: int) -> Tensor:
+    """The rows in a file that is mapped into memory."""
+    shape, start = (rows, *column.shape), column.header_size
+    empty: Any = torch.empty(0, dtype=column.dtype, device="cpu")
+    # A slice of the mapping is a storage of its own, so pickle writes no header.
+    return empty.set_(memory[start : start + rows * column.nbytes], 0, shape, row_major(shape))
+
+
+@contextmanager
+def missing_column(column: Column) -> Generator[None]:
+    """Turn the error about a file that does not exist into `InvalidManifest`."""
     try:
-        return open_regular(os.path.join(folder, column.file))
+        yield
     except FileNotFoundError:
         invalid(f"the file {column.file!r} is missing")
 
 
-def check_size(file: BinaryIO, column: Column, rows: int) -> None:
-    """Raise `InvalidManifest` unless the file is large enough for the rows, behind a header of the right size."""
+def check_file(file: BinaryIO | FileIO, column: Column, rows: int) -> None:
+    """Raise `InvalidManifest` unless the file has this many rows or more, behind a header that describes them."""
     start, found = column.header_size, os.fstat(file.fileno()).st_size
     if found < start + rows * column.nbytes:
         invalid(f"{column.file!r} has {found} bytes, and {rows} rows take {start + rows * column.nbytes}")
-    file.seek(0)
-    if int.from_bytes(file.read(8), "little") != start - 8:
-        invalid(f"{column.file!r} has another header than its column")
-
-
-def _check_header(file: BinaryIO, column: Column, rows: int) -> None:
     for _ in range(_ATTEMPTS):
-        file.seek(8)
+        file.seek(0)
+        if int.from_bytes(file.read(8), "little") != start - 8:
+            invalid(f"{column.file!r} has another header than its column")
         with suppress(ValueError):
-            if column.describes(json.loads(file.read(column.header_size - 8)), rows):
+            if column.describes(json.loads(file.read(start - 8)), rows):
                 return
     invalid(f"the header of {column.file!r} does not describe {rows} rows of {dtype_name(column.dtype)}")
