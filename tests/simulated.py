@@ -276,7 +276,7 @@ class Streams:
     """Stands in for the streams, events and pinned memory of the simulated devices while a test runs.
 
     ``LOG`` has each copy with its bytes and whether the host waits, each pinned allocation with its device, and what is
-    asked of streams and events.
+    asked of streams and events, except the events of `_memory.staging`.
     """
 
     def __init__(self, monkeypatch: Any) -> None:
@@ -302,7 +302,9 @@ class Streams:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: LOG.append("recorded"))
         monkeypatch.setattr(device_module, "_device_index", sim.device)
         monkeypatch.setattr(device_module, "_stream_knows", True)
-        monkeypatch.setattr(staging_module, "_streams", {})
+        monkeypatch.setattr(staging_module, "_stagings", {})
+        # Copies are made at once, so pinned memory can be used again at once. `tests/device` tests its events.
+        monkeypatch.setattr(staging_module.Staging, "release", lambda _, slot: setattr(slot, "users", 0))
         for device, can in self.known.items():
             monkeypatch.setitem(device_module._capabilities, device, can)
         LOG.clear()

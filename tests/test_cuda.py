@@ -18,7 +18,7 @@ import torch
 
 from tensordict_lite import DeviceDict, prefetch, to_numpy
 from tensordict_lite._memory.device import capabilities
-from tensordict_lite._memory.staging import IN_FLIGHT
+from tensordict_lite._memory.staging import SLOT, SLOTS
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 NAME = "cpu" if ACCELERATOR is None else ACCELERATOR.type
@@ -255,7 +255,7 @@ def test_a_host_that_runs_ahead_pins_a_bounded_amount() -> None:
     d = DeviceDict({"x": torch.zeros((1 << 18) - 64), "y": torch.ones(3)}).pack()
     busy()
     moved: list[DeviceDict] = []
-    for i in range(3 * IN_FLIGHT // d.nbytes):
+    for i in range(3 * SLOT * SLOTS // d.nbytes):
         d["x"].fill_(i)
         moved.append(d.to(NAME))
     assert all((result["x"] == i).all() for i, result in enumerate(moved))

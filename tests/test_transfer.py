@@ -19,10 +19,10 @@ import tensordict_lite
 from tensordict_lite import DeviceDict, to_device, to_numpy
 from tensordict_lite._memory.device import CPU
 from tensordict_lite._memory.packed import pack
-from tensordict_lite._memory.staging import IN_FLIGHT
+from tensordict_lite._memory.staging import SLOT, staging_of
 from tensordict_lite._memory.transfer import COALESCED_BUFFER as BLOCK
 from tensordict_lite._memory.transfer import COALESCED_TENSOR as SMALL
-from tensordict_lite._memory.transfer import STAGED_BUFFER, STAGED_CHUNK, STAGED_TENSOR, plan_copies, transfer
+from tensordict_lite._memory.transfer import FETCHED_TENSOR, STAGED_MOVE, plan_copies, transfer
 from tensordict_lite._memory.transfer import CopyPlan as Plan
 
 SIM, META, MPS = torch.device("sim:0"), torch.device("meta"), torch.device("mps")
@@ -52,7 +52,7 @@ class TestPlan:
         tensors = [*small(3), *large(2), *small(2)]
         for source, target in ((CPU, SIM), (SIM, CPU), (SIM, OTHER)):
             how = plan(tensors, source, target)
-            alone = [*how.one_by_one, *(i for layout in how.staged for i in layout.members)]
+            alone = [*how.one_by_one, *how.staged, *(i for layout in how.fetched for i in layout.members)]
             assert members(how) == [[0, 1, 2, 5, 6]] and alone == [3, 4] and how.packed is None
 
     def test_the_largest_small_one(self) -> None:
@@ -322,13 +322,13 @@ class TestHowStreamsAreUsed:
 
     def test_small_tensors_go_through_pinned_memory_and_nobody_waits(self, streams: simulated.Streams) -> None:
         moved = transfer(small(5), SIM, source=CPU)
-        assert streams.log == ["384 pinned on sim:0", "384 h2d"] and means(moved) == [0, 1, 2, 3, 4]
+        assert streams.log == [f"{SLOT} pinned on sim:0", "384 h2d"] and means(moved) == [0, 1, 2, 3, 4]
 
     def test_so_does_a_small_packed_dict(self, streams: simulated.Streams) -> None:
         packed = pack(small(5), CPU)
         moved = transfer(packed, SIM, source=CPU)
         packed[3].fill_(-1)
-        assert streams.log == ["320 pinned on sim:0", "320 h2d"] and means(moved) == [0, 1, 2, 3, 4]
+        assert streams.log == [f"{SLOT} pinned on sim:0", "320 h2d"] and means(moved) == [0, 1, 2, 3, 4]
 
     def test_memory_is_pinned_under_the_target_device(self, streams: simulated.Streams) -> None:
         """Else torch makes a context on the current device, and asks that device for the end of the copy."""
@@ -336,46 +336,53 @@ class TestHowStreamsAreUsed:
             streams.log.clear()
             transfer(small(3), target, source=CPU)
             transfer(pack(small(3), CPU), target, source=CPU)
-            there = small(3, target)
-            streams.log.clear()
-            transfer(there, CPU, source=target)
-            pinned = [line for line in streams.log if "pinned" in line]
-            assert pinned and all(line.endswith(f"on sim:{target.index}") for line in pinned)
+            transfer(small(3, target), CPU, source=target)
+            assert [line for line in streams.log if "pinned" in line] == [f"{SLOT} pinned on sim:{target.index}"]
             assert simulated.sim.current == 0
 
-    def test_large_ones_to_a_device_are_never_pinned_and_waited_for_once(self, streams: simulated.Streams) -> None:
+    def test_all_of_a_move_of_some_megabytes_goes_through_pinned_memory(self, streams: simulated.Streams) -> None:
         transfer([*large(3), *small(2)], SIM, source=CPU)
-        each = SMALL + 4
-        assert streams.log == ["192 pinned on sim:0", "192 h2d", *[f"{each} h2d"] * 3, "host waits for main"]
+        assert streams.log == [f"{SLOT} pinned on sim:0", "192 h2d", *[f"{SMALL + 4} h2d"] * 3]
+        streams.log.clear()
+        moved = transfer(small(1), SIM, source=CPU)
+        assert streams.log == ["64 h2d"] and means(moved) == [0]
+
+    def test_a_larger_move_waits_once(self, streams: simulated.Streams) -> None:
+        count = STAGED_MOVE // (SMALL + 4) + 1
+        transfer([*large(count), *small(2)], SIM, source=CPU)
+        assert streams.log == [
+            f"{SLOT} pinned on sim:0",
+            "192 h2d",
+            *[f"{SMALL + 4} h2d"] * count,
+            "host waits for main",
+        ]
 
     def test_large_ones_to_the_host_wait_once_and_end_in_memory_of_their_own(self, streams: simulated.Streams) -> None:
-        there = [*large(3, SIM), torch.full((STAGED_TENSOR // 4 + 1,), 7.0, device=SIM)]
+        there = [*large(3, SIM), torch.full((FETCHED_TENSOR // 4 + 1,), 7.0, device=SIM)]
         how = plan(there, SIM, CPU)
-        assert [layout.members for layout in how.staged] == [[0, 1, 2]] and how.one_by_one == (3,)
+        assert [layout.members for layout in how.fetched] == [[0], [1], [2]] and how.one_by_one == (3,)
         streams.log.clear()
         back = transfer(there, CPU, source=SIM)
-        pinned, each = 3 * SMALL + 2 * 64 + 4, SMALL + 4
         assert streams.log == [
-            f"{pinned} pinned on sim:0", *[f"{each} d2h"] * 3, "host waits for main", f"{STAGED_TENSOR + 4} d2h and waits",
+            f"{SLOT} pinned on sim:0", *[f"{SMALL + 4} d2h"] * 3, "host waits for main", f"{FETCHED_TENSOR + 4} d2h and waits",
         ]  # fmt: skip
         assert means(back) == [0, 1, 2, 7] and all(t.untyped_storage().nbytes() == t.nbytes for t in back)
 
-    def test_so_many_large_ones_wait_once_for_each_buffer(self, streams: simulated.Streams) -> None:
-        there = [torch.full((STAGED_TENSOR // 4,), float(i), device=SIM) for i in range(9)]
+    def test_small_and_large_ones_to_the_host_wait_once(self, streams: simulated.Streams) -> None:
+        there = [
+            torch.full((n // 4,), float(i), device=SIM) for i, n in enumerate((*[FETCHED_TENSOR] * 9, *[SMALL] * 200))
+        ]
         streams.log.clear()
-        assert means(transfer(there, CPU, source=SIM)) == list(range(9))
-        waits = [i for i, line in enumerate(streams.log) if "waits" in line]
-        assert (
-            len(waits) == 3 and max(int(line.split()[0]) for line in streams.log if "pinned" in line) == STAGED_BUFFER
-        )
+        assert means(transfer(there, CPU, source=SIM)) == list(range(209))
+        assert [line for line in streams.log if "waits" in line] == ["host waits for main"]
 
     def test_a_large_one_that_is_cast_goes_singly(self, streams: simulated.Streams) -> None:
         there = [
             torch.zeros(SMALL, dtype=dtype, device=SIM) for dtype in (torch.float32,) * 2 + (torch.int64, torch.int32)
         ]
         how = plan(there, SIM, CPU, torch.float16)
-        assert [layout.members for layout in how.staged] == [[2, 3]] and how.one_by_one == (0, 1)
-        assert plan(large(3, SIM), SIM, CPU, non_blocking=True).staged == ()
+        assert [layout.members for layout in how.fetched] == [[2], [3]] and how.one_by_one == (0, 1)
+        assert plan(large(3, SIM), SIM, CPU, non_blocking=True).fetched == ()
 
     def test_the_host_waits_though_a_staged_copy_fails(
         self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
@@ -392,30 +399,31 @@ class TestHowStreamsAreUsed:
 
     def test_a_packed_dict_of_some_megabytes_goes_in_chunks_and_nobody_waits(self, streams: simulated.Streams) -> None:
         packed = pack([torch.arange(BLOCK + 5.0), torch.ones(3)], CPU)
-        nbytes = packed[0].untyped_storage().nbytes()
         expected = packed[0].clone()
         moved = transfer(packed, SIM, source=CPU)
         packed[0].zero_()
-        chunk = -(-nbytes // 3)
-        sizes = [chunk, chunk, nbytes - 2 * chunk]
-        assert streams.log == [line for n in sizes for line in (f"{n} pinned on sim:0", f"{n} h2d")]
-        assert torch.equal(moved[0].cpu(), expected) and moved[1].sum() == 3 and chunk <= STAGED_CHUNK
+        nbytes = 4 * (BLOCK + 5) + 44 + 12
+        assert streams.log == [f"{SLOT} pinned on sim:0", f"{SLOT} h2d", f"{SLOT} h2d", f"{nbytes - 2 * SLOT} h2d"]
+        assert torch.equal(moved[0].cpu(), expected) and moved[1].sum() == 3
         DeviceDict({"x": moved[0], "y": moved[1]})._check()
 
     def test_a_larger_one_is_copied_by_the_driver(self, streams: simulated.Streams) -> None:
-        packed = pack([torch.zeros(IN_FLIGHT // 8), torch.zeros(1)], CPU)
+        packed = pack([torch.zeros(STAGED_MOVE // 4), torch.zeros(1)], CPU)
         transfer(packed, SIM, source=CPU)
-        assert streams.log == [f"{IN_FLIGHT // 2 + 4} h2d and waits"]
+        assert streams.log == [f"{STAGED_MOVE + 4} h2d and waits"]
 
-    def test_so_is_a_pinned_one(self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_pinned_source_is_read_late_only_if_the_caller_says_so(
+        self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(Tensor, "is_pinned", lambda self: True)
-        transfer(pack([torch.zeros(BLOCK // 4), torch.zeros(1)], CPU), SIM, source=CPU)
-        assert streams.log == [f"{BLOCK + 4} h2d and waits"]
-
-    def test_non_blocking_copies_straight_from_the_source(self, streams: simulated.Streams) -> None:
-        transfer(pack(small(5), CPU), SIM, non_blocking=True, source=CPU)
-        transfer(large(2), SIM, non_blocking=True, source=CPU)
-        assert streams.log == ["320 h2d", f"{SMALL + 4} h2d", f"{SMALL + 4} h2d"]
+        for source, direct in ((pack(small(5), CPU), "320 h2d"), (large(1), f"{SMALL + 4} h2d")):
+            transfer(source, SIM, source=CPU)
+            streams.log.clear()
+            transfer(source, SIM, non_blocking=True, source=CPU)
+            assert streams.log == [direct] and not any(slot.users for slot in staging_of(SIM).slots)
+            used = [slot.used for slot in staging_of(SIM).slots]
+            transfer(source, SIM, source=CPU)
+            assert [slot.used for slot in staging_of(SIM).slots] > used
 
     def test_the_host_waits_though_a_copy_fails(
         self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
@@ -425,7 +433,7 @@ class TestHowStreamsAreUsed:
 
         monkeypatch.setattr(Tensor, "to", to)
         with pytest.raises(torch.OutOfMemoryError):
-            transfer(large(2), SIM, source=CPU)
+            transfer([t.requires_grad_() for t in large(2)], SIM, source=CPU)
         assert streams.log == ["host waits for main"]
 
     @pytest.mark.parametrize("dtype", [None, torch.float16])
@@ -446,33 +454,6 @@ class TestHowStreamsAreUsed:
         assert plan(there, target, CPU, dtype) == plan(there, target, CPU, dtype, True) == Plan(one_by_one=(0, 1, 2))
         assert plan(there, target, OTHER if target == SIM else SIM) == Plan(one_by_one=(0, 1, 2))
         assert plan(small(3), CPU, OTHER if target == SIM else SIM).coalesced, "the other device captures nothing"
-
-    def test_what_is_in_flight_is_bounded(self, streams: simulated.Streams) -> None:
-        """A host that runs ahead waits for the copies of the half before: it pins no more and more memory."""
-        packed = pack([torch.zeros(BLOCK // 4 - 16), torch.zeros(1)], CPU)
-        for _ in range(100):
-            transfer(packed, SIM, source=CPU)
-        waiting = largest = 0
-        ends: list[int] = []  # bytes copied when each event was recorded
-        copied = done = 0
-        for line in streams.log:
-            if line.endswith("h2d"):
-                copied += int(line.split()[0])
-            elif "under way" in line:
-                ends.append(copied)
-            elif "host waits" in line:
-                done = ends[int(line.split()[-1])]
-                waiting += 1
-            largest = max(largest, copied - done)
-        assert waiting == len(ends) - 1 > 1 and largest <= IN_FLIGHT
-        assert streams.current[1].events == 0
-
-    def test_each_stream_has_its_own_count(self, streams: simulated.Streams) -> None:
-        packed = pack([torch.zeros(BLOCK // 4 - 16), torch.zeros(1)], CPU)
-        for _ in range(12):
-            for target in (SIM, OTHER):
-                transfer(packed, target, source=CPU)
-        assert not any("under way" in line for line in streams.log)
 
     def test_between_two_devices_small_tensors_are_one_copy(self, streams: simulated.Streams, copies: Any) -> None:
         there = [t.to(SIM) for t in small(200)]
@@ -500,15 +481,9 @@ class TestHowStreamsAreUsed:
                 assert moves[-1].split()[0] == str(nbytes), (dtype, from_, to)
                 assert all(t.dtype == dtype and t.device == to for t in moved) and means(moved) == [0, 1, 2]
 
-    def test_a_pinned_one_and_one_that_nobody_waits_for_are_cast_on_the_device(
-        self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_nobody_waits_for_is_cast_on_the_device(self, streams: simulated.Streams) -> None:
         transfer(pack(small(3), CPU), SIM, torch.float16, non_blocking=True, source=CPU)
-        assert streams.log[0] == "192 h2d"
-        monkeypatch.setattr(Tensor, "is_pinned", lambda self: True)
-        streams.log.clear()
-        transfer(pack(small(3), CPU), SIM, torch.float16, source=CPU)
-        assert streams.log[:2] == ["192 pinned on sim:0", "192 h2d"]
+        assert streams.log[:2] == [f"{SLOT} pinned on sim:0", "192 h2d"]
 
     def test_on_the_way_to_the_host_without_a_wait_it_is_cast_on_the_device(
         self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
@@ -532,8 +507,11 @@ class TestHowStreamsAreUsed:
             assert means(transfer(there, CPU, torch.float16, source=SIM)) == [0, 1, 2]
 
     def test_casts_of_large_ones_wait_so_that_they_are_done_on_the_host(self, streams: simulated.Streams) -> None:
-        transfer(large(2), SIM, torch.float64, source=CPU)
+        transfer([t.requires_grad_() for t in large(2)], SIM, torch.float64, source=CPU)
         assert [line.endswith("and waits") for line in streams.log] == [True] * 2
+        streams.log.clear()
+        transfer(large(2), SIM, torch.float64, source=CPU)
+        assert streams.log == [f"{SLOT} pinned on sim:0", *[f"{2 * SMALL + 8} h2d"] * 2], "cast on the way"
 
     def test_where_no_memory_can_be_pinned(self, streams: simulated.Streams) -> None:
         streams.can_pin = False

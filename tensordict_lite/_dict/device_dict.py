@@ -21,7 +21,7 @@ from .._encoders.protocol import StringEncoder, decode_nested
 from .._errors import Path, dotted, refuse_deeper, with_path
 from .._files import safetensors, table, torch_save
 from .._files.atomic_write import FilePath
-from .._memory.cast import host_array
+from .._memory.cast import host_array, pin
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.packed import can_pack, is_packed, map_buffer, pack, packed_layout
 from .._memory.transfer import clone_tensors, transfer
@@ -542,10 +542,12 @@ class DeviceDict(TreeDict[V]):
 
         Cost: nothing on the current device, for any number of fields. A packed dict (see `pack`) is copied as one
         tensor. Other dicts: tensors of up to 64 KiB are coalesced in a buffer of up to 1 MiB, which is copied at once.
-        On the host the buffer is pinned, if the device has pinned memory. Larger tensors are copied one by one. Results
-        on the host own their memory. A call to an accelerator with streams waits only for the tensors that are copied
-        one by one. A cast copies each tensor that changes. In a packed dict it is one copy into a new storage, on the
-        side where it makes the copy smaller.
+        Larger tensors are copied one by one. Results on the host own their memory. A cast copies each tensor that
+        changes. In a packed dict it is one copy into a new storage, on the side where it makes the copy smaller.
+
+        Waits: up to 16 MiB go to an accelerator with pinned memory without a wait for other work on the stream; the
+        coalesced tensors do not count. The host waits if it moves more, if a tensor cannot be packed, or if 32 MiB are
+        on their way. Results on the host wait for the stream once; each tensor above 1 MiB waits again.
 
         >>> d = DeviceDict({"x": [0.5], "id": [7]})
         >>> d.to("cpu") is d
@@ -607,7 +609,8 @@ class DeviceDict(TreeDict[V]):
         return _numpy(d, copy, ())
 
     def pin_memory(self, device: DeviceLike | None = None) -> Self:
-        """Copy the tensors to pinned (page-locked) memory. Tensors that are pinned already are kept.
+        """Copy the tensors to pinned (page-locked) memory. Tensors that are pinned already are kept. The copy of an
+        expanded tensor is dense.
 
         ``device`` is ignored. The argument exists because DataLoader passes it.
 
@@ -618,8 +621,8 @@ class DeviceDict(TreeDict[V]):
         >>> pinned = d.pin_memory() if torch.cuda.is_available() else d
         """
         tensors = self._tensors()
-        pinned = map_buffer(tensors, self._device, Tensor.pin_memory)
-        return self._replace_tensors([t.pin_memory() for t in tensors] if pinned is None else pinned, self._device)
+        pinned = map_buffer(tensors, self._device, pin)
+        return self._replace_tensors([pin(t) for t in tensors] if pinned is None else pinned, self._device)
 
     def is_pinned(self) -> bool:
         """Whether all tensors are in pinned memory. False if there are no tensors. Cost: a driver call per tensor.

@@ -134,14 +134,18 @@ def buffer_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor:
 
 
 def regions(buffer: Tensor, layout: Layout) -> list[Tensor]:
-    """A tensor over each run in ``buffer``, which spans its whole storage.
+    """A tensor over each run in ``buffer``, which begins at a multiple of `ALIGNMENT` in its storage.
 
     The tensor is [members, *shape] in the run's dtype, or [*shape] for a run of one field. The tensors share memory,
     but no version counter.
     """
     # This takes 0.4x the time of one view of the buffer for each dtype and slices of those views (7 runs).
-    storage, device = buffer.untyped_storage(), buffer.device
-    return [view_over(storage, run.dtype, *run.region, device) for run in layout.runs]
+    storage, device, start = buffer.untyped_storage(), buffer.device, int(buffer.storage_offset())
+    return [
+        view_over(storage, run.dtype, shape, stride, offset + start // run.dtype.itemsize, device)
+        for run in layout.runs
+        for shape, stride, offset in (run.region,)
+    ]
 
 
 def copy_into(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> list[Tensor]:

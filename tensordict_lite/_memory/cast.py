@@ -82,6 +82,15 @@ def clone_each(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
     return [t.clone() for t in tensors]
 
 
+def pin(tensor: Tensor) -> Tensor:
+    """``Tensor.pin_memory``, also for an expanded tensor: its copy is dense. torch pins its strides, and fails."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        expanded = any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if expanded and not tensor.is_pinned():
+            tensor = tensor.contiguous()
+    return tensor.pin_memory()
+
+
 def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The NumPy array over the memory of a CPU tensor, detached.
 

@@ -1,7 +1,9 @@
-"""Staging: copies between the host and a device through pinned memory, so that the host need not wait."""
+"""Staging: pinned memory for copies between the host and a device, so that the host need not wait."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from threading import Lock
 
 import torch
@@ -9,63 +11,106 @@ from torch import Tensor
 
 from .buffer import new_buffer
 from .device import CPU, on_device
+from .layout import aligned
 
-IN_FLIGHT = 32 << 20
-"""The most bytes of pinned memory that copies on one stream may still read. Without a bound, a host that runs ahead of
-the device pins more and more memory, and torch keeps it."""
-_STREAMS = 64
-"""The largest number of streams to keep count of."""
+SLOT = 2 << 20
+"""The bytes of a slot, and the most bytes that are staged at once. The device copies one slot while the host fills
+another. A power of two, because torch pins no other sizes."""
+SLOTS = 16
+"""The most slots of a device. So at most 32 MiB are pinned for it, whatever threads and streams there are."""
 
 
-def staging_buffer(nbytes: int, device: torch.device, waits: bool = False) -> tuple[Tensor, bool]:
-    """uint8[nbytes] on the host for one copy from or to ``device``, and whether it is pinned.
+class Slot:
+    """A part of the pinned memory of a device. It serves one stream at a time, and any number of copies."""
 
-    ``device`` must support copies through pinned memory. If no more memory can be pinned, the buffer is not pinned.
+    __slots__ = ("event", "memory", "stream", "used", "users")
 
-    A copy from pinned memory needs no wait: torch reuses the memory only after the copy. This call waits if the copies
-    under way would read more than `IN_FLIGHT`. ``waits``: the caller waits for the copy, so the copy does not count.
+    def __init__(self, memory: Tensor, stream: torch.Stream) -> None:
+        self.memory, self.stream = memory, stream
+        self.used = 0  # bytes
+        self.users = 0  # copies that are not enqueued yet
+        self.event: torch.Event | None = None  # after the last copy that is enqueued
+
+
+class Staging:
+    """The pinned memory for copies from and to one device.
+
+    torch's allocator for pinned memory has no bound: it stops at the first copy that is not complete, so it pins more
+    and more while any stream of the device stands still.
     """
-    if not waits:
-        _count_in_flight(nbytes, device)
-    # Make `device` current. Otherwise torch would create a context on another device, and ask that device for events.
-    with on_device(device):
-        try:
-            return new_buffer(nbytes, CPU, pin=True), True
-        except RuntimeError:
-            return new_buffer(nbytes, CPU), False
 
-
-class _Stream:
-    """The copies of one stream, in two halves of `IN_FLIGHT`: the current half, and the half before it."""
-
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.lock = Lock()
-        self.nbytes = 0  # of the copies since the last event
-        self.event: torch.Event | None = None  # at the end of the half before
+        self.slots: list[Slot] = []  # the one that was taken last stands last
 
-    def count(self, nbytes: int, stream: torch.Stream) -> None:
+    def take(self, nbytes: int) -> tuple[Slot, Tensor] | None:
+        """Pinned uint8[nbytes], at most `SLOT`, for one copy on the current stream, and its slot for `release`.
+
+        Waits for the oldest copies of this stream if all slots are in use, and for no other stream. None if no slot of
+        this stream waits for the device alone, or if no more memory can be pinned.
+        """
+        stream = torch.accelerator.current_stream(self.device)
+        while True:
+            with self.lock:
+                slot = self._find(nbytes, stream)
+                if slot is not None:
+                    start = slot.used
+                    slot.used, slot.users = start + aligned(nbytes), slot.users + 1
+                    self.slots.remove(slot)
+                    self.slots.append(slot)
+                    return slot, slot.memory[start : start + nbytes]
+                events = [slot.event for slot in self.slots if slot.stream == stream and not slot.users]
+            if not events or events[0] is None:
+                return None
+            events[0].synchronize()
+
+    def release(self, slot: Slot) -> None:
+        """Say that a copy is enqueued. Its memory is used again when the device has made the copy."""
         with self.lock:
-            self.nbytes += nbytes
-            if self.nbytes <= IN_FLIGHT // 2:
-                return
-            before, self.event, self.nbytes = self.event, stream.record_event(), nbytes
-        if before is not None:
-            before.synchronize()
+            slot.users -= 1
+            slot.event = slot.stream.record_event()
+
+    def _find(self, nbytes: int, stream: torch.Stream) -> Slot | None:
+        for slot in reversed(self.slots):
+            if slot.stream == stream and slot.used + nbytes <= SLOT:
+                return slot
+        for slot in self.slots:
+            if not slot.users and (slot.event is None or slot.event.query()):
+                slot.stream, slot.used, slot.event = stream, 0, None
+                return slot
+        if len(self.slots) == SLOTS:
+            return None
+        # Make the device current. Otherwise torch would create a context on another device. Memory that is made in
+        # inference mode could not be written outside of it.
+        with on_device(self.device), torch.inference_mode(False):
+            try:
+                self.slots.append(Slot(new_buffer(SLOT, CPU, pin=True), stream))
+            except RuntimeError:
+                return None
+        return self.slots[-1]
 
 
-_streams: dict[tuple[int, int], _Stream] = {}
+_stagings: dict[torch.device, Staging] = {}
 
 
-def _count_in_flight(nbytes: int, device: torch.device) -> None:
-    """Count a copy that follows on the current stream of ``device``.
+def staging_of(device: torch.device) -> Staging:
+    """The pinned memory for copies from and to ``device``, which must support such copies."""
+    return _stagings.get(device) or _stagings.setdefault(device, Staging(device))
 
-    Records one event per 16 MiB, not one per copy: an event takes as long as a small copy.
+
+@contextmanager
+def staging_buffer(nbytes: int, device: torch.device, pins: bool = True) -> Generator[tuple[Tensor, bool]]:
+    """uint8[nbytes] on the host for one copy to ``device`` within the block, and whether it is pinned.
+
+    The copy of a pinned buffer can be asynchronous. ``pins``: whether the device can copy from pinned memory.
     """
-    stream = torch.accelerator.current_stream(device)
-    key = stream.device_index, stream.stream_id
-    known = _streams.get(key)
-    if known is None:
-        if len(_streams) >= _STREAMS:
-            _streams.clear()  # programs use a few streams, again and again
-        known = _streams.setdefault(key, _Stream())
-    known.count(nbytes, stream)
+    staging = staging_of(device)
+    taken = staging.take(nbytes) if pins else None
+    if taken is None:
+        yield new_buffer(nbytes, CPU), False
+        return
+    try:
+        yield taken[1], True
+    finally:
+        staging.release(taken[0])

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .buffer import buffer_of, copy_into, new_buffer, regions, views_of
+from .buffer import buffer_of, copy_into, new_buffer, regions, view_over, views_of
 from .cast import CASTS, clone_each, copy_each
 from .device import CPU, META, capabilities, intercepted, is_capturing
-from .layout import Layout, cast_groups, distribute, lay_out
+from .layout import Layout, cast_groups, dense_stride, distribute, lay_out
 from .packed import arrange, buffer_layout, map_buffer, may_be_packed, pack_into, repeats_of
-from .staging import IN_FLIGHT, staging_buffer
+from .staging import SLOT, Slot, staging_buffer, staging_of
 
 COALESCED_TENSOR = 64 << 10
 """The largest tensor in bytes that is coalesced with others. A separate copy to a GPU takes some microseconds before
@@ -30,13 +31,12 @@ its first byte. Coalescing takes host time: 1.6 us per tensor, and these us for 
 COALESCED_BUFFER = 1 << 20
 """The largest buffer in bytes for coalesced tensors. A coalesced tensor keeps its whole buffer alive. torch's pool for
 small allocations (``kSmallSize`` in c10's CUDACachingAllocator) has the same limit."""
-STAGED_TENSOR = 1 << 20
+STAGED_MOVE = 16 << 20
+"""The most bytes of one move to a device, besides coalesced tensors, that go through pinned memory, so that the host
+need not wait. With more, the host would wait for its pinned memory in any case."""
+FETCHED_TENSOR = 1 << 20
 """The largest tensor in bytes that comes to the host through pinned memory. The second copy, on the host, takes less
 time than a wait. The driver copies larger tensors faster, because it overlaps both copies."""
-STAGED_BUFFER = 4 << 20
-"""The size in bytes of the pinned buffers for these tensors. The host waits once for each buffer."""
-STAGED_CHUNK = 2 << 20
-"""The most bytes of a packed buffer that are staged at once. The device copies a chunk while the host fills another."""
 
 
 class CopyPlan(NamedTuple):
@@ -48,10 +48,12 @@ class CopyPlan(NamedTuple):
     """The layout of the packed tensors after the cast, if it changes any."""
     coalesced: tuple[Layout, ...] = ()
     """Buffers into which small tensors are copied, so that one copy moves them all."""
-    staged: tuple[Layout, ...] = ()
-    """Buffers in pinned memory, through which larger tensors come to the host with one wait for all."""
+    staged: tuple[int, ...] = ()
+    """Larger tensors on the host, each of which goes to the device through pinned memory."""
+    fetched: tuple[Layout, ...] = ()
+    """Larger tensors, one in each layout, which come to the host through pinned memory, with one wait for all."""
     one_by_one: tuple[int, ...] = ()
-    """The tensors that are copied one by one."""
+    """The tensors that are copied by torch, one by one."""
     repeats: Mapping[int, int] = MappingProxyType({})
     """See `repeats_of`. These tensors share the copy of their first occurrence."""
     pins: bool = False
@@ -79,14 +81,16 @@ def plan_copies(
     indices = range(len(tensors))
     everything = tuple(i for i in indices if i not in repeats) if repeats else tuple(indices)
     one_by_one = CopyPlan(one_by_one=everything, repeats=repeats)
-    if len(everything) < 2 or not (here.byte_views and there.byte_views):
+    if not (here.byte_views and there.byte_views):
         return one_by_one
     if capturing and source != target:  # each replay of the graph must read the sources again
         return one_by_one
+    pins = (source == CPU and there.pinned_memory) or (target == CPU and here.pinned_memory)
+    if len(everything) < 2 and not (pins and source == CPU):
+        return one_by_one
     casts = CASTS[dtype]
-    pins = (there if source == CPU else here).pinned_memory
     groups, unpackable = arrange(tensors, repeats)
-    packed = buffer_layout(tensors, groups)
+    packed = buffer_layout(tensors, groups) if len(everything) > 1 else None
     if packed is not None:
         cast = lay_out(cast_groups(groups, casts)) if any(spec[0] in casts for spec, _ in groups) else None
         # A single tensor is cast on its way, without a buffer.
@@ -97,12 +101,20 @@ def plan_copies(
     after = cast_groups(groups, casts) if casts else groups
     coalesced = distribute(after, COALESCED_TENSOR, COALESCED_BUFFER, spare=True)
     rest = set(everything).difference(*[layout.members for layout in coalesced])
-    staged: list[Layout] = []
-    if target == CPU and len(rest) > 1 and pins:
-        large = [(spec, [i for i in members if i in rest]) for spec, members in groups if spec[0] not in casts]
-        staged = distribute(large, STAGED_TENSOR, STAGED_BUFFER)
-        rest = rest.difference(*[layout.members for layout in staged])
-    return CopyPlan(None, None, tuple(coalesced), tuple(staged), tuple(sorted(rest)), repeats, pins)
+    staged: list[int] = []
+    fetched: list[Layout] = []
+    if pins and source == CPU:
+        staged = sorted(rest.difference(unpackable))
+        if non_blocking:  # the copy of a pinned tensor waits for nothing, and may read it later
+            staged = [i for i in staged if not tensors[i].is_pinned()]
+        if sum([tensors[i].nbytes for i in staged]) > STAGED_MOVE:
+            staged = []
+    elif pins:
+        for spec, members in groups:
+            if spec[0] not in casts and 0 < prod(spec[1]) * spec[0].itemsize <= FETCHED_TENSOR:
+                fetched += [lay_out([(spec, [i])]) for i in members if i in rest]
+    rest = rest.difference(staged, *[layout.members for layout in fetched])
+    return CopyPlan(None, None, tuple(coalesced), tuple(staged), tuple(fetched), tuple(sorted(rest)), repeats, pins)
 
 
 def execute(
@@ -119,14 +131,20 @@ def execute(
     one_by_one = list(plan.one_by_one)
     if plan.packed is not None:
         _move_packed(plan.packed, plan.cast, out, source, target, non_blocking, plan.pins)
-    for layout in plan.coalesced:
-        if source == CPU:
+    if source == CPU:
+        for layout in plan.coalesced:
             _coalesce_to_device(layout, out, target, plan.pins)
-        elif not _coalesce_on_device(layout, out, source, target, plan.pins):
-            one_by_one += layout.members
-    for layout in plan.staged:
-        if not _stage_to_host(layout, out, source):
-            one_by_one += layout.members
+        for i in plan.staged:
+            out[i] = _stage(out[i], CASTS[dtype].get(out[i].dtype, out[i].dtype), target)
+    elif target == CPU:
+        one_by_one += _fetch(plan, out, source)
+    else:
+        for layout in plan.coalesced:
+            buffer = _gathered(layout, out, source)
+            if buffer is None:
+                one_by_one += layout.members
+            else:
+                views_of(layout, regions(buffer.to(target), layout), out)
     if one_by_one:
         # Copies from the host are asynchronous, and one synchronization at the end frees the sources. With a cast each
         # copy is synchronous, because torch casts on the host. A cast on the device could run out of memory.
@@ -222,23 +240,24 @@ def _move_packed(
 
     The cast is made on the side where it makes the copy smaller. Exception: with ``non_blocking``, a copy between the
     host and a device is cast on the device, so that the host neither waits nor reads data that has not arrived.
+
+    Up to `STAGED_MOVE` bytes go through pinned memory. A pinned buffer is read later if ``non_blocking`` allows it.
     """
-    if cast is not None and _cast_first(buffer_of(out, layout), cast, source, target, non_blocking, pins):
+    buffer = buffer_of(out, layout)
+    late = non_blocking and CPU in (source, target)
+    if cast is not None and (source == target or (target == CPU if late else cast.nbytes < buffer.nbytes)):
         try:
             buffer = pack_into(out, cast, source)
             layout, cast = cast, None
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # tensors may be moved because the device is full
             if source == target or non_blocking:
                 raise
-            buffer = buffer_of(out, layout)  # tensors may be moved because the device is full
         if source == target:
             return
-    else:
-        buffer = buffer_of(out, layout)
     if source == target:
         moved = buffer.clone()
-    elif source == CPU and not non_blocking and pins:
-        moved = _through_pinned(buffer, target)
+    elif source == CPU and pins and buffer.nbytes <= STAGED_MOVE and not (non_blocking and buffer.is_pinned()):
+        moved = _stage(buffer, torch.uint8, target)
     else:
         moved = buffer.to(target, non_blocking=non_blocking)
     views_of(layout, regions(moved, layout), out)
@@ -246,84 +265,91 @@ def _move_packed(
         pack_into(out, cast, target)
 
 
-def _cast_first(
-    buffer: Tensor, cast: Layout, source: torch.device, target: torch.device, non_blocking: bool, pins: bool
-) -> bool:
-    """Whether the packed tensors in ``buffer`` are cast before they are copied."""
-    if source == target:
-        return True
-    if non_blocking and CPU in (source, target):
-        return target == CPU  # cast on the device
-    # From pinned memory, all bytes cross the bus in less time than the host needs for the cast.
-    return cast.nbytes < buffer.nbytes and not (source == CPU and pins and buffer.is_pinned())
-
-
-def _through_pinned(buffer: Tensor, target: torch.device) -> Tensor:
-    """A copy on a device of a buffer on the host. The source is free on return.
+def _stage(tensor: Tensor, dtype: torch.dtype, target: torch.device) -> Tensor:
+    """A copy on a device of a dense tensor on the host, through pinned memory. The source is free on return.
 
     A copy from pageable memory waits for all earlier work on the stream. A copy through pinned memory does not.
     """
-    large = buffer.nbytes > COALESCED_BUFFER
-    # For a buffer above half of `IN_FLIGHT` the host waits in any case. A pinned buffer needs no staging.
-    if large and (buffer.nbytes > IN_FLIGHT // 2 or buffer.is_pinned()):
-        return buffer.to(target)
-    moved = new_buffer(buffer.nbytes, target)
-    chunks = -(-buffer.nbytes // STAGED_CHUNK)
-    for part, into in zip(buffer.chunk(chunks), moved.chunk(chunks), strict=True):
-        staging, pinned = staging_buffer(part.nbytes, target)
-        into.copy_(staging.copy_(part), non_blocking=pinned)
-    return moved
+    shape, stride = tensor.shape, dense_stride(tensor.shape, tensor.stride())
+    if stride != tensor.stride():
+        tensor = torch.empty_strided(shape, stride, dtype=tensor.dtype).copy_(tensor)
+    elements = tensor.as_strided((tensor.numel(),), (1,))
+    moved = torch.empty(elements.numel(), dtype=dtype, device=target)
+    count = SLOT // dtype.itemsize
+    for start in range(0, elements.numel(), count):
+        part, into = elements[start : start + count], moved[start : start + count]
+        with staging_buffer(into.nbytes, target) as (staging, pinned):
+            into.copy_(staging.view(dtype).copy_(part), non_blocking=pinned)
+    return view_over(moved.untyped_storage(), dtype, shape, stride, 0, target)
 
 
 def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device, pins: bool) -> None:
     """Replace the tensors of the layout in ``out``, on the host, by copies on ``target``, which share a buffer."""
-    staging, pinned = staging_buffer(layout.nbytes, target) if pins else (new_buffer(layout.nbytes, CPU), False)
-    copy_into(staging, layout, out)
-    views_of(layout, regions(staging.to(target, non_blocking=pinned), layout), out)
+    moved = new_buffer(layout.nbytes, target)
+    with staging_buffer(layout.nbytes, target, pins) as (staging, pinned):
+        copy_into(staging, layout, out)
+        moved.copy_(staging, non_blocking=pinned)
+    views_of(layout, regions(moved, layout), out)
 
 
-def _coalesce_on_device(
-    layout: Layout, out: list[Tensor], source: torch.device, target: torch.device, pins: bool
-) -> bool:
-    """Replace the tensors of the layout in ``out`` by copies on ``target``. False if ``source`` has no memory for the
-    buffer.
-
-    On the host each copy owns its memory. On another device they share a buffer.
-    """
+def _gathered(layout: Layout, out: list[Tensor], source: torch.device) -> Tensor | None:
+    """A buffer on ``source`` with copies of the tensors of the layout. None if ``source`` has no memory for it."""
     try:
         buffer = new_buffer(layout.nbytes, source)
     except torch.OutOfMemoryError:  # tensors may be moved because the device is full
-        return False
+        return None
     copy_into(buffer, layout, out)
-    if target != CPU:
-        views_of(layout, regions(buffer.to(target), layout), out)
-        return True
-    host = staging_buffer(layout.nbytes, source, waits=True)[0] if pins else new_buffer(layout.nbytes, CPU)
-    views_of(layout, regions(host.copy_(buffer), layout), out)
-    _own_memory(layout, out)
-    return True
+    return buffer
 
 
-def _stage_to_host(layout: Layout, out: list[Tensor], source: torch.device) -> bool:
-    """Replace the tensors of the layout in ``out`` by copies on the host. False if no memory can be pinned."""
-    staging, pinned = staging_buffer(layout.nbytes, source, waits=True)
-    if not pinned:
-        return False
-    staged: dict[int, Tensor] = {}
-    views_of(layout, regions(staging, layout), staged)
+def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[int]:
+    """Replace coalesced and fetched tensors by copies on the host, each in memory of its own. The host waits once.
+
+    Returns the tensors that are left, for want of memory on the device or of pinned memory.
+    """
+    left: list[int] = []
+    staging, arriving = staging_of(source), list[tuple[Slot, Tensor, Layout]]()
+
+    def arrive() -> None:
+        if arriving:
+            torch.accelerator.current_stream(source).synchronize()
+        while arriving:
+            slot, memory, layout = arriving.pop()
+            _own_memory(layout, memory, out)
+            staging.release(slot)
+
+    def pinned(layout: Layout) -> Tensor | None:
+        taken = staging.take(layout.nbytes) if plan.pins else None
+        if taken is None and arriving:
+            arrive()
+            taken = staging.take(layout.nbytes)
+        if taken is None:
+            return None
+        arriving.append((*taken, layout))
+        return taken[1]
+
     try:
-        for i, view in staged.items():
-            view.copy_(out[i], non_blocking=True)
-    finally:  # the copies that were made may still write there
-        torch.accelerator.current_stream(source).synchronize()
-    for i, view in staged.items():
-        out[i] = view
-    _own_memory(layout, out)
-    return True
+        for layout in plan.coalesced:
+            buffer = _gathered(layout, out, source)
+            if buffer is None:
+                left += layout.members
+            elif (memory := pinned(layout)) is not None:
+                memory.copy_(buffer, non_blocking=True)
+            else:
+                _own_memory(layout, new_buffer(layout.nbytes, CPU).copy_(buffer), out)
+        for layout in plan.fetched:
+            memory = pinned(layout)
+            if memory is None:
+                left += layout.members
+            else:
+                regions(memory, layout)[0].copy_(out[layout.members[0]], non_blocking=True)
+    finally:  # also after an error: copies may be under way
+        arrive()
+    return left
 
 
-def _own_memory(layout: Layout, out: list[Tensor]) -> None:
-    """Replace the tensors of the layout in ``out`` by copies in pageable memory of their own."""
-    for run in layout.runs:
-        for i in run.members:
-            out[i] = out[i].clone()
+def _own_memory(layout: Layout, buffer: Tensor, out: list[Tensor]) -> None:
+    """Replace the tensors of the layout in ``out`` by copies of those in ``buffer``, each in memory of its own."""
+    views_of(layout, regions(buffer, layout), out)
+    for i in layout.members:
+        out[i] = out[i].clone()

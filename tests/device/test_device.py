@@ -120,7 +120,7 @@ def test_the_device_is_full_on_demand() -> None:
     before = torch.strict.memory_allocated()  # pyright: ignore[reportAttributeAccessIssue]
     with (
         strict.memory_left(1000),
-        pytest.raises(torch.OutOfMemoryError, match="^strict out of memory"),
+        pytest.raises(torch.OutOfMemoryError, match=r"^strict out of memory"),
     ):
         torch.zeros(1000, device=D0)
     torch.zeros(1000, device=D1)

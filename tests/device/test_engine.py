@@ -1,0 +1,400 @@
+"""The engine on the device: no value is stale, nobody waits without need, and little memory is pinned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import strict
+import torch
+from torch import Tensor
+
+from tensordict_lite import DeviceDict, prefetch
+from tensordict_lite._memory import staging
+from tensordict_lite._memory.device import capabilities
+from tensordict_lite._memory.staging import SLOT, SLOTS, staging_of
+from tensordict_lite._memory.transfer import COALESCED_TENSOR, FETCHED_TENSOR, STAGED_MOVE
+
+D0, D1 = torch.device("strict", 0), torch.device("strict", 1)
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test starts without pinned memory, and counts from its start."""
+    monkeypatch.setattr(staging, "_stagings", {})
+    assert capabilities(D0).pinned_memory and capabilities(D1).pinned_memory
+    strict.reset()
+    torch.ops.strict.free_pinned()
+    strict.reset()
+    yield
+    strict.reset()
+
+
+def batch(count: int, nbytes: int, start: int = 0) -> DeviceDict:
+    return DeviceDict({f"k{i}": torch.full((nbytes // 4,), float(start + i)) for i in range(count)})
+
+
+def is_batch(d: DeviceDict, start: float = 0) -> bool:
+    return all(bool(t.cpu().eq(start + i).all()) for i, t in enumerate(d.values()))
+
+
+def main(device: torch.device = D0) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+def overwrite(d: DeviceDict) -> None:
+    for value in d.values():
+        value.fill_(-1)
+
+
+SHAPES = {
+    "one small": (1, 64), "two small": (2, 64), "40 x 100 kB": (40, 100_000), "one of 3 MiB": (1, 3 * MIB),
+    "200 x 4 KiB": (200, 4 * KIB), "3 x 5 MiB": (3, 5 * MIB),
+}  # fmt: skip
+
+
+class TestToTheDevice:
+    @pytest.mark.parametrize("non_blocking", [False, True])
+    @pytest.mark.parametrize("pack", [False, True])
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free(
+        self, shape: tuple[int, int], pack: bool, non_blocking: bool
+    ) -> None:
+        d = batch(*shape).pack() if pack else batch(*shape)
+        with strict.held() as stream:
+            moved = d.to(D0, non_blocking=non_blocking)
+            overwrite(d)
+        assert stream.in_time and strict.counts().waits == 0 and is_batch(moved)
+        assert moved.is_packed == d.is_packed
+
+    @pytest.mark.parametrize("pack", [False, True])
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_a_pinned_source_is_free_too(self, shape: tuple[int, int], pack: bool) -> None:
+        d = (batch(*shape).pack() if pack else batch(*shape)).pin_memory()
+        with strict.held() as stream:
+            moved = d.to(D0)
+            overwrite(d)
+        assert stream.in_time and is_batch(moved)
+
+    @pytest.mark.parametrize("pack", [False, True])
+    def test_a_large_pinned_source_that_nobody_waits_for_is_read_from_where_it_is(self, pack: bool) -> None:
+        d = batch(3, 5 * MIB)
+        d = (d.pack() if pack else d).pin_memory()
+        strict.reset()
+        with strict.held() as stream:
+            moved = d.to(D0, non_blocking=True)
+            assert strict.counts().pins == 0, "nothing is copied on the host"
+            for i, value in enumerate(d.values()):
+                value.fill_(i + 7)
+        assert stream.in_time and is_batch(moved, 7)
+
+    @pytest.mark.parametrize("pin", [False, True])
+    @pytest.mark.parametrize("pack", [False, True])
+    def test_a_larger_move_waits_and_its_source_is_free(self, pack: bool, pin: bool) -> None:
+        d = batch(3, STAGED_MOVE // 3 + 64)
+        d = d.pack() if pack else d
+        d = d.pin_memory() if pin else d
+        strict.reset()
+        with strict.held(seconds=0.05):
+            moved = d.to(D0)
+            overwrite(d)
+        waits = strict.counts().waits
+        assert is_batch(moved) and waits == (1 if pack or pin else 4)
+
+    def test_tensors_that_cannot_be_packed_wait_once(self) -> None:
+        d = DeviceDict({f"k{i}": torch.full((9,), float(i)).pin_memory().requires_grad_() for i in range(5)})
+        with strict.held(seconds=0.05):
+            moved = d.to(D0)
+            with torch.no_grad():
+                overwrite(d)
+        assert is_batch(moved) and moved["k0"].grad_fn is not None
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+    @pytest.mark.parametrize("pack", [False, True])
+    @pytest.mark.parametrize("shape", [(1, 64), (9, 100_000), (1, 3 * MIB)])
+    def test_casts(self, shape: tuple[int, int], pack: bool, dtype: torch.dtype) -> None:
+        d = batch(*shape).pack() if pack else batch(*shape)
+        with strict.held() as stream:
+            moved = d.to(D0, dtype)
+            overwrite(d)
+        assert stream.in_time and is_batch(moved) and all(t.dtype == dtype for t in moved.values())
+
+    @pytest.mark.parametrize("non_blocking", [False, True])
+    def test_any_strides_arrive(self, non_blocking: bool) -> None:
+        base = torch.arange(300_000.0).reshape(3, 100, 1000)
+        views = {
+            "transposed": base.transpose(0, 2), "gaps": base[..., ::2], "row": base[1], "expanded": base[:1].expand(4, 100, 1000),
+            "channels": base[None].contiguous(memory_format=torch.channels_last), "number": torch.tensor(3.0),
+            "empty": torch.ones(0, 5), "bytes": torch.arange(200_001).to(torch.uint8),
+        }  # fmt: skip
+        for count in (1, len(views)):
+            for name in views:
+                d = DeviceDict({name: views[name], **(views if count > 1 else {})})
+                expected = {key: value.clone() for key, value in d.items()}
+                with strict.held() as stream:
+                    moved = d.to(D0, non_blocking=non_blocking)
+                assert stream.in_time
+                for key, value in expected.items():
+                    assert moved[key].cpu().equal(value) and moved[key].stride() == torch.empty_like(d[key]).stride()
+
+    def test_a_field_that_is_kept_keeps_no_other(self) -> None:
+        moved = batch(5, 100_000).to(D0)
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in moved.values())
+
+    def test_on_a_side_stream(self) -> None:
+        """The copy runs there, and the pinned memory is kept until that stream has read it."""
+        d, side = batch(9, 100_000), torch.Stream(device=D0)
+        with side, strict.held() as stream:
+            moved = [d.to(D0) for _ in range(10)]
+            assert main().query() is False and torch.accelerator.current_stream(D0) == side
+        assert stream.in_time
+        with side:
+            assert all(is_batch(each) for each in moved)
+
+    def test_to_the_device_that_is_not_current(self) -> None:
+        with strict.held() as first:
+            moved = batch(9, 100_000).to(D1)
+            assert is_batch(moved) and moved.device == D1
+        assert first.in_time and torch.accelerator.current_device_index() == 0
+
+
+class TestToTheHost:
+    @pytest.mark.parametrize("pack", [False, True])
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    @pytest.mark.parametrize("take", [DeviceDict.cpu, lambda d: DeviceDict(d.numpy())])
+    def test_results_are_complete(
+        self, shape: tuple[int, int], pack: bool, take: Callable[[DeviceDict], DeviceDict]
+    ) -> None:
+        d = batch(*shape).to(D0)
+        d = d.pack() if pack else d
+        with strict.held(seconds=0.02):
+            for value in d.values():
+                value.add_(1)
+            back = take(d)
+            overwrite(d)
+        assert is_batch(back, 1) and not any(t.is_pinned() for t in back.values())
+        assert pack or all(t.untyped_storage().nbytes() == t.nbytes for t in back.values())
+
+    @pytest.mark.parametrize(
+        ("count", "nbytes"), [(200, COALESCED_TENSOR), (20, FETCHED_TENSOR), (300, 512), (30, 100_000)]
+    )
+    def test_one_wait_for_all(self, count: int, nbytes: int) -> None:
+        d = batch(count, nbytes).to(D0)
+        d.cpu()
+        strict.reset()
+        assert is_batch(d.cpu()) and strict.counts().waits == 1
+
+    def test_more_than_the_pinned_memory_waits_each_time_it_is_full(self) -> None:
+        d = batch(SLOTS * 3 * SLOT // MIB, MIB).to(D0)
+        strict.reset()
+        with strict.held(seconds=0.05):
+            for value in d.values():
+                value.add_(1)
+            back = d.cpu()
+        assert is_batch(back, 1) and strict.counts().pinned_peak <= SLOT * SLOTS
+        assert strict.counts().waits == 3
+
+    def test_from_a_full_device(self) -> None:
+        d = batch(20, 512).to(D0)
+        with strict.memory_left(100), strict.held(seconds=0.02):
+            back = d.cpu()
+        assert is_batch(back)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_between_two_devices(pack: bool) -> None:
+    d = batch(20, 512).to(D0)
+    d = d.pack() if pack else d
+    with strict.held() as here, strict.held("strict:1") as there:
+        for value in d.values():
+            value.add_(1)
+        moved = d.to(D1)
+        overwrite(d)
+    assert here.in_time and there.in_time and is_batch(moved, 1)
+
+
+class TestPinnedMemory:
+    def test_it_is_bounded_with_threads_on_one_stream(self) -> None:
+        wrong: list[int] = []
+
+        def move(first: int) -> None:
+            for i in range(first, first + 300, 10):
+                d = batch(2, 500_000, i).pack()
+                moved = d.to(D0)
+                overwrite(d)
+                if not is_batch(moved, i):
+                    wrong.append(i)
+
+        threads = [threading.Thread(target=move, args=(1000 * i,)) for i in range(8)]
+        with strict.delays(0, 300):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert not wrong and strict.counts().pinned <= SLOT * SLOTS
+
+    def test_it_is_bounded_while_another_stream_stands_still(self) -> None:
+        side = torch.Stream(device=D0)
+        with side, strict.held(seconds=30) as stream:
+            late = [batch(2, 500_000, i).to(D0) for i in range(8)]
+            with main_stream():
+                for i in range(100):
+                    d = batch(2, 500_000, i).pack()
+                    moved = d.to(D0)
+                    overwrite(d)
+                    assert is_batch(moved, i)
+        assert stream.in_time and strict.counts().pinned <= SLOT * SLOTS
+        with side:
+            assert all(is_batch(d, i) for i, d in enumerate(late))
+
+    def test_a_stream_does_not_wait_for_the_memory_of_another(self) -> None:
+        """If another stream has all of it, copies go without, and wait for their own stream alone."""
+        side = torch.Stream(device=D0)
+        with side, strict.held(seconds=30) as stream:
+            late = [batch(1, SLOT, i).to(D0) for i in range(SLOTS)]
+            with main_stream():
+                for d in (batch(1, SLOT, 50), batch(9, 512, 50), batch(3, 100_000, 50).pack()):
+                    moved = d.to(D0)
+                    overwrite(d)
+                    assert is_batch(moved, 50) and is_batch(moved.cpu(), 50)
+                many = batch(9, 512, 50).to(D0)
+                assert is_batch(many.cpu(), 50) and is_batch(batch(3, 200_000, 9).to(D0).cpu(), 9)
+        assert stream.in_time and strict.counts().pinned == SLOT * SLOTS
+        with side:
+            assert all(is_batch(d, i) for i, d in enumerate(late))
+
+    def test_a_host_that_runs_ahead_waits_for_its_own_oldest_copies(self) -> None:
+        with strict.held(seconds=0.3) as stream:
+            moved: list[DeviceDict] = []
+            for i in range(SLOTS + 8):
+                d = batch(1, SLOT, i)
+                moved.append(d.to(D0))
+                overwrite(d)
+                assert bool(strict.counts().event_waits) == (i >= SLOTS)
+        assert not stream.in_time and all(is_batch(d, i) for i, d in enumerate(moved))
+        assert strict.counts().pinned == SLOT * SLOTS
+
+    def test_an_idle_device_needs_one_slot(self) -> None:
+        for i in range(50):
+            assert is_batch(batch(9, 100_000, i).to(D0).cpu(), i)
+        assert strict.counts().pinned == 2 * SLOT, "one to the device, one to the host"
+
+    def test_it_is_used_in_and_outside_of_inference_mode(self) -> None:
+        with torch.inference_mode():
+            assert is_batch(batch(3, 100_000).to(D0).cpu())
+        assert is_batch(batch(3, 100_000).to(D0).cpu())
+        with torch.inference_mode():
+            assert is_batch(batch(3, 100_000).to(D0).cpu())
+
+    def test_where_none_can_be_pinned(self) -> None:
+        with strict.no_pinning():
+            for d in (batch(9, 512), batch(9, 100_000), batch(3, MIB).pack(), batch(1, 64)):
+                moved = d.to(D0)
+                for value in moved.values():
+                    value.add_(1)
+                overwrite(d)
+                assert is_batch(moved.cpu(), 1)
+        assert strict.counts().pinned == 0
+
+    def test_after_an_error_it_is_used_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Tensor.copy_
+
+        def copy_(self: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
+            real(self, other, non_blocking)
+            if self.device == D0 or other.device == D0:
+                raise RuntimeError("broken")
+            return self
+
+        there = batch(3, 200_000).to(D0)
+        for d, target in ((batch(3, 200_000), D0), (batch(9, 64), D0), (there, "cpu")):
+            monkeypatch.setattr(Tensor, "copy_", copy_)
+            with strict.held(seconds=0.02), pytest.raises(RuntimeError, match="broken"):
+                d.to(target)
+            monkeypatch.undo()
+            monkeypatch.setattr(staging, "_stagings", staging._stagings)
+        main().synchronize()
+        assert all(not slot.users and slot.event.query() for slot in staging_of(D0).slots)  # pyright: ignore
+
+
+def main_stream() -> torch.Stream:
+    """The default stream, for a block within the block of another stream."""
+    return torch.Stream(stream_id=0, device_index=0, device_type=main().device_type)
+
+
+@pytest.mark.parametrize("more", [{}, {"x": torch.ones(3)}])
+def test_expanded_fields_can_be_pinned(more: dict[str, Tensor]) -> None:
+    """torch pins the strides of a tensor, and cannot write to memory that overlaps."""
+    expanded = {
+        "row": torch.arange(3.0).expand(2, 3),
+        "one": torch.ones(1).expand(4),
+        "grad": torch.ones(1, requires_grad=True).expand(2),
+    }
+    d = DeviceDict({**expanded, **more, "gaps": torch.arange(6.0)[::2], "t": torch.ones(2, 3).t()})
+    pinned = d.pin_memory()
+    assert pinned == d and pinned.is_pinned() and pinned["row"].is_contiguous() and pinned["t"].stride() == (1, 3)
+    assert all(a is b for a, b in zip(pinned.pin_memory().values(), pinned.values(), strict=True))
+    kept = DeviceDict({"x": pinned["row"][:1].expand(5, 3)})
+    assert kept.pin_memory()["x"] is kept["x"]
+
+
+class TestPrefetch:
+    @pytest.mark.parametrize("pin", [False, True])
+    @pytest.mark.parametrize("consume", [0.0, 0.004])
+    @pytest.mark.parametrize("max_bytes", [None, 1, 300_000])
+    def test_a_loader_may_use_its_memory_again(self, pin: bool, consume: float, max_bytes: int | None) -> None:
+        memory = batch(3, 100_000)
+        memory = memory.pin_memory() if pin else memory
+
+        def source() -> Iterator[DeviceDict]:
+            for i in range(12):
+                for key in memory:
+                    memory[key].fill_(i)
+                yield memory
+
+        with strict.delays(0, 2000):
+            sums: list[Tensor] = []
+            for d in prefetch(source(), D0, depth=3, max_bytes=max_bytes):
+                torch.ops.strict.busy(consume, D0)
+                sums.append(torch.empty(3, device=D0).copy_(torch.stack([t[:1] for t in d.values()]).flatten()))
+                del d
+        assert [s.tolist() for s in sums] == [[float(i)] * 3 for i in range(12)]
+
+    def test_a_batch_is_not_overwritten_while_the_consumer_reads_it(self) -> None:
+        """Its memory belongs to the side stream, which does not wait for the consumer."""
+        late: list[Tensor] = []
+        with strict.held(seconds=0.3):
+            for d in prefetch([batch(1, 200_000, i) for i in range(8)], D0):
+                late.append(d["k0"].clone())
+                del d
+        assert [t.mean().item() for t in late] == list(range(8))
+
+    def test_batches_of_the_device_are_complete_before_they_are_read(self) -> None:
+        def source() -> Iterator[DeviceDict]:
+            for i in range(4):
+                d = DeviceDict({"x": torch.zeros(1000, device=D0)})
+                torch.ops.strict.busy(0.02, D0)
+                d["x"].add_(i)
+                yield d
+
+        with strict.delays(0, 500):
+            got = [d["x"].clone() for d in prefetch(source(), D1)]
+        assert [t.mean().item() for t in got] == [0, 1, 2, 3]
+
+    def test_the_copies_do_not_wait_for_the_consumer(self) -> None:
+        batches = iter(prefetch([batch(3, 100_000, i) for i in range(6)], D0, depth=2))
+        with strict.held() as stream:
+            got = [next(batches) for _ in range(4)]
+        assert stream.in_time and all(is_batch(d, i) for i, d in enumerate(got))
+
+    def test_a_break_leaves_no_copy_under_way(self) -> None:
+        memory = batch(1, 3 * MIB).pin_memory()
+        batches = iter(prefetch([memory] * 5, D0))
+        with strict.delays(20_000, 20_000):
+            d = next(batches)
+            waits = strict.counts().event_waits
+            del batches
+        assert strict.counts().event_waits == waits + 1, "the memory of the last batch may be unmapped"
+        memory["k0"].fill_(5)
+        assert is_batch(d)
