@@ -443,6 +443,59 @@ class TestPolicy:
             DeviceDict({"x": 1}, devcie="cpu")  # type: ignore[call-arg]
 
 
+_BASE = np.arange(24, dtype=np.float32)
+_RAW = np.arange(101, dtype=np.uint8)
+_READ_ONLY = np.broadcast_to(_BASE, (1, 24))
+ARRAYS: dict[str, np.ndarray[Any, Any]] = {
+    "reversed": _BASE[::-1],
+    "reversed in size 1": _BASE[:1][::-1],
+    "reversed in the last dimension of size 1": _BASE.reshape(24, 1)[:, ::-1],
+    "reversed in a dimension of size 1 in the middle": _BASE.reshape(2, 1, 12)[:, ::-1],
+    "reversed and empty": np.zeros((0, 3))[:, ::-1],
+    "reversed complex": np.ones((1, 2), np.complex128)[::-1],
+    "stride 0": np.lib.stride_tricks.as_strided(_BASE, (3, 4), (0, 4)),
+    "stride of no whole element": np.lib.stride_tricks.as_strided(_BASE, (3,), (6,)),
+    "stride of no whole element in size 1": np.lib.stride_tricks.as_strided(_BASE, (1,), (3,)),
+    "stride of no whole element, empty": np.lib.stride_tricks.as_strided(_BASE, (0, 2), (3, 6)),
+    "field of records": np.zeros(3, [("a", np.int8), ("b", np.float32)])["b"],
+    "big-endian": np.arange(3, dtype=">i8"),
+    "big-endian, one number": np.array(1.5, ">f8"),
+    "big-endian, reversed in size 1": np.ones((1, 2), ">c8")[::-1],
+    "read-only": _READ_ONLY,
+    "read-only, reversed in size 1": _READ_ONLY[::-1],
+    "not aligned": _RAW[1:97].view(np.int64),
+    "not aligned, reversed in size 1": _RAW[1:5].view(np.float32)[::-1],
+    "in the order of Fortran": np.asfortranarray(_BASE.reshape(4, 6)),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_every_array_of_numbers_can_be_stored(array: np.ndarray[Any, Any]) -> None:
+    before = array.copy()
+    d = DeviceDict({"x": array, "n": {"x": [array, array]}}, device="cpu")
+    assert np.array_equal(d["x"].numpy(), before) and d["x"].shape == array.shape
+    assert np.array_equal(d["n", "x"].numpy(), np.stack([before, before]))
+    d["x"].sum()
+    if not array.flags.writeable:
+        d["x"].add_(1)
+    assert np.array_equal(array, before)
+
+
+@pytest.mark.parametrize(
+    "index", [np.array([2])[::-1], np.array([2, 0])[::-1], np.array([1], ">i4"), np.broadcast_to(1, 2)]
+)
+def test_every_array_of_ints_is_an_index(index: np.ndarray[Any, Any]) -> None:
+    assert DeviceDict({"x": [0, 1, 2]}).rows[index]["x"].tolist() == index.tolist()
+
+
+def test_an_array_of_records_is_refused() -> None:
+    array = np.zeros(3, [("a", np.float32)])
+    message = r"^'x' is array of dtype \[\('a', '<f4'\)\], expected a tensor, .*; convert it first, or build with"
+    with pytest.raises(TypeError, match=message):
+        DeviceDict({"x": array})
+    assert DeviceDict({"x": array}, objects="keep")["x"] is array
+
+
 @pytest.mark.parametrize("offset", [0, 1, 4, 8])
 def test_arrays_that_are_not_aligned_are_copied(offset: int) -> None:
     """Kernels crash on complex128 that does not lie on a multiple of 16, where NumPy is content with 8."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._errors import dtype_name
 from .._memory.device import CPU, intercepted
+from .._tree.convert import array_tensor
 
 
 def row_index(given: Any, count: int, device: torch.device | None) -> int | Tensor:
@@ -78,15 +79,10 @@ def _from_host(given: Any) -> Tensor:
         if not array.size and array.ndim == 1:
             array = array.astype(np.int64)
         if array.dtype.kind in "biu":
-            # The flag tests all that torch needs at once: C-contiguous, aligned and writable.
-            return torch.from_numpy(array if array.flags.carray and array.dtype.isnative else _native(array))
+            return array_tensor(array, CPU)
         return torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
-
-
-def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 
 def _from_zero(at: Tensor, count: int) -> Tensor:

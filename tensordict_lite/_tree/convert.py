@@ -77,22 +77,28 @@ def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, pa
         return _object(value, policy, path, f"array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise TypeError(f"{dotted(path)} is a masked array, which a tensor would unmask; use .filled(value)")
-    # Most arrays are C-contiguous, writable and aligned. The flag `carray` tests all three at once.
-    if not (array.flags.carray and array.dtype.isnative and kind != "c") and not _is_shareable(array):
-        # torch cannot share such memory: it raises (negative strides), warns (read-only) or crashes (unaligned).
-        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     dtype = policy.dtype if kind == "f" else None
     try:
-        return Converted(torch.as_tensor(array, dtype=dtype, device=device))
+        return Converted(array_tensor(array, device, dtype))
     except TypeError:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
 
 
-def _is_shareable(array: np.ndarray[Any, Any]) -> bool:
-    """Whether a tensor can share the memory of an array. torch aligns complex128 to 16 bytes, NumPy to 8."""
+def array_tensor(array: np.ndarray[Any, Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor of ``torch.as_tensor``. An array whose memory no tensor can share is copied first.
+
+    Raises ``TypeError`` for a dtype that torch does not have.
+    """
+    # torch warns about read-only memory, and its kernels crash on memory that is not aligned. It aligns complex128 to
+    # 16 bytes, NumPy to 8.
     aligned = array.flags.aligned if array.dtype.kind != "c" else array.ctypes.data % array.itemsize == 0
-    strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-    return aligned and array.flags.writeable and array.dtype.isnative and strides_fit
+    if aligned and array.flags.writeable and array.dtype.isnative:
+        try:
+            return torch.as_tensor(array, dtype=dtype, device=device)
+        except ValueError:  # for strides that are negative or no multiple of the element size, also in size 1
+            pass
+    array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    return torch.as_tensor(array, dtype=dtype, device=device)
 
 
 def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Tensor:
