@@ -11,7 +11,7 @@ name                      found in
 ``restore_buffers``       pickles of a `DeviceDict` in protocol 5
 ``restore_field``         pickles of a `DeviceDict` in protocol 5 with a large tensor
 ``rebuild``               files of ``torch.save``; the only function that ``torch.load(weights_only=True)`` may call
-``EncodeOnly``            pickles of a dict with a plain callable as an encoder
+``WrappedEncoder``        pickles of a dict with an encoder that is no `StringEncoder`
 ``rebuild_tokenizer``     pickles of a `Tokenizer`
 ``Rows``                  pickles of ``d.rows``
 ``Context``, ``Policy``   pickles of the pytree structure of a dict
@@ -30,7 +30,7 @@ from types import ModuleType
 import torch
 
 from ._dict.rows import Rows
-from ._encoders.protocol import EncodeOnly
+from ._encoders.protocol import WrappedEncoder
 from ._encoders.tokenizer import rebuild_tokenizer
 from ._errors import TooDeep
 from ._files.torch_save import rebuild
@@ -44,10 +44,10 @@ from ._tree.tree import restore
 
 __all__ = [
     "Context",
-    "EncodeOnly",
     "Policy",
     "Rows",
     "TooDeep",
+    "WrappedEncoder",
     "arrive",
     "map_again",
     "over_jagged",
@@ -65,7 +65,8 @@ for _name in __all__:
 _EARLIER = {
     "tensordict_lite._tree.restore": restore,
     "tensordict_lite._saved.rebuild": rebuild,
-    "tensordict_lite._strings.EncodeOnly": EncodeOnly,
+    "tensordict_lite._strings.EncodeOnly": WrappedEncoder,
+    "tensordict_lite.unpickle.EncodeOnly": WrappedEncoder,
     "tensordict_lite._tokenizer._rebuild": rebuild_tokenizer,
     "tensordict_lite._rows.Rows": Rows,
     "tensordict_lite._pytree.Context": Context,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, register_encoder
+from tensordict_lite import DeviceDict, StringEncoder, TypedDeviceDict, Vocabulary, register_encoder
 from tensordict_lite import distributed as d_
 from tensordict_lite.distributed import channel as channel_module
 from tensordict_lite.distributed.message import message_of, prefix_of, read_header, read_prefix
@@ -53,7 +53,7 @@ def only_here() -> Any:
     """An encoder that one rank alone has registered."""
 
     @register_encoder
-    class Here:
+    class Here(StringEncoder):
         name = "test-distributed-here"
         code_ndim = 0
 

@@ -249,8 +249,9 @@ class TestEncoderValues:
             encoder_to_json(lambda strings: torch.zeros(0))  # type: ignore[arg-type]
 
     def test_a_name_is_taken_once(self) -> None:
-        class Other:
+        class Other(StringEncoder):
             name = "utf8"
+            to_json = dict[str, Any]
 
         with pytest.raises(ValueError, match="the encoder name 'utf8' is taken by Utf8; choose another"):
             register_encoder(Other)
@@ -289,9 +290,65 @@ class TestEncoderValues:
         for _ in range(2):
 
             @register_encoder
-            class Cell:
+            class Cell(StringEncoder):
                 name = "cell"
-                to_json = from_json = dict[str, Any]
+                to_json = dict[str, Any]
+
+
+class Lengths:
+    """An object with the two methods, of no base class."""
+
+    def encode(self, strings: list[str]) -> torch.Tensor:
+        return torch.tensor([len(string) for string in strings])
+
+    def decode(self, codes: torch.Tensor) -> list[str]:
+        return ["?" * length for length in codes.tolist()]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lengths)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class TestBaseClass:
+    def test_every_attribute_has_a_default(self) -> None:
+        class Mine(StringEncoder):
+            pass
+
+        mine: Any = Mine()
+        assert (mine.name, mine.code_ndim, mine.padding, mine.code_dtype, mine.is_data, mine.runs_code) == (
+            "", None, None, None, False, False,
+        )  # fmt: skip
+        assert mine.encode_jagged(["a"]) is None and mine.decode_jagged(torch.zeros(0), torch.zeros(1)) is None
+        with pytest.raises(NotImplementedError, match=r"^the encoder class Mine has no encode$"):
+            mine.encode(["a"])
+        with pytest.raises(
+            TypeError, match=r"only encodes; give an object with encode and decode to get strings back$"
+        ):
+            mine.decode(torch.zeros(1))
+        with pytest.raises(TypeError, match=r"has no JSON form; register its class with register_encoder$"):
+            encoder_to_json(mine)
+
+    def test_the_built_in_encoders_declare_nothing_else(self) -> None:
+        """So that `StringEncoder` documents everything that the package asks of an encoder."""
+        of_its_own = {"max_length", "tokens", "unknown", "buckets", "seed", "fit", "tokenizer", "call"}
+        for encoder in (*ENCODERS, Tokenizer(Words("a"))):
+            public = {name for name in dir(encoder) if not name.startswith("_")}
+            assert public - set(dir(StringEncoder)) <= of_its_own
+
+    @pytest.mark.parametrize("given", [Lengths(), lambda strings: torch.tensor([len(s) for s in strings])])
+    def test_other_objects_are_wrapped_once(self, given: Any) -> None:
+        d = DeviceDict({"s": ["a", "four"]}, encoders={"s": given})
+        assert d["s"].tolist() == [1, 4] and d.encoders["s"] is given
+        wrapped = d._policy.encoders["s"]
+        assert isinstance(wrapped, StringEncoder) and repr(wrapped) in (repr(given), "<lambda>")
+        again = DeviceDict(d, encoders=dict(d.encoders))
+        assert again._policy == d._policy and again.encoders["s"] is given
+        assert DeviceDict({"s": "four"}, encoders=given)["s"].item() == 4
+        if isinstance(given, Lengths):
+            assert d.decode("s") == ["?", "????"]
+            copied = pickle.loads(pickle.dumps(d))
+            assert copied.encoders["s"] == given and copied.decode("s") == ["?", "????"]
 
 
 class TestTokenizer:

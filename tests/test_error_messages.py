@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from tensordict_lite import (
     DeviceDict,
     MissingKeyError,
+    StringEncoder,
     TypedDeviceDict,
     Utf8,
     cat,
@@ -311,7 +312,7 @@ class TestObjects:
 
 
 def _encoder(**members: Any) -> type[Any]:
-    return type("Mine", (), members)
+    return type("Mine", (StringEncoder,), members)
 
 
 D = DeviceDict({"x": [1.0, 2.0]})
@@ -347,7 +348,14 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...]
     "map of a name": (TypeError, "map takes a function of a tensor, got str", D.map, ("relu",)),
     "decode of a list": (TypeError, "decode takes one key or path, got list", D.decode, (["x"],)),
     "an instance": (
-        TypeError, "register_encoder takes a class with a str attribute `name`, got Utf8()", register_encoder, (Utf8(),),
+        TypeError, "register_encoder takes a subclass of StringEncoder, got Utf8()", register_encoder, (Utf8(),),
+    ),
+    "an encoder of no base class": (
+        TypeError, "register_encoder takes a subclass of StringEncoder, got <class 'test_error_messages.Mine'>", register_encoder,
+        (type("Mine", (), {"name": "m"}),),
+    ),
+    "an encoder without a name": (
+        TypeError, "the encoder class Mine has no name; set `name`, a unique str for files", register_encoder, (_encoder(),),
     ),
     "an encoder without JSON": (
         TypeError, "the encoder class Mine has no to_json, which its JSON form needs", register_encoder, (_encoder(name="m"),),

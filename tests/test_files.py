@@ -27,6 +27,7 @@ from tensordict_lite import (
     DeviceDict,
     Hashing,
     InvalidFileError,
+    StringEncoder,
     Utf8,
     Vocabulary,
     load,
@@ -303,7 +304,7 @@ class Loading(Dataset[DeviceDict]):
 
 def test_a_registered_encoder_of_the_user(tmp_path: Path) -> None:
     @register_encoder
-    class Length:
+    class Length(StringEncoder):
         name = "test-disk-length"
         code_ndim = 0
 

@@ -215,8 +215,7 @@ class TestGolden:
             d = self.read(path, weights_only=False)
             d._check()
             assert d["x"].tolist() == [1, 2] and d["k"] == {1, 2} and d._policy.objects == "keep"
-            encoder = d.encoders["s"]
-            assert type(encoder) is unpickle.EncodeOnly and encoder.function is len
+            assert d.encoders["s"] is len and type(d._policy.encoders["s"]) is unpickle.WrappedEncoder
 
     def test_tokenizers(self) -> None:
         for path in self.named("tokenizer"):

@@ -335,7 +335,7 @@ def _codes(column: tuple[str, ...], policy: Policy, key: str) -> Tensor:
     """The codes of the strings of a field."""
     encoder = policy.encoder(key)
     # If this path gives up, the general path encodes the strings again. Encoders that are not plain data may be slow.
-    if getattr(encoder, "is_data", False) is not True:
+    if not encoder.is_data:
         raise _Unusual
     codes = encoder.encode(list(column))
     if not (isinstance(codes, Tensor) and packable(codes) and codes.is_cpu and codes.is_contiguous()):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, Unpack
 
-from .._encoders.protocol import StringEncoder, decode_nested
+from .._encoders.protocol import StringEncoder, as_given, decode_nested
 from .._errors import Path, dotted, refuse_deeper, with_path
 from .._files import safetensors, table, torch_save
 from .._files.atomic_write import FilePath
@@ -866,7 +866,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"name": "Ada"}).encoders
         mappingproxy({'name': Utf8()})
         """
-        return MappingProxyType(dict(self._policy.encoders))
+        return MappingProxyType({key: as_given(encoder) for key, encoder in self._policy.encoders.items()})
 
     def decode(self, key: str | Path) -> Any:
         """Decode a field of encoded strings: a ``str``, or nested lists with the shape of the leading dimensions.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .._errors import dtype_name
-from .protocol import integer_codes, register_encoder, tensor_codes
+from .protocol import StringEncoder, integer_codes, register_encoder, tensor_codes
 
 
 def _strings_only(tokens: Iterable[str]) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def _is_count(value: object, least: int, most: int) -> bool:
 
 @register_encoder
 @dataclass(frozen=True, slots=True, repr=False)
-class Utf8:
+class Utf8(StringEncoder):
     """Encode strings as their UTF-8 bytes: uint8 ``[..., L]``, padded with zeros. Decoding is exact.
 
     ``Utf8()`` is the default encoder of every key.
@@ -59,11 +59,11 @@ class Utf8:
     ValueError: 'Grace' is 5 bytes in UTF-8, over max_length=4; raise max_length, strings are never cut
     """
 
-    name: ClassVar[str] = "utf8"
-    code_ndim: ClassVar[int] = 1
-    padding: ClassVar[int] = 0
-    code_dtype: ClassVar[torch.dtype] = torch.uint8
-    is_data: ClassVar[bool] = True
+    name = "utf8"
+    code_ndim = 1
+    padding = 0
+    code_dtype = torch.uint8
+    is_data = True
 
     max_length: int | None = None
 
@@ -148,15 +148,10 @@ class Utf8:
         """The state, as JSON values."""
         return {"max_length": self.max_length}
 
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Utf8:
-        """Build the encoder from a `to_json` state."""
-        return cls(**state)
-
 
 @register_encoder
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Vocabulary:
+class Vocabulary(StringEncoder):
     """Encode strings as their index in a list of tokens: int64 ``[...]``. Decoding is exact.
 
     Args:
@@ -181,9 +176,9 @@ class Vocabulary:
     ValueError: 'species': 'cow' is not among the 2 tokens of Vocabulary(['cat', 'dog']); add it, or give unknown=
     """
 
-    name: ClassVar[str] = "vocabulary"
-    code_ndim: ClassVar[int] = 0
-    is_data: ClassVar[bool] = True
+    name = "vocabulary"
+    code_ndim = 0
+    is_data = True
 
     tokens: tuple[str, ...]
     unknown: str | None = None
@@ -249,11 +244,6 @@ class Vocabulary:
         """The state, as JSON values."""
         return {"tokens": list(self.tokens), "unknown": self.unknown}
 
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Vocabulary:
-        """Build the encoder from a `to_json` state."""
-        return cls(**state)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.tokens, self.unknown)  # the constructor rebuilds the lookup table
 
@@ -264,7 +254,7 @@ class Vocabulary:
 
 @register_encoder
 @dataclass(frozen=True, slots=True)
-class Hashing:
+class Hashing(StringEncoder):
     """Encode strings as a hash in ``0 .. buckets - 1``: int64 ``[...]``. A hash cannot be decoded.
 
     Every process and every platform computes the same codes: BLAKE2b (RFC 7693) of the UTF-8 bytes with an 8-byte
@@ -285,9 +275,9 @@ class Hashing:
     tensor([939, 465, 939])
     """
 
-    name: ClassVar[str] = "hashing"
-    code_ndim: ClassVar[int] = 0
-    is_data: ClassVar[bool] = True
+    name = "hashing"
+    code_ndim = 0
+    is_data = True
 
     buckets: int
     seed: int = 0
@@ -319,8 +309,3 @@ class Hashing:
     def to_json(self) -> dict[str, Any]:
         """The state, as JSON values."""
         return {"buckets": self.buckets, "seed": self.seed}
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Hashing:
-        """Build the encoder from a `to_json` state."""
-        return cls(**state)

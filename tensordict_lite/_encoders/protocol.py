@@ -1,11 +1,11 @@
-"""The `StringEncoder` protocol, the JSON form of encoders, and the encoding of nested lists of strings."""
+"""The base class `StringEncoder`, the JSON form of encoders, and the encoding of nested lists of strings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -17,73 +17,108 @@ from .._memory.jagged import is_plain_jagged, values_of
 Codes = Tensor | Mapping[str, Tensor]
 
 
-@runtime_checkable
-class StringEncoder(Protocol):
-    """Protocol of an object that encodes strings as tensors and decodes them. Two methods are required.
+class StringEncoder:
+    """Base class of objects that encode strings as tensors and decode them.
 
-    `encode` takes a flat sequence of ``n`` strings. It returns a CPU tensor whose first dimension is ``n``, or a
-    mapping of such tensors. `decode` takes codes of the same form and returns ``n`` strings.
+    Override `encode`; override `decode` if codes can be decoded. Every other attribute and method has a default. An
+    object of another class with ``encode`` and ``decode``, and a callable that encodes, are wrapped in an encoder with
+    these defaults.
 
-    An encoder class may also define these attributes:
+    Attributes:
+        name: the name of a class that `register_encoder` registers. It stands in files.
+        code_ndim: the number of dimensions in the code of a single string. Then fields of any leading shape can be
+            decoded. None: the first dimension is the number of strings.
+        padding: the container may pad codes with this number at the end of their last dimension. Padded codes must
+            decode to the same strings, and every instance must decode the codes of every other instance. None: codes
+            cannot be padded.
+        code_dtype: the dtype of codes that can be padded.
+        is_data: True if every instance consists of plain data, so that pickling never fails.
+        runs_code: True if `from_json` runs code outside this package. Then `load` never builds the encoder from a file.
 
-    - ``code_ndim``: an int, the number of dimensions in the code of a single string. With ``code_ndim``, fields of any
-      leading shape can be decoded. Without ``code_ndim``, the first dimension is the number of strings.
-    - ``padding``: a number. The container may pad codes with this number at the end of their last dimension. Padded
-      codes must decode to the same strings, and every instance must decode the codes of every other instance.
-      Requires ``code_dtype``, the dtype of the codes.
-    - ``encode_jagged(strings)``: codes without padding, for columns of tables whose rows differ in length. Returns the
-      codes of all strings, one string after the other, and the length of each string, int64 ``[n]``.
-    - ``decode_jagged(codes, offsets)``: the strings of such codes. String ``i`` has the codes from ``offsets[i]`` to
-      ``offsets[i + 1]``.
-    - ``is_data``: True if every instance consists of plain data, so that pickling never fails.
-
-    >>> from tensordict_lite import StringEncoder, Utf8
-    >>> isinstance(Utf8(), StringEncoder)
-    True
+    >>> from tensordict_lite import DeviceDict, StringEncoder
+    >>> class Length(StringEncoder):
+    ...     def encode(self, strings): return torch.tensor([len(s) for s in strings])
+    >>> d = DeviceDict({"word": ["a", "four"]}, encoders={"word": Length()})
+    >>> d["word"]
+    tensor([1, 4])
     """
 
-    def encode(self, strings: Sequence[str], /) -> Codes:
-        """The codes of ``n`` strings, on the CPU. The first dimension of each tensor is ``n``."""
-        ...
+    __slots__ = ()
 
-    def decode(self, codes: Any, /) -> list[str]:
-        """The ``n`` strings of codes. The first dimension of each tensor is ``n``."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeOnly:
-    """Wraps a plain callable as an encoder. It can encode strings, but `decode` raises ``TypeError``."""
-
-    function: Callable[[Sequence[str]], Codes]
+    name: ClassVar[str] = ""
+    code_ndim: ClassVar[int | None] = None
+    padding: ClassVar[int | None] = None
+    code_dtype: ClassVar[torch.dtype | None] = None
+    is_data: ClassVar[bool] = False
+    runs_code: ClassVar[bool] = False
 
     def encode(self, strings: Sequence[str], /) -> Codes:
-        return self.function(strings)
+        """The codes of a flat sequence of ``n`` strings: a CPU tensor, or a mapping of CPU tensors.
+
+        The first dimension of each tensor is ``n``.
+        """
+        raise NotImplementedError(f"the encoder class {type(self).__name__} has no encode")
 
     def decode(self, codes: Any, /) -> list[str]:
+        """The ``n`` strings of codes in the form of `encode`. Raises ``TypeError`` if codes cannot be decoded."""
         raise TypeError(f"{self!r} only encodes; give an object with encode and decode to get strings back")
 
-    def __repr__(self) -> str:
-        return getattr(self.function, "__name__", repr(self.function))
+    def encode_jagged(self, strings: Sequence[str], /) -> tuple[Tensor, Tensor] | None:
+        """Codes without padding: those of all strings, one after the other, and the length of each, int64 ``[n]``.
 
-
-def padding(encoder: object, *codes: object) -> int | None:
-    """The padding number for ``codes`` of an encoder; None if one of the codes cannot be padded."""
-    number: int | None = getattr(encoder, "padding", None)
-    if number is None:
+        None, the default: this encoder has no such codes.
+        """
         return None
-    dtype: torch.dtype = cast(Any, encoder).code_dtype
-    fits = all(isinstance(one, Tensor) and one.dtype is dtype and one.dim() for one in codes)
-    return number if fits else None
+
+    def decode_jagged(self, codes: Tensor, offsets: Tensor, /) -> list[str] | None:
+        """The strings of `encode_jagged`: string ``i`` has ``codes[offsets[i] : offsets[i + 1]]``. None as there."""
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The state, as JSON values. Raises ``TypeError`` if there is no JSON form."""
+        raise TypeError(f"{self!r} has no to_json")
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> StringEncoder:
+        """Build the encoder from a `to_json` state. The default passes its items to the constructor."""
+        return cls(**state)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class WrappedEncoder(StringEncoder):
+    """The encoder of an object that is no `StringEncoder`: one with ``encode`` and ``decode``, or a callable."""
+
+    given: Any
+
+    def encode(self, strings: Sequence[str], /) -> Codes:
+        return (self.given.encode if _has_both(self.given) else self.given)(strings)
+
+    def decode(self, codes: Any, /) -> list[str]:
+        return self.given.decode(codes) if _has_both(self.given) else StringEncoder.decode(self, codes)
+
+    def __repr__(self) -> str:
+        return getattr(self.given, "__name__", repr(self.given))
+
+
+def _has_both(given: object) -> bool:
+    return hasattr(given, "encode") and hasattr(given, "decode")
+
+
+def padding(encoder: Any, *codes: object) -> int | None:
+    """The padding number for ``codes`` of an encoder; None if one of the codes cannot be padded."""
+    if encoder is None or encoder.padding is None:
+        return None
+    fits = all(isinstance(one, Tensor) and one.dtype is encoder.code_dtype and one.dim() for one in codes)
+    return encoder.padding if fits else None
 
 
 def decode_alike(a: StringEncoder, b: StringEncoder) -> bool:
     """Whether two encoders decode each other's codes."""
-    return a == b or (type(a) is type(b) and getattr(a, "padding", None) is not None)
+    return a == b or (type(a) is type(b) and a.padding is not None)
 
 
 def as_encoder(given: object) -> StringEncoder:
-    """``given`` itself if it is a `StringEncoder`; a plain callable is wrapped in `EncodeOnly`.
+    """``given`` itself if it is a `StringEncoder`; another encoder or a callable is wrapped.
 
     Raises ``TypeError`` for a class and for any other object.
     """
@@ -91,62 +126,64 @@ def as_encoder(given: object) -> StringEncoder:
         raise TypeError(f"an encoder is an instance, got the class {given.__name__}; call it: {given.__name__}(...)")
     if isinstance(given, StringEncoder):
         return given
-    if callable(given):
-        return EncodeOnly(cast(Any, given))
+    if callable(given) or _has_both(given):
+        return WrappedEncoder(given)
     raise TypeError(
         f"an encoder has encode and decode, or is a callable; got {type(given).__name__}: {given!r}. "
         "Use Utf8(), Vocabulary(tokens), Hashing(buckets) or Tokenizer(hf_tokenizer)"
     )
 
 
+def as_given(encoder: StringEncoder) -> Any:
+    """The object that `as_encoder` took."""
+    return encoder.given if isinstance(encoder, WrappedEncoder) else encoder
+
+
 # --- the JSON form: a registered name and plain data. It contains no import path. ---
 
-_registry: dict[str, type[Any]] = {}
-_E = TypeVar("_E", bound=type[Any])
+_registry: dict[str, type[StringEncoder]] = {}
+_E = TypeVar("_E", bound=type[StringEncoder])
 
 
 def register_encoder(cls: _E) -> _E:
-    """Class decorator: register an encoder class, so that its instances can be saved and sent.
+    """Class decorator: register a subclass of `StringEncoder`, so that its instances can be saved and sent.
 
-    The class needs three attributes: ``name``, a unique string; ``to_json(self)``, which returns a dict of JSON values;
-    and the classmethod ``from_json(cls, state)``. If ``from_json`` runs code outside this package, set
-    ``runs_code = True`` on the class; then `load` never builds the encoder from a file.
+    The class needs a ``name``, a unique string, and ``to_json``, which returns a dict of JSON values. It also needs
+    ``from_json``, if its constructor does not take the items of that dict as keywords.
 
-    Raises: ``TypeError`` if one of the attributes is missing; ``ValueError`` if another class has the same name.
+    Raises: ``TypeError`` for another class, and if ``name`` or ``to_json`` is missing; ``ValueError`` if another class
+    has the same name.
 
-    >>> from tensordict_lite import encoder_from_json, encoder_to_json, register_encoder
+    >>> from tensordict_lite import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
     >>> @register_encoder
-    ... class Length:
+    ... class Length(StringEncoder):
     ...     name = "length"
     ...     code_ndim = 0
     ...     def encode(self, strings): return torch.tensor([len(s) for s in strings])
     ...     def decode(self, codes): return ["?" * n for n in codes.tolist()]
     ...     def to_json(self): return {}
-    ...     @classmethod
-    ...     def from_json(cls, state): return cls()
     >>> encoder_to_json(Length())
     {'name': 'length'}
     """
-    name: Any = getattr(cls, "name", None)
-    if not isinstance(cls, type) or not isinstance(name, str):
-        raise TypeError(f"register_encoder takes a class with a str attribute `name`, got {cls!r:.60}")
+    given: Any = cls
+    if not isinstance(given, type) or not issubclass(given, StringEncoder):
+        raise TypeError(f"register_encoder takes a subclass of StringEncoder, got {given!r:.60}")
+    name = cls.name
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"the encoder class {cls.__name__} has no name; set `name`, a unique str for files")
+    if cls.to_json is StringEncoder.to_json:
+        raise TypeError(f"the encoder class {cls.__name__} has no to_json, which its JSON form needs")
     known = _registry.get(name, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):  # else a notebook cell run again
         raise ValueError(f"the encoder name {name!r} is taken by {known.__qualname__}; choose another")
-    for method in ("to_json", "from_json"):
-        if not hasattr(cls, method):
-            raise TypeError(f"the encoder class {cls.__name__} has no {method}, which its JSON form needs")
     _registry[name] = cls
     return cls
 
 
-def runs_code(encoder: object) -> bool:
-    """Whether building this encoder from its JSON form runs code outside this package.
-
-    ``encoder``: an encoder or its JSON form. The encoder class declares this with its attribute ``runs_code``.
-    """
-    name: Any = encoder.get("name") if isinstance(encoder, Mapping) else getattr(encoder, "name", None)
-    return isinstance(name, str) and getattr(_registry.get(name), "runs_code", False) is True
+def runs_code(entry: Mapping[Any, Any]) -> bool:
+    """Whether building an encoder from this JSON form runs code outside this package."""
+    name = entry.get("name")
+    return isinstance(name, str) and name in _registry and _registry[name].runs_code
 
 
 def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
@@ -159,9 +196,9 @@ def encoder_to_json(encoder: StringEncoder) -> dict[str, Any]:
     >>> encoder_to_json(Vocabulary(["cat", "dog"]))
     {'tokens': ['cat', 'dog'], 'unknown': None, 'name': 'vocabulary'}
     """
-    if _registry.get(str(getattr(encoder, "name", ""))) is not type(encoder):
+    if not isinstance(encoder, StringEncoder) or _registry.get(encoder.name) is not type(encoder):
         raise TypeError(f"{encoder!r} has no JSON form; register its class with register_encoder")
-    return {**cast(Any, encoder).to_json(), "name": cast(Any, encoder).name}
+    return {**encoder.to_json(), "name": encoder.name}
 
 
 def encoder_from_json(data: Mapping[str, Any]) -> StringEncoder:
@@ -243,13 +280,10 @@ def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, 
     return _with_leading(encoder, codes, strings, shape)
 
 
-def encode_jagged(encoder: object, strings: Any) -> tuple[Tensor, Tensor] | None:
+def encode_jagged(encoder: StringEncoder | None, strings: Any) -> tuple[Tensor, Tensor] | None:
     """The codes of a list of strings without padding, and their lengths. None for other values and other encoders."""
-    method = getattr(encoder, "encode_jagged", None)
-    if method is None or not isinstance(strings, (list, tuple)):
-        return None
-    flat = strings
-    return method(flat) if {str}.issuperset(map(type, flat)) else None
+    flat = isinstance(strings, (list, tuple)) and {str}.issuperset(map(type, strings))
+    return encoder.encode_jagged(strings) if flat and encoder is not None else None
 
 
 def _with_leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:
@@ -269,7 +303,7 @@ def _with_leading(encoder: StringEncoder, codes: Any, strings: list[str], shape:
 
 def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
     """Decode ``codes`` to a ``str``, or to nested lists with one level for each leading dimension."""
-    ndim: int | None = getattr(encoder, "code_ndim", None)
+    ndim = encoder.code_ndim
     if isinstance(codes, Mapping):
         first = next(iter(codes.values()), None)
         if first is None or not all(isinstance(value, Tensor) for value in codes.values()):
@@ -277,9 +311,11 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
     else:
         first = codes
     if not isinstance(codes, Mapping) and codes.is_nested:
-        decode = getattr(encoder, "decode_jagged", None)
-        if decode is not None and is_plain_jagged(codes) and codes.dim() == 2:
-            return decode(values_of(codes).detach().cpu(), cast(Any, codes).offsets().cpu())
+        nested: Any = codes
+        if is_plain_jagged(codes) and codes.dim() == 2:
+            strings = encoder.decode_jagged(values_of(codes).detach().cpu(), nested.offsets().cpu())
+            if strings is not None:
+                return strings
         return [decode_nested(encoder, row) for row in codes.unbind()]
     # Without code_ndim, the first dimension is the number of strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)

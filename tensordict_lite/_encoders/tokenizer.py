@@ -9,18 +9,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from .protocol import register_encoder
+from .protocol import StringEncoder, register_encoder
 
 # Fields of a tokenizer's files for its last call and its origin. They are not saved: equal tokenizers may differ there.
 _PASSING = {"tokenizer.json": ("padding", "truncation"), "tokenizer_config.json": ("is_local", "local_files_only")}
 
 
 @register_encoder
-class Tokenizer:
+class Tokenizer(StringEncoder):
     """Encode strings with a Hugging Face tokenizer, as a nested dict: ``input_ids``, ``attention_mask``, ...
 
     Each tensor is int64 ``[..., L]``. ``L`` is the length of the longest string in the call, unless ``call`` sets
@@ -59,9 +59,9 @@ class Tokenizer:
     (torch.Size([2, 3]), ['cat', 'dog'])
     """
 
-    name: ClassVar[str] = "tokenizer"
-    runs_code: ClassVar[bool] = True
-    code_ndim: ClassVar[int] = 1
+    name = "tokenizer"
+    runs_code = True
+    code_ndim = 1
 
     __slots__ = ("call", "tokenizer")
     tokenizer: Any

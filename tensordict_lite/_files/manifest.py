@@ -99,7 +99,7 @@ class _Description:
 
 
 def _encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
-    if runs_code(encoder):
+    if encoder.runs_code:
         return instead(encoder, None)
     try:
         return encoder_to_json(encoder)
@@ -266,7 +266,7 @@ class Reader:
         entry = _at(self._manifest["encoders"], number, "encoder")
         if number not in self._encoders:
             made = _make_encoder(entry, key) if isinstance(entry, dict) else entry
-            if isinstance(made, (str, bytes, type)) or not hasattr(made, "encode"):
+            if not isinstance(made, StringEncoder):
                 invalid(f"its entry for {key!r} is not an encoder")
             self._encoders[number] = made
         return self._encoders[number]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper  # a DataLoader raises the error inside when it receives one
 
-from .._encoders.protocol import EncodeOnly, StringEncoder
+from .._encoders.protocol import StringEncoder, as_given
 from .._errors import Path, TooDeep, dotted
 from .._memory.buffer import goes_by_value
 from .._memory.cast import host_array
@@ -160,18 +160,13 @@ def _encoders(d: TreeDict[Any], at: Path) -> Iterator[tuple[Path, StringEncoder]
 
 def _is_known(encoder: StringEncoder) -> bool:
     """Whether the encoder can be pickled, without a trial: it is plain data, or was pickled before."""
-    what = _function(encoder)
-    return getattr(type(encoder), "is_data", False) is True or any(what is other for other in _pickled)
+    given = as_given(encoder)  # each batch may have a wrapper object of its own
+    return encoder.is_data or any(given is other for other in _pickled)
 
 
 def _remember(encoder: StringEncoder) -> None:
     if not _is_known(encoder):
-        _pickled[:] = [*_pickled[1 - _MOST_PICKLED :], _function(encoder)]
-
-
-def _function(encoder: StringEncoder) -> object:
-    """The encoder, or the function that it wraps: each batch may have a wrapper object of its own."""
-    return encoder.function if isinstance(encoder, EncodeOnly) else encoder
+        _pickled[:] = [*_pickled[1 - _MOST_PICKLED :], as_given(encoder)]
 
 
 class _Pickler(ForkingPickler):
