@@ -120,17 +120,17 @@ def test_a_failed_flush_to_disk_is_final(tmp_path: Path, monkeypatch: pytest.Mon
     writer.flush()
     writer.write(rows(5, 2.0))
     failing(monkeypatch, ending, OSError(5, "Input/output error"))
-    kept = 15 if ending == "/t" else 10  # the index is in place, when its folder cannot be flushed
     for call in (writer.flush, writer.flush, lambda: writer.write(rows(1)), writer.close):
         with pytest.raises(OSError) as caught:  # noqa: PT011
             call()
         assert str(caught.value) == (
-            f"[Errno 5] Input/output error; the table keeps the {kept} rows of the last flush. The system may have dropped "
-            "rows that it could not flush to disk, so this RowWriter takes no more calls: close it, and go on with "
-            f"RowWriter(folder, append=True) from these rows: '{tmp_path / 't'}'"
+            "[Errno 5] Input/output error; the table keeps the 10 rows of the last flush, and the system may have dropped "
+            "later rows that it could not flush to disk; close this RowWriter, and open the table again with "
+            f"append=True: '{tmp_path / 't'}'"
         )
     writer.close()
     assert set(os.listdir(tmp_path / "t")) == COLUMNS | {"table.json"}
+    kept = 15 if ending == "/t" else 10  # the index is in place when its folder cannot be flushed
     with RowWriter(tmp_path / "t", append=True) as writer:
         assert len(writer) == kept
         writer.write(rows(5, 3.0))
@@ -149,7 +149,12 @@ def test_an_interrupt_is_not_final(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             writer.flush()
         assert threading.active_count() == threads
         assert set(os.listdir(tmp_path / "t")) == COLUMNS | {"table.json"}
-        writer.flush()
+        synced: list[str] = []
+        with monkeypatch.context() as patch:
+            for name in ("fdatasync", "fsync"):
+                patch.setattr(os, name, lambda descriptor: synced.append(name_of(descriptor)))
+            writer.flush()
+        assert len(synced) == 7  # the columns, the index and its folder
     assert len(load(tmp_path / "t").rows) == 10
 
 

@@ -62,16 +62,7 @@ _LEAST_ROOM, _MOST_ROOM = 1 << 20, 1 << 30
 _NEW_INDEX = ".table.json.tmp"
 """The new ``table.json``, until it replaces the old one."""
 _THREADS = 16
-"""The largest number of threads that flush files to disk. Times for 12 files of 1.3 MiB on ext4:
-
-======= =========
-threads time (ms)
-======= =========
-1       48
-2       28
-12      20
-======= =========
-"""
+"""The largest number of threads that flush files to disk."""
 _EARLY = 1 << 20
 """From this size in bytes, the writer asks Linux to write to the disk at once, not in the next `flush`. A table of
 images is written in 0.85x the time. Smaller writes gain nothing."""
@@ -138,22 +129,18 @@ class _Folder:
         """Open a file. Mode ``"x+b"`` replaces it by a new file. Raises ``OSError`` for a link, a pipe or a device."""
         if "x" in mode:
             self.remove(name)
-        what = "not a regular file"
         try:
             file = FileIO(self.at(name), mode, opener=self._without_following)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            what = "a symbolic link"
-        else:
             found = os.fstat(file.fileno())
             if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
                 return file
             file.close()
-            what = "a hard link" if stat.S_ISREG(found.st_mode) else what
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
         raise OSError(
-            f"{os.path.join(self.path, name)!r} is {what}, and a RowWriter changes only files of its own; "
-            "copy the table to a new folder, with files in the place of links"
+            f"{os.path.join(self.path, name)!r} is a link or no regular file, and a RowWriter changes only files of "
+            "its own; copy the table to a new folder, with files in the place of links"
         )
 
     def _without_following(self, path: str, flags: int) -> int:
@@ -243,7 +230,7 @@ class TableWriter:
         added = [tensor.shape[0] for tensor in tensors] if self._offsets else [count] * len(tensors)
         after = _Extent(extent.rows + count, tuple(map(add, extent.lengths, added)))
         # For many rows, a copy into the buffers would save few system calls.
-        direct = any([2 * size > room for size, room in zip(added, self._rooms, strict=True)])  # noqa: C419  (faster)
+        direct = any(2 * size > room for size, room in zip(added, self._rooms, strict=True))
         if direct or any(map(gt, map(sub, after.lengths, written.lengths), self._rooms)):
             with self._explained():
                 self._write_buffers()
@@ -330,9 +317,9 @@ class TableWriter:
         folder.remove(_NEW_INDEX)
         text = f"{before}{self.rows}{after}".encode()
         replace_file(folder.at(INDEX), folder.at(_NEW_INDEX), [text], folder.descriptor, self._sync)
-        self._flushed = self.rows
         if folder.descriptor is not None:
             self._sync(folder.descriptor, sync_folder)
+        self._flushed = self.rows
 
     def _publish(self, trim: bool) -> None:
         """Make the rows in the files visible and durable. ``trim``: remove the unused bytes too."""
@@ -456,8 +443,8 @@ class TableWriter:
         message = f"{error.strerror or error}; the table keeps the {self._flushed} rows of the last flush"
         if self._failed is not None:
             message += (
-                ". The system may have dropped rows that it could not flush to disk, so this RowWriter takes no more "
-                "calls: close it, and go on with RowWriter(folder, append=True) from these rows"
+                ", and the system may have dropped later rows that it could not flush to disk; "
+                "close this RowWriter, and open the table again with append=True"
             )
         return OSError(error.errno, message, self.folder)
 
