@@ -2,7 +2,7 @@
 
     python benchmarks/bench_gallery.py [--quick] [--rounds N] [--json PATH]
 
-First whole programs: ``run`` of ``examples/NAME.py`` and of ``examples/plain/NAME.py``, after imports. Both must return
+First whole programs: ``run`` of ``examples/NAME.py`` and of ``examples/plain_NAME.py``, after imports. Both must return
 the same result. The plain program runs twice in each round: the ratio of the two times is the noise. Then parts of the
 programs. All contenders compute with one thread. In every round they are timed right after each other.
 """
@@ -54,7 +54,7 @@ RANKS = "ddp_penguins"
 
 def both(name: str) -> tuple[Any, Any]:
     """An example, and the same with plain dicts."""
-    return importlib.import_module(name), importlib.import_module(f"plain.{name}")
+    return importlib.import_module(name), importlib.import_module(f"plain_{name}")
 
 
 def timed(program: Any, arguments: Callable[[], tuple[Any, ...]]) -> tuple[float, Any]:

@@ -254,10 +254,10 @@ def lines_of(name: str) -> tuple[int, int]:
 
     What the plain program imports from the example, and what that uses, is the same in both. It does not count.
     """
-    plain = EXAMPLES / "plain" / f"{name}.py"
+    plain = EXAMPLES / f"plain_{name}.py"
     mine, other = definitions(EXAMPLES / f"{name}.py"), definitions(plain)
     imports = [node for node in ast.parse(plain.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)]
-    shared = reached(mine, {alias.name for node in imports if node.module == name for alias in node.names})
+    shared = reached(mine, {alias.name for node in imports if node.module == name for alias in node.names} - {"main"})
     return (
         sum(mine[one][0] for one in reached(mine, {"run"}) - shared),
         sum(other[one][0] for one in reached(other, {"run"})),

@@ -33,7 +33,7 @@ def notebook(path: Path) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for path in sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("plain/*.py"), *EXAMPLES.glob("notebooks/*.ipynb")]):
+    for path in sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("notebooks/*.ipynb")]):
         content = notebook(path) if path.suffix == ".ipynb" else program(path)
         page = path.relative_to(EXAMPLES.parent).with_suffix(".md").as_posix()
         files.append(File.generated(config, page, content=content))

@@ -10,6 +10,7 @@ are. `torch.load(..., weights_only=True)` reads it.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def run(path: Path, device: str) -> dict[str, Any]:
     return metrics
 
 
-def main() -> None:
+def main(run: Callable[..., dict[str, Any]] = run) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="the folder of the checkpoint")
     parser.add_argument("--device", default="cpu")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -120,13 +121,14 @@ def report(answers: DeviceDict) -> float:
 
 def run(images: int, epochs: int, workers: int, device: torch.device) -> tuple[list[float], float]:
     """Run the program. Returns the losses of training, and the accuracy on new images."""
+    print(collate_boxes([Boxes(0, 3)[i] for i in range(3)]))
     torch.manual_seed(0)
     model = Classifier().to(device)
     losses = train(model, images, epochs, workers, device)
     return losses, report(evaluate(model, 200, device))
 
 
-def main() -> None:
+def main(run: Callable[..., tuple[list[float], float]] = run) -> None:
     parser = argparse.ArgumentParser(description="Classify images by the texture of their boxes.")
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=3)
@@ -134,7 +136,6 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
 
-    print(collate_boxes([Boxes(0, 3)[i] for i in range(3)]))
     _, accuracy = run(**vars(options))
     print(f"held-out accuracy {accuracy:.3f}")
     if accuracy < REQUIRED_ACCURACY:

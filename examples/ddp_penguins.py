@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ def run(epochs: int, seed: int) -> float:
     return accuracy
 
 
-def main() -> None:
+def main(run: Callable[..., float] = run) -> None:
     parser = argparse.ArgumentParser(description="Tell the species of penguins, on several processes.")
     parser.add_argument("--epochs", type=int, default=40, help="passes over the rows (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the network (default: %(default)s)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -90,19 +91,19 @@ def answer(model: GPT2LMHeadModel, prompts: list[str], device: torch.device) -> 
 
 def run(epochs: int, device: torch.device) -> tuple[list[float], list[str]]:
     """Run the program. Returns the losses of training, and the answer to each prompt."""
+    print(collate_training(training_samples()[:2]))
+    print(collate_prompts([{"input_ids": encode(prompt)} for prompt in SOUNDS]))
     torch.manual_seed(0)
     model = make_model().to(device)
     return train(model, epochs, device), answer(model, list(SOUNDS), device)
 
 
-def main() -> None:
+def main(run: Callable[..., tuple[list[float], list[str]]] = run) -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a tiny language model.")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
 
-    print(collate_training(training_samples()[:2]))
-    print(collate_prompts([{"input_ids": encode(prompt)} for prompt in SOUNDS]))
     _, answers = run(**vars(options))
     for prompt, said in zip(SOUNDS, answers, strict=True):
         print(f"{prompt} -> {said}")

@@ -11,6 +11,7 @@ import argparse
 import csv
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -118,18 +119,17 @@ def draw_confusion(truths: list[str], guesses: list[str], title: str, path: Path
             color = "white" if count > 0.6 * most else "black"
             axes.text(column, row, str(count), ha="center", va="center", size=18, color=color)
     axes.set_title(title, pad=12)
-    axes.set(xlabel="predicted species", ylabel="true species")
+    axes.set(xlabel="predicted species", ylabel="true species", aspect="equal")
     axes.set_xticks(range(size), names, size=12)
     axes.set_yticks(range(size), names, size=12, rotation="vertical", va="center")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_aspect("equal")
     axes.invert_yaxis()  # the first species on top
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
+def main(run: Callable[..., tuple[list[str], list[str]]] = run) -> None:
     parser = argparse.ArgumentParser(description="Tell the species of penguins from their measurements.")
     parser.add_argument("--epochs", type=int, default=40, help="passes over the rows (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the network (default: %(default)s)")

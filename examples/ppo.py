@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ def run(updates: int, device: torch.device) -> float:
     return mean_length
 
 
-def main() -> None:
+def main(run: Callable[..., float] = run) -> None:
     parser = argparse.ArgumentParser(description="Balance poles on carts with PPO.")
     parser.add_argument("--updates", type=int, default=16)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 import torch
@@ -72,20 +72,19 @@ def run(rows: int, batches: int, workers: int) -> tuple[float, dict[int, float]]
     """Run the program. Returns the last loss and the mean fares."""
     torch.manual_seed(0)
     table = DeviceDict(trips(rows))
+    print(table)
     start = time.perf_counter()
     loss = train(nn.Linear(7, 1), table, batches, workers)
     print(f"trained on {batches * BATCH / (time.perf_counter() - start):,.0f} rows a second")
     return loss, fares(table)
 
 
-def main() -> None:
+def main(run: Callable[..., tuple[float, dict[int, float]]] = run) -> None:
     parser = argparse.ArgumentParser(description="Shuffled batches of a table in memory.")
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--batches", type=int, default=300, help="of training (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2)
-    options = parser.parse_args()
-    print(DeviceDict(trips(options.rows)))
-    loss, means = run(**vars(options))
+    loss, means = run(**vars(parser.parse_args()))
     print(f"loss {loss:.2f}")
     for people, fare in means.items():
         print(f"  {people} people: mean fare {fare:.2f}")

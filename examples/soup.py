@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,7 @@ def run(models: int) -> tuple[list[float], float, float]:
     model = new_model()
     train(model, *data(4000, seed=2, noise=0.1), steps=300, lr=1e-2, seed=0)
     pretrained = DeviceDict(model.state_dict()).clone()
+    print(pretrained)
     print(f"pretrained: error {error(model, pretrained):.3f}")
 
     weights: list[DeviceDict] = []
@@ -86,12 +87,11 @@ def run(models: int) -> tuple[list[float], float, float]:
     return errors, error(model, soup(weights)), error(model, greedy_soup(model, weights))
 
 
-def main() -> None:
+def main(run: Callable[..., tuple[list[float], float, float]] = run) -> None:
     parser = argparse.ArgumentParser(description="Average the weights of several fine-tuned models.")
     parser.add_argument("--models", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)  # the tensors are small
-    print(DeviceDict(new_model().state_dict()))
     errors, mean, greedy = run(options.models)
     for seed, one in enumerate(errors):
         print(f"model {seed}: error {one:.3f}")

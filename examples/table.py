@@ -13,7 +13,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,7 @@ def run(folder: Path, rows: int, limit: int, workers: int) -> float:
     print(f"wrote {rows / (wrote - start):,.0f} rows a second")
     # The limit counts a whole mapped file, even pages that are not in memory. So map the table, then set the limit.
     table = load(folder)
+    print(table)
     with limited_memory(limit):
         try:
             torch.ones_like(table["image"])
@@ -122,7 +123,7 @@ def run(folder: Path, rows: int, limit: int, workers: int) -> float:
         return accuracy(model, table)
 
 
-def main() -> None:
+def main(run: Callable[..., float] = run) -> None:
     options = argparse.ArgumentParser(description="Write a table that is larger than the memory, and train from it.")
     options.add_argument("--rows", type=int, default=100_000)
     options.add_argument("--limit", type=int, default=128, help="MiB that the program may allocate (128)")
@@ -133,7 +134,6 @@ def main() -> None:
     folder = given.out / "stripes"
     shutil.rmtree(folder, ignore_errors=True)
     found = run(folder, given.rows, given.limit, given.workers)
-    print(load(folder))
     print(f"held-out accuracy {found:.3f}")
     if found < REQUIRED_ACCURACY:
         sys.exit(f"held-out accuracy {found:.3f} is under the required {REQUIRED_ACCURACY}")

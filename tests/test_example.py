@@ -124,7 +124,7 @@ def test_a_checkpoint_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert state["average"] != state["model"] and state["average"]["1.num_batches_tracked"] == 30
 
 
-# The gallery. Each example runs in this process, which has imported torch already. `plain.NAME` does the same with plain
+# The gallery. Each example runs in this process, which has imported torch already. `plain_NAME` does the same with plain
 # dicts.
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery.md"
 CPU = torch.device("cpu")
@@ -155,11 +155,10 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(threads)
     for path in EXAMPLES.rglob("*.py"):
         sys.modules.pop(path.stem, None)
-        sys.modules.pop(f"plain.{path.stem}", None)
 
 
 def twin(name: str) -> Any:
-    return importlib.import_module(f"plain.{name}")
+    return importlib.import_module(f"plain_{name}")
 
 
 def printed_by(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) -> str:
@@ -185,9 +184,42 @@ def test_a_program_does_the_same_with_plain_dicts(examples: Path, name: str, tmp
     assert mine == other
 
 
+# The options that make each program with plain dicts short, and what it prints.
+RUN: dict[str, tuple[list[str], str]] = {
+    "classifier": ([], "held-out accuracy "),
+    "ppo": ([], "update 16: "),
+    "finetune": ([], "6 of 6 right"),
+    "checkpoint": (["--out", "."], "equal, bit for bit"),
+    "soup": ([], "greedy soup: error "),
+    "rows": (["--rows", "20000", "--batches", "10"], "5 people: mean fare "),
+    "table": (["--out", ".", "--rows", "20000"], "held-out accuracy "),
+    "typed": ([], "loss "),
+    "penguins": (["--out", "."], "drawn to "),
+    "ddp_penguins": (["--epochs", "20"], "epoch 20: 276 rows on all ranks"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN)
+def test_a_program_with_plain_dicts_runs_by_itself(name: str, tmp_path: Path) -> None:
+    if name == "finetune":
+        pytest.importorskip("transformers")
+    options, printed = RUN[name]
+    launch = ["-W", "error"]
+    if name == "ddp_penguins":
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, str(EXAMPLES / f"plain_{name}.py"), *options]
+    environment = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=environment, timeout=120, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+
+
 def penguins_on_a_rank(rank: int) -> None:
     sys.path.insert(0, str(EXAMPLES))
-    results = [importlib.import_module(name).run(10, 0) for name in ("ddp_penguins", "plain.ddp_penguins")]
+    results = [importlib.import_module(name).run(10, 0) for name in ("ddp_penguins", "plain_ddp_penguins")]
     assert results[0] == results[1] >= 0.9
 
 
@@ -284,7 +316,7 @@ def test_pyright_reads_the_typed_example(examples: Path, tmp_path: Path) -> None
     source = (examples / "typed.py").read_text(encoding="utf-8")
     wrong = source.replace("policy(batch.obs)", "policy(batch.ops)").replace("action=torch.tensor([0, 1]), ", "")
     (tmp_path / "wrong.py").write_text(wrong, encoding="utf-8")
-    said = pyright([examples / "typed.py", examples / "plain" / "typed.py", tmp_path / "wrong.py"], tmp_path)
+    said = pyright([examples / "typed.py", examples / "plain_typed.py", tmp_path / "wrong.py"], tmp_path)
     assert "typed.py:" not in said
     assert 'Cannot access attribute "ops" for class "Batch"' in said
     assert 'Argument missing for parameter "action"' in said
@@ -355,7 +387,7 @@ def test_the_pages_link_to_programs_and_notebooks_that_exist() -> None:
     links = {link for page in pages for link in re.findall(r"\]\((\.\./examples/.*?)\)", page.read_text("utf-8"))}
     assert all((GALLERY.parent / link).is_file() for link in links)
     linked = {(GALLERY.parent / link).resolve() for link in links}
-    programs = {*EXAMPLES.glob("*.py"), *EXAMPLES.glob("plain/*.py"), *EXAMPLES.glob("notebooks/*.ipynb")}
+    programs = {*EXAMPLES.glob("*.py"), *EXAMPLES.glob("notebooks/*.ipynb")}
     assert {path.resolve() for path in programs} <= linked
 
 
@@ -365,5 +397,5 @@ def test_every_picture_of_the_gallery_exists() -> None:
 
 
 def test_examples_are_short() -> None:
-    for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("plain/*.py")]:
+    for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) < 150, path.name

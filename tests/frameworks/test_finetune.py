@@ -22,7 +22,7 @@ def test_the_model_learns_all_answers(monkeypatch: pytest.MonkeyPatch, capsys: A
     printed = capsys.readouterr().out
     assert "6 of 6 right" in printed and "a duck -> says quack quack" in printed
 
-    spec = importlib.util.spec_from_file_location("plain_finetune", EXAMPLES / "plain" / "finetune.py")
+    spec = importlib.util.spec_from_file_location("plain_finetune", EXAMPLES / "plain_finetune.py")
     assert spec and spec.loader
     plain: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penguins import DEVICE, HERE, MEASURED, NA, standardise
+from penguins import DEVICE, HERE, MEASURED, NA, main, standardise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -104,3 +104,7 @@ def run(epochs: int, seed: int) -> tuple[list[str], list[str]]:
     for i in range(0, len(truths), 10):
         print(f"  {guesses[i]} / {truths[i]}  ({islands[i]}, sex {sexes[i]}, bill {lengths[i]:.1f} mm)")
     return truths, guesses
+
+
+if __name__ == "__main__":
+    main(run)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ddp_penguins import main
 from penguins import HERE
-from plain.penguins import network_input, read_table, take, to_device
+from plain_penguins import network_input, read_table, take, to_device
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -111,3 +112,7 @@ def run(epochs: int, seed: int) -> float:
             first = names["species"][answer["species"][0]]
             print(f"  rank {other}: {len(answer['species'])} penguins, the first a {first}")
     return accuracy
+
+
+if __name__ == "__main__":
+    main(run)

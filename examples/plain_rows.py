@@ -6,7 +6,7 @@ import time
 from itertools import islice
 
 import torch
-from rows import BATCH, loss_of, trips
+from rows import BATCH, loss_of, main, trips
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -58,3 +58,7 @@ def run(rows: int, batches: int, workers: int) -> tuple[float, dict[int, float]]
     loss = train(nn.Linear(7, 1), columns, batches, workers)
     print(f"trained on {batches * BATCH / (time.perf_counter() - start):,.0f} rows a second")
     return loss, fares(columns)
+
+
+if __name__ == "__main__":
+    main(run)

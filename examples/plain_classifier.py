@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from classifier import TEXTURES, Boxes, Classifier
+from classifier import TEXTURES, Boxes, Classifier, main
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -93,3 +93,7 @@ def run(images: int, epochs: int, workers: int, device: torch.device) -> tuple[l
     model = Classifier().to(device)
     losses = train(model, images, epochs, workers, device)
     return losses, report(evaluate(model, 200, device))
+
+
+if __name__ == "__main__":
+    main(run)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.lib.format import open_memmap
-from table import BATCH, NAMES, limited_memory, new_model, pixels, stripes
+from table import BATCH, NAMES, limited_memory, main, new_model, pixels, stripes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -110,3 +110,7 @@ def run(folder: Path, rows: int, limit: int, workers: int) -> float:
         print(f"trained on {rows * 4 // 5 / (time.perf_counter() - wrote):,.0f} rows a second")
         print(f"row 7: {table['caption'][7].decode()!r}")
         return accuracy(model, table)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from soup import data, error, new_model, train
+from soup import data, error, main, new_model, train
 from torch import Tensor, nn
 
 Weights = dict[str, Tensor]
@@ -55,3 +55,7 @@ def run(models: int) -> tuple[list[float], float, float]:
         weights.append(copy_of(model.state_dict()))
     errors = [error(model, one) for one in weights]
     return errors, error(model, soup(weights)), error(model, greedy_soup(model, weights))
+
+
+if __name__ == "__main__":
+    main(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from ppo import BATCH, ENVIRONMENTS, EPOCHS, STEPS, Agent, CartPoles, advantages, losses_of
+from ppo import BATCH, ENVIRONMENTS, EPOCHS, STEPS, Agent, CartPoles, advantages, losses_of, main
 from torch import Tensor, nn
 
 
@@ -68,3 +68,7 @@ def run(updates: int, device: torch.device) -> float:
             numbers = ", ".join(f"{name} loss {value:.3f}" for name, value in losses.items())
             print(f"update {update}: {len(ended)} episodes ended, mean length {mean_length:.0f}, {numbers}")
     return mean_length
+
+
+if __name__ == "__main__":
+    main(run)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint import new_model
+from checkpoint import main, new_model
 from torch import Tensor, nn
 
 Weights = dict[str, Tensor]
@@ -84,3 +84,7 @@ def run(path: Path, device: str) -> dict[str, Any]:
         raise SystemExit("the weights differ after the resumption")
     print("the weights and their moving average are equal, bit for bit")
     return metrics
+
+
+if __name__ == "__main__":
+    main(run)

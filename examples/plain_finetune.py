@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from finetune import END, IGNORED, PAD, SOUNDS, decode, encode, make_model
+from finetune import END, IGNORED, PAD, SOUNDS, decode, encode, main, make_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
@@ -72,3 +72,7 @@ def run(epochs: int, device: torch.device) -> tuple[list[float], list[str]]:
     torch.manual_seed(0)
     model = make_model().to(device)
     return train(model, epochs, device), answer(model, list(SOUNDS), device)
+
+
+if __name__ == "__main__":
+    main(run)
