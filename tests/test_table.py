@@ -725,8 +725,8 @@ class TestDamaged:
             (lambda i: i.update(rows=-1), "damaged"),
             (lambda i: i.update(rows=True), "damaged"),
             (
-                lambda i: i.update(version=3),
-                "its version is 3, and this package reads versions 1 to 2; update the package",
+                lambda i: i.update(version=2),
+                "its version is 2, and this package reads version 1; update the package",
             ),
             (lambda i: i.pop("version"), "has no version"),
             (lambda i: i.update(more=1), "has other fields than"),

@@ -213,12 +213,6 @@ class TestRoundTrip:
         with pytest.raises(InvalidFileError, match=r"the file 'n.ids.offsets.safetensors' is missing"):
             load(folder)
 
-    def test_tables_without_jagged_columns_keep_their_version(self, tmp_path: Path) -> None:
-        RowWriter(tmp_path / "t", like={"x": [1]}).close()
-        new(tmp_path / "u").close()
-        found = [json.loads((tmp_path / name / "table.json").read_text())["version"] for name in "tu"]
-        assert found == [1, 2]
-
 
 class TestReaders:
     def test_other_programs_read_both_files(self, tmp_path: Path, small_buffers: None) -> None:

@@ -23,7 +23,7 @@ from functools import cache
 from io import FileIO
 from itertools import count
 from math import prod
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ from .safetensors import (
 
 INDEX = "table.json"
 """The file with the schema and the row count."""
-TABLE_VERSION = 2
-"""The version of a table with jagged columns. Other tables have version 1."""
+TABLE_VERSION = 1
 UNUSED = "unused"
 """The name, in the header of a column, of the tensor for the bytes after the last row."""
 _PAGE = 4096
@@ -164,8 +163,7 @@ def index_text(columns: Sequence[Column], manifest: Any) -> tuple[str, str]:
             f"the structure and encoders of this table take {len(rest)} characters, and a file holds {MAX_MANIFEST}; "
             "use fewer fields, or give large encoders a registered name of their own"
         )
-    version = 1 if all(one.offsets is None for one in columns) else TABLE_VERSION
-    return f'{{"version":{version},"rows":', f",{rest[1:]}"
+    return f'{{"version":{TABLE_VERSION},"rows":', f",{rest[1:]}"
 
 
 def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
@@ -188,12 +186,11 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     version = data.get("version") if isinstance(data, dict) else None
     if type(version) is not int:
         invalid(f"its {INDEX} has no version")
-    if not 1 <= version <= TABLE_VERSION:
-        invalid(f"its version is {version}, and this package reads versions 1 to {TABLE_VERSION}; update the package")
-    fields = data
-    if set(fields) != {"version", "rows", "columns", "manifest"}:
+    if version != TABLE_VERSION:
+        invalid(f"its version is {version}, and this package reads version {TABLE_VERSION}; update the package")
+    if set(data) != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
-    rows, listed = fields["rows"], fields["columns"]
+    rows, listed = data["rows"], data["columns"]
     if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
         invalid(f"the row count or the columns in its {INDEX} are damaged")
     columns = [_column(entry) for entry in listed]
@@ -202,7 +199,7 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     files = [part.file.casefold() for column in columns for part in column.parts]
     if len(set(files)) != len(files):
         invalid("two columns have the same file")
-    return TableIndex(rows, columns, fields["manifest"])
+    return TableIndex(rows, columns, data["manifest"])
 
 
 def _column(entry: Any) -> Column:
@@ -214,7 +211,7 @@ def _column(entry: Any) -> Column:
     file, name = _file_and_name(given["file"], given["name"])
     if type(dtype) is not str or dtype not in DTYPES:
         invalid(f"{dtype!r:.60} is no dtype of a column")
-    sizes = cast("list[Any]", shape if isinstance(shape, list) else [None])
+    sizes: list[Any] = shape if isinstance(shape, list) else [None]
     if len(sizes) >= MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
         invalid(f"the shape of the column {name[:60]!r} is damaged")
     column = Column(file, name, DTYPES[dtype], tuple(sizes))

@@ -90,7 +90,7 @@ def table() -> DeviceDict:
     return DeviceDict(data, encoders=encoders, dtype=torch.float64)
 
 
-TABLE, JAGGED = "table-1", "table-2"
+TABLE, JAGGED = "table-1", "jagged-1"
 
 
 def save_table(folder: Path) -> None:
