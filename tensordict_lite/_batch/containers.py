@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it in 
 from .._dict.device_dict import DeviceDict
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, resolve
-from .._memory.packed import packed_layout
+from .._memory.packed import find_buffer
 from .._memory.transfer import transfer
 from .._tree.tree import TreeDict
 
@@ -59,7 +59,7 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     together: list[Tensor] = []
     for item in found:
         tensors = [] if isinstance(item, PackedSequence) else _tensors(item)
-        if len(tensors) > 1 and packed_layout(tensors, tensors[0].device) is not None:
+        if len(tensors) > 1 and find_buffer(tensors, tensors[0].device) is not None:
             move(tensors)
         else:
             together += tensors

@@ -23,7 +23,7 @@ from .._files import safetensors, table, torch_save
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array, pin
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
-from .._memory.packed import can_pack, is_packed, map_buffer, pack, packed_layout
+from .._memory.packed import can_pack, find_buffer, map_buffer, pack
 from .._memory.transfer import clone_tensors, transfer
 from .._tree import pickle5, sendable
 from .._tree.columns import arrow_items, pandas_items
@@ -671,7 +671,7 @@ class DeviceDict(TreeDict[V]):
         >>> d.is_packed, d.select("x").is_packed
         (True, False)
         """
-        return is_packed(self._tensors(), self._device)
+        return find_buffer(self._tensors(), self._device, alone=True) is not None
 
     def pack(self) -> Self:
         """Copy the tensors into one storage. Returns ``self`` if the dict is packed already.
@@ -1308,7 +1308,7 @@ def _nested_items(td: Any) -> dict[str, Any]:
 def _title(d: TreeDict[Any]) -> str:
     count, total = field_count(d), sum(map(nbytes, d._tensors()))
     device = "no device yet" if d._device is None else str(d._device)
-    packed = "" if packed_layout(d._tensors(), d._device) is None else ", packed"
+    packed = "" if find_buffer(d._tensors(), d._device) is None else ", packed"
     return f"{type(d).__name__}({device}, {count} field{'' if count == 1 else 's'}, {size(total)}{packed})"
 
 

@@ -33,6 +33,8 @@ class Packed(NamedTuple):
     """How a list of packed tensors lies in its buffer. The ints are indices in the list."""
 
     layout: Layout
+    specs: tuple[Any, ...]
+    """The groups of the layout, as (dtype, shape, stride, members)."""
     unpackable: list[int]
     """The tensors outside the buffer."""
     repeats: dict[int, int]
@@ -98,78 +100,6 @@ def arrange(tensors: Sequence[Tensor], skip: Collection[int] = ()) -> tuple[list
     return list(groups.items()), unpackable
 
 
-def buffer_layout(tensors: Sequence[Tensor], groups: Sequence[Group]) -> Layout | None:
-    """The layout of ``groups`` if the tensors have this layout in a storage of their own. Else None.
-
-    Tensors without elements have no address and are ignored.
-    """
-    filled = [members for (_, shape, _), members in groups if 0 not in shape]
-    if not filled:
-        return None
-    first = tensors[filled[0][0]]
-    nbytes = first.untyped_storage().nbytes()
-    alone = len(filled) == len(filled[0]) == 1
-    if first.storage_offset() or (nbytes == first.nbytes) != alone:  # true for most dicts that are not packed
-        return None
-    if any([dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups]):  # noqa: C419  (faster)
-        return None
-    layout = lay_out(groups)
-    if nbytes != layout.nbytes:
-        return None
-    base = first.data_ptr()
-    for run in layout.runs:
-        if not run.step:
-            continue
-        expected = base + run.offset
-        for i in run.members:
-            if tensors[i].data_ptr() != expected:
-                return None
-            expected += run.step
-    return layout
-
-
-class FullBuffer(NamedTuple):
-    """The layout of a buffer that holds all tensors of a list, and the offset of each tensor."""
-
-    layout: Layout
-    specs: tuple[Any, ...]
-    """The groups of the layout, as (dtype, shape, stride, members)."""
-    offsets: list[int]
-    """The offset of each tensor from the start of the buffer, in bytes."""
-
-
-def full_buffer(tensors: Sequence[Tensor]) -> FullBuffer | None:
-    """The layout of the buffer that packed tensors fill. None if they do not fill one buffer.
-
-    None also if a tensor is not packable or has no elements. Faster than `arrange` and `buffer_layout`, because the
-    layout is cached by the specs: 0.55x the time (4 fields).
-    """
-    if len(tensors) < 2 or not packable(tensors[0]):
-        return None
-    storage = tensors[0].untyped_storage()
-    nbytes = storage.nbytes()
-    if nbytes <= tensors[0].nbytes or find_unpackable(tensors):  # true for most dicts that are not packed
-        return None
-    found = _full_buffer(tuple([(t.dtype, t.shape, t.stride()) for t in tensors]))
-    if found is None or nbytes != found.layout.nbytes:
-        return None
-    base = storage.data_ptr()
-    return found if [t.data_ptr() - base for t in tensors] == found.offsets else None
-
-
-@lru_cache(maxsize=64)  # a program mostly sends dicts with the same few specs
-def _full_buffer(specs: tuple[Spec, ...]) -> FullBuffer | None:
-    groups: dict[Spec, list[int]] = {}
-    for i, spec in enumerate(specs):
-        groups.setdefault(spec, []).append(i)
-    if any(0 in shape or dense_stride(shape, stride) != stride for _, shape, stride in groups):
-        return None
-    layout = lay_out(groups.items())
-    offsets = {i: run.offset + n * run.step for run in layout.runs for n, i in enumerate(run.members)}
-    saved = tuple([(*spec, tuple(members)) for spec, members in layout.groups])
-    return FullBuffer(layout, saved, [offsets[i] for i in range(len(specs))])
-
-
 def may_be_packed(tensors: Sequence[Tensor]) -> bool:
     """A quick test that rules out most dicts: whether the first packable tensor is smaller than its storage.
 
@@ -181,24 +111,48 @@ def may_be_packed(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
-def packed_layout(tensors: Sequence[Tensor], device: torch.device | None, *, alone: bool = False) -> Packed | None:
-    """How the tensors on ``device`` are packed. None if they are not.
+def find_buffer(tensors: Sequence[Tensor], device: torch.device | None, *, alone: bool = False) -> Packed | None:
+    """How the tensors on ``device`` are packed: whether they lie in one storage exactly as `lay_out` says. None if not.
 
     ``alone``: a single tensor that fills its storage counts as packed.
     """
-    if not (can_pack(device) and ((alone and len(tensors) == 1) or may_be_packed(tensors))):
+    if not (can_pack(device) and (alone or may_be_packed(tensors))):
         return None
-    repeats = repeats_of(tensors)
-    groups, unpackable = arrange(tensors, repeats)
-    layout = buffer_layout(tensors, groups)
-    return None if layout is None else Packed(layout, unpackable, repeats)
+    repeats, unpackable = repeats_of(tensors), find_unpackable(tensors)
+    if repeats:
+        unpackable = [i for i in unpackable if i not in repeats]
+    left_out = {*repeats, *unpackable}
+    found = _fields(tuple([None if i in left_out else (t.dtype, t.shape, t.stride()) for i, t in enumerate(tensors)]))
+    if found is None:
+        return None
+    layout, offsets, specs = found
+    first = next(iter(offsets))
+    storage = tensors[first].untyped_storage()
+    if storage.nbytes() != layout.nbytes:
+        return None
+    base = storage.data_ptr()
+    for i, offset in offsets.items():
+        if tensors[i].data_ptr() - base != offset:
+            return None
+    return Packed(layout, specs, unpackable, repeats)
 
 
-def is_packed(tensors: Sequence[Tensor], device: torch.device | None) -> bool:
-    """Whether all packable tensors lie in one buffer on ``device``. False if no tensor is packable."""
-    if not can_pack(device):
-        return False
-    return buffer_layout(tensors, arrange(tensors, repeats_of(tensors))[0]) is not None
+@lru_cache(maxsize=64)  # a program mostly uses dicts with the same few specs
+def _fields(specs: tuple[Spec | None, ...]) -> tuple[Layout, dict[int, int], tuple[Any, ...]] | None:
+    """The layout of packed tensors with these specs, the offsets of those with elements, and its groups.
+
+    None if no tensor has elements, or if the strides of one are not those that `lay_out` gives.
+    """
+    groups: dict[Spec, list[int]] = {}
+    for i, spec in enumerate(specs):
+        if spec is not None:
+            groups.setdefault(spec, []).append(i)
+    if any(dense_stride(shape, stride) != stride for _, shape, stride in groups):
+        return None
+    layout = lay_out(groups.items())
+    offsets = {i: run.offset + n * run.step for run in layout.runs if run.step for n, i in enumerate(run.members)}
+    saved = tuple([(*spec, tuple(members)) for spec, members in layout.groups])
+    return (layout, offsets, saved) if offsets else None
 
 
 def are_slices(tensors: Sequence[Tensor]) -> bool:
@@ -227,7 +181,7 @@ def map_buffer(
 
     ``function`` copies a tensor or returns it. Returns the new list of tensors, or None if the tensors are not packed.
     """
-    found = packed_layout(tensors, device)
+    found = find_buffer(tensors, device)
     if found is None:
         return None
     out = list(tensors)
@@ -285,7 +239,7 @@ def pack(
     """
     repeats = repeats_of(tensors)
     groups, _ = arrange(tensors, repeats)
-    if all(0 in shape for (_, shape, _), _ in groups) or (not casts and buffer_layout(tensors, groups)):
+    if all(0 in shape for (_, shape, _), _ in groups) or (not casts and find_buffer(tensors, device, alone=True)):
         return tensors
     out = list(tensors)
     pack_into(out, lay_out(cast_groups(groups, casts) if casts else groups), device)

@@ -14,7 +14,7 @@ from .buffer import buffer_of, copy_into, new_buffer, regions, view_over, views_
 from .cast import CASTS, clone_each, copy_each
 from .device import CPU, META, capabilities, intercepted, is_capturing
 from .layout import Layout, cast_groups, dense_stride, distribute, lay_out
-from .packed import arrange, buffer_layout, map_buffer, may_be_packed, pack_into, repeats_of
+from .packed import arrange, find_buffer, map_buffer, may_be_packed, pack_into, repeats_of
 from .staging import SLOT, Slot, staging_buffer, staging_of
 
 COALESCED_TENSOR = 64 << 10
@@ -89,15 +89,16 @@ def plan_copies(
     if len(everything) < 2 and not (pins and source == CPU):
         return one_by_one
     casts = CASTS[dtype]
-    groups, unpackable = arrange(tensors, repeats)
-    packed = buffer_layout(tensors, groups) if len(everything) > 1 else None
+    packed = find_buffer(tensors, source)
     if packed is not None:
-        cast = lay_out(cast_groups(groups, casts)) if any(spec[0] in casts for spec, _ in groups) else None
-        # A single tensor is cast on its way, without a buffer.
-        if (source != target or copy) if cast is None else len(unpackable) + 1 < len(everything):
-            return CopyPlan(packed, cast, one_by_one=tuple(unpackable), repeats=repeats, pins=pins)
+        layout, unpackable = packed.layout, tuple(packed.unpackable)
+        changes = any(run.dtype in casts for run in layout.runs)
+        cast = lay_out(cast_groups(layout.groups, casts)) if changes else None
+        if cast is not None or source != target or copy:
+            return CopyPlan(layout, cast, one_by_one=unpackable, repeats=repeats, pins=pins)
     if source == target or (target == CPU and non_blocking):
         return one_by_one
+    groups, unpackable = arrange(tensors, repeats)
     after = cast_groups(groups, casts) if casts else groups
     coalesced = distribute(after, COALESCED_TENSOR, COALESCED_BUFFER, spare=True)
     rest = set(everything).difference(*[layout.members for layout in coalesced])

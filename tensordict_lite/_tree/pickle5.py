@@ -22,7 +22,7 @@ from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regio
 from .._memory.dense import dense_bytes
 from .._memory.device import CPU, intercepted
 from .._memory.layout import ALIGNMENT, Group, Layout, dense_stride, distribute, lay_out, with_spare
-from .._memory.packed import arrange, buffer_layout, full_buffer, is_saved_group, repeats_of
+from .._memory.packed import arrange, find_buffer, is_saved_group, repeats_of
 from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
 from .tree import TreeDict, dicts_of, packed_items, policy_state, unpacked
 from .walk import only_tensors
@@ -110,16 +110,15 @@ def reduce_buffers(d: TreeDict[Any]) -> tuple[Any, ...] | None:
     if any([type(one).__reduce__ is not TreeDict.__reduce__ for one in ([d] if flat else dicts_of(d))]):  # noqa: C419
         return None
     states: dict[int, dict[str, Any]] = {}
-    full = full_buffer(tensors)
-    if full is not None:
+    found = find_buffer(tensors, CPU)
+    if found is not None and not (found.unpackable or found.repeats):
         entries = {id(tensor): i for i, tensor in enumerate(tensors)}
         items = dict(zip(d, range(len(tensors)), strict=True)) if flat else packed_items(d, entries, states)
-        buffers = [(_pickle_buffer(buffer_of(tensors, full.layout)), full.specs)]
+        buffers = [(_pickle_buffer(buffer_of(tensors, found.layout)), found.specs)]
         return restore_buffers, (type(d), items, policy_state(d, states), buffers)
     groups, unpackable = arrange(tensors, repeats_of(tensors))
-    packed = buffer_layout(tensors, groups)
-    if packed is not None and packed.nbytes and len(tensors) > 1:
-        parts = [(packed, buffer_of(tensors, packed))]
+    if found is not None:
+        parts = [(found.layout, buffer_of(tensors, found.layout))]
     else:
         parts = [(layout, _coalesced(tensors, layout)) for layout in _small(groups)]
     entries: dict[int, Any] = {id(tensors[i]): i for layout, _ in parts for i in layout.members}

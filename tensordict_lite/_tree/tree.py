@@ -16,7 +16,7 @@ from .._encoders.protocol import StringEncoder
 from .._errors import DEPTH, DeviceMismatchError, Path, dotted, refuse_deeper
 from .._memory.buffer import buffer_of
 from .._memory.device import CPU, canonical, resolve
-from .._memory.packed import are_slices, can_pack, from_buffer, materialize, pack, packed_layout
+from .._memory.packed import are_slices, can_pack, find_buffer, from_buffer, materialize, pack
 from . import pytree
 from .compare import agree, equal
 from .policy import OPTIONS, Options, Policy, refuse_option
@@ -357,7 +357,7 @@ def packed_state(d: TreeDict[Any], *, alone: bool = False) -> tuple[Tensor | Non
     ``alone``: a single tensor that fills its storage counts as packed.
     """
     tensors = d._tensors()
-    found = packed_layout(tensors, d._device, alone=alone)
+    found = find_buffer(tensors, d._device, alone=alone)
     if found is None:
         return None, None, {}
     layout = found.layout

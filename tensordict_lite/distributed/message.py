@@ -18,7 +18,7 @@ from .._memory.buffer import DTYPES, buffer_of, clear_gaps, copy_into, new_buffe
 from .._memory.dense import dense_bytes
 from .._memory.device import canonical
 from .._memory.layout import Group, Layout, lay_out
-from .._memory.packed import arrange, buffer_layout, from_buffer, is_saved_group
+from .._memory.packed import arrange, find_buffer, from_buffer, is_saved_group
 from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
@@ -159,7 +159,7 @@ def message_of(d: TreeDict[Any]) -> Message:
     schema = _sendable(tensors, _schema(d, tensors, groups, unpackable))
     if not schema.nbytes:
         return Message(schema, [])
-    if buffer_layout(tensors, groups) is not None:
+    if find_buffer(tensors, tensors[0].device, alone=True) is not None:
         buffer = buffer_of(tensors, schema.layout)
         return Message(schema, [buffer[part.start : part.start + part.nbytes] for part in schema.parts])
     parts: list[Tensor] = []

@@ -237,7 +237,7 @@ class TestPinnedMemory:
 
     def test_it_is_bounded_while_another_stream_stands_still(self) -> None:
         side = torch.Stream(device=D0)
-        with side, strict.held(seconds=30) as stream:
+        with side, strict.held(seconds=10) as stream:
             late = [batch(2, 500_000, i).to(D0) for i in range(8)]
             with main_stream():
                 for i in range(100):
@@ -249,10 +249,24 @@ class TestPinnedMemory:
         with side:
             assert all(is_batch(d, i) for i, d in enumerate(late))
 
+    def test_two_streams_never_share_a_slot(self) -> None:
+        """The event of a slot is on one stream, and tells nothing about copies on another."""
+        batch(9, 512).to(D0)  # leaves room in its slot
+        main().synchronize()
+        side = torch.Stream(device=D0)
+        with side, strict.held(seconds=10) as stream:
+            late = batch(9, 512, 5).to(D0)
+            with main_stream():
+                for _ in range(8):
+                    batch(1, 600_000, 99).to(D0)
+                    main().synchronize()
+        with side:
+            assert stream.in_time and is_batch(late, 5)
+
     def test_a_stream_does_not_wait_for_the_memory_of_another(self) -> None:
         """If another stream has all of it, copies go without, and wait for their own stream alone."""
         side = torch.Stream(device=D0)
-        with side, strict.held(seconds=30) as stream:
+        with side, strict.held(seconds=10) as stream:
             late = [batch(1, SLOT, i).to(D0) for i in range(SLOTS)]
             with main_stream():
                 for d in (batch(1, SLOT, 50), batch(9, 512, 50), batch(3, 100_000, 50).pack()):
