@@ -369,6 +369,23 @@ class TestRefused:
             ):
                 RowWriter(tmp_path / "t", **options)
 
+    def test_more_columns_than_open_files(self, tmp_path: Path) -> None:
+        many = {f"c{i}": [i] for i in range(150)}
+        folder = written(tmp_path / "u", many)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (120, before[1]))
+        several: tuple[Any, ...] = ((tmp_path / "t", {"like": many}), (folder, {"append": True}))
+        try:
+            for path, options in several:
+                with pytest.raises(OSError, match="keeps one for each column: raise the limit, see ulimit -n"):
+                    RowWriter(path, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert os.listdir(tmp_path) == ["u"]
+        with RowWriter(folder, append=True) as writer:
+            writer.write(many)
+        assert len(load(folder).rows) == 2
+
     def test_a_closed_writer(self, tmp_path: Path) -> None:
         writer = RowWriter(tmp_path / "t", like=sample())
         assert repr(writer) == f"RowWriter({str(tmp_path / 't')!r}, 0 rows)" and bool(writer)

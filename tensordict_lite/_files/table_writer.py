@@ -136,6 +136,11 @@ class _Folder:
                 return file
             file.close()
         except OSError as error:
+            if error.errno == errno.EMFILE:
+                message = (
+                    f"{error.strerror}; a RowWriter keeps a file open for each column: raise the limit, see ulimit -n"
+                )
+                raise OSError(error.errno, message, self.path) from error
             if error.errno != errno.ELOOP:
                 raise
         raise OSError(
