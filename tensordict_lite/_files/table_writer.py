@@ -137,9 +137,7 @@ class _Folder:
             file.close()
         except OSError as error:
             if error.errno == errno.EMFILE:
-                message = (
-                    f"{error.strerror}; a RowWriter keeps a file open for each column: raise the limit, see ulimit -n"
-                )
+                message = "too many open files; a RowWriter keeps one for each column: raise the limit, see ulimit -n"
                 raise OSError(error.errno, message, self.path) from error
             if error.errno != errno.ELOOP:
                 raise
