@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import operator
 import pickle
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +23,19 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import is_tensor_like
+from torch.overrides import get_overridable_functions, get_testing_overrides, is_tensor_like, resolve_name
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary, cat, stack, unpickle
+from tensordict_lite._dict import torch_functions
+
+LOST = pytest.mark.xfail(
+    torch.__version__ >= "2.15",
+    strict=True,
+    reason="under fullgraph=True torch 2.15 does not find the __torch_function__ of a subclass of dict that it has read",
+)
 
 
 class Point(TypedDeviceDict):
@@ -189,6 +199,148 @@ class TestEverythingElse:
         assert (d | {"z": 1}).keys() == {"x", "n", "z"}  # merging is what it was
 
 
+def _calls() -> Iterator[tuple[Any, int]]:
+    """The functions that torch lists as overridable, and the number of arguments that each needs."""
+    for function, dummy in get_testing_overrides().items():
+        if callable(function):
+            given = inspect.signature(dummy).parameters.values()
+            yield function, max(1, sum(p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in given))
+
+
+class TestEveryFunctionOfTorch:
+    def test_what_torch_lists_is_in_the_table_or_refused(self) -> None:
+        """The way that C++ takes, for each of the 1,400 functions, methods and properties."""
+        implemented: set[str] = set()
+        for functions in get_overridable_functions().values():
+            for function in functions:
+                name = resolve_name(function)
+                if function in torch_functions._table:
+                    implemented.add(name)
+                    continue
+                with pytest.raises(
+                    TypeError, match=f"^{re.escape(name)} takes no DeviceDict; call it for every field: "
+                ):
+                    DeviceDict.__torch_function__(function, (DeviceDict,), (sample(),))
+        names = "stack cat concat concatenate zeros_like ones_like empty_like full_like allclose equal chunk unbind where clone detach functional.split"
+        assert implemented == {f"torch.{name}" for name in names.split()}
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_no_call_computes_for_a_dict(self) -> None:
+        """A dict for every argument: an error, or the result of the table, and the dict is as it was."""
+        d, returned = sample(), set[str]()
+        for function, count in _calls():
+            try:
+                result = function(*[d] * count)
+            except (TypeError, ValueError):
+                continue  # ours, torch's own for an int or a process group, einsum's
+            if result is not NotImplemented:
+                returned.add(resolve_name(function))
+        names = "allclose clone detach empty_like equal ones_like unbind zeros_like"
+        assert returned == {f"torch.{name}" for name in names.split()} and d == sample()
+
+    def test_a_dict_in_another_place(self) -> None:
+        with pytest.raises(TypeError, match=r"^torch\.full_like takes no DeviceDict"):
+            torch.full_like(torch.ones(2), sample())
+        with pytest.raises(TypeError, match=r"^aten\.add takes no DeviceDict"):
+            torch.ops.aten.add(torch.ones(2), sample())
+        with pytest.raises(TypeError, match=r"^aten\.add\.Tensor takes no DeviceDict"):
+            torch.ops.aten.add.Tensor(sample(), 1)
+        assert (torch.ones(2) == sample()) is False
+
+
+class Reads(nn.Module):
+    def forward(self, d: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": d["x"] * 2}
+
+
+def hold(module: nn.Module, d: Any) -> nn.Module:
+    module.register_buffer("s", d)
+    return module
+
+
+def doubled(d: dict[str, Tensor]) -> Tensor:
+    return d["x"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+class TestFunctionsThatDoNotCompute:
+    """torch asks ``__torch_function__`` for more than computations. For these a DeviceDict is a dict."""
+
+    def test_torchscript(self) -> None:
+        d, plain = sample(), {"x": sample()["x"]}
+        file = io.BytesIO()
+        torch.jit.save(torch.jit.script(Reads()), file)
+        file.seek(0)
+        loaded = torch.jit.load(file)
+        modules = [torch.jit.script(Reads()), torch.jit.freeze(torch.jit.script(Reads().eval())), loaded]
+        modules += [torch.jit.trace(Reads(), (example,), strict=False) for example in (plain, DeviceDict(plain))]
+        for module in modules:
+            for given in (d.drop("n"), Point(x=d["x"])):
+                assert torch.equal(module(given)["y"], d["x"] * 2) and torch.equal(module(d=given)["y"], d["x"] * 2)
+            assert torch.equal(module.forward(d.drop("n"))["y"], d["x"] * 2)
+        assert torch.equal(torch.jit.script(doubled)(d.drop("n")), d["x"] * 2)
+        assert torch.equal(torch.jit.wait(torch.jit.fork(modules[0], d.drop("n")))["y"], d["x"] * 2)
+        with pytest.raises(RuntimeError, match="Unable to cast DeviceDict"):  # TorchScript's own error: a nested dict
+            modules[0](d)
+
+    def test_autocast(self) -> None:
+        d = DeviceDict({"x": torch.ones(2, 2)})
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.stack([d, d])["x"].dtype == torch.float32
+            assert nn.Linear(2, 2)(d["x"]).dtype == torch.bfloat16
+        cast = torch.amp.custom_fwd(lambda ctx, d: d["x"].dtype, device_type="cpu", cast_inputs=torch.float16)
+        with torch.autocast("cpu"):
+            assert cast(SimpleNamespace(), d) == torch.float16
+        assert torch.autocast("cpu")(lambda d: d)(d) is d
+
+    def test_odd_callers(self) -> None:
+        d = sample()
+        assert torch._assert(d, "not empty") is None and torch.typename(d) == "tensordict_lite.DeviceDict"
+        assert nn.Identity()(d) is d and torch.fx.symbolic_trace(Reads())(d)["y"].equal(d["x"] * 2)
+        assert torch.func.functional_call(
+            nn.Linear(2, 1, bias=False), DeviceDict({"weight": torch.ones(1, 2)}), d["x"]
+        ).shape == (3, 1)
+        torch.testing.assert_close(d, d.clone())
+        for fails, text in (
+            (lambda: torch.utils.swap_tensors(d, d.clone()), "_use_count"),
+            (lambda: torch.autograd.backward(d), "Expected output to be a torch.Tensor"),
+            (lambda: torch.autograd.grad(torch.ones(1, requires_grad=True).sum(), d), "DeviceDict"),
+            (lambda: nn.utils.rnn.pad_sequence([d]), "expected Tensor"),
+            (lambda: torch.nn.utils.clip_grad_norm_(d, 1.0), "has no attribute 'grad'"),
+            (lambda: nn.Parameter(d), "DeviceDict"),
+        ):  # fmt: skip
+            with pytest.raises((AttributeError, TypeError, AssertionError, RuntimeError), match=text):
+                fails()
+        assert d == sample()
+
+    def test_what_a_module_holds(self) -> None:
+        """A module holds tensors. From torch 2.13 on it takes any object with ``__torch_function__`` as a buffer."""
+        module, d = nn.Linear(2, 1), sample()
+        with pytest.raises(TypeError, match=r"cannot assign 'tensordict_lite\.DeviceDict' as parameter 'weight'"):
+            module.weight = d
+        with pytest.raises(TypeError, match=r"cannot assign 'tensordict_lite\.DeviceDict' object to parameter 's'"):
+            module.register_parameter("s", d)
+        refused = r"'is_floating_point'; use d\[key\]\.is_floating_point\(\); a buffer of a module is one field$|object to buffer 's'"
+        with pytest.raises((AttributeError, TypeError), match=refused):
+            hold(module, d).to(torch.float64)
+        module = nn.Linear(2, 1)
+        with pytest.raises(AttributeError, match=r"no attribute 'shape'; use d\[key\]\.shape"):
+            module.load_state_dict({"weight": d, "bias": torch.zeros(1)})
+        assert module.load_state_dict(DeviceDict(module.state_dict())).missing_keys == []
+
+
+def block(d: DeviceDict) -> DeviceDict:
+    return DeviceDict({"y": stack([d, d.map(torch.ones_like)])["x"].exp()})
+
+
+def with_argument(d: DeviceDict, reentrant: bool) -> Any:
+    return checkpoint(block, d, use_reentrant=reentrant)
+
+
+def with_capture(d: DeviceDict, reentrant: bool) -> Any:
+    return checkpoint(lambda: block(d), use_reentrant=reentrant)
+
+
 class TestWhatStays:
     def test_it_is_no_tensor(self) -> None:
         d = sample()
@@ -241,6 +393,20 @@ class TestWhatStays:
         checkpoint(block, DeviceDict({"x": x}), torch.ones((), requires_grad=True), use_reentrant=reentrant).backward()
         assert reentrant or torch.allclose(x.grad, x.exp())
 
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("reentrant", [True, False])
+    @pytest.mark.parametrize("call", [pytest.param(with_argument, marks=LOST), with_capture])
+    def test_checkpoint_in_one_graph(self, call: Callable[..., Any], reentrant: bool, backend: str) -> None:
+        torch._dynamo.reset()
+        x = torch.ones(2, requires_grad=True)
+        torch.compile(call, fullgraph=True, backend=backend)(DeviceDict({"x": x}), reentrant)["y"].sum().backward()
+        assert torch.allclose(x.grad, x.exp())
+
+    def test_a_computation_under_compile_is_refused(self) -> None:
+        torch._dynamo.reset()
+        with pytest.raises(TypeError, match=r"^torch\.relu takes no DeviceDict; .* d\.map\(torch\.relu\)"):
+            torch.compile(lambda d: d | {"r": torch.relu(d)}, backend="eager")(sample())
+
 
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "read and write": lambda d: DeviceDict({"q": d["x"] + 1, "w": d["n", "y"] * 2}),
@@ -257,7 +423,9 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("run", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=name, marks=LOST if name == "where" else ()) for name, run in COMPILED.items()]
+)
 def test_in_one_graph(run: Callable[[Any], Any], backend: str) -> None:
     torch._dynamo.reset()
     got, expected = torch.compile(run, fullgraph=True, backend=backend)(sample()), run(sample())
@@ -268,11 +436,12 @@ def test_in_one_graph(run: Callable[[Any], Any], backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
 @pytest.mark.filterwarnings("ignore")
-def test_with_inductor() -> None:
+@pytest.mark.parametrize("join", [pytest.param(torch.stack, marks=LOST), stack], ids=["torch", "ours"])
+def test_with_inductor(join: Callable[..., Any]) -> None:
     torch._dynamo.reset()
 
     def run(d: Any) -> Any:
-        out: Any = torch.stack([d, torch.ones_like(d)]).lerp_(torch.stack([d, d]), 0.5)
+        out: Any = join([d, d.map(torch.ones_like)]).lerp_(join([d, d]), 0.5)
         out["z"] = out["x"] * 2
         return out
 

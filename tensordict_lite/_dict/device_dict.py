@@ -164,6 +164,7 @@ class DeviceDict(TreeDict[V]):
         shape = NoAttribute("d[key].shape, or len(d.rows) for the number of rows")
         batch_size = NoAttribute("len(d.rows), the number of rows")
         dtype = NoAttribute("d[key].dtype; a DeviceDict has no dtype of its own")
+        is_floating_point = NoAttribute("d[key].is_floating_point(); a buffer of a module is one field")
 
     if TYPE_CHECKING:  # pragma: no cover
 

@@ -1,7 +1,8 @@
 """Functions of torch that take whole dicts: the table behind ``__torch_function__``.
 
 torch calls ``__torch_function__`` if a dict is an argument of one of its functions. A table has an implementation for
-some of these functions. Every other function raises an error, because its result for a dict would be a guess.
+some of these functions. Every other function that computes raises an error, because its result for a dict would be a
+guess. A function that does not compute takes the dict as it takes any dict.
 """
 
 from __future__ import annotations
@@ -36,11 +37,24 @@ def implements(*functions: Any) -> Callable[[_F], _F]:
 
 
 def call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the implementation of a function of torch. Raises ``TypeError`` for a function without implementation."""
+    """Call the implementation of a function of torch, or the function itself if it does not compute.
+
+    Raises ``TypeError`` for a function that computes and has no implementation.
+    """
     found = _table.get(function)
-    if found is None:
+    if found is not None:
+        return found(*args, **kwargs)
+    if _computes(function):
         _refuse_function(function, args, kwargs)
-    return found(*args, **kwargs)
+    # A method of TorchScript, or under torch.compile `checkpoint` and `while_loop`.
+    with torch._C.DisableTorchFunctionSubclass():  # torch documents this name for implementations of the protocol
+        return function(*args, **kwargs)
+
+
+@torch.compiler.assume_constant_result
+def _computes(function: Any) -> bool:
+    """Whether torch has the function in its list of functions, methods and properties that compute on tensors."""
+    return overrides.resolve_name(function) is not None
 
 
 def _refuse_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
@@ -87,6 +101,8 @@ def _like(function: Any, fills: bool) -> Callable[..., Any]:
     """
 
     def each(d: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(d, TreeDict):  # torch.full_like(tensor, d)
+            _refuse_function(function, (d, *args), kwargs)
         if fills:
             arithmetic.refuse_encoded(d, f"torch.{function.__name__}")
         made: list[Tensor] = []
