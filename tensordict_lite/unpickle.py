@@ -14,7 +14,7 @@ name                      found in
 ``WrappedEncoder``        pickles of a dict with an encoder that is no `StringEncoder`
 ``rebuild_tokenizer``     pickles of a `Tokenizer`
 ``Rows``                  pickles of ``d.rows``
-``Context``, ``Policy``   pickles of the pytree structure of a dict
+``Carried``, ``Policy``   pickles of the pytree structure of a dict
 ``TooDeep``               pickles of the exception for a dict that is nested too deep
 ``map_again``             messages with a field of a mapped file: the receiver maps the file too
 ``over_jagged``           messages with a nested tensor of a mapped file
@@ -38,12 +38,12 @@ from ._memory.jagged import over_jagged
 from ._memory.mapped import map_again
 from ._tree.pickle5 import restore_buffers, restore_field
 from ._tree.policy import Policy
-from ._tree.pytree import Context
+from ._tree.pytree import Carried
 from ._tree.sendable import arrive
 from ._tree.tree import restore
 
 __all__ = [
-    "Context",
+    "Carried",
     "Policy",
     "Rows",
     "TooDeep",
@@ -69,7 +69,6 @@ _EARLIER = {
     "tensordict_lite.unpickle.EncodeOnly": WrappedEncoder,
     "tensordict_lite._tokenizer._rebuild": rebuild_tokenizer,
     "tensordict_lite._rows.Rows": Rows,
-    "tensordict_lite._pytree.Context": Context,
     "tensordict_lite._policy.Policy": Policy,
 }
 for _earlier, _found in _EARLIER.items():

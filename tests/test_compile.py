@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.while_loop import while_loop
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
-from tensordict_lite import DeviceDict, DeviceMismatchError
+from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary
+
+
+class Batch(DeviceDict, on_mismatch="move"):
+    pass
 
 
 def sample() -> DeviceDict:
@@ -219,3 +226,78 @@ def test_a_number_that_changes_does_not_recompile_for_every_value(graphs: list[A
         d = DeviceDict({"x": torch.ones(count + 2)})
         assert step(d, count)[0].item() == 1 + count + count + 2
     assert len(graphs) <= 3
+
+
+def spoken() -> DeviceDict:
+    return DeviceDict({"x": torch.ones(2), "n": {"y": torch.ones(2)}, "s": ["a", "b"]}, encoders=Vocabulary(["a", "b"]))
+
+
+@pytest.mark.parametrize("kind", [DeviceDict, Batch])
+class TestControlFlow:
+    """The bodies take and return dicts. Dynamo rebuilds these from their items: options of an instance are lost."""
+
+    def test_cond(self, kind: type[DeviceDict]) -> None:
+        d = kind(spoken().drop("s"))
+        for up, expected in ((True, d.map(lambda t: t + 1)), (False, d.map(lambda t: t - 1))):
+            torch._dynamo.reset()
+            out = torch.cond(torch.tensor(up), lambda: d.map(lambda t: t + 1), lambda: d.map(lambda t: t - 1))
+            assert type(out) is kind and out == expected
+            out._check()
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_while_loop_and_map(self, kind: type[DeviceDict]) -> None:
+        torch._dynamo.reset()
+        d = kind(spoken())
+        (out,) = while_loop(lambda d: d["x"].sum() < 9, lambda d: (d.map(lambda t: t + 1),), (d,))
+        assert type(out) is kind and out == d.map(lambda t: t + 4) and type(out["n"]) is DeviceDict
+        out._check()
+        rows: Any = map_rows  # its stub wants the arguments of the function as one tuple
+        each = rows(lambda d: kind({"q": d["x"] + d["n", "y"]}), d)
+        assert type(each) is kind and each["q"].tolist() == [2, 2]
+        each._check()
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_export(self, kind: type[DeviceDict], strict: bool) -> None:
+        class Model(torch.nn.Module):
+            def forward(self, d: DeviceDict) -> Any:
+                return d.map(torch.neg), DeviceDict({"sum": d["x"].sum(), "n": {"z": d["n", "y"] * 2}})
+
+        torch._dynamo.reset()
+        d = kind(spoken())
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(Model(), (d,), strict=strict), file)
+        file.seek(0)
+        negated, made = torch.export.load(file).module()(d)
+        assert type(negated) is kind and negated == d.map(torch.neg) and negated.device == torch.device("cpu")
+        assert type(made) is DeviceDict and made == {"sum": torch.tensor(2.0), "n": {"z": torch.full((2,), 2.0)}}
+
+    def test_dynamic_shapes_are_a_list_in_the_order_of_the_fields(self, kind: type[DeviceDict]) -> None:
+        rows = torch.export.Dim("rows")
+        d = kind(spoken())
+        program = torch.export.export(Sums(), (d,), dynamic_shapes=([{0: rows}, [{0: rows}], {0: rows}],))
+        assert program.module()(d.rows[[0, 1, 1]]).item() == 6
+        with pytest.raises((RuntimeError, ValueError), match="list"):
+            torch.export.export(Sums(), (d,), dynamic_shapes=({"x": {0: rows}, "n": {"y": {0: rows}}, "s": {0: rows}},))
+
+
+class Sums(torch.nn.Module):
+    def forward(self, d: DeviceDict) -> torch.Tensor:
+        return d["x"].sum() + d["n", "y"].sum()
+
+
+def test_encoders_survive_tree_map_in_a_graph() -> None:
+    torch._dynamo.reset()
+    d = spoken()
+    assert torch.compile(lambda d: tree_map(torch.clone, d), fullgraph=True, backend="eager")(d).decode("s") == [
+        "a",
+        "b",
+    ]
+
+
+def test_a_context_compares_keys_alone() -> None:
+    (_, spec), (_, moved), (_, other) = (
+        tree_flatten(d) for d in (spoken(), DeviceDict(spoken().to_dict(), device="meta"), spoken().drop("s"))
+    )
+    assert spec == moved and hash(spec.context) == hash(moved.context) and spec != other
+    exported = treespec_loads(treespec_dumps(spec))
+    assert exported == spec and spec == exported and tree_unflatten([1, 2, 3], exported).device is None

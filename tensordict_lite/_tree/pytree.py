@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +12,32 @@ from torch.utils import _pytree as pytree  # the supported versions of torch hav
 from .policy import Policy
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class Context:
-    """The keys, device and policy of a dict: everything except its values.
+@dataclass(slots=True, eq=False)
+class Carried:
+    """The device and the policy of a dict. They travel in the context of a node, but do not count in comparisons.
 
-    Two contexts are equal if their keys are equal, so one tree_map can take dicts on two devices. To unflatten a dict
-    without tensors, pytree needs the device. The policy holds the encoders and options.
+    So one tree_map can take dicts on two devices. To unflatten a dict without tensors, pytree needs the device. The
+    policy holds the encoders and options.
     """
 
-    keys: tuple[str, ...]
-    device: torch.device | None = field(default=None, compare=False)
-    policy: Policy | None = field(default=None, compare=False)
+    device: torch.device | None
+    policy: Policy
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, Carried)
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+
+Context = tuple[tuple[str, ...], Carried | None]
+"""The keys of a dict, and what it carries. A plain tuple: torch.compile and export take no object as a context."""
 
 
 def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Callable[..., Any]) -> None:
     """Register ``cls`` as a pytree node. Each subclass needs its own call, since pytree looks up the exact type.
 
-    ``flatten`` returns the context of an instance. ``unflatten(cls, items, context)`` builds an instance from pairs of
+    ``flatten`` returns the context of an instance. ``unflatten(cls, items, carried)`` builds an instance from pairs of
     key and value. It must not validate the values: torch inserts None, ints, specs and vmap's batched tensors.
     """
 
@@ -39,7 +48,8 @@ def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Calla
         return [(pytree.MappingKey(key), value) for key, value in d.items()], flatten(d)
 
     def unflat(leaves: Iterable[Any], context: Context) -> Any:
-        return unflatten(cls, zip(context.keys, leaves, strict=True), context)
+        keys, carried = context
+        return unflatten(cls, zip(keys, leaves, strict=True), carried)
 
     pytree.register_pytree_node(
         cls,
@@ -53,10 +63,9 @@ def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Calla
 
 
 def _dump(context: Context) -> Any:
-    # An exported program keeps the structure only. Encoders belong to the data, not to the program.
-    return {"keys": list(context.keys), "device": None if context.device is None else str(context.device)}
+    # An exported program keeps the structure only. Device and encoders belong to the data, not to the program.
+    return list(context[0])
 
 
 def _load(data: Any) -> Context:
-    device = data["device"]
-    return Context(tuple(data["keys"]), None if device is None else torch.device(device))
+    return tuple(data), None

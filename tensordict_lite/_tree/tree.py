@@ -329,12 +329,18 @@ def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:
 
 
 def _pytree_context(d: TreeDict[Any]) -> pytree.Context:
-    return pytree.Context(tuple(d), d._device, d._policy)
+    # An exported program keeps the keys alone. A dict that was made in the body of `while_loop`, `cond` or `map` comes
+    # out of Dynamo with its items only.
+    if torch.compiler.is_exporting() or not hasattr(d, "_policy"):
+        return tuple(d), None
+    return tuple(d), pytree.Carried(d._device, d._policy)
 
 
-def _pytree_unflatten(cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], context: pytree.Context) -> Any:
-    out = cls._new(items, None, cls._class_policy if context.policy is None else context.policy)
-    out._infer_device(context.device)
+def _pytree_unflatten(
+    cls: type[TreeDict[Any]], items: Iterable[tuple[str, Any]], carried: pytree.Carried | None
+) -> Any:
+    out = cls._new(items, None, cls._class_policy if carried is None else carried.policy)
+    out._infer_device(None if carried is None else carried.device)
     return out
 
 
