@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Tensor], bool]) -> bool:
     """Whether two trees have the same keys, tensors for which ``same`` returns True, and equal objects.
 
-    A tensor and an object are equal if the ``__eq__`` of the object returns True.
+    A tensor and a number are compared as two tensors of dimension 0. A tensor and another object are equal if the
+    ``__eq__`` of the object returns True.
     """
     if len(a) != len(b):
         return False
@@ -26,9 +28,9 @@ def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Te
         elif isinstance(x, Mapping) and isinstance(y, Mapping):
             equal = agree(x, y, same)
         elif isinstance(x, Tensor):
-            equal = _equals_tensor(y, x)
+            equal = _equals_tensor(y, x, same)
         elif isinstance(y, Tensor):
-            equal = _equals_tensor(x, y)
+            equal = _equals_tensor(x, y, same)
         else:
             equal = x is y or _same_object(x, y)
         if not equal:
@@ -36,14 +38,32 @@ def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Te
     return True
 
 
-def _equals_tensor(value: object, tensor: Tensor) -> bool:
-    """Whether the ``__eq__`` of an object returns True for a tensor, as ``unittest.mock.ANY`` does.
+def _equals_tensor(value: object, tensor: Tensor, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    """Whether a value that is not a tensor equals a tensor.
 
-    Only the bool True counts. A NumPy value is never equal: to compare, NumPy would copy the tensor from the device.
+    A number of Python or NumPy is rounded to the dtype of the tensor. Of another object, ``__eq__`` must return the
+    bool True, as that of ``unittest.mock.ANY`` does. A NumPy array is never equal: to compare, NumPy would copy the
+    tensor from the device.
     """
-    if isinstance(value, (np.ndarray, np.generic)):
-        return False
-    return type(value).__eq__(value, tensor) is True
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (bool, int, float, complex)):
+        number = _rounded(value, tensor.dtype)
+        return number is not None and same(tensor, number)
+    kind: Any = type(value)
+    return kind is not np.ndarray and kind.__eq__(value, tensor) is True
+
+
+def _rounded(value: complex, dtype: torch.dtype) -> Tensor | None:
+    """The number as a tensor of a dtype; None if the dtype cannot hold it, as 300 or 0.5 in uint8."""
+    try:
+        number = torch.tensor(value, dtype=dtype, device="cpu")
+        held = number.item()
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return None
+    if dtype.is_floating_point or dtype.is_complex:
+        return number if cmath.isfinite(held) or not cmath.isfinite(value) else None
+    return number if held == value else None
 
 
 def _same_object(x: Any, y: Any) -> bool:
