@@ -9,8 +9,10 @@ BENCH := .venv-bench/bin/python benchmarks
 RESULTS ?= benchmarks/out
 # One worker for each core. Tests of one group, which would disturb each other, share a worker.
 PARALLEL := -n auto --dist loadgroup
+# The torch of test-torch.
+VERSION ?= 2.15.0
 
-.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-frameworks test-engines test-device check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-torch test-frameworks test-engines test-device check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -39,6 +41,10 @@ coverage: .venv/tests
 # takes 5 GB in each. Types and style are those of `make check`.
 test-pythons:
 	.ci/pythons $(PARALLEL)
+
+# The tests on another version of torch, in an environment of its own: make test-torch VERSION=2.15.0. It takes 5 GB.
+test-torch: .venv-torch-$(VERSION)/tests
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" $(<D)/bin/python -m pytest $(PARALLEL)
 
 # Lightning, accelerate, transformers and the like, and torch's own parallel modules on real ranks.
 test-frameworks: .venv/frameworks
@@ -135,7 +141,7 @@ dist: .venv/tests .venv/dist
 	.ci/dist
 
 clean:
-	rm -rf dist .venv .venv-bench .venv-3.* examples/out benchmarks/out site
+	rm -rf dist .venv .venv-bench .venv-3.* .venv-torch-* examples/out benchmarks/out site
 
 # One stamp a requirements file; each installs the package itself too, in place.
 .venv/%: %/requirements.txt examples/requirements.txt tests/requirements.txt pyproject.toml | $(BIN)/python
@@ -153,6 +159,14 @@ clean:
 
 .venv/dist: .ci/requirements.txt .venv/tests
 	$(INSTALL) -r $<
+	touch $@
+
+# The packages of the tests but torch, which is of the version that the name says.
+.venv-torch-%/tests: tests/requirements.txt examples/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	grep -hv -e '^-r' -e '^torch==' tests/requirements.txt examples/requirements.txt > $(@D)/requirements.txt
+	$(@D)/bin/python $(PIP_INSTALL) torch==$* -r $(@D)/requirements.txt
+	$(@D)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	touch $@
 
 # An environment of its own, as tianshou and the tests of frameworks want different versions of pandas.
