@@ -21,7 +21,7 @@ ORDER = [
     *(f"_files.{name}" for name in ("atomic_write", "manifest", "safetensors", "table", "table_writer", "torch_save")),
     *(f"_dict.{name}" for name in ("arguments", "display", "insert", "row_index", "row_writes", "rows", "arithmetic", "torch_functions", "device_dict", "schema", "typed", "row_writer", "io")),
     "unpickle",
-    *(f"_batch.{name}" for name in ("pad", "join", "plan", "collate", "containers", "prefetch")),
+    *(f"_batch.{name}" for name in ("pad", "join", "fill", "collate", "containers", "prefetch")),
     *(f"distributed.{name}" for name in ("message", "channel", "verbs", "__init__")),
     "__init__",
 ]  # fmt: skip

@@ -1,16 +1,15 @@
 """`collate`: make one packed batch of many samples. Every tensor is copied once.
 
-The work has three steps. The first step walks all samples at once: it builds the dicts of the batch, and lists their
-tensor fields. The second step stacks the samples of every field into one buffer. The third step puts the stacked
-tensors into the dicts.
+`_Walk` walks all samples at once: it builds the dicts of the batch, and lists their tensor fields. `fill_buffer` makes
+the tensors of all fields. Only if torch refuses a sample, `_Walk.examine` looks at each one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,12 +20,11 @@ from .._dict.arguments import jagged_keys
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import place_codes
 from .._dict.rows import Rows
-from .._encoders.protocol import padding
-from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
-from .._memory.buffer import in_worker_process, new_batch_buffer, regions, views_of
+from .._encoders.protocol import encode_nested, padding
+from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper, with_path
+from .._memory.buffer import in_worker_process
 from .._memory.device import CPU, canonical
 from .._memory.jagged import join_jagged
-from .._memory.layout import Group, Layout, lay_out, row_major
 from .._memory.packed import can_pack, find_unpackable, packable
 from .._memory.transfer import transfer
 from .._tree.convert import convert
@@ -34,21 +32,27 @@ from .._tree.policy import Encoders, Objects, Policy
 from .._tree.sendable import is_plain, refuse_unsendable
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
+from .fill import Spec, fill_buffer, whole
 from .join import columns, merged_policy, raise_mismatch, widened
-from .pad import Pad, Pads, extra_fields, pad_samples, raise_encoded, require_fit, require_known
-from .plan import one_dtype, stack_into, stack_plain
+from .pad import Pad, Padded, Pads, extra_fields, raise_encoded, require_fit, require_known
 
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
 
-_SampledField = tuple[DeviceDict[Any], Path, Sequence[Tensor], bool]
-"""A tensor field of the batch: the dict that gets it, its path, its samples, and whether it is stacked already.
-
-A stacked field has one tensor, the whole field, in place of its samples.
-"""
+_Field = tuple[DeviceDict[Any], Path, Any, Spec]
+"""The dict that gets the field, the path, and the value and the spec for `fill_buffer`."""
+_NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
+"""The types of Python numbers that NumPy converts as torch does."""
+_NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
+    torch.empty(0, dtype=dtype).numpy().dtype: dtype
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+                  torch.float32, torch.float64, torch.complex64, torch.complex128)
+}  # fmt: skip
+_DTYPES_OF_NUMPY = frozenset(_NUMPY_DTYPES.values())
+_FIRST_ONLY = "; pad= fills up the first dimension only"
 _dtype = attrgetter("dtype")
 _NO_SAMPLES: Any = object()  # a call without samples
-_NO_PADS, _NO_KEYS = Pads(None, "collate"), frozenset[Any]()  # created once, because most calls give neither
+_NO_KEYS = frozenset[Any]()
 
 
 def collate(
@@ -126,16 +130,18 @@ def collate(
     if rows is not None:
         return _batch_of(rows._dict, cls, encoders, objects, pack)
     kind, policy = cls, cls._class_policy
-    sampled = cast("type[Any]", type(given[0]))
-    is_one_type = list(map(type, given)).count(sampled) == len(given)
-    if not (is_one_type and sampled is dict):
+    sampled: type = type(given[0])
+    is_plain_dict = sampled is dict and list(map(type, given)).count(dict) == len(given)
+    if not is_plain_dict:
         _require_mappings(given)
         kind, policy = _kind_of(given, cls)
     if not (encoders is objects is None):
         policy = policy.override(encoders, objects=objects)
-    batch = stack_plain(given, kind, policy, pads) if is_one_type and pack and not ragged else None
-    if batch is None:
-        batch = _general_batch(given, kind, policy, pads or _NO_PADS, ragged, pack)
+    device = _device_of(given[0])
+    batch = kind._new((), device, policy)
+    walk = _Walk(len(given), device, policy.on_mismatch == "move", pack and can_pack(device), pads, ragged)
+    walk.collect(given, batch, (), is_plain_dict)
+    walk.finish()
     if cls is not DeviceDict:
         batch._validate()
     if pads is not None:
@@ -161,25 +167,6 @@ def _jagged_fields(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
         if (key if isinstance(key, tuple) else (key,)) in padded:
             raise ValueError(f"{key!r} stands in pad= and in jagged=; a field is either padded or jagged")
     return keys
-
-
-def _general_batch(
-    samples: Sequence[Mapping[str, Any]],
-    kind: type[DeviceDict[Any]],
-    policy: Policy,
-    pads: Pads,
-    jagged: frozenset[Any],
-    pack: bool,
-) -> DeviceDict[Any]:
-    device = _device_of(samples[0])
-    collector = _Collector(device, policy.on_mismatch == "move", pads, jagged)
-    packed = pack and can_pack(device)
-    batch = collector.collect(samples, kind._new((), device, policy), ())
-    fields = collector.fields
-    tensors = _fill_buffer(collector) if packed else list(map(_stacked, fields))
-    for (owner, path, _, _), tensor in zip(fields, tensors, strict=True):
-        builtin_dict.__setitem__(owner, path[-1], tensor)
-    return batch
 
 
 def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
@@ -220,6 +207,8 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
     first = next(iter(sample.values()), None)
     if type(first) is Tensor and first.is_cpu:  # most samples; the walk below visits every tensor
         return CPU
+    if type(sample) is dict and _HOST.issuperset(map(type, sample.values())):
+        return canonical(torch.empty(0).device)
     tensors = tensors_in(sample)
     return canonical(tensors[0].device if tensors else torch.empty(0).device)
 
@@ -240,190 +229,170 @@ def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type
     return (kind, own) if issubclass(kind, asked) else (asked, asked._policy_of_copy(own, trees[0]))
 
 
-class _Collector:
-    """Builds the dicts of the batch from all samples at once, and lists its tensor fields, depth first."""
+class _Walk:
+    """Builds the dicts of a batch from all samples at once, depth first, and lists their tensor fields."""
 
-    def __init__(self, device: torch.device, moves: bool, pads: Pads, jagged: frozenset[Any]) -> None:
-        self.device, self.moves, self.pads, self.jagged = device, moves, pads, jagged
-        self.fields: list[_SampledField] = []
+    def __init__(
+        self, count: int, device: torch.device, moves: bool, packs: bool, pads: Pads | None, jagged: frozenset[Any]
+    ) -> None:
+        self.count, self.device, self.moves, self.packs = count, device, moves, packs
+        self.pads, self.jagged = pads, jagged
+        self.fields: list[_Field] = []
 
-    def collect(self, samples: Sequence[Mapping[str, Any]], batch: DeviceDict[Any], at: Path) -> DeviceDict[Any]:
-        """Fill ``batch``, which is empty, with the keys of the samples, and return it.
+    def collect(
+        self, samples: Sequence[Mapping[str, Any]], batch: DeviceDict[Any], at: Path, are_dicts: bool = False
+    ) -> None:
+        """Fill ``batch``, which is empty, with the keys of the samples. ``are_dicts``: all samples are plain dicts.
 
-        Every tensor field gets an entry in ``fields``, and a placeholder in the dict that keeps the order of the keys.
+        Each field gets a placeholder first, which keeps the order of the keys.
         """
-        cls, policy = type(batch), batch._policy
-        used: dict[str, Any] = {}
+        cls, count, device, chooses = type(batch), self.count, self.device, self.pads is not None or self.jagged
         if cls._has_fields:
             samples = list(map(cls._drop_none, samples))
-        if self.pads:
+        if self.pads is not None:
             self.pads.require_new(samples[0], at, "the samples")
-        for key, column in columns(samples, at, "sample"):
+        used: dict[str, Any] = {}
+        for key, column in columns(samples, at, "sample", are_dicts):
             if not isinstance(key, str):
                 refuse_key(key, at)
             path = (*at, key)
-            if list(map(type, column)).count(Tensor) == len(samples):
-                self.add(batch, path, column, policy.encoders.get(key))
+            builtin_dict.__setitem__(batch, key, None)
+            first = column[0]
+            kind: Any = type(first)
+            if list(map(type, column)).count(kind) != count:
+                kind = None
+            if chooses and kind is not dict and self.may_differ(path):
+                encoder = self.ragged(batch, path, column, kind)
+            elif kind is Tensor:
+                # The first sample stands for all. torch.stack compares the others, but would promote their dtypes.
+                dtypes = list(map(_dtype, column))
+                here = first.is_cpu if device is CPU else first.device == device
+                if here and dtypes.count(dtypes[0]) == count and not first.requires_grad:
+                    self.fields.append((batch, path, column, (dtypes[0], first.shape, True)))
+                else:
+                    self.examine(batch, path, column)
                 continue
-            are_mappings = {isinstance(value, Mapping) for value in column}
-            if False not in are_mappings:
-                value = self.nested(batch, path, column)
-            elif True in are_mappings:
-                raise_mismatch(column, path, "sample", None)
             else:
-                value, encoder = self.host_values(batch, path, column)
-                if encoder is not None:
-                    used[key] = encoder
-            builtin_dict.__setitem__(batch, key, value)
+                encoder = _COLUMNS.get(kind, _Walk.others)(self, batch, path, column)
+            if encoder is not None:
+                used[key] = encoder
         if used:
-            batch._policy = policy.with_encoders(used)
-        return batch
+            batch._policy = batch._policy.with_encoders(used)
 
-    def nested(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> DeviceDict[Any]:
-        """The nested dict at ``path`` of ``batch``, of samples that are all mappings."""
+    def finish(self) -> None:
+        """Make the tensors of all fields, and put them into the dicts."""
+        try:
+            tensors = self.tensors()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            fields, self.fields = self.fields, []
+            for batch, path, value, spec in fields:
+                if type(value) is tuple:
+                    self.examine(batch, path, value)
+                else:
+                    self.fields.append((batch, path, value, spec))
+            tensors = self.tensors()
+        for (batch, path, _, _), tensor in zip(self.fields, tensors, strict=True):
+            builtin_dict.__setitem__(batch, path[-1], tensor)
+
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors of the fields, in one buffer if they can be packed."""
+        if self.packs and self.fields:
+            return fill_buffer(self.fields, self.count, self.device)
+        return [whole(value, self.device) for _, _, value, _ in self.fields]
+
+    def add(self, batch: DeviceDict[Any], path: Path, value: Any) -> None:
+        """List a field that is whole, a tensor or an array. A tensor that cannot be packed is stored as it is."""
+        if type(value) is np.ndarray:
+            self.fields.append((batch, path, value, (_NUMPY_DTYPES[value.dtype], value.shape, False)))
+        elif packable(value):
+            self.fields.append((batch, path, value, (value.dtype, value.shape, False)))
+        else:
+            builtin_dict.__setitem__(batch, path[-1], value)
+
+    # One method for each kind of value. It returns the encoder of the key if the values are strings.
+
+    def nested(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> None:
         refuse_deeper(path)
         trees = _trees(column)
         own = merged_policy(trees, path, "sample") if trees else None
         kind = type(trees[0]) if trees else dict
         cls, policy = kind_nested(type(batch), path[-1], kind, own, trees[0] if trees else (), batch._policy)
-        return self.collect(column, cls._new((), self.device, policy), path)
+        nested = cls._new((), self.device, policy)
+        builtin_dict.__setitem__(batch, path[-1], nested)
+        self.collect(column, nested, path, list(map(type, column)).count(dict) == self.count)
 
-    def add(
-        self,
-        batch: DeviceDict[Any],
-        path: Path,
-        column: Sequence[Tensor],
-        encoder: object,
-        *,
-        is_stacked: bool = False,
-        check: bool = False,
-    ) -> Tensor:
-        """List a tensor field of ``batch``, put a placeholder there, and return the placeholder.
+    def numbers(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        value = _numbers(column, type(column[0]), batch._policy)
+        return self.others(batch, path, column) if value is None else self.add(batch, path, value)
 
-        ``check``: compare the dtypes and shapes of the samples now. Otherwise ``torch.stack`` compares them later.
-        """
-        if self.moves:
-            column = self.moved(column)
-        first = column[0]
-        extras: Mapping[str, Tensor] = {}
-        if not is_stacked and self.is_jagged(path):
-            column, is_stacked = [self.joined(path, column, encoder)], True
-        elif not is_stacked and (check or encoder is not None or self.pads):
-            shape, dtype = first.shape, first.dtype
-            pad = self.pads.at(path)
-            given = column
-            differ = [tensor for tensor in column if tensor.shape != shape or tensor.dtype is not dtype]
-            if differ or (pad is not None and pad._always):
-                column, is_stacked = self.pad_to_equal(path, column, encoder)
-            if is_stacked and pad is not None:
-                extras = extra_fields(list(map(len, given)), column[0].shape[1], pad, self.device)
-        if not (first.is_cpu if self.device is CPU else first.device == self.device):
-            raise DeviceMismatchError.at(path, self.device, first.device)
-        self.fields.append((batch, path, column, is_stacked))
-        builtin_dict.__setitem__(batch, path[-1], first)
-        for key, extra in extras.items():
-            self.add(batch, (*path[:-1], key), [extra], None, is_stacked=True)
-        return first
+    def lists(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        value = _numbers(column, _one_type(chain.from_iterable(column)), batch._policy)
+        return self.others(batch, path, column) if value is None else self.add(batch, path, value)
 
-    def is_jagged(self, path: Path) -> bool:
-        return bool(self.jagged) and (path[-1] in self.jagged or path in self.jagged)
+    def arrays(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        alike = {(array.shape, array.dtype, array.flags.c_contiguous) for array in column}
+        if len(alike) > 1 or column[0].dtype not in _NUMPY_DTYPES:
+            return self.others(batch, path, column)
+        return self.add(batch, path, _cast(np.stack(column), batch._policy))
 
-    def joined(self, path: Path, column: Sequence[Tensor], encoder: object) -> Tensor:
-        """The samples of a jagged field as one nested tensor. Raises ``ValueError`` if more than the lengths differ."""
-        column = widened(column, encoder) or column
-        first = column[0]
-        for i, tensor in enumerate(column):
-            if tensor.device != self.device:
-                raise DeviceMismatchError.at(path, self.device, tensor.device)
-            if not tensor.dim() or tensor.is_nested or tensor.layout is not torch.strided:
-                raise ValueError(
-                    f"{dotted(path)}: a jagged field takes dense samples of at least one dimension, "
-                    f"sample {i} has {described(tensor)}"
-                )
-            if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
-                raise_mismatch(column, path, "sample", None, "; jagged= lets the first dimension differ only")
-        return join_jagged(column)
+    def scalars(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        return self.add(batch, path, _cast(np.array(column), batch._policy))
 
-    def moved(self, column: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The samples of a field, all on the device of the batch."""
-        misplaced = {id(tensor): tensor for tensor in column if tensor.device != self.device}
-        if not misplaced:
-            return column
-        moved = dict(zip(misplaced, transfer(list(misplaced.values()), self.device), strict=True))
-        return [moved.get(id(tensor), tensor) for tensor in column]
-
-    def check(self, path: Path, column: Sequence[Tensor]) -> None:
-        """Raise the error that names the sample if the samples of a field differ."""
-        for tensor in column:
-            if tensor.device != self.device:
-                raise DeviceMismatchError.at(path, self.device, tensor.device)
-        if len({(tensor.shape, tensor.dtype) for tensor in column}) > 1:
-            self.pad_to_equal(path, column, None)
-
-    def pad_to_equal(self, path: Path, column: Sequence[Tensor], encoder: object) -> tuple[Sequence[Tensor], bool]:
-        """The field with its shorter samples padded, and whether it is stacked now.
-
-        Raises ``ValueError`` if ``pad`` has no fill value for the field, or if padding does not make the samples equal.
-        """
-        wide = widened(column, encoder)
-        pad = self.pads.at(path)
-        if pad is not None and padding(encoder, *column) is not None:
-            raise_encoded(path, pad)
-        if wide is not None and len({codes.shape for codes in wide}) == 1:
-            return wide, False
-        one_dtype = len(set(map(_dtype, column))) == 1
-        if pad is None or not one_dtype:
-            inner = {tensor.shape[1:] for tensor in column}
-            ragged = inner == {column[0].shape[1:]} and column[0].dim() and one_dtype
-            key = path[-1]
-            ways_out = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, jagged=[{key!r}]"
-            hint = ways_out if ragged else ""
-            raise_mismatch(column, path, "sample", None, hint)
-        require_fit(pad, column[0].dtype, path)
-        if not column[0].dim() and len({tensor.shape for tensor in column}) == 1:
-            raise ValueError(f"{dotted(path)}: {pad!r} pads the first dimension, and the samples are single numbers")
+    def strings(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        encoder = batch._policy.encoder(path[-1])
         try:
-            return [pad_samples(column, pad)], True
-        except (RuntimeError, IndexError) as error:
-            raise_mismatch(column, path, "sample", error, "; pad= fills up the first dimension only")
+            codes = encode_nested(encoder, list(column), (self.count,))
+        except (TypeError, ValueError, LookupError) as error:
+            return self.one_by_one(batch, path, column, with_path(error, path))  # its error names the sample
+        return self.add_codes(batch, path, codes, encoder)
 
-    def host_values(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> tuple[Any, object]:
-        """The value at ``path`` of ``batch`` for samples that are not all tensors, and its encoder, if it has one.
+    def add_codes(self, batch: DeviceDict[Any], path: Path, codes: Any, encoder: object) -> object:
+        codes = place_codes(batch, codes, self.device, path)
+        if isinstance(codes, Tensor):
+            self.add(batch, path, codes)
+        else:  # an encoder gave several tensors
+            builtin_dict.__setitem__(batch, path[-1], codes)
+            for part, tensor in list(codes.items()):
+                self.add(codes, (*path, part), tensor)
+        return encoder
 
-        All samples are converted in one call where that gives the same result.
-        """
+    def others(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        """Any values: of several types, of unusual types, or values that another method could not convert."""
         kinds = set(map(type, column))
-        together: Any = list(column)
+        if all(issubclass(kind, Tensor) for kind in kinds):
+            return self.examine(batch, path, column)
+        if all(issubclass(kind, Mapping) for kind in kinds):
+            return self.nested(batch, path, column)
         strings = {issubclass(kind, str) for kind in kinds}
-        if len(strings) > 1:
+        if len(strings) > 1 or any(issubclass(kind, Mapping) for kind in kinds):
             raise_mismatch(column, path, "sample", None)
+        whole: Any = list(column)
         if kinds == {np.ndarray}:
             alike = {(array.shape, array.dtype.kind in "UT" or array.dtype) for array in column}
             if len(alike) > 1:
-                return self.convert_each(batch, path, column)
-            together = np.stack(column)
+                return self.one_by_one(batch, path, column)
+            whole = np.stack(column)
         elif len(kinds) == 1 and issubclass(next(iter(kinds)), np.number):
-            together = np.array(column)
-        elif any(issubclass(kind, (Tensor, Mapping, np.ndarray, np.generic)) for kind in kinds) and True not in strings:
-            return self.convert_each(batch, path, column)
-        if self.pads.at(path) is not None or self.is_jagged(path):
-            return self.convert_each(batch, path, column)
-        try:
-            value, encoder = convert(together, self.device, batch._policy, path)
-        except (TypeError, ValueError) as error:
-            return self.convert_each(batch, path, column, error)  # its error names the sample
-        if encoder is not None:
-            value = place_codes(batch, value, self.device, path)
-        if isinstance(value, Tensor):
-            return self.add(batch, path, [value], None, is_stacked=True), encoder
-        if isinstance(value, TreeDict):  # an encoder gave several tensors
-            codes = cast("DeviceDict[Any]", value)
-            for part, tensor in list(codes.items()):
-                self.add(codes, (*path, part), [tensor], None, is_stacked=True)
-            return codes, encoder
-        return self.convert_each(batch, path, column, keep=True)  # keeps the values of a column, not the column
+            whole = np.array(column)
+        elif any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds) and True not in strings:
+            return self.one_by_one(batch, path, column)
+        return self.together(batch, path, column, whole)
 
-    def convert_each(
+    def together(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], whole: Any) -> object:
+        """Convert all samples in one call. ``whole``: the samples as one value."""
+        try:
+            value, encoder = convert(whole, self.device, batch._policy, path)
+        except (TypeError, ValueError) as error:
+            return self.one_by_one(batch, path, column, error)  # its error names the sample
+        if encoder is not None:
+            return self.add_codes(batch, path, value, encoder)
+        if isinstance(value, Tensor):
+            return self.add(batch, path, value)
+        return self.one_by_one(batch, path, column, keep=True)  # keeps the values of a column, not the column
+
+    def one_by_one(
         self,
         batch: DeviceDict[Any],
         path: Path,
@@ -431,8 +400,8 @@ class _Collector:
         reason: Exception | None = None,
         *,
         keep: bool = False,
-    ) -> tuple[Any, object]:
-        """Convert the samples one by one, so that an error names the sample. Returns what `host_values` returns.
+    ) -> object:
+        """Convert the samples one by one, so that an error names the sample.
 
         Args:
             reason: the error of the attempt to convert all samples together. It is raised if each sample can be
@@ -441,8 +410,9 @@ class _Collector:
         """
         converted: list[Any] = []
         encoder = None
+        differ = self.may_differ(path)
         empty: list[int] = []  # the empty lists, which get the dtype of the other samples
-        if self.is_jagged(path) or self.pads.at(path) is not None:
+        if differ:
             empty = [i for i, value in enumerate(column) if isinstance(value, (list, tuple)) and not value]
             empty = [] if len(empty) == len(column) else empty
         for i, value in enumerate(column):
@@ -459,103 +429,193 @@ class _Collector:
             for i in empty:
                 converted[i] = model.new_empty((0, *model.shape[1:]))
         if all(isinstance(value, Tensor) for value in converted):
-            return self.add(batch, path, converted, encoder, check=True), encoder
+            (self.join_ragged if differ else self.examine)(batch, path, tuple(converted), encoder)
+            return encoder
         if keep:
-            return list(column), None
+            builtin_dict.__setitem__(batch, path[-1], list(column))
+            return None
         if any(isinstance(value, (Tensor, Mapping)) for value in converted):
             if reason is not None:
                 raise reason
             raise_mismatch(column, path, "sample", None)
-        return converted, encoder
+        builtin_dict.__setitem__(batch, path[-1], converted)
+        return encoder
+
+    # Fields whose samples may differ in length
+
+    def is_jagged(self, path: Path) -> bool:
+        return path[-1] in self.jagged or path in self.jagged
+
+    def may_differ(self, path: Path) -> bool:
+        """Whether the field is in ``pad`` or ``jagged``."""
+        return self.is_jagged(path) or (self.pads is not None and self.pads.at(path) is not None)
+
+    def ragged(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], kind: Any) -> object:
+        """A field in ``pad`` or ``jagged``. ``kind``: the type of all samples, or None."""
+        if kind is Tensor:
+            return self.join_ragged(batch, path, column)
+        if kind is list and not self.is_jagged(path):  # one tensor of all numbers
+            numbers = list(chain.from_iterable(column))
+            flat = _numbers(numbers, _one_type(numbers), batch._policy)
+            if flat is not None:
+                return self.pad(batch, path, torch.as_tensor(flat).to(self.device), list(map(len, column)))
+        if any(issubclass(one, Mapping) for one in set(map(type, column))):
+            return self.others(batch, path, column)
+        return self.one_by_one(batch, path, column)
+
+    def join_ragged(self, batch: DeviceDict[Any], path: Path, column: Sequence[Tensor], encoder: object = None) -> None:
+        """Pad the samples of a field, or make a nested tensor of them."""
+        column = self.moved(column) if self.moves else column
+        encoder = encoder or batch._policy.encoders.get(path[-1])
+        if self.is_jagged(path):
+            builtin_dict.__setitem__(batch, path[-1], self.joined(path, column, encoder))
+            return
+        pad = self.pad_at(path)
+        if encoder is not None and padding(encoder, *column) is not None:
+            raise_encoded(path, pad)
+            column = widened(column, encoder) or column
+        first = column[0]
+        dims = list(map(Tensor.dim, column))
+        lengths = [tensor.size(0) for tensor in column] if 0 not in dims else dims
+        if not pad._always and lengths.count(lengths[0]) == dims.count(dims[0]) == self.count:
+            return self.examine(batch, path, column, encoder)
+        if len(set(map(_dtype, column))) > 1:
+            raise_mismatch(column, path, "sample", None)
+        if set(dims) == {0}:
+            raise ValueError(f"{dotted(path)}: {pad!r} pads the first dimension, and the samples are single numbers")
+        require_fit(pad, first.dtype, path)
+        if len(set(dims)) > 1:  # torch.cat would ignore an empty tensor of one dimension
+            raise_mismatch(column, path, "sample", None, _FIRST_ONLY)
+        try:
+            flat = torch.cat(tuple(column))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.require_here(path, column)
+            raise_mismatch(column, path, "sample", error, _FIRST_ONLY)
+        if flat.device != self.device:
+            self.require_here(path, column)
+        return self.pad(batch, path, flat, lengths)
+
+    def pad_at(self, path: Path) -> Pad:
+        return cast("Pads", self.pads).at(path) or Pad()
+
+    def pad(self, batch: DeviceDict[Any], path: Path, flat: Tensor, lengths: Sequence[int]) -> None:
+        """List a field to pad, and the new fields for the lengths and the mask. ``flat``: the rows of all samples."""
+        pad = self.pad_at(path)
+        require_fit(pad, flat.dtype, path)
+        padded = Padded(flat, lengths, pad._length(max(lengths)), pad)
+        if self.packs and self.device is CPU and flat.dtype in _DTYPES_OF_NUMPY and packable(flat):
+            self.fields.append((batch, path, padded, (flat.dtype, padded.shape, False)))
+        else:
+            self.add(batch, path, padded.joined())
+        if pad._extras:
+            for key, extra in extra_fields(lengths, padded.length, pad).items():
+                builtin_dict.__setitem__(batch, key, None)
+                self.add(batch, (*path[:-1], key), extra)
+
+    def joined(self, path: Path, column: Sequence[Tensor], encoder: object) -> Tensor:
+        """The samples of a jagged field as one nested tensor. Raises ``ValueError`` if more than the lengths differ."""
+        column = widened(column, encoder) or column
+        first = column[0]
+        self.require_here(path, column)
+        for i, tensor in enumerate(column):
+            if not tensor.dim() or tensor.is_nested or tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"{dotted(path)}: a jagged field takes dense samples of at least one dimension, "
+                    f"sample {i} has {described(tensor)}"
+                )
+            if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+                raise_mismatch(column, path, "sample", None, "; jagged= lets the first dimension differ only")
+        return join_jagged(column)
+
+    def moved(self, column: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The samples of a field, all on the device of the batch."""
+        misplaced = {id(tensor): tensor for tensor in column if tensor.device != self.device}
+        if not misplaced:
+            return column
+        moved = dict(zip(misplaced, transfer(list(misplaced.values()), self.device), strict=True))
+        return tuple([moved.get(id(tensor), tensor) for tensor in column])
+
+    # Fields with an unusual sample: find it, raise its error, or store the field outside the buffer
+
+    def examine(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], encoder: object = None) -> None:
+        """Look at every sample of a field to stack. Raises the error that names a sample that differs."""
+        column = self.moved(column) if self.moves else column
+        self.require_here(path, column)
+        if not _are_alike(column):
+            wide = widened(column, encoder or batch._policy.encoders.get(path[-1]))
+            if wide is None or not _are_alike(wide):
+                self.refuse(path, column)
+            column = tuple(wide)
+        if self.packs and not find_unpackable([tensor.resolve_neg() for tensor in column]):
+            self.fields.append((batch, path, tuple(column), (column[0].dtype, column[0].shape, True)))
+            return
+        try:
+            builtin_dict.__setitem__(batch, path[-1], torch.stack(list(column)))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise_mismatch(column, path, "sample", error)
+
+    def require_here(self, path: Path, column: Sequence[Tensor]) -> None:
+        for tensor in column:
+            if tensor.device != self.device:
+                raise DeviceMismatchError.at(path, self.device, tensor.device)
+
+    def refuse(self, path: Path, column: Sequence[Tensor]) -> NoReturn:
+        """Raise the error for samples that differ. If only their lengths differ, it shows ``pad`` and ``jagged``."""
+        key, first, hint = path[-1], column[0], ""
+        facts = {(t.layout, t.dtype, t.is_nested or (t.dim(), t.shape[1:])) for t in column}
+        if len(facts) == 1 and first.dim() and not first.is_nested:
+            hint = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, jagged=[{key!r}]"
+        raise_mismatch(column, path, "sample", None, hint)
 
 
-def _stacked(field: _SampledField) -> Tensor:
-    """The field in its own storage. Raises the error that names the sample if the samples differ."""
-    _, path, samples, is_stacked = field
-    if is_stacked:
-        return samples[0]
-    error = None
-    try:
-        one_dtype(samples)
-        return torch.stack(list(samples))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as reason:
-        error = reason
-    for tensor in samples:
-        if tensor.device != samples[0].device:
-            raise DeviceMismatchError.at(path, samples[0].device, tensor.device) from error
-    raise_mismatch(samples, path, "sample", error)
+_COLUMNS: Mapping[Any, Callable[..., Any]] = {
+    dict: _Walk.nested,
+    list: _Walk.lists,
+    str: _Walk.strings,
+    np.ndarray: _Walk.arrays,
+    **dict.fromkeys(_NUMPY_TYPES, _Walk.numbers),
+    **dict.fromkeys((dtype.type for dtype in _NUMPY_DTYPES), _Walk.scalars),
+}
+"""How to convert the samples of a key if all have this type. `_Walk.others` converts all others."""
 
 
-def _fill_buffer(collector: _Collector) -> list[Tensor]:
-    """The stacked fields, as views of one new buffer."""
-    fields, device = collector.fields, collector.device
-    # To compare all samples takes as long as to copy them. torch.stack compares them anyway, so the first attempt
-    # leaves the comparison to torch.stack. Only after an error, each sample is compared.
-    try:
-        return _pack_fields(fields, device, look_at_all=False)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        for _, path, column, is_stacked in fields:
-            if not is_stacked:
-                collector.check(path, column)
-    return _pack_fields(fields, device, look_at_all=True)
+_HOST = _COLUMNS.keys() - {dict}
 
 
-def _pack_fields(fields: Sequence[_SampledField], device: torch.device, look_at_all: bool) -> list[Tensor]:
-    """The stacked fields, as views of one new buffer. In a worker the buffer is shared memory.
+def _one_type(items: Iterable[Any]) -> Any:
+    """The type of all items, or None."""
+    kinds = set(map(type, items))
+    return kinds.pop() if len(kinds) == 1 else None
 
-    A field that cannot be packed gets its own storage. ``look_at_all``: ask every sample whether it can be packed, not
-    only the first sample of each group of like fields.
+
+def _numbers(items: Sequence[Any], kind: Any, policy: Policy) -> Any:
+    """Python numbers of one type, or rectangular lists of them, as an array or tensor in the dtype of a dict.
+
+    None if the general conversion must decide.
     """
-    out: list[Any] = [None] * len(fields)
-    alike: dict[Any, list[int]] = {}
-    for i, (_, _, samples, is_stacked) in enumerate(fields):
-        first = samples[0]
-        what = (type(first), first.requires_grad, first.dtype, first.shape, first.stride() if is_stacked else None)
-        alike.setdefault(what, []).append(i)
-    groups: list[Group] = []
-    for same in alike.values():
-        members = same
-        if look_at_all or not packable(fields[same[0]][2][0]):
-            members = [i for i in same if not find_unpackable([t.resolve_neg() for t in fields[i][2]])]
-            for i in set(same) - set(members):
-                out[i] = _stacked(fields[i])
-            if not members:
-                continue
-        _, _, samples, is_stacked = fields[members[0]]
-        first = samples[0]
-        shape = first.shape if is_stacked else (len(samples), *first.shape)
-        groups.append(((first.dtype, shape, first.stride() if is_stacked else row_major(shape)), members))
-    layout = lay_out(groups)
-    if layout.runs:
-        buffer = new_batch_buffer(layout, device)
-        into = regions(buffer, layout)
-        _stack_fields(fields, layout, into)
-        views_of(layout, into, out)
-    return out
+    if kind not in _NUMPY_TYPES:
+        return None
+    wanted = (policy.dtype or torch.get_default_dtype()) if kind is float else None
+    if wanted not in (None, torch.float32, torch.float64):
+        return None
+    try:
+        array = np.array(items, _NUMPY_TYPES[kind])
+    except (ValueError, OverflowError):  # ragged lists, and integers that are too large
+        return None
+    return array if wanted is None else torch.from_numpy(array).to(wanted)
 
 
-def _stack_fields(fields: Sequence[_SampledField], layout: Layout, into: Sequence[Tensor]) -> None:
-    """Stack the samples into the regions of the buffer. Raises ``RuntimeError`` if the samples of a field differ."""
-    for run, region in zip(layout.runs, into, strict=True):
-        _, _, sampled, are_stacked = zip(*[fields[i] for i in run.members], strict=True)
-        many = len(sampled) > 1
-        if many and region.is_contiguous() and not any(are_stacked):
-            # One call for the samples of all fields of a run is faster than a call for each field.
-            samples = list(chain.from_iterable(sampled))
-            one_dtype(samples)
-            stack_into(region.flatten(0, 1), samples)
-            continue
-        views = region.unbind() if many else (region,)
-        for samples, is_stacked, view in zip(sampled, are_stacked, views, strict=True):
-            if is_stacked:
-                view.copy_(samples[0])
-            else:
-                one_dtype(samples)
-                stack_into(view, samples)
+def _cast(array: np.ndarray[Any, Any], policy: Policy) -> Any:
+    """An array in the dtype of a dict with this policy."""
+    return torch.from_numpy(array).to(policy.dtype) if array.dtype.kind == "f" and policy.dtype is not None else array
+
+
+def _are_alike(column: Sequence[Tensor]) -> bool:
+    return len({(tensor.layout, tensor.is_nested or tensor.shape, tensor.dtype) for tensor in column}) == 1
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -144,11 +145,25 @@ def _leading_dim(codes: Tensor, encoder: object, verb: str, dim: int, path: Path
     return dim % dims
 
 
-def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Iterable[tuple[str, Sequence[Any]]]:
-    """Every key with its values, one per mapping. Raises ``ValueError`` if a mapping has other keys than the first."""
+def columns(
+    mappings: Sequence[Mapping[str, Any]], at: Path, noun: str, are_dicts: bool = False
+) -> Iterable[tuple[str, Sequence[Any]]]:
+    """Every key with its values, one for each mapping. ``are_dicts``: all mappings are plain dicts.
+
+    Raises ``ValueError`` if a mapping has other keys than the first.
+    """
     first = mappings[0]
-    names = list(first)
-    if list(map(list, mappings)).count(names) == len(mappings):
+    names, count = list(first), len(mappings)
+    if are_dicts:
+        try:
+            if list(map(len, mappings)).count(len(names)) == count:
+                # Up to 8 keys, one pass over the samples for each key is faster than one pass for all.
+                if len(names) > 8:
+                    return zip(names, zip(*map(itemgetter(*names), mappings), strict=True), strict=True)
+                return [(name, tuple(map(itemgetter(name), mappings))) for name in names]
+        except KeyError:
+            pass  # the error below names the key
+    elif list(map(list, mappings)).count(names) == count:
         return zip(names, zip(*[mapping.values() for mapping in mappings], strict=True), strict=True)
     for i, mapping in enumerate(mappings):
         missing, extra = first.keys() - mapping.keys(), mapping.keys() - first.keys()
@@ -156,7 +171,7 @@ def columns(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Itera
             raise ValueError(f"{noun} {i} lacks {dotted((*at, str(min(missing, key=str))))}, which {noun} 0 has")
         if extra:
             raise ValueError(f"{noun} {i} has {dotted((*at, str(min(extra, key=str))))}, which {noun} 0 lacks")
-    return ((name, [mapping[name] for mapping in mappings]) for name in names)
+    return ((name, tuple([mapping[name] for mapping in mappings])) for name in names)
 
 
 def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy:

@@ -1,4 +1,4 @@
-"""The short path of `collate`, which remembers plans: it gives what the general path gives, errors included."""
+"""`collate` of any samples: the packed batch has the values of the batch without a buffer, and raises the same errors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import gc
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensordict_lite import DeviceDict, Pad, TypedDeviceDict, Utf8, Vocabulary, collate, field
-from tensordict_lite._batch import collate as collate_module
-from tensordict_lite._batch import plan as plan_module
-from tensordict_lite._batch.pad import Pads
-from tensordict_lite._memory.packed import packable
+from tensordict_lite import DeviceDict, Pad, TypedDeviceDict, Utf8, Vocabulary, collate, field, stack
+from tensordict_lite._batch.fill import layout_of
 
 
 class Halves(DeviceDict[Any], dtype=torch.float64):
@@ -51,31 +47,29 @@ def outcome(make: Callable[[], Any]) -> Any:
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
         return type(error), str(error)
     d._check()
-    return facts(d), d.is_packed, places(d) if d.is_packed else None
-
-
-def places(d: DeviceDict[Any]) -> list[int]:
-    """Where the fields lie in the buffer of a packed dict, in bytes."""
-    found = [t for t in d._tensors() if packable(t) and t.numel()]
-    return [t.data_ptr() - min(t.data_ptr() for t in found) for t in found]
+    return facts(d)
 
 
 def facts(d: Any) -> Any:
     if isinstance(d, DeviceDict):
         return type(d), d.device, d._policy, [(key, facts(value)) for key, value in d.items()]
     if isinstance(d, Tensor):
-        # The stride of a tensor without elements says nothing.
-        stride = (d.numel() and d.stride()) if d.layout == torch.strided else d.layout
         values = None if d.is_meta else repr(d.to_dense().tolist())
-        return type(d), d.dtype, d.shape, stride, d.requires_grad, d.is_inference(), values
+        return type(d), d.dtype, d.shape, d.layout, d.requires_grad, d.is_inference(), values
     return repr(d)
 
 
-def general(make: Callable[[], Any]) -> Any:
-    """The outcome of the general path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collate_module, "stack_plain", lambda *_: None)
-        return outcome(make)
+def same(samples: Any, **options: Any) -> Any:
+    """The outcome of `collate`. Without a buffer it is the same; and the batch is the stack of the samples."""
+    got = outcome(lambda: collate(samples, **options))
+    assert got == outcome(lambda: collate(samples, **options, pack=False))
+    if isinstance(got[0], type) and issubclass(got[0], DeviceDict) and not options:
+        stacked: Any = stack([DeviceDict(sample) for sample in samples])
+        made: Any = collate(samples)
+        assert [repr(t.to_dense().tolist()) for t in made._tensors() if not t.is_meta] == [
+            repr(t.to_dense().tolist()) for t in stacked._tensors() if not t.is_meta
+        ]
+    return got
 
 
 def conjugate() -> Tensor:
@@ -153,24 +147,17 @@ ENCODERS = st.sampled_from(
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@given(batches=st.lists(sample_lists(), min_size=1, max_size=2), pad=PADS, encoders=ENCODERS)
+@given(samples=sample_lists(), pad=PADS, encoders=ENCODERS)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_padded_and_encoded_batches_are_as_on_the_general_path(batches: list[Any], pad: Any, encoders: Any) -> None:
-    for samples in [*batches, *batches]:
-        make = partial(collate, samples, pad=pad, encoders=encoders)
-        assert outcome(make) == general(make)
+def test_padded_and_encoded_batches(samples: Any, pad: Any, encoders: Any) -> None:
+    same(samples, pad=pad, encoders=encoders)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@given(
-    batches=st.lists(sample_lists(), min_size=1, max_size=4), cls=st.sampled_from([DeviceDict, Halves, Typed, Filled])
-)
+@given(samples=sample_lists(), cls=st.sampled_from([DeviceDict, Halves, Typed, Filled]))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_batches_in_any_order_are_as_on_the_general_path(batches: list[Any], cls: Any) -> None:
-    for samples in [*batches, *batches]:
-        expected = general(lambda: collate(samples, cls=cls))  # noqa: B023
-        for _ in range(3):  # the third is compared with the second
-            assert outcome(lambda: collate(samples, cls=cls)) == expected  # noqa: B023
+def test_batches_of_any_class(samples: Any, cls: Any) -> None:
+    same(samples, **({} if cls is DeviceDict else {"cls": cls}))
 
 
 PLAIN = [{"x": torch.full((16,), float(i)), "y": i, "z": float(i), "n": {"a": [i, i + 1]}} for i in range(4)]
@@ -179,39 +166,7 @@ PLAIN = [{"x": torch.full((16,), float(i)), "y": i, "z": float(i), "n": {"a": [i
 FLAT = [{key: value for key, value in sample.items() if key != "n"} | {"a": np.arange(2)} for sample in PLAIN]
 
 
-def is_short(samples: Any) -> bool:
-    return plan_module.stack_plain(samples, DeviceDict, DeviceDict._class_policy, None) is not None
-
-
-def is_alike(samples: Any) -> bool:
-    """Whether the samples are compared with the last batch only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "_find_fields", partial(pytest.fail, "the samples are not alike"))
-        return is_short(samples)
-
-
-def warm_up(names: Iterable[str]) -> None:
-    """Collate batches with these keys until the next one is expected to be like them."""
-    usual = [{name: sample[name] for name in names if name in sample} for sample in FLAT]
-    for _ in range(3):
-        collate(usual)
-    assert is_alike(usual)
-
-
 class TestWhatCouldFool:
-    @pytest.fixture(autouse=True)
-    def _warm(self) -> None:
-        assert is_short(PLAIN) and collate(PLAIN) == collate(PLAIN)
-        warm_up(FLAT[0])
-
-    def same(self, samples: Any, **options: Any) -> Any:
-        flat = [{key: value for key, value in sample.items() if key != "n"} for sample in samples]
-        for batch in (flat, samples):
-            expected = general(partial(collate, batch, **options))
-            got = outcome(partial(collate, batch, **options))
-            assert got == expected
-        return got
-
     @pytest.mark.parametrize("names", [["x"], ["y"], ["z"], ["a"], ["x", "y"], ["a", "z", "y", "x"]])
     @pytest.mark.parametrize(
         "change",
@@ -228,44 +183,28 @@ class TestWhatCouldFool:
             DeviceDict, OrderedDict, lambda sample: defaultdict(int, sample),
         ],
     )  # fmt: skip
-    def test_a_batch_unlike_the_last(self, names: Any, change: Any) -> None:
+    def test_samples_that_differ(self, names: Any, change: Any) -> None:
         usual = [{name: sample[name] for name in names} for sample in FLAT]
-        expected = outcome(partial(collate, usual))
         for places in ({0}, {1}, {3}, set(range(4))):
-            samples = [change(sample) if i in places else sample for i, sample in enumerate(usual)]
-            warm_up(names)
-            self.same(samples)
-            assert outcome(partial(collate, usual)) == expected
-
-    def test_another_number_of_samples(self) -> None:
-        for samples in (FLAT[:3], FLAT[:1], FLAT * 2):
-            warm_up(FLAT[0])
-            self.same(samples)
-
-    def test_shapes_that_alternate(self) -> None:
-        for n in (3, 4, 3, 3, 4, 4, 3):
-            self.same([{"x": torch.full((n,), float(i)), "y": i} for i in range(4)])
+            same([change(sample) if i in places else sample for i, sample in enumerate(usual)])
 
     @pytest.mark.parametrize("count", [1, 8, 9, 40])
     def test_many_fields(self, count: int) -> None:
-        for step in (1, 1, 1, 2):
-            samples = [{f"k{j}": torch.full((j % 3 + 1,), float(i * step)) for j in range(count)} for i in range(3)]
-            self.same(samples)
-            self.same([dict(reversed(sample.items())) if i == 1 else sample for i, sample in enumerate(samples)])
-        assert is_alike(samples)
+        samples = [{f"k{j}": torch.full((j % 3 + 1,), float(i)) for j in range(count)} for i in range(3)]
+        same(samples)
+        same([dict(reversed(sample.items())) if i == 1 else sample for i, sample in enumerate(samples)])
 
     def test_options_of_the_class(self) -> None:
-        for cls in (DeviceDict, Halves, Filled, DeviceDict):
-            samples = [{"a": np.ones(2, np.float32), "z": 0.5} for _ in range(4)]
-            for _ in range(3):
-                self.same(samples, cls=cls)
+        samples = [{"a": np.ones(2, np.float32), "z": 0.5} for _ in range(4)]
+        for cls in (DeviceDict, Halves, Filled):
+            same(samples, cls=cls)
 
     def test_default_dtype(self) -> None:
         before = torch.get_default_dtype()
         try:
             for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float32):
                 torch.set_default_dtype(dtype)
-                self.same(PLAIN)
+                same(PLAIN)
                 assert collate(PLAIN)["z"].dtype == dtype
         finally:
             torch.set_default_dtype(before)
@@ -275,7 +214,7 @@ class TestWhatCouldFool:
         collate(labels)
         with torch.device("meta"):
             assert collate(labels).device == torch.device("meta")
-            self.same(PLAIN)
+            same(PLAIN)
         assert collate(labels)["y"].tolist() == [0, 1, 2, 3]
 
     @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
@@ -284,15 +223,14 @@ class TestWhatCouldFool:
         with mode():
             for place in range(4):
                 samples = [dict(sample, x=w) if i == place else sample for i, sample in enumerate(PLAIN)]
-                self.same(samples)
-                self.same([{"x": sample["x"]} for sample in samples])
+                same(samples)
+                same([{"x": sample["x"]} for sample in samples])
             for samples in (PLAIN, FLAT):
                 d = collate(samples)
                 assert {t.is_inference() for t in d._tensors()} == {mode is torch.inference_mode}
 
     def test_fake_tensors(self) -> None:
         with FakeTensorMode():
-            assert not is_short(PLAIN)
             fake = [{"x": torch.ones(16)} for _ in range(4)]
             assert type(collate(fake)["x"]) is not Tensor
         assert type(collate(PLAIN)["x"]) is Tensor
@@ -310,7 +248,7 @@ class TestWhatCouldFool:
         for tokens in (["a", "b"], ["b", "a"]):
             d = collate(words, encoders={"s": Vocabulary(tokens)})
             assert d.decode("s") == ["a", "b"] and d["s"].tolist() == [tokens.index("a"), tokens.index("b")]
-        self.same(words)
+        same(words)
         assert collate(PLAIN, objects="keep")._policy.objects == "keep"
 
     @pytest.mark.parametrize(
@@ -321,10 +259,9 @@ class TestWhatCouldFool:
     )  # fmt: skip
     @pytest.mark.parametrize("place", range(4))
     def test_one_sample_that_differs(self, odd: Any, place: int) -> None:
-        self.same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(PLAIN)])
-        self.same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(FLAT)])
-        warm_up("x")
-        self.same([{"x": odd if i == place else sample["x"]} for i, sample in enumerate(PLAIN)])
+        same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(PLAIN)])
+        same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(FLAT)])
+        same([{"x": odd if i == place else sample["x"]} for i, sample in enumerate(PLAIN)])
 
     def test_later_writes_stay_apart(self) -> None:
         for samples in (PLAIN, FLAT, [{"x": s["x"], "w": s["x"]} for s in PLAIN], [{"x": s["x"]} for s in PLAIN]):
@@ -351,8 +288,8 @@ class TestWhatCouldFool:
         del tensors, dicts, d
         gc.collect()
         assert [ref() for ref in watched] == [None] * len(watched)
-        plan: Any = plan_module._plan_of(((torch.float32, (2, 16), True),), 2, False)
-        kept = [part for region in plan.regions for part in region]
+        layout = layout_of(((torch.float32, (2, 16), True),), 2, torch.device("cpu"), False)
+        kept = [part for region in layout.regions for part in region]
         assert {type(part) for part in kept} == {Tensor, tuple, int, bool}
         assert {part.numel() for part in kept if type(part) is Tensor} == {0}
 
@@ -376,34 +313,6 @@ class TestWhatCouldFool:
 
 
 @pytest.mark.parametrize(
-    "samples",
-    [
-        PLAIN, [{"y": i} for i in range(32)], [{"x": torch.ones(3, 4, 4), "y": i} for i in range(3)],
-        [DeviceDict({"x": torch.ones(2), "n": {"y": i}}) for i in range(3)], [{"a": np.ones(2), "b": np.int64(1)}] * 3,
-        [{"ids": [1, 2], "mask": [True, False], "w": [0.5, 1.0]}] * 3, [{"x": torch.ones(2), "n": {}}] * 2,
-        [Typed(a=torch.ones(2))] * 2, [Filled(a=1)] * 2, [{"s": "a"}, {"s": "bcd"}], [{"x": torch.ones(2), "s": "a", "n": {"t": "b"}}] * 2,
-    ],
-)  # fmt: skip
-def test_these_take_the_short_path(samples: Any) -> None:
-    kind, policy = collate_module._kind_of(samples, DeviceDict)
-    assert plan_module.stack_plain(samples, kind, policy, None) is not None
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [{"ids": torch.ones(n, 4), "m": torch.arange(4 * n).view(n, 2, 2)} for n in (2, 0, 3)],
-        [{"ids": [1, 2, 3], "m": [1]}, {"ids": [], "m": [0, 1]}], [{"ids": torch.arange(n), "m": torch.ones(n)} for n in (2, 0)],
-        [{"ids": [1, 2], "m": [0.5], "y": 3, "s": "abc", "n": {"ids": [1.5] * n}} for n in (1, 2)],
-    ],
-)  # fmt: skip
-def test_padded_samples_take_the_short_path(samples: Any) -> None:
-    for pad in (0, Pad(1, "left", 4, "lengths", "mask")):
-        pads = Pads({"ids": pad, "m": 0}, "collate")
-        assert plan_module.stack_plain(samples, DeviceDict, DeviceDict._class_policy, pads) is not None
-
-
-@pytest.mark.parametrize(
     "odd",
     [torch.ones(3).double(), torch.ones(2, 1), torch.ones(()), torch.ones(0, 3), torch.ones(3, requires_grad=True),
      torch.nn.Parameter(torch.ones(3)), torch.ones(6)[::2], torch.ones(3, device="meta"), torch.ones(3).to_sparse(),
@@ -415,27 +324,27 @@ def test_padded_samples_take_the_short_path(samples: Any) -> None:
 def test_one_padded_sample_that_differs(odd: Any, place: int, pad: Any) -> None:
     for make in (torch.ones, lambda n: [1.0] * n, lambda n: torch.ones(n, 2)):  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
         samples = [{"x": odd if i == place else make(i + 1), "y": i} for i in range(3)]
-        assert outcome(partial(collate, samples, pad={"x": pad})) == general(partial(collate, samples, pad={"x": pad}))
+        same(samples, pad={"x": pad})
 
 
 @pytest.mark.parametrize("samples", [[{"a": torch.ones(2)}] * 2, [{"a": 1, "b": None}, {"a": 2, "k": 4.0}]])
 def test_every_sample_gets_the_default_of_a_typed_class(samples: Any) -> None:
     d = collate(samples, cls=Filled)
-    assert facts(d) == general(lambda: collate(samples, cls=Filled))[0]
+    same(samples, cls=Filled)
     assert d["k"].shape == (2,) and d["k"][0] == 3.0
 
 
 @pytest.mark.parametrize("keys", [1, 8, 9, 40])
 @pytest.mark.parametrize("odd", ["none", "order", "missing", "extra", "other"])
-def test_any_number_of_keys_is_as_on_the_general_path(keys: int, odd: str) -> None:
+def test_any_number_of_keys(keys: int, odd: str) -> None:
     samples: list[dict[str, Any]] = [{f"k{j}": torch.full((3,), i + j) for j in range(keys)} for i in range(3)]
-    assert is_short(samples)
     if odd == "order":
         samples[1] = dict(reversed(samples[1].items()))
     elif odd != "none":
         first = samples[1].pop("k0") if odd in ("missing", "other") else None
         samples[1] |= {} if odd == "missing" else {"z": first}
-    assert outcome(lambda: collate(samples)) == general(lambda: collate(samples))
+    got = same(samples)
+    assert (got[0] is ValueError) == (odd in ("missing", "extra", "other"))
 
 
 def test_strings_are_encoded_once() -> None:
