@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -65,14 +65,14 @@ class prefetch(Generic[B]):
             raise ValueError(f"prefetch takes max_bytes of at least 1, an int, or None, got {max_bytes!r}")
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
-        self.loader = loader
+        self.loader: Any = loader
         self.device = resolve(device)
         self.depth = depth
         self.max_bytes = max_bytes
         self._handed_over: Any = None  # the loader's state at the last batch; None: ask the loader
 
     def __len__(self) -> int:
-        return len(cast(Any, self.loader))
+        return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:  # unpickling asks before the attributes are there
@@ -84,10 +84,10 @@ class prefetch(Generic[B]):
         return self._load_state_dict if name == "load_state_dict" else found
 
     def _state_dict(self) -> Any:
-        return cast(Any, self.loader).state_dict() if self._handed_over is None else copy.deepcopy(self._handed_over)
+        return self.loader.state_dict() if self._handed_over is None else copy.deepcopy(self._handed_over)
 
     def _load_state_dict(self, state: Any) -> None:
-        cast(Any, self.loader).load_state_dict(state)
+        self.loader.load_state_dict(state)
         self._hand_over(None)
 
     def _hand_over(self, state: Any) -> None:
@@ -100,7 +100,7 @@ class prefetch(Generic[B]):
         batches = iter(self.loader)
         if not hasattr(self.loader, "state_dict"):
             return _ahead(batches, self.device, self.depth, self.max_bytes)
-        state_of: Callable[[], Any] = cast(Any, self.loader).state_dict
+        state_of: Callable[[], Any] = self.loader.state_dict
         return _ahead(batches, self.device, self.depth, self.max_bytes, state_of, self._hand_over)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ META = torch.device("meta")
 
 _forward_ad = forward_ad
 _compiling = torch.compiler.is_compiling
-_interpreters = cast(Callable[[], object], cast(Any, torch._C)._functorch.peek_interpreter_stack)
+_C: Any = torch._C
+_interpreters = _C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _trace = torch._C._is_tracing
 
@@ -49,7 +50,8 @@ def resolve(device: DeviceLike) -> torch.device:
         return META
     if parsed.type in ("cpu", "meta"):  # torch accepts and ignores their index
         return resolve(parsed.type)
-    if cast("int | None", parsed.index) is not None:
+    index: Any = parsed.index  # None without an index; the stubs of torch do not say so
+    if index is not None:
         return parsed
     # Ask torch, which knows every backend and the current device.
     return torch.empty(0, device=parsed).device

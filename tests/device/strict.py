@@ -115,7 +115,7 @@ class Held:
 
 
 @contextlib.contextmanager
-def held(device: str = "strict", seconds: float = 1.0) -> Iterator[Held]:
+def held(device: str = "strict", seconds: float = 10.0) -> Iterator[Held]:
     """Stop the current stream of ``device`` within the block, but for so many seconds at most."""
     out = Held()
     gate = torch.ops.strict.hold(seconds, torch.device(device))
