@@ -32,6 +32,7 @@ from tensordict_lite import (
     stack,
     to_device,
 )
+from tensordict_lite._tree.missing import INSTEAD
 
 OPTIONS = "device, encoders, on_mismatch, objects, dtype"
 
@@ -60,6 +61,26 @@ class TestOptions:
         for name, option in (("devise", "device"), ("encoder", "encoders"), ("on_mismach", "on_mismatch")):
             with pytest.raises(TypeError, match=rf"^DeviceDict\(\) has no option '{name}', did you mean '{option}'\?"):
                 make({"x": 1}, **{name: "cpu"})
+
+    def test_options_are_given_by_name(self) -> None:
+        text = "takes one positional argument, the data; name the options: "
+        for make, given, shown in (
+            (DeviceDict, ("cpu",), "'cpu'"),
+            (DeviceDict, (torch.device("cuda", 1), True), "'cuda'"),
+            (DeviceDict, (0,), "0"),
+            (DeviceDict, ({},), "'cuda'"),
+            (Batch, ("cpu",), "'cpu'"),
+            (Batch.from_dict, ("cpu",), None),
+        ):
+            call: Any = make
+            if shown is None:
+                with pytest.raises(TypeError, match="positional argument"):
+                    call({"image": 1}, *given)
+            else:
+                refused(
+                    TypeError, f"{make.__name__}() {text}device={shown}",
+                    lambda call=call, given=given: call({"image": 1}, *given),
+                )  # fmt: skip
 
     def test_a_subclass_is_named_by_its_own_name(self) -> None:
         class Named(DeviceDict):
@@ -255,6 +276,21 @@ class TestIndices:
             ):
                 refused(TypeError, message, lambda d=d, index=index: d.__setitem__(index, 1))  # pyright: ignore[reportArgumentType]
 
+    def test_lists(self) -> None:
+        """Reads are those of `dict`, which asks a list for its hash first."""
+        d: Any = nested()
+        keys = "keys are str, got list; several keys are d.select('image', 'n')"
+        for index, message in (
+            (["image", "n"], keys),
+            ([0, 1], "keys are str, got list; rows are d.rows[mask_or_indices]"),
+            (np.array([0]), "keys are str, got ndarray; rows are d.rows[mask_or_indices]"),
+        ):
+            refused(TypeError, message, lambda index=index: d.__setitem__(index, 1))
+            refused(TypeError, message, lambda index=index: d.__delitem__(index))
+        refused(
+            TypeError, "pass keys one by one, each a str or a path; got a list: ['image']", lambda: d.select(["image"])
+        )
+
     def test_slices(self) -> None:
         d = nested()
         message = "keys are str, got slice(1, 3, None) of type slice; rows are d.rows[1:3]"
@@ -262,25 +298,44 @@ class TestIndices:
             if sys.version_info >= (3, 12):  # before, a slice has no hash, and dict asks for that first
                 refused(KeyError, message, lambda use=use: use(slice(1, 3)))  # pyright: ignore
             else:
-                refused(TypeError, "unhashable type: 'slice'", lambda use=use: use(slice(1, 3)))  # pyright: ignore
+                text = "unhashable type: 'slice'" if use == d.__getitem__ else message  # pyright: ignore
+                refused(TypeError, text, lambda use=use: use(slice(1, 3)))  # pyright: ignore
 
 
 class TestAttributes:
-    @pytest.mark.parametrize(("name", "way"), [
-        ("shape", "d[key].shape, or len(d.rows) for the number of rows"), ("batch_size", "len(d.rows), the number of rows"),
-        ("dtype", "d[key].dtype; a DeviceDict has no dtype of its own"),
-    ])  # fmt: skip
-    def test_those_of_a_tensor(self, name: str, way: str) -> None:
-        d = nested()
+    @pytest.mark.parametrize(("name", "way"), INSTEAD.items(), ids=list(INSTEAD))
+    def test_what_other_libraries_have_says_what_to_write_here(
+        self, name: str, way: str, tmp_path: Path, capsys: Any
+    ) -> None:
+        d = DeviceDict({"x": torch.ones(2)})
         error = refused(
             AttributeError, f"'DeviceDict' object has no attribute {name!r}; use {way}", lambda: getattr(d, name)
         )
         assert getattr(error, "name") == name and getattr(error, "obj") is d  # noqa: B009
         assert not hasattr(d, name) and not hasattr(DeviceDict, name) and getattr(d, name, 3) == 3
+        assert name not in dir(d) and repr(vars(DeviceDict)[name]) == f"use {way}"
+        code = re.split(r"; |, or |, the number", way)[0]
+        if "..." in code or name in ("backward", "loss", "logits", "labels", "input_ids", "attention_mask"):
+            assert callable(getattr(Tensor, name, print))
+        else:  # the way out works
+            save(d, tmp_path / "d")
+            names = {"d": d, "mask": torch.tensor([True, False])}
+            names |= {"key": "x", "keys": ["x"], "value": 1, "new": "y", "index": [0], "row": d.rows[0].copy(), "n": 1}
+            names |= {"other": d.copy(), "function": torch.neg, "data": {"x": 1}, "dtype": torch.float64}
+            exec(code, {**names, "torch": torch, "DeviceDict": DeviceDict, "path": tmp_path / "d"})
+
+    def test_methods_are_no_missing_attributes(self) -> None:
+        assert "map" in dir(DeviceDict()) and "rows" in dir(DeviceDict()) and not {"map", "rows", "to"} & INSTEAD.keys()
 
     def test_a_typed_class_may_have_them_as_fields(self) -> None:
         batch = Batch(image=torch.ones(2), shape=torch.ones(3))
         assert batch.shape is batch["shape"] and not hasattr(batch, "batch_size")
+        assert "shape" in dir(batch) and "batch_size" not in dir(batch)
+        refused(
+            AttributeError,
+            "'Batch' object has no attribute 'mean'; use d.map(torch.mean)",
+            lambda: batch.mean,
+        )
 
     def test_copies_and_pickles_ask_for_nothing_else(self) -> None:
         d = nested()

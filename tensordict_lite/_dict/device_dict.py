@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
+from typing_extensions import Never, Self, Unpack
 
 from .._encoders.protocol import StringEncoder, as_given, decode_nested
 from .._errors import Path, dotted, refuse_deeper, with_path
@@ -28,8 +28,8 @@ from .._memory.transfer import clone_tensors, transfer
 from .._tree import pickle5, sendable
 from .._tree.columns import arrow_items, pandas_items
 from .._tree.compare import agree, values_agree
-from .._tree.missing import NoAttribute, missing_key, rows_hint
-from .._tree.policy import OPTIONS, Encoders, Options, refuse_option
+from .._tree.missing import INSTEAD, NoAttribute, missing_key, rows_hint
+from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
 from .._tree.tree import TreeDict, V, builtin_dict, tensor_paths
 from .._tree.walk import (
     Items,
@@ -131,10 +131,12 @@ class DeviceDict(TreeDict[V]):
         self,
         data: Items | None = None,
         /,
-        *,
+        *more: Never,
         device: DeviceLike | None = None,
         **options: Unpack[Options],
     ) -> None:
+        if more:
+            refuse_positional(type(self).__name__, more)
         self._begin(data, device, options)
         if data is not None:
             # `as_dict` has the same check. Skipping the call saves 3 % of the construction (8 fields).
@@ -159,12 +161,6 @@ class DeviceDict(TreeDict[V]):
         self._device = target
 
     # --- reading (`dict` itself reads plain keys; the methods here add paths) ---
-
-    if not TYPE_CHECKING:
-        shape = NoAttribute("d[key].shape, or len(d.rows) for the number of rows")
-        batch_size = NoAttribute("len(d.rows), the number of rows")
-        dtype = NoAttribute("d[key].dtype; a DeviceDict has no dtype of its own")
-        is_floating_point = NoAttribute("d[key].is_floating_point(); a buffer of a module is one field")
 
     if TYPE_CHECKING:  # pragma: no cover
 
@@ -216,6 +212,8 @@ class DeviceDict(TreeDict[V]):
                 builtin_dict.__delitem__(self, key)
             except KeyError:
                 raise missing_key(self, key) from None
+            except TypeError:  # the key has no hash
+                refuse_key(key, (), rows_hint(key))
 
     def pop(self, key: str | Path, default: Any = _MISSING, /) -> Any:
         """Remove a key or path and return its value. Copies nothing.
@@ -1240,6 +1238,9 @@ class DeviceDict(TreeDict[V]):
 
     # --- display ---
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in INSTEAD or hasattr(type(self), name)]
+
     def __repr__(self) -> str:
         return tree(self, _title(self), _note)
 
@@ -1293,6 +1294,10 @@ class DeviceDict(TreeDict[V]):
             for part in reversed(path[1:]):
                 value = {part: value}
         insert(self, {path[0]: value}, at=at)  # pyright: ignore[reportGeneralTypeIssues]  (it is not empty)
+
+
+for _name, _way in INSTEAD.items():
+    setattr(DeviceDict, _name, NoAttribute(_name, _way))
 
 
 def _nested_items(td: Any) -> dict[str, Any]:

@@ -125,11 +125,9 @@ class Schema:
         """Raise ``TypeError`` for missing required fields."""
         missing = [name for name in self.fields if name in self.required and name not in items]
         if missing:
-            few = f"field {missing[0]!r}" if len(missing) == 1 else f"fields {', '.join(map(repr, missing))}"
-            raise TypeError(
-                f"{self.name} lacks the required {few}; declare an optional field as "
-                f"`{missing[0]}: {self.fields[missing[0]].shown} | None = None`"
-            )
+            names = ", ".join(map(repr, missing))
+            verb = "is" if len(missing) == 1 else "are"
+            raise TypeError(f"{names} {verb} missing; the fields of {self.name} are {', '.join(self.fields)}")
 
     def check_kinds(self, items: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for a value whose class does not fit its field. Ignores shapes and dtypes."""

@@ -17,7 +17,7 @@ from .._encoders.protocol import StringEncoder
 from .._errors import Path, described, with_path
 from .._memory.device import DeviceLike
 from .._tree.missing import NoAttribute
-from .._tree.policy import OPTIONS, Encoders, OptionFields, Options
+from .._tree.policy import OPTIONS, Encoders, OptionFields, Options, refuse_positional
 from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in  # pyright: ignore[reportUnusedImport]  (used in the `else` branch)
 from .device_dict import DeviceDict
@@ -124,7 +124,9 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
     else:
 
-        def __init__(self, data=None, /, *, device=None, **given) -> None:
+        def __init__(self, data=None, /, *more, device=None, **given) -> None:
+            if more:
+                refuse_positional(type(self).__name__, more)
             options = {name: given.pop(name) for name in OPTIONS if name in given}
             self._begin(data, device, options)
             items = {**({} if data is None else as_dict(data)), **given}

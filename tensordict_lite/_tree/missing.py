@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,13 +116,15 @@ def no_key(given: Any) -> str:
 
 
 def rows_hint(index: Any) -> str:
-    """The hint to use ``d.rows`` if ``index`` can index rows; else empty."""
+    """The hint to use ``d.rows`` if ``index`` can index rows, or ``select`` if it is a list of keys; else empty."""
     if type(index) is slice:
         ends = ["" if end is None else str(end) for end in (index.start, index.stop, index.step)]
         return f"; rows are d.rows[{':'.join(ends if index.step is not None else ends[:2])}]"
     if isinstance(index, int) and not isinstance(index, bool):
         return f"; rows are d.rows[{index!r}]"
-    return "; rows are d.rows[mask_or_indices]" if isinstance(index, Tensor) else ""
+    if isinstance(index, list) and index and all(isinstance(key, str) for key in index):
+        return f"; several keys are d.select({', '.join(map(repr, index))})"
+    return "; rows are d.rows[mask_or_indices]" if isinstance(index, (Tensor, np.ndarray, list)) else ""
 
 
 def _holds(tree: Any, path: Path) -> bool:
@@ -143,18 +146,72 @@ def _blocked(path: tuple[Any, ...], depth: int, value: object, owner: str) -> st
     return f"a path is made of str, got {type(rest[0]).__name__}: {dotted(at)} is {what}; index it as d[{keys}][...]"
 
 
-class NoAttribute:
-    """Descriptor for a name that tensors or TensorDicts have, but `DeviceDict` does not.
+_WAYS = {
+    "d[key].shape, or len(d.rows) for the number of rows": "shape",
+    "len(d.rows), the number of rows": "batch_size num_rows",
+    "d[key].dtype; a DeviceDict has no dtype of its own": "dtype",
+    "d[key].is_floating_point(); a buffer of a module is one field": "is_floating_point",
+    "d[key].{name}": "grad is_leaf layout ndim requires_grad",
+    "d[key].{name}()": "backward dim numel size unique",
+    "d[{name!r}], or a TypedDeviceDict with this field": "attention_mask input_ids labels logits loss",
+    # functions of every tensor
+    "d.map(function)": "apply apply_ named_apply",
+    "d.map(torch.{name})": "abs all any argmax argmin exp isnan log max mean min neg prod round sign sqrt std sum var",
+    "d.map(torch.{name}, other)": "add div eq mul pow sub",
+    "d.map(torch.Tensor.{name})": "bool byte char int long short",
+    "d.map(lambda t: t.{name}(...))": "clamp expand permute repeat reshape softmax squeeze transpose unsqueeze view",
+    "d.to(dtype), or d.map(lambda t: t.to(dtype)) for integers too": "astype type",
+    "d.total_norm()": "norm",
+    "d.tolist()": "item to_list",
+    "d.detach()": "data",
+    "torch.where(mask, d, other)": "where",
+    # keys
+    "d.drop(*keys)": "exclude remove_columns",
+    "d.select(*keys)": "filter_keys select_columns",
+    "d[key] = value": "assign set set_",
+    "d[new] = d.pop(key)": "rename rename_column rename_columns rename_key_",
+    "d | other": "merge",
+    "d.copy_(other)": "load_state_dict update_",
+    "list(d)": "column_names columns",
+    "d.flatten()": "flatten_keys",
+    "DeviceDict.unflatten(d)": "unflatten_keys",
+    "d.to_dict()": "state_dict",
+    "DeviceDict(data)": "from_dict",
+    # rows
+    "d.rows[index]": "get_at iat iloc index_select loc take",
+    "d.rows[mask]": "filter masked_select query",
+    "d.rows[index] = row": "set_at_",
+    "d.rows[:5]": "head",
+    "d.rows[-5:]": "tail",
+    "d.rows.shuffle()": "sample shuffle",
+    "d.rows.split(n)": "chunk split train_test_split",
+    "d.rows.group_by(key)": "groupby",
+    "list(d.rows)": "iterrows itertuples unbind",
+    "torch.cat([d, other])": "append cat concat",
+    "torch.stack([d, other])": "stack",
+    # other forms
+    "print(d)": "describe info",
+    "d.numpy()": "to_numpy",
+    "d.pack()": "consolidate",
+    "d.save(path)": "memmap memmap_",
+    "DeviceDict.load(path)": "load_memmap",
+}
+INSTEAD = {name: way.format(name=name) for way, names in _WAYS.items() for name in names.split()}
+"""What to write instead of an attribute of tensors, TensorDicts, data frames and datasets that `DeviceDict` lacks."""
 
-    Access raises an ``AttributeError`` that names the replacement. A ``__getattr__`` could handle every name, but it
-    makes each attribute access 4x slower.
+
+class NoAttribute:
+    """Descriptor for an attribute that does not exist. Access raises an ``AttributeError`` that says what to write.
+
+    A ``__getattr__`` could handle every name, but it would slow down every access to an attribute.
     """
 
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
-
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str, instead: str) -> None:
         self._name = name
+        self._instead = instead
 
     def __get__(self, instance: object, owner: type) -> Any:
         raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}; use {self._instead}")
+
+    def __repr__(self) -> str:  # `help` shows it
+        return f"use {self._instead}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypedDict, TypeVar, cast
 
@@ -178,6 +178,12 @@ def _refuse_unknown(names: Iterable[object]) -> None:
     for name in names:
         if name not in _OPTIONS:
             raise ValueError(f"the option {repr(name)[:60]} is unknown; it may need a newer version of this package")
+
+
+def refuse_positional(cls: str, given: Sequence[object]) -> NoReturn:
+    """Raise ``TypeError`` for positional arguments after the data."""
+    device = given[0] if isinstance(given[0], (int, str)) else "cuda"
+    raise TypeError(f"{cls}() takes one positional argument, the data; name the options: device={device!r}")
 
 
 def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:

@@ -52,6 +52,7 @@ batch.rows[0].imge.sum()  # error
 d = DeviceDict({"x": x})
 print(d.x)  # error
 d.to(3.5)  # error
+DeviceDict({"x": x}, "cpu")  # error
 Scaled(scale=x)  # error
 Scaled(x=x, scal=x)  # error
 Scaled.wrap({"x": x})  # error
