@@ -39,10 +39,10 @@ from tensordict_lite import (
     collate,
     load,
 )
-from tensordict_lite._files import table_writer  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._memory import mapped  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._memory import rows as memory_rows  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._memory.buffer import DTYPES  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
 sys.path.insert(0, str(GOLDEN))
 import make  # pyright: ignore[reportMissingImports]
@@ -494,7 +494,7 @@ class TestReaders:
         program = f"""
 import torch
 from tensordict_lite import RowWriter
-from tensordict_lite._files import table_writer
+from tensordict_lite._tables import writer as table_writer
 table_writer.BUFFER, table_writer._LEAST_ROOM = 20_000, 100
 with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}) as writer:
     while len(writer) < 60_000:
@@ -942,7 +942,7 @@ def test_an_interrupt_between_any_two_lines(
 
         def trace(frame: Any, event: str, _: Any) -> Any:
             nonlocal lines
-            if "tensordict_lite/_files/table" not in frame.f_code.co_filename or frame.f_code.co_name in (
+            if "tensordict_lite/_tables/" not in frame.f_code.co_filename or frame.f_code.co_name in (
                 "_describe",
                 "_write_all",
                 "release",

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from tensordict_lite import DeviceDict, RowWriter, Utf8, load
-from tensordict_lite._files import table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
 # `TIMES=500 pytest tests/test_table_crash.py` for more.
 TIMES = int(os.environ.get("TIMES", "25"))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tensordict_lite import RowWriter, load
-from tensordict_lite._files import table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
 LIKE = {f"c{i}": torch.zeros(1, 4) for i in range(5)}
 

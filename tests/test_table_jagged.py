@@ -35,7 +35,8 @@ from tensordict_lite import (
     collate,
     load,
 )
-from tensordict_lite._files import table, table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._tables import reader  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._tables import writer as table_writer
 
 # torch says so itself when a nested tensor is printed or compiled code is near
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
@@ -84,7 +85,7 @@ def written(folder: Path, count: int = 3) -> Path:
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_writer, "BUFFER", 1000)
     monkeypatch.setattr(table_writer, "_LEAST_ROOM", 100)
-    monkeypatch.setattr(table, "_OFFSETS_AT_ONCE", 7)
+    monkeypatch.setattr(reader, "_OFFSETS_AT_ONCE", 7)
 
 
 class TestRoundTrip:
@@ -386,7 +387,7 @@ class TestDamaged:
     def test_offsets(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int, number: int, message: str, chunk: int
     ) -> None:
-        monkeypatch.setattr(table, "_OFFSETS_AT_ONCE", chunk)
+        monkeypatch.setattr(reader, "_OFFSETS_AT_ONCE", chunk)
         folder = written(tmp_path / "t", 9)
         overwrite(folder, "text.offsets", position, number)
         before = {path.name: path.read_bytes() for path in folder.iterdir()}

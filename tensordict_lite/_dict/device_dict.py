@@ -19,12 +19,13 @@ from typing_extensions import Never, Self, Unpack
 
 from .._encoders.protocol import StringEncoder, as_given, decode_nested
 from .._errors import Path, dotted, refuse_deeper, with_path
-from .._files import safetensors, table, torch_save
+from .._files import safetensors, torch_save
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array, pin
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.packed import can_pack, find_buffer, map_buffer, pack
 from .._memory.transfer import clone_tensors, transfer
+from .._tables.reader import read_table
 from .._tree import pickle5, sendable
 from .._tree.columns import arrow_items, pandas_items
 from .._tree.compare import agree, values_agree
@@ -1127,7 +1128,7 @@ class DeviceDict(TreeDict[V]):
         """
         if isinstance(path, (list, tuple)):
             raise TypeError("load takes one path; cat([load(path) for path in paths]) joins the dicts of several files")
-        read = table.read_table if os.path.isdir(path) else safetensors.read_file
+        read = read_table if os.path.isdir(path) else safetensors.read_file
         out = read(cls, path, CPU if device is None else resolve(device), keys, encoders)
         out._validate()
         return out

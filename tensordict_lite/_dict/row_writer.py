@@ -17,10 +17,10 @@ from typing_extensions import Self
 from .._encoders.protocol import StringEncoder, encode_jagged, padding
 from .._errors import Path, described, dotted, dtype_name, with_path
 from .._files.atomic_write import FilePath
-from .._files.table_writer import JaggedRows, TableWriter, create_table, open_table, refuse_unknown_keys
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, values_and_lengths
 from .._memory.transfer import transfer
+from .._tables.writer import JaggedRows, TableWriter, create_table, open_table, refuse_unknown_keys
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict, tensor_paths

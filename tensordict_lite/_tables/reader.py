@@ -29,16 +29,9 @@ import torch
 from torch import Tensor
 
 from .._errors import Path, dtype_name
-from .._memory.buffer import DTYPES
-from .._memory.jagged import over_jagged
-from .._memory.layout import row_major
-from .._memory.mapped import map_append_only
-from .._memory.packed import MAX_DIMENSIONS
-from .._memory.transfer import transfer
-from .._tree.policy import Encoders
-from .atomic_write import FilePath
-from .manifest import Reader, choose_from, invalid
-from .safetensors import (
+from .._files.atomic_write import FilePath
+from .._files.manifest import Reader, choose_from, invalid
+from .._files.safetensors import (
     MAX_MANIFEST,
     PAIRS,
     import_library,
@@ -47,6 +40,13 @@ from .safetensors import (
     open_regular,
     reading,
 )
+from .._memory.buffer import DTYPES
+from .._memory.jagged import over_jagged
+from .._memory.layout import row_major
+from .._memory.mapped import map_append_only
+from .._memory.packed import MAX_DIMENSIONS
+from .._memory.transfer import transfer
+from .._tree.policy import Encoders
 
 INDEX = "table.json"
 """The file with the schema and the row count."""

@@ -29,15 +29,15 @@ import torch
 from torch import Tensor
 
 from .._errors import Path, dotted
+from .._files.atomic_write import FilePath, replace_file, sync_file, sync_folder
+from .._files.manifest import Manifest, Reader, choose_from, describe
+from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
 from .._memory.mapped import map_file
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
-from .atomic_write import FilePath, replace_file, sync_file, sync_folder
-from .manifest import Manifest, Reader, choose_from, describe
-from .safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
-from .table import (
+from .reader import (
     INDEX,
     Column,
     check_file,
