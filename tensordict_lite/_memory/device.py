@@ -19,10 +19,11 @@ META = torch.device("meta")
 
 _forward_ad = forward_ad
 _compiling = torch.compiler.is_compiling
+# Private: torch has no public name for "vmap or grad runs", "a dispatch mode is active", or the level of forward AD.
 _C: Any = torch._C
 _interpreters = _C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_trace = torch._C._is_tracing
+_trace = torch.jit.is_tracing
 
 
 def canonical(device: torch.device) -> torch.device:
