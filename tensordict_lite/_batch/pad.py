@@ -67,7 +67,7 @@ class Pad:
             key = getattr(self, name)
             if key is not None and not isinstance(key, str):
                 raise TypeError(f"{name} is the key of a new field, got {key!r:.60}")
-        if not isinstance(cast(object, self.optional), bool):
+        if not isinstance(self.optional, bool):
             raise TypeError(f"optional is True or False, got {self.optional!r:.60}")
         if self.lengths is not None and self.lengths == self.mask:
             raise ValueError(f"lengths and mask need different keys, got {self.mask!r} for both")

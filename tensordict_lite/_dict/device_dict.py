@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import is_
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -167,11 +167,11 @@ class DeviceDict(TreeDict[V]):
 
         def __getitem__(self, key: str | Path, /) -> V: ...
 
-    def __missing__(self, key: object) -> V:
+    def __missing__(self, key: Any) -> V:
         node = self._holder(key) if type(key) is tuple else None
         if node is None:
             raise missing_key(self, key)
-        return builtin_dict.__getitem__(node, cast(Path, key)[-1])
+        return builtin_dict.__getitem__(node, key[-1])
 
     def __contains__(self, key: object) -> bool:
         return builtin_dict.__contains__(self, key) or (type(key) is tuple and self._holder(key) is not None)
@@ -419,7 +419,8 @@ class DeviceDict(TreeDict[V]):
         items: dict[str, Any] = {}
         encoders: dict[str, Any] = {}
         flatten_into(items, encoders, self, sep)
-        return cast("DeviceDict[V]", DeviceDict._new(items, self._device, self._policy.with_encoders(encoders)))
+        out: Any = DeviceDict._new(items, self._device, self._policy.with_encoders(encoders))
+        return out
 
     @classmethod
     def unflatten(cls, mapping: Mapping[str, Any], sep: str = ".") -> Self:
@@ -1250,7 +1251,7 @@ class DeviceDict(TreeDict[V]):
 
     # --- paths ---
 
-    def _walk(self, key: object) -> tuple[DeviceDict[Any], Any]:
+    def _walk(self, key: Any) -> tuple[DeviceDict[Any], Any]:
         """Return the nested dict that holds the last key of a path, and that key.
 
         Raises ``MissingKeyError`` if the path does not exist.
@@ -1258,7 +1259,7 @@ class DeviceDict(TreeDict[V]):
         node = self._holder(key) if type(key) is tuple else None
         if node is None:
             raise missing_key(self, key)
-        return node, cast(Path, key)[-1]
+        return node, key[-1]
 
     def _holder(self, path: Path) -> DeviceDict[Any] | None:
         """Return the nested dict that holds the last key of ``path``; None if the path does not exist."""

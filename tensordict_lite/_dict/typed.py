@@ -317,8 +317,8 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             self._refuse_without(key)
         super().clear()
 
-    def _refuse_without(self, key: object) -> None:
-        if key in self and self._optional.get(cast(str, key)) is False:
+    def _refuse_without(self, key: Any) -> None:
+        if key in self and self._optional.get(key) is False:
             name = f"{type(self).__name__}.{key}"
             raise TypeError(f"{name} is required and cannot be deleted; drop({key!r}) gives a DeviceDict without it")
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from itertools import chain
 from math import prod
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ def by_name(
     """The manifest entry of an encoder that `load` does not build: its name. With ``error``, raises ``TypeError``."""
     if error is not None:
         raise TypeError(f"{error}; or {way_out}, the tensors alone") from error
-    return {"name": cast(Any, encoder).name}  # the user passes this encoder to load(): building it would run code
+    return {"name": encoder.name}  # the user passes this encoder to load(): building it would run code
 
 
 def refuse_unwritable(leaves: Sequence[tuple[Path, Any]], way_out: str = "d.drop({}).save(path)") -> None:

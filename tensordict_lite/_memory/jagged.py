@@ -21,7 +21,7 @@ def is_jagged(tensor: Tensor) -> bool:
 
 def is_plain_jagged(tensor: Tensor) -> bool:
     """Whether a nested tensor has rows that differ in their first dimension only, without gaps between them."""
-    nested = cast(Any, tensor)
+    nested: Any = tensor
     return is_jagged(tensor) and nested._ragged_idx == 1 and nested.lengths() is None
 
 
@@ -51,11 +51,11 @@ def values_and_lengths(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises ``ValueError`` if another dimension of the rows than the first is ragged.
     """
-    nested = cast(Any, tensor)
+    nested: Any = tensor
     if nested._ragged_idx != 1:
         raise ValueError("another dimension of its rows than the first differs between the rows")
     if nested.lengths() is not None:
-        nested = cast(Any, select_rows(tensor, torch.arange(tensor.shape[0], device=tensor.device)))
+        nested = select_rows(tensor, torch.arange(tensor.shape[0], device=tensor.device))
     offsets: Tensor = nested.offsets()
     values: Tensor = nested.values()
     ends: list[int] = offsets[[0, -1]].tolist()
@@ -71,7 +71,7 @@ def select_row(tensor: Tensor, index: int) -> Tensor:
     """A view of one row of a tensor. For a nested tensor, ``tensor[index]`` would make a view of every row first."""
     if not is_jagged(tensor) or cast(Any, tensor)._ragged_idx != 1:
         return tensor[index]
-    nested = cast(Any, tensor)
+    nested: Any = tensor
     offsets: Tensor = nested.offsets()
     given: Tensor | None = nested.lengths()
     index = index + len(offsets) - 1 if index < 0 else index
@@ -85,7 +85,7 @@ def select_rows(tensor: Tensor, index: slice | Tensor) -> Tensor:
 
     The first dimension of the rows must be the ragged dimension. Cost: a copy, and one synchronization off the CPU.
     """
-    nested = cast(Any, tensor)
+    nested: Any = tensor
     offsets: Tensor = nested.offsets()
     given: Tensor | None = nested.lengths()
     starts = offsets[:-1][index]

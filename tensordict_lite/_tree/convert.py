@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -251,15 +251,15 @@ def _indexed(way: Any) -> str:
 
 def _inside(value: object) -> Iterable[tuple[Any, Any]]:
     """The keys and items of a container; empty for any other object."""
-    inside = cast(Any, value)
+    inside: Any = value
     if isinstance(value, torch.nn.Module):
         return inside.state_dict(keep_vars=True).items()
     if isinstance(value, Mapping):
         return inside.items()
     if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return enumerate(cast("Iterable[Any]", inside))
+        return enumerate(inside)
     if isinstance(value, np.ndarray) and inside.dtype.hasobject:
-        return enumerate(cast("Iterable[Any]", inside.flat))
+        return enumerate(inside.flat)
     if dataclasses.is_dataclass(inside) and not isinstance(value, type):
         return ((f.name, getattr(inside, f.name, None)) for f in dataclasses.fields(inside))
     return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypedDict, TypeVar
 
 import torch
 
@@ -132,7 +132,8 @@ class Policy:
         if other.default_encoder == Utf8():
             return self
         added = {key: other.default_encoder for key in keys if key not in other.encoders}
-        return replace(self, encoders=ChainMap(added, cast("dict[str, StringEncoder]", self.encoders)))
+        known: Any = self.encoders
+        return replace(self, encoders=ChainMap(added, known))
 
     def encoder(self, key: str) -> StringEncoder:
         """The encoder of ``key``."""

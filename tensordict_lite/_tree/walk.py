@@ -127,7 +127,7 @@ def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]
 def components(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that hold the elements: a dense tensor itself, or the parts of a sparse or jagged tensor."""
     if tensor.is_nested and tensor.layout == torch.jagged:
-        nested = cast(Any, tensor)
+        nested: Any = tensor
         parts = (nested.values(), nested.offsets(), nested.lengths())
         return tuple(part for part in parts if part is not None)
     if tensor.layout == torch.sparse_coo:
