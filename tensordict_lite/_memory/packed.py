@@ -100,14 +100,16 @@ def arrange(tensors: Sequence[Tensor], skip: Collection[int] = ()) -> tuple[list
     return list(groups.items()), unpackable
 
 
-def may_be_packed(tensors: Sequence[Tensor]) -> bool:
+def may_be_packed(tensors: Sequence[Tensor], alone: bool = False) -> bool:
     """A quick test that rules out most dicts: whether the first packable tensor is smaller than its storage.
 
-    Do not call it while operations are `intercepted`.
+    ``alone``: or whether it fills its storage and is the only one. Do not call it while operations are `intercepted`.
     """
-    for t in tensors:
+    for i, t in enumerate(tensors):
         if packable(t) and (nbytes := t.nbytes):
-            return t.untyped_storage().nbytes() > nbytes and len(tensors) > 1
+            if t.untyped_storage().nbytes() > nbytes:
+                return len(tensors) > 1
+            return alone and not any(o.nbytes for o in tensors[i + 1 :] if o is not t and packable(o))
     return False
 
 
@@ -116,7 +118,7 @@ def find_buffer(tensors: Sequence[Tensor], device: torch.device | None, *, alone
 
     ``alone``: a single tensor that fills its storage counts as packed.
     """
-    if not (can_pack(device) and (alone or may_be_packed(tensors))):
+    if not (can_pack(device) and may_be_packed(tensors, alone)):
         return None
     repeats, unpackable = repeats_of(tensors), find_unpackable(tensors)
     if repeats:

@@ -81,9 +81,8 @@ class Staging:
                 return slot
         if len(self.slots) == SLOTS:
             return None
-        # Make the device current. Otherwise torch would create a context on another device. Memory that is made in
-        # inference mode could not be written outside of it.
-        with on_device(self.device), torch.inference_mode(False):
+        # Make the device current. Otherwise torch would create a context on another device.
+        with on_device(self.device):
             try:
                 self.slots.append(Slot(new_buffer(SLOT, CPU, pin=True), stream))
             except RuntimeError:
