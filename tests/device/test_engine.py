@@ -13,7 +13,7 @@ from torch import Tensor
 from tensordict_lite import DeviceDict, prefetch
 from tensordict_lite._memory import staging
 from tensordict_lite._memory.device import capabilities
-from tensordict_lite._memory.staging import SLOT, SLOTS, staging_of
+from tensordict_lite._memory.staging import SLOT, SLOTS, Slot, Staging, staging_of
 from tensordict_lite._memory.transfer import COALESCED_TENSOR, FETCHED_TENSOR, STAGED_MOVE
 
 D0, D1 = torch.device("strict", 0), torch.device("strict", 1)
@@ -103,10 +103,11 @@ class TestToTheDevice:
         waits = strict.counts().waits
         assert is_batch(moved) and waits == (1 if pack or pin else 4)
 
-    def test_tensors_that_cannot_be_packed_wait_once(self) -> None:
+    @pytest.mark.parametrize("device", [D0, D1])
+    def test_tensors_that_cannot_be_packed_wait_once(self, device: torch.device) -> None:
         d = DeviceDict({f"k{i}": torch.full((9,), float(i)).pin_memory().requires_grad_() for i in range(5)})
-        with strict.held(seconds=0.05):
-            moved = d.to(D0)
+        with strict.held(str(device), seconds=0.05):
+            moved = d.to(device)
             with torch.no_grad():
                 overwrite(d)
         assert is_batch(moved) and moved["k0"].grad_fn is not None
@@ -195,6 +196,15 @@ class TestToTheHost:
             back = d.cpu()
         assert is_batch(back, 1) and strict.counts().pinned_peak <= SLOT * SLOTS
         assert strict.counts().waits == 3
+
+    @pytest.mark.parametrize("pack", [False, True])
+    def test_from_the_device_that_is_not_current(self, pack: bool) -> None:
+        for d in (batch(9, 100_000).to(D1), batch(9, 64).to(D1)):
+            there = d.pack() if pack else d
+            with strict.held("strict:1", seconds=0.05):
+                for value in there.values():
+                    value.add_(1)
+                assert is_batch(there.cpu(), 1)
 
     def test_from_a_full_device(self) -> None:
         d = batch(20, 512).to(D0)
@@ -291,6 +301,20 @@ class TestPinnedMemory:
             overwrite(d)
         assert all(is_batch(d, i) for i, d in enumerate(moved))
         assert strict.counts().pinned == SLOT * SLOTS and strict.counts().event_waits > 0
+
+    def test_what_is_released_is_not_read_any_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another thread may take it at once."""
+        real = Staging.release
+
+        def release(self: Staging, slot: Slot) -> None:
+            real(self, slot)
+            if not slot.users:
+                slot.stream.synchronize()
+                slot.memory.fill_(0xDB)
+
+        monkeypatch.setattr(Staging, "release", release)
+        for d in (batch(9, 100_000), batch(9, 64), batch(3, MIB).pack(), batch(1, 3 * MIB)):
+            assert is_batch(d.to(D0).cpu())
 
     def test_an_idle_device_needs_one_slot(self) -> None:
         for i in range(50):
