@@ -241,6 +241,11 @@ class TestCollate:
                 d = collate([{k: odd if k == "x" else torch.ones(2) for k in keys}] * 2)
                 assert (d.is_packed or odd is not w) and torch.equal(d["x"], torch.stack([odd, odd]))
                 assert torch.equal(d["a"], torch.ones(2, 2)) and torch.equal(d["b"], torch.ones(2, 2))
+        mixed = [
+            {"a": torch.ones(2), "y": 1, "w": t, "z": torch.ones(2)}
+            for t in (torch.ones(3), torch.ones(3, requires_grad=True))
+        ]
+        assert collate(mixed).is_packed, "the fields keep their order in the buffer"
         late = collate([{"x": torch.zeros(2), "y": 1.0}, {"x": w, "y": 2.0}])
         late["x"].sum().backward()
         assert w.grad is not None and w.grad.tolist() == [1, 1]

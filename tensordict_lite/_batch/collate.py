@@ -33,7 +33,7 @@ from .._tree.sendable import is_plain, refuse_unsendable
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
 from .fill import Spec, fill_buffer, whole
-from .join import columns, merged_policy, raise_mismatch, widened
+from .join import merged_policy, raise_mismatch, values_by_key, widened
 from .pad import Pad, Padded, Pads, extra_fields, raise_encoded, require_fit, require_known
 
 D = TypeVar("D", bound=DeviceDict[Any])
@@ -207,10 +207,10 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
     first = next(iter(sample.values()), None)
     if type(first) is Tensor and first.is_cpu:  # most samples; the walk below visits every tensor
         return CPU
-    if type(sample) is dict and _HOST.issuperset(map(type, sample.values())):
-        return canonical(torch.empty(0).device)
-    tensors = tensors_in(sample)
-    return canonical(tensors[0].device if tensors else torch.empty(0).device)
+    are_host = type(sample) is dict and _HOST.issuperset(map(type, sample.values()))
+    tensors = [] if are_host else tensors_in(sample)
+    tensor = tensors[0] if tensors else torch.empty(0)
+    return CPU if tensor.is_cpu else canonical(tensor.device)
 
 
 def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:
@@ -232,6 +232,8 @@ def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type
 class _Walk:
     """Builds the dicts of a batch from all samples at once, depth first, and lists their tensor fields."""
 
+    __slots__ = ("count", "device", "fields", "jagged", "moves", "packs", "pads")
+
     def __init__(
         self, count: int, device: torch.device, moves: bool, packs: bool, pads: Pads | None, jagged: frozenset[Any]
     ) -> None:
@@ -252,7 +254,7 @@ class _Walk:
         if self.pads is not None:
             self.pads.require_new(samples[0], at, "the samples")
         used: dict[str, Any] = {}
-        for key, column in columns(samples, at, "sample", are_dicts):
+        for key, column in values_by_key(samples, at, "sample", are_dicts):
             if not isinstance(key, str):
                 refuse_key(key, at)
             path = (*at, key)
@@ -281,26 +283,28 @@ class _Walk:
 
     def finish(self) -> None:
         """Make the tensors of all fields, and put them into the dicts."""
+        fields = self.fields
         try:
-            tensors = self.tensors()
+            tensors = self.tensors(fields)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            fields, self.fields = self.fields, []
-            for batch, path, value, spec in fields:
-                if type(value) is tuple:
-                    self.examine(batch, path, value)
+            self.fields = []  # in the same order, which decides the layout
+            for field in fields:
+                if type(field[2]) is tuple:
+                    self.examine(*field[:3])
                 else:
-                    self.fields.append((batch, path, value, spec))
-            tensors = self.tensors()
-        for (batch, path, _, _), tensor in zip(self.fields, tensors, strict=True):
+                    self.fields.append(field)
+            fields = self.fields
+            tensors = self.tensors(fields)
+        for (batch, path, _, _), tensor in zip(fields, tensors, strict=True):
             builtin_dict.__setitem__(batch, path[-1], tensor)
 
-    def tensors(self) -> Sequence[Tensor]:
+    def tensors(self, fields: Sequence[_Field]) -> Sequence[Tensor]:
         """The tensors of the fields, in one buffer if they can be packed."""
-        if self.packs and self.fields:
-            return fill_buffer(self.fields, self.count, self.device)
-        return [whole(value, self.device) for _, _, value, _ in self.fields]
+        if self.packs and fields:
+            return fill_buffer(fields, self.count, self.device)
+        return [whole(value, self.device) for _, _, value, _ in fields]
 
     def add(self, batch: DeviceDict[Any], path: Path, value: Any) -> None:
         """List a field that is whole, a tensor or an array. A tensor that cannot be packed is stored as it is."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from .._memory.buffer import in_shared_memory, new_batch_buffer, new_batch_storage, without_elements
 from .._memory.device import CPU
 from .._memory.layout import Layout, Sizes, lay_out, row_major
-from .._memory.packed import packable
 from .pad import Padded
 
 Spec = tuple[torch.dtype, Sizes, bool]
@@ -89,7 +88,7 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
     layout = known.layout
     if known.is_one_stack and not in_shared_memory(layout.nbytes):
         stacked = torch.stack(values[0] if len(values) == 1 else _joined(values))  # its storage is the buffer
-        if not packable(stacked) or not stacked.is_contiguous():
+        if stacked.requires_grad or stacked.layout is not torch.strided or not stacked.is_contiguous():
             raise RuntimeError("the samples cannot be packed")
         # Each part of `unsafe_split` has its own version counter. `unbind` would need `.data` too.
         return [stacked] if len(values) == 1 else stacked.unsafe_split(count)

@@ -99,7 +99,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
     join: Any = torch.stack if verb == "stack" else torch.cat
     policy = merged_policy(trees, at, "dict")
     items: dict[str, Any] = {}
-    for key, column in columns(trees, at, "dict"):
+    for key, column in values_by_key(trees, at, "dict"):
         path = (*at, key)
         if isinstance(column[0], Tensor):
             encoder = policy.encoders.get(key)
@@ -145,7 +145,7 @@ def _leading_dim(codes: Tensor, encoder: object, verb: str, dim: int, path: Path
     return dim % dims
 
 
-def columns(
+def values_by_key(
     mappings: Sequence[Mapping[str, Any]], at: Path, noun: str, are_dicts: bool = False
 ) -> Iterable[tuple[str, Sequence[Any]]]:
     """Every key with its values, one for each mapping. ``are_dicts``: all mappings are plain dicts.
