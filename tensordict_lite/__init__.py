@@ -15,8 +15,8 @@ from ._encoders.builtin import Hashing, Utf8, Vocabulary
 from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
 from ._encoders.tokenizer import Tokenizer
 from ._errors import DeviceMismatchError, InvalidFileError
+from ._tree.encoding import view_read_only
 from ._tree.missing import MissingKeyError
-from ._tree.pickle5 import view_read_only
 
 __all__ = [
     # the container

@@ -21,7 +21,7 @@ from test_distributed import Typed, only_here, sample
 
 from tensordict_lite import DeviceDict
 from tensordict_lite import distributed as d_
-from tensordict_lite._files.manifest import InvalidManifest
+from tensordict_lite._tree.manifest import InvalidManifest
 from tensordict_lite.distributed import channel as channel_module
 from tensordict_lite.distributed import message as message_module
 from tensordict_lite.distributed.channel import Errors

@@ -30,8 +30,8 @@ from tensordict_lite import (
 )
 from tensordict_lite._errors import DEPTH
 from tensordict_lite._files import safetensors as reading
-from tensordict_lite._files.manifest import Reader, describe, paths_of
 from tensordict_lite._files.safetensors import invalid_file  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._tree.manifest import Reader, describe, paths_of
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -223,15 +223,14 @@ class TestAlignment:
                 assert again.clone() == again.pack() == d and (again["c"] + 1).sum() == 15
 
     def test_a_packed_block_that_lies_anywhere(self) -> None:
-        rebuild, (plan, classes, leaves, device, block, specs) = (
-            DeviceDict({"c": torch.ones(3, dtype=torch.complex128), "x": torch.ones(2)}).pack().__reduce_ex__(2)
-        )
+        d = DeviceDict({"c": torch.ones(3, dtype=torch.complex128), "x": torch.ones(2)}).pack()
+        rebuild, (*head, ((block, specs),), leaves) = d.__reduce_ex__(2)
         memory = torch.zeros(block.numel() + 24, dtype=torch.uint8).untyped_storage()
         at = 8 if memory.data_ptr() % 16 == 0 else 16
         moved = (
             torch.empty(0, dtype=torch.uint8).set_(memory[at : at + block.numel()], 0, block.shape, (1,)).copy_(block)
         )
-        again = rebuild(plan, classes, leaves, device, moved, specs)
+        again = rebuild(*head, [(moved, specs)], leaves)
         assert moved.data_ptr() % 16 and again["c"].data_ptr() % 16 == 0
         assert again.is_packed and again.clone() == {"c": torch.ones(3, dtype=torch.complex128), "x": torch.ones(2)}
 
@@ -303,7 +302,7 @@ def test_memory_that_is_short_is_not_the_fault_of_the_file() -> None:
 def test_equal_encoders_share_an_entry() -> None:
     d = DeviceDict({"s": "a"}, encoders={"s": Hashing(8)})
     d["n"] = DeviceDict({"t": "a"}, encoders={"t": Hashing(8)})
-    manifest, leaves, _ = describe(d, lambda encoder, error: None, own=False)
+    manifest, leaves = describe(d, lambda encoder, error: None)
     assert len(manifest["encoders"]) == 1
     assert paths_of(manifest) == [path for path, _ in leaves] == [("s",), ("n", "t")]
 
@@ -326,7 +325,7 @@ class NeverEqual:
 def test_one_encoder_of_two_keys_is_written_once() -> None:
     encoder = NeverEqual()
     d = DeviceDict({"s": "a", "t": "b"}, encoders={"s": encoder, "t": encoder})
-    manifest, _, _ = describe(d, lambda encoder, error: {}, own=False)
+    manifest, _ = describe(d, lambda encoder, error: {})
     assert len(manifest["encoders"]) == 1
 
 
@@ -376,23 +375,6 @@ class TestKeys:
             load(path, keys=["imgae"])
         with pytest.raises(KeyError, match=r"'n\.z' is not in .*/d: 'n' has no 'z'; its keys are 'y'"):
             load(path, keys=[("n", "z")])
-
-
-class TestNestingOfData:
-    """An unused part of a manifest is not read. It is searched for sharing, up to a depth that no real one has."""
-
-    def unused(self, depth: int) -> dict[str, Any]:
-        value: Any = []
-        for _ in range(depth - 2):  # the manifest is at depth 0, its list of encoders at depth 1
-            value = [value]
-        return plan(encoders=[value])
-
-    def test_up_to_the_limit(self, tmp_path: Path) -> None:
-        assert load(forged(tmp_path / "d", self.unused(4 * DEPTH))) == {"x": torch.ones(2)}
-
-    def test_beyond_the_limit(self, tmp_path: Path) -> None:
-        with pytest.raises(InvalidFileError, match=f"it is nested {DEPTH} levels deep or more"):
-            load(forged(tmp_path / "d", self.unused(4 * DEPTH + 1)))
 
 
 class TestReading:

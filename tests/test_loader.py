@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tensordict_lite import DeviceDict, Utf8, collate
 from tensordict_lite._memory import buffer
 from tensordict_lite._memory.buffer import BY_VALUE
-from tensordict_lite._tree.sendable import refuse_unsendable
 
 
 class Samples(Dataset[dict[str, Any]]):
@@ -113,21 +113,20 @@ class TestLoader:
         ):
             list(loader)
         with pytest.raises(TypeError, match=r"^the default encoder <lambda> cannot be pickled"):
-            refuse_unsendable(DeviceDict({"x": 1}, encoders=lambda strings: torch.zeros(len(strings))))
+            ForkingPickler.dumps(DeviceDict({"x": 1}, encoders=lambda strings: torch.zeros(len(strings))))
 
     def test_encoders_that_leave_a_worker(self) -> None:
         found = CountsPickles()
-        nested = {"a": "x", "n": {"b": "y", "a": "z"}}
-        for _ in range(2):
-            refuse_unsendable(collate([nested], encoders={"a": found, "b": found}))
-        assert found.pickled == 1, "in this process, once"
-        refuse_unsendable(collate([{"x": 1.0}], cls=OfItsClass))
+        batch = collate([{"a": "x", "n": {"b": "y", "a": "z"}}], encoders={"a": found, "b": found})
+        again: Any = pickle.loads(ForkingPickler.dumps(batch))
+        assert found.pickled == 1 and type(again.encoders["a"]) is CountsPickles and again == batch
+        assert ForkingPickler.dumps(collate([{"x": 1.0}], cls=OfItsClass))
 
         class Local(CountsPickles):
             pass
 
         with pytest.raises(TypeError, match=r"^'\*': the encoder .* cannot be pickled"):
-            refuse_unsendable(collate([{"n": {"*": "x"}}], encoders={"*": Local()}))
+            ForkingPickler.dumps(collate([{"n": {"*": "x"}}], encoders={"*": Local()}))
 
     def test_a_batch_is_one_file_descriptor(self) -> None:
         loader = DataLoader(Samples(), batch_size=1, num_workers=1, collate_fn=collate)

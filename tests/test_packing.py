@@ -517,86 +517,37 @@ class TestPickled:
             torch.multiprocessing.set_sharing_strategy(before)
 
     def test_a_damaged_one_is_refused(self) -> None:
-        from tensordict_lite.unpickle import restore  # noqa: PLC0415
-
-        function, (cls, items, device, policy, block, specs) = sample().pack().__reduce__()
-        assert function is restore and restore(cls, items, device, policy, block, specs) == sample()
+        rebuild, (*head, ((block, specs),), leaves) = sample().pack().__reduce__()
+        assert rebuild(*head, [(block, specs)], leaves) == sample()
         (dtype, shape, stride, members), *rest = specs
         layouts = [
-            None, [], 3, [None], specs[:-1], [*specs, (dtype, shape, stride, [9])], [(dtype, (1 << 40,), (1,), members), *rest],
-            [(dtype, shape, stride, [1 << 60, 1]), *rest[1:]], [(dtype, (-1, 3), stride, members), *rest],
-            [(dtype, shape, (1,), members), *rest], [(dtype, shape, stride, [0, 0]), *rest],
-            [(dtype, shape, stride, [-1, 1]), *rest], [(dtype, shape, stride, ["0", "1"]), *rest],
-            [(dtype, shape, stride, torch.zeros(1, dtype=torch.int64).expand(1 << 40)), *rest],
-            [("float32", shape, stride, members), *rest], [(torch.qint8, shape, stride, members), *rest],
-            [(dtype, ("2", 3), stride, members), *rest], [(dtype, (2.0, 3), stride, members), *rest],
-            [(dtype, shape, (3, True), members), *rest], [(dtype, (0, 1 << 70), stride, members), *rest],
-            [(dtype, shape, stride), *rest], [[dtype, shape, stride, members], *rest],
+            None, [], 3, [None], (*specs, (dtype, shape, stride, [9])), ((dtype, (1 << 70,), (1,), members), *rest),
+            ((dtype, (-1, 3), stride, members), *rest), ((dtype, shape, (1,), members), *rest),
+            ((dtype, shape, stride, (0, 0)), *rest), ((dtype, shape, stride, (-1, 1)), *rest),
+            ((dtype, shape, stride, ("0", "1")), *rest), ((dtype, shape, stride, ()), *rest),
+            ((dtype, shape, stride, torch.zeros(1, dtype=torch.int64).expand(1 << 40)), *rest),
+            (("float32", shape, stride, members), *rest), ((torch.qint8, shape, stride, members), *rest),
+            ((dtype, ("2", 3), stride, members), *rest), ((dtype, (0, 1 << 70), stride, members), *rest),
+            ((dtype, shape, stride), *rest), ([dtype, shape, stride, members], *rest),
         ]  # fmt: skip
         for bad in layouts:
-            with pytest.raises(ValueError, match=r"^the layout of a packed dict"):
-                restore(cls, items, device, policy, block, bad)
+            with pytest.raises(ValueError, match=r"^the layout of a pickled dict is damaged$"):
+                rebuild(*head, [(block, bad)], leaves)
+        for bad in (specs[:-1], ((dtype, (1 << 40, 1), stride, members), *rest)):
+            with pytest.raises(ValueError, match="a buffer of a pickled dict has"):
+                rebuild(*head, [(block, bad)], leaves)
         for bad in (block[:10].clone(), block[:10]):
-            with pytest.raises(ValueError, match=r"^the layout of a packed dict"):
-                restore(cls, items, device, policy, bad, specs[:-1])
-        for bad in (block.to(torch.float32), "block", block.view(1, -1), block.to_sparse(), 1):
+            with pytest.raises(ValueError, match="a buffer of a pickled dict has"):
+                rebuild(*head, [(bad, specs[:-1])], leaves)
+        for bad in (block.to(torch.float32), block.view(1, -1), block.to_sparse()):
             with pytest.raises(ValueError, match=r"^the storage of a packed dict is damaged"):
-                restore(cls, items, device, policy, bad, specs)  # pyright: ignore[reportArgumentType]
+                rebuild(*head, [(bad, specs)], leaves)
+        for bad in ("block", 1, {}):
+            with pytest.raises(TypeError, match=r"^expected a contiguous buffer of bytes for a pickled dict"):
+                rebuild(*head, [(bad, specs)], leaves)
         for value in (99, -1, True, False, (1, 2), [], None, "x", [DeviceDict, {}], 1.5):
-            with pytest.raises((ValueError, TypeError), match=r"^the item 'x' of a packed dict is damaged"):
-                restore(cls, {**items, "x": value}, device, policy, block, specs)
-        for nested in ([dict, {}, None], [DeviceDict, [], None], [3, {}, None]):
-            with pytest.raises(TypeError, match=r"^expected a"):
-                restore(cls, {**items, "x": nested}, device, policy, block, specs)
-        endless: list[Any] = [DeviceDict, {}, None]
-        endless[1]["again"] = endless
-        with pytest.raises(ValueError, match="holds itself, or is nested too deep"):
-            restore(cls, {**items, "x": endless}, device, policy, block, specs)
-        assert sample().pack() == sample(), "what was refused is not remembered"
-
-    def test_equal_dicts_give_equal_bytes_and_nothing_that_lay_there_before(self) -> None:
-        def forget(secret: bytes) -> None:
-            for _ in range(200):
-                torch.frombuffer(bytearray(secret * 500), dtype=torch.uint8).clone()
-
-        def packed() -> DeviceDict:
-            return DeviceDict({f"k{i}": torch.full((1 + i % 5,), i) for i in range(45)}).pack()
-
-        def memory(d: DeviceDict) -> Tensor:
-            return torch.empty(0, dtype=torch.uint8).set_(d._tensors()[0].untyped_storage())
-
-        forget(b"SECRET")
-        first = packed()
-        forget(b"OTHER.")
-        assert b"SECRET" not in pickle.dumps(first) and memory(packed()).equal(memory(first))
-        large = DeviceDict({"a": torch.ones(100_003, dtype=torch.uint8), "b": torch.ones(100_003, dtype=torch.uint8),
-                            "c": torch.ones(3), "d": torch.ones(3), "e": torch.ones(5)})  # fmt: skip
-        assert int((memory(large.pack()) != 0).sum()) == 200_006 + 2 * 11, "1.0 has two bytes that are not zero"
-
-    def test_fields_that_have_a_part_of_a_storage_are_not_written_with_all_of_it(self) -> None:
-        """Pickle writes the storage of each tensor whole: fifty fields of a block would be fifty blocks."""
-        d = DeviceDict({f"k{i}": torch.full((1000,), float(i)) for i in range(50)})
-        plain = len(pickle.dumps(d))
-        packed = d.pack()
-        packed["more"] = 1
-        for part in (
-            packed,
-            packed.select("k0", "k1"),
-            DeviceDict({"obs": packed})["obs"],
-            DeviceDict({"row": packed["k3"][2:5]}),
-        ):
-            again = pickle.loads(data := pickle.dumps(part))
-            again._check()
-            assert again == part and len(data) < plain + 1000 and (len(part) > 2 or len(data) < 10_000)
-
-    def test_fields_that_overlap_are_still_one_memory_after_torch_save(self) -> None:
-        base = torch.arange(10.0)
-        file = io.BytesIO()
-        torch.save(DeviceDict({"all": base, "row": base[2:5]}), file)
-        file.seek(0)
-        again = torch.load(file)
-        again["all"].zero_()
-        assert not again["row"].any()
+            with pytest.raises(ValueError, match="a tensor is missing"):
+                rebuild(*head, [(block, specs)], [value, *range(1, len(block))])
 
 
 class TestUnderTransforms:

@@ -253,29 +253,19 @@ class TestPolicyAsData:
 
     FULL = Policy({"s": A}, B, "move", "keep", torch.float64)
 
-    @pytest.mark.parametrize("policy", [Policy(), FULL, Policy({"s": C}), Policy({}, B), Policy(dtype=torch.float16)])
-    def test_state(self, policy: Policy) -> None:
-        state = policy.to_state()
-        assert type(state["encoders"]) is dict and Policy.from_state(state) == policy
-
     def test_an_option_with_its_default_is_not_written(self) -> None:
-        assert list(Policy().to_state()) == ["encoders", "default_encoder"] and Policy().options_to_json() == {}
+        assert Policy().options_to_json() == {}
         data = self.FULL.options_to_json()
         assert data == {"on_mismatch": "move", "objects": "keep", "dtype": "float64"}
         assert Policy().override(**options_from_json(data)) == Policy({}, Utf8(), "move", "keep", torch.float64)
 
     def test_an_option_that_a_file_lacks_has_its_default(self) -> None:
         assert Policy().override(**options_from_json({"objects": "keep"})) == Policy(objects="keep")
-        assert Policy.from_state({"encoders": {}, "default_encoder": Utf8(), "objects": "keep"}) == Policy(
-            objects="keep"
-        )
 
     def test_an_option_of_a_newer_version(self) -> None:
         message = "^the option 'later' is unknown; it may need a newer version of this package$"
         with pytest.raises(ValueError, match=message):
             options_from_json({"later": 1})
-        with pytest.raises(ValueError, match=message):
-            Policy.from_state({"encoders": {}, "default_encoder": Utf8(), "later": 1})
 
     @pytest.mark.parametrize("wrong", ["int64", "bool", "nonsense", 1, ["float64"], {}, False])
     def test_a_wrong_dtype_of_a_file(self, wrong: Any) -> None:

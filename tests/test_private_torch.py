@@ -36,11 +36,10 @@ REASONS = {
     "torch._foreach_zero_": FOREACH,
     "torch._utils.ExceptionWrapper": "what a DataLoader raises again in the main process",
     "torch.autograd.forward_ad._current_level": "whether forward-mode AD is active; there is no public name",
-    "torch.serialization._save": "whether torch.save is the caller; the package works without it",
     "torch.utils._pytree": "no supported torch has a public name for its pytree in Python",
     "torch.utils.data._utils.collate.default_collate_fn_map": "documented as the place to register a type",
 }
-OPTIONAL = {"torch._foreach_clone", "torch.serialization._save", "torch._C._dynamo.guards.TensorGuards"}
+OPTIONAL = {"torch._foreach_clone", "torch._C._dynamo.guards.TensorGuards"}
 ON_INSTANCES = {name for kind in (torch.Tensor, torch.UntypedStorage) for name in dir(kind)}
 
 

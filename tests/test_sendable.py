@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import io
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, Utf8, collate
+from tensordict_lite import DeviceDict, TypedDeviceDict, Utf8, collate, unpickle
 from tensordict_lite._memory.buffer import BY_VALUE
 from tensordict_lite._tree import sendable as sendable_module
 
@@ -56,13 +57,6 @@ def local_nested() -> DeviceDict:
     return DeviceDict({"n": DeviceDict({"m": 1.0})})._new(
         {"n": local_class()}, torch.device("cpu"), DeviceDict._class_policy
     )
-
-
-def local_key() -> DeviceDict:
-    class Key(str):
-        pass
-
-    return DeviceDict({"n": {Key("k"): torch.ones(2)}})
 
 
 @functools.cache
@@ -110,7 +104,6 @@ BAD: dict[Callable[[], DeviceDict], str] = {
     local_class: rf"the class local_class\.<locals>\.Local {END}; define it at the top of a module",
     local_typed: rf"the class local_typed\.<locals>\.Local {END}",
     local_nested: rf"'n': the class local_class\.<locals>\.Local {END}",
-    local_key: rf"'n\.k': the key, of type local_key\.<locals>\.Key, {END}; use a plain str",
     local_tensor: rf"'x': the strided own_class\.<locals>\.Own on cpu {END}; convert it to a plain tensor",
     deep: r"is nested more than 64 levels deep, or holds itself; flatten it first",
     kept: rf"'f': the kept function {END}; drop it",
@@ -160,6 +153,11 @@ class Puts(Dataset[Any]):
             raise IndexError
         self.queue.put((i, computed()))
         return i
+
+
+def inside(batch: Any) -> Any:
+    """The dict in a batch of `Made`."""
+    return batch[1] if isinstance(batch, (tuple, list)) else batch["a"][0]
 
 
 def only(samples: list[Any]) -> Any:
@@ -221,12 +219,13 @@ class TestLoader:
     @pytest.mark.parametrize("within", ["tuple", "dict"])
     @pytest.mark.parametrize("name", ["computed", "local_class", "deep", "kept"])
     def test_inside_of_other_containers(self, name: str, within: str, pin: bool) -> None:
+        """The error comes with the batch, or where the dict is used, and the next batch arrives."""
         error, message = error_of(name)
         batches = iter(loader_of(Made(name, within), pin))
         next(batches)
         with pytest.raises(error, match=f"(?s)in DataLoader worker process 0.*{message}"):
-            next(batches)
-        assert next(batches) is not None, "the third sample arrives"
+            inside(next(batches))["x"]
+        assert inside(next(batches))["i"] == 2
         with pytest.raises(StopIteration):
             next(batches)
 
@@ -235,12 +234,10 @@ class TestLoader:
         """A custom collate_fn returns another container: each bad batch raises, and the next ones arrive in order."""
         loader = loader_of(Made("computed", within), pin, batch_size=1, collate_fn=only, num_workers=2)
         batches = iter(loader)
-        first = next(batches)
+        first = inside(next(batches))
         with pytest.raises(TypeError, match=f"(?s)in DataLoader worker process 1.*{BAD[computed]}"):
-            next(batches)
-        third = next(batches)
-        dicts = [batch[1] if within == "tuple" else batch["a"][0] for batch in (first, third)]
-        assert [int(d["i"]) for d in dicts] == [0, 2]
+            len(inside(next(batches)))
+        assert [int(first["i"]), int(inside(next(batches))["i"])] == [0, 2]
         assert list(batches) == []
 
     @pytest.mark.parametrize("within", ["tuple", "dict"])
@@ -248,25 +245,31 @@ class TestLoader:
         batches = iter(loader_of(Made("kept", within, everywhere=True), pin))
         for _ in range(3):
             with pytest.raises(TypeError, match="'f': the kept function"):
-                next(batches)
+                dict(**inside(next(batches)))
         with pytest.raises(StopIteration):
             next(batches)
 
-    def test_a_queue_of_the_dataset_is_not_the_loaders(self) -> None:
+    @pytest.mark.parametrize("use", [lambda d: d["x"], lambda d: d.to("cpu"), len, list, lambda d: "x" in d, dict])
+    def test_every_use_of_the_stand_in_raises(self, use: Callable[[Any], Any]) -> None:
+        one = unpickle.Unsent(TypeError("'x': no"), "in a worker")
+        for unsent in (one, pickle.loads(pickle.dumps(one)), copy.copy(one)):
+            with pytest.raises(TypeError, match=r"(?s)^Caught TypeError in a worker\..*'x': no"):
+                use(unsent)
+
+    def test_a_queue_of_the_dataset(self) -> None:
         queue = torch.multiprocessing.get_context("fork").Queue()
         (batch,) = loader_of(Puts(queue))
         assert batch == 0
-        with pytest.raises(TypeError, match=f"(?s)in a process that sends to this one.*{BAD[computed]}"):
-            queue.get(timeout=WAIT)
+        with pytest.raises(TypeError, match=f"(?s)in DataLoader worker process 0.*{BAD[computed]}"):
+            queue.get(timeout=WAIT)[1]["n"]
 
     @pytest.mark.parametrize("collate_fn", [collate, default_collate])
     @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("local_nested", "mkldnn")])
     def test_a_batch_is_named(self, name: str, collate_fn: Any, pin: bool) -> None:
         loader = loader_of(Made(name, everywhere=True), pin, batch_size=2, collate_fn=collate_fn)
         error, message = error_of(name)
-        with pytest.raises(error, match=message.replace("kept function", "kept list")) as caught:
+        with pytest.raises(error, match=message.replace("kept function", "kept list")):
             list(loader)
-        assert name == "deep" or "collate.py" in str(caught.value), "raised where the samples are collated"
 
     def test_parameters_are_named_where_they_are_stacked(self, pin: bool) -> None:
         for collate_fn in (collate, default_collate):
@@ -277,10 +280,11 @@ class TestLoader:
         assert first["x"].requires_grad or pin
 
     def test_beside_a_label_under_default_collate(self, pin: bool) -> None:
+        batches = iter(loader_of(Made("kept", "sample", everywhere=True), pin, batch_size=2))
         with pytest.raises(TypeError, match="'f': the kept list"):
-            list(loader_of(Made("kept", "sample", everywhere=True), pin, batch_size=2))
+            next(batches)[0]["x"]
 
-    @pytest.mark.parametrize("name", ["computed", "local_key"])
+    @pytest.mark.parametrize("name", ["computed", "local_class"])
     def test_persistent_workers(self, name: str, pin: bool) -> None:
         loader = loader_of(Made(name), pin, num_workers=2, persistent_workers=True)
         for _ in range(2):
@@ -348,7 +352,7 @@ class TestElsewhere:
         process.start()
         error, message = error_of(name)
         with pytest.raises(error, match=f"(?s)in a process that sends to this one.*{message}"):
-            queue.get(timeout=WAIT)
+            queue.get(timeout=WAIT)["x"]
         assert queue.get(timeout=WAIT) == "after"
         process.join(WAIT)
 
@@ -369,7 +373,7 @@ class TestElsewhere:
             assert pool.apply_async(echo, (1,)).get(WAIT) == 1
         with ProcessPoolExecutor(1, mp_context=context) as executor:
             with pytest.raises(TypeError, match=error_of("local_class")[1]):
-                executor.submit(echo, local_class()).result(WAIT)
+                executor.submit(len, local_class()).result(WAIT)
             with pytest.raises(TypeError, match=error_of("local_class")[1]):
                 executor.submit(make, "local_class").result(WAIT)
             assert executor.submit(echo, 1).result(WAIT) == 1
@@ -383,35 +387,15 @@ class TestCost:
         for d in (DeviceDict(plain), DeviceDict(plain, encoders={"s": Utf8(8)}), keeps, keeps.pack()):
             ForkingPickler.dumps(d)
 
-    def test_an_encoder_of_many_dicts_is_written_once(self) -> None:
-        dicts = [DeviceDict({"s": "a"}, encoders={"s": Big()}) for _ in range(4)]
-        shared = dicts[0]._policy
-        for d in dicts:
-            d._policy = shared
-        first = len(ForkingPickler.dumps(dicts[0]))
-        assert len(ForkingPickler.dumps(dicts)) < 2 * first
-
     def test_a_trial_opens_no_file(self) -> None:
         d = Keeps({"w": torch.ones(2, requires_grad=True), "x": torch.ones(2), "o": Odd({1})})
-        assert not sendable_module.is_plain(d)
         before = d["x"].is_shared(), d["w"].is_shared()
-        sendable_module.refuse_unsendable(d)
+        sendable_module._refuse_unsendable(d)
         assert (d["x"].is_shared(), d["w"].is_shared()) == before == (False, False)
 
     def test_the_copy_for_files_raises_as_ever(self) -> None:
         with pytest.raises((AttributeError, pickle.PicklingError)):
             pickle.dump(local_class(), io.BytesIO())
-
-
-class Big:
-    def __init__(self) -> None:
-        self.words = "x" * 100_000
-
-    def encode(self, strings: Any) -> Tensor:
-        return torch.zeros(len(strings))
-
-    def decode(self, codes: Any) -> list[str]:
-        return [""] * len(codes)
 
 
 class Unsteady:
@@ -431,17 +415,6 @@ class TestOtherErrors:
     def test_an_error_that_the_trial_does_not_repeat(self) -> None:
         with pytest.raises(TypeError, match=r"^this Keeps cannot be sent to another process: not yet$"):
             ForkingPickler.dumps(Keeps({"o": Unsteady()}))
-
-    def test_too_deep_to_search(self) -> None:
-        d = DeviceDict({"x": torch.ones(2)})
-        for _ in range(2000):
-            d = DeviceDict._new({"a": d}, d.device, DeviceDict._class_policy)
-        message = r"^this DeviceDict is nested too deep to be sent to another process; send d\.flatten\(\)$"
-        with pytest.raises(ValueError, match=message):
-            ForkingPickler.dumps(d)
-
-    def test_a_device_without_shared_memory_is_tried(self) -> None:
-        assert not sendable_module.is_plain(DeviceDict({"x": torch.ones(1, device="meta")}))
 
 
 DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
@@ -531,6 +504,6 @@ class TestByValue:
 
     @pytest.mark.parametrize("data", [b"", b"abc", bytes(1000)])
     def test_bytes_that_do_not_fit_are_refused(self, data: bytes) -> None:
-        function, (cls, items, device, policy, _, specs) = DeviceDict._sent(packed())
-        with pytest.raises(ValueError, match="the layout of a packed dict does not fit its storage"):
-            function(cls, items, device, policy, data, specs)
+        function, (text, classes, encoders, device, ((_, specs),), leaves) = DeviceDict._sent(packed())
+        with pytest.raises(ValueError, match=rf"a buffer of a pickled dict has {len(data)} bytes, expected"):
+            function(text, classes, encoders, device, [(data, specs)], leaves)

@@ -22,14 +22,12 @@ from .._dict.insert import place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import encode_nested, padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper, with_path
-from .._memory.buffer import in_worker_process
 from .._memory.device import CPU, canonical
 from .._memory.jagged import join_jagged
 from .._memory.packed import can_pack, find_unpackable, packable
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
-from .._tree.sendable import is_plain, refuse_unsendable
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
 from .fill import Spec, fill_buffer, whole
@@ -150,7 +148,6 @@ def collate(
         require_known("jagged=", key, batch, "sample", "")
     if isinstance(encoders, Mapping):
         _require_known_encoders(encoders, batch)
-    _refuse_in_worker(batch)
     return cast(D, batch)
 
 
@@ -177,14 +174,7 @@ def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objec
     batch: Any = d
     if not (kind is type(d) and encoders is objects is None):
         batch = kind(d, encoders=encoders, objects=objects)
-    _refuse_in_worker(batch)
     return batch if pack else batch.clone()
-
-
-def _refuse_in_worker(batch: DeviceDict[Any]) -> None:
-    """In a worker process, raise the error that names the field or class if ``batch`` cannot be sent."""
-    if in_worker_process() and not is_plain(batch):
-        refuse_unsendable(batch)
 
 
 def _require_mappings(samples: Sequence[object]) -> None:

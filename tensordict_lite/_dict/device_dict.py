@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from operator import is_
 from types import MappingProxyType
@@ -19,14 +17,14 @@ from typing_extensions import Never, Self, Unpack
 
 from .._encoders.protocol import StringEncoder, as_given, decode_nested
 from .._errors import Path, dotted, refuse_deeper, with_path
-from .._files import safetensors, torch_save
+from .._files import safetensors
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array, pin
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.packed import can_pack, find_buffer, map_buffer, pack
 from .._memory.transfer import clone_tensors, transfer
 from .._tables.reader import read_table
-from .._tree import pickle5, sendable
+from .._tree import encoding, sendable
 from .._tree.columns import arrow_items, pandas_items
 from .._tree.compare import agree, values_agree
 from .._tree.missing import INSTEAD, NoAttribute, missing_key, rows_hint
@@ -1228,14 +1226,7 @@ class DeviceDict(TreeDict[V]):
             batch_size = counts.pop() if len(counts) == 1 else ()
         return tensordict.TensorDict(self.to_dict(), batch_size=batch_size, device=self._device)
 
-    def __reduce_ex__(self, protocol: Any, /) -> Any:
-        if protocol == torch_save.SAVE_PROTOCOL and type(self).__reduce__ is TreeDict.__reduce__:
-            with suppress(torch_save.NotKept):
-                return torch_save.reduce_saved(self)
-        elif protocol == pickle5.BUFFER_PROTOCOL and not torch_save.is_saving(sys._getframe(1)):
-            return pickle5.reduce_buffers(self) or self.__reduce__()
-        return self.__reduce__()
-
+    _reduction = encoding.reduction
     _sent = staticmethod(sendable.sent)
 
     # --- display ---

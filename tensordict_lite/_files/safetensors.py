@@ -34,10 +34,10 @@ from .._memory.layout import ALIGNMENT, row_major
 from .._memory.mapped import map_file
 from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
+from .._tree.manifest import Manifest, Reader, choose_from, describe, invalid
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict
 from .atomic_write import FilePath, atomic_write
-from .manifest import Manifest, Reader, choose_from, describe, invalid
 
 MANIFEST = "tensordict_lite"
 """The key of the manifest in the metadata."""
@@ -69,7 +69,7 @@ def import_library() -> Any:
 def write(d: TreeDict[Any], path: FilePath) -> None:
     """Save ``d``: see `DeviceDict.save`."""
     specs = import_library().TensorSpec
-    manifest, leaves, _ = describe(d, by_name, own=False)
+    manifest, leaves = describe(d, by_name)
     refuse_unwritable(leaves)
     tensors = [value for _, value in leaves]
     names = field_names([path for path, _ in leaves])
@@ -191,7 +191,7 @@ def read_file(
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with invalid_file(of, library.SafetensorError):
-        return reader.build(choose_from(cls), moved.__getitem__, device, own=False)
+        return reader.build(choose_from(cls), moved.__getitem__, device)
 
 
 def reading(
@@ -285,7 +285,7 @@ def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Man
     The dtype is None unless the tensor is stored as pairs of real numbers.
     """
     if MANIFEST not in metadata:  # another program wrote the file: a flat dict, with the tensor names as keys
-        manifest, _, _ = describe(TreeDict[Any]._new((), None, Policy()), by_name, own=False)
+        manifest, _ = describe(TreeDict[Any]._new((), None, Policy()), by_name)
         manifest["root"]["items"] = [[name, i] for i, name in enumerate(names)]
         return manifest, [(name, None) for name in names]
     text = metadata[MANIFEST]

@@ -116,13 +116,6 @@ def without_elements(dtype: torch.dtype, device: torch.device, inference: bool) 
         return torch.empty(0, dtype=dtype, device=device)
 
 
-def buffer_from(data: bytes) -> Tensor:
-    """A new buffer on the CPU with a copy of these bytes. The copy is writable, and aligned as torch aligns."""
-    out = new_buffer(len(data), CPU)
-    out.numpy()[:] = np.frombuffer(data, np.uint8)
-    return out
-
-
 def flat_over(storage: torch.UntypedStorage, dtype: torch.dtype, count: int, device: torch.device) -> Tensor:
     """The first ``count`` elements of a storage on ``device``, as ``dtype``[count]."""
     return view_over(storage, dtype, (count,), (1,), 0, device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .buffer import PACKABLE, buffer_from, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
+from .buffer import PACKABLE, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
 from .device import capabilities, intercepted
 from .layout import ALIGNMENT, Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
@@ -255,30 +255,6 @@ def pack_into(tensors: list[Tensor], layout: Layout, device: torch.device) -> Te
     buffer = clear_gaps(new_buffer(layout.nbytes, device), layout)
     views_of(layout, copy_into(buffer, layout, tensors), tensors)
     return buffer
-
-
-def from_buffer(buffer: Any, specs: Any) -> dict[int, Tensor]:
-    """Rebuild packed tensors, by index. A pickle contains ``buffer``, or its bytes, and the groups of its layout.
-
-    Raises ``ValueError`` if the arguments do not fit each other. They may come from a damaged or forged file.
-    """
-    buffer = buffer_from(buffer) if type(buffer) is bytes else materialize(buffer)
-    if not (type(buffer) is Tensor and packable(buffer) and buffer.dtype == torch.uint8 and buffer.dim() == 1):
-        raise ValueError("the storage of a packed dict is damaged")
-    if type(specs) is not list or not all(is_saved_group(group) for group in specs):
-        raise ValueError("the layout of a packed dict is damaged")
-    groups = [((dtype, shape, stride), members) for dtype, shape, stride, members in specs]
-    layout = lay_out(groups)
-    indices = layout.members
-    if buffer.untyped_storage().nbytes() != layout.nbytes or len(set(indices)) != len(indices):
-        raise ValueError("the layout of a packed dict does not fit its storage")
-    storage = buffer.untyped_storage()
-    if buffer.is_cpu and storage.data_ptr() % max((run.dtype.itemsize for run in layout.runs), default=1):
-        # A memory-mapped file that torch did not write may be misaligned, and kernels would crash.
-        buffer = flat_over(storage.clone(), torch.uint8, layout.nbytes, buffer.device)
-    out: dict[int, Tensor] = {}
-    views_of(layout, regions(buffer, layout), out)
-    return out
 
 
 def materialize(value: Any) -> Any:

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from .._errors import Path, dtype_name
 from .._files.atomic_write import FilePath
-from .._files.manifest import Reader, choose_from, invalid
 from .._files.safetensors import (
     MAX_MANIFEST,
     PAIRS,
@@ -46,6 +45,7 @@ from .._memory.layout import row_major
 from .._memory.mapped import map_append_only
 from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
+from .._tree.manifest import Reader, choose_from, invalid
 from .._tree.policy import Encoders
 
 INDEX = "table.json"
@@ -252,7 +252,7 @@ def read_table(
         tensors = [_map_field(folder, index.columns[i], index.rows) for i in reader.numbers]
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with invalid_file(folder, library.SafetensorError):
-        return reader.build(choose_from(cls), moved.__getitem__, device, own=False)
+        return reader.build(choose_from(cls), moved.__getitem__, device)
 
 
 def _map_field(folder: str, column: Column, rows: int) -> Tensor:
@@ -287,8 +287,7 @@ def _map_column(folder: str, column: Column, rows: int) -> Tensor:
     path = os.path.join(folder, column.file)
     with missing_column(column), open_regular(path) as file:
         check_file(file, column, rows)
-        memory = map_append_only(file.fileno(), path, column.header_size + rows * column.nbytes)
-    return rows_in(memory, column, rows)
+        return map_append_only(file.fileno(), path, column.header_size, column.dtype, (rows, *column.shape))
 
 
 def rows_in(memory: torch.UntypedStorage, column: Column, rows: int) -> Tensor:

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from .._errors import Path, dotted
 from .._files.atomic_write import FilePath, replace_file, sync_file, sync_folder
-from .._files.manifest import Manifest, Reader, choose_from, describe
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
 from .._memory.mapped import map_file
+from .._tree.manifest import Manifest, Reader, choose_from, describe
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
@@ -460,7 +460,7 @@ def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     Raises ``FileExistsError`` if the folder is not empty, and the errors of `DeviceDict.save`.
     """
     import_library()
-    manifest, leaves, _ = describe(d, partial(by_name, way_out="pass like=d.to_dict()"), own=False)
+    manifest, leaves = describe(d, partial(by_name, way_out="pass like=d.to_dict()"))
     columns = _new_columns(leaves)
     text = index_text(columns, manifest)
     name = os.path.abspath(os.fsdecode(path))
@@ -525,7 +525,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
                 else JaggedRows.of(c.dtype, c.shape)
                 for c in index.columns
             ]
-            fields = reader.build(choose_from(cls), empty.__getitem__, CPU, own=False)
+            fields = reader.build(choose_from(cls), empty.__getitem__, CPU)
         if encoders is not None:
             refuse_unknown_keys(fields, encoders, "this table")
             _refuse_other_encoders(fields, index.manifest)
@@ -552,9 +552,7 @@ def refuse_unknown_keys(d: TreeDict[Any], encoders: Encoders | None, owner: str)
 
 def _refuse_other_encoders(fields: TreeDict[Any], manifest: Manifest) -> None:
     """Raise ``ValueError`` if ``fields`` has another encoder for a key than the valid manifest of a table."""
-    ours, _, _ = describe(
-        fields, lambda given, error: {"name": repr(given) if error else getattr(given, "name", "")}, own=False
-    )
+    ours, _ = describe(fields, lambda given, error: {"name": repr(given) if error else getattr(given, "name", "")})
     for (path, found), (_, given) in zip(_encoders_in(manifest), _encoders_in(ours), strict=True):
         if json.dumps(given) != json.dumps(found):
             raise ValueError(

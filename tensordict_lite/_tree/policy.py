@@ -139,17 +139,6 @@ class Policy:
         """The encoder of ``key``."""
         return self.encoders.get(key, self.default_encoder)
 
-    def to_state(self) -> dict[str, Any]:
-        """The state for pickle: plain data and encoders. Pickle writes an encoder once if several dicts share it."""
-        return {"encoders": dict(self.encoders), "default_encoder": self.default_encoder, **self._changed()}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Policy:
-        """The policy from a `to_state` result. Validates every option again."""
-        options = dict(state)
-        _refuse_unknown(options.keys() - {"encoders", "default_encoder"})
-        return cls(default_encoder=as_encoder(options.pop("default_encoder"))).override(**options)
-
     def options_to_json(self) -> dict[str, Any]:
         """The options except the encoders, as JSON values. An option with its default value is left out."""
         return {name: _OPTIONS[name]["to_json"](value) for name, value in self._changed().items()}

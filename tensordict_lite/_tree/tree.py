@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,9 +13,7 @@ from typing_extensions import Self, TypeVar, Unpack
 
 from .._encoders.protocol import StringEncoder
 from .._errors import DEPTH, DeviceMismatchError, Path, dotted, refuse_deeper
-from .._memory.buffer import buffer_of
 from .._memory.device import CPU, canonical, resolve
-from .._memory.packed import are_slices, can_pack, find_buffer, from_buffer, materialize, pack
 from . import pytree
 from .compare import agree, equal
 from .policy import OPTIONS, Options, Policy, refuse_option
@@ -28,8 +25,6 @@ V = TypeVar("V", default=Tensor)
 # its methods, because torch.compile can trace `dict.update(d, ...)` only through the class.
 builtin_dict: Any = dict
 
-PackedState = tuple[Tensor | bytes | None, list[Any] | None, dict[int, int]]
-"""The buffer of a packed dict or its bytes, the specs of its layout, and the index of each tensor by its id."""
 _classes: WeakValueDictionary[str, type[Any]] = WeakValueDictionary()
 """Every subclass by module and qualified name. Of two classes with the same name, the class that was defined last."""
 
@@ -57,7 +52,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             refuse_option(cls.__name__, next(iter(kwargs)), declared=True)
         _classes[name_of(cls)] = cls
         pytree.register(cls, _pytree_context, _pytree_unflatten)
-        # A process that shares memory gets the storage itself. `__reduce__` would copy slices of a larger storage.
+        # A process that shares memory gets the storage itself. `_reduction` would copy slices of a larger storage.
         ForkingPickler.register(cls, cls._sent)
         if len(options) > len(kwargs):
             cls._class_options = {name: value for name, value in options.items() if name not in kwargs}
@@ -220,27 +215,21 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def __copy__(self) -> Self:
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        out = self._new((), self._device, self._policy)
-        memo[id(self)] = out
-        builtin_dict.update(out, {key: copy.deepcopy(value, memo) for key, value in self.items()})
-        return out
-
     def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduction(4)
+
+    def __reduce_ex__(self, protocol: Any, /) -> Any:
         # Not pickle's default for a subclass of dict: it sets the items one by one, before it restores any state.
-        return reduce_args(self._compacted())
+        return self.__reduce__() if reduces_itself(self) else self._reduction(protocol)
+
+    def _reduction(self, protocol: int, /) -> tuple[Any, ...]:
+        """The reduction for pickle, ``copy.deepcopy`` and ``torch.save``."""
+        raise NotImplementedError  # pragma: no cover  (`DeviceDict` overrides this method)
 
     @staticmethod
     def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
         """The reduction for a process that shares memory with this one."""
-        return reduce_args(d)  # pragma: no cover  (`DeviceDict` overrides this method)
-
-    def _compacted(self) -> Self:
-        """This dict, or a packed copy if a tensor is a slice of a larger storage. Pickle writes whole storages."""
-        device, tensors = self._device, self._tensors()
-        if device is None or not (can_pack(device) and are_slices(tensors)):
-            return self
-        return self._replace_tensors(pack(tensors, device), device)
+        raise NotImplementedError  # pragma: no cover  (`DeviceDict` overrides this method)
 
     # --- comparing ---
 
@@ -344,31 +333,9 @@ def _pytree_unflatten(
     return out
 
 
-def reduce_args(d: TreeDict[Any], state: PackedState | None = None) -> tuple[Any, ...]:
-    """The reduction of ``d`` for pickle: `restore` and its arguments. Pickle writes the buffer of a packed dict.
-
-    ``state``: the result of `packed_state`, if the caller has it. Raises ``TooDeep``.
-    """
-    dicts_of(d)
-    device = None if d._device is None else str(d._device)
-    buffer, specs, numbers = packed_state(d) if state is None else state
-    states: dict[int, dict[str, Any]] = {}
-    items = dict(d) if buffer is None else packed_items(d, numbers, states)
-    return restore, (type(d), items, device, policy_state(d, states), buffer, specs)
-
-
-def packed_state(d: TreeDict[Any], *, alone: bool = False) -> tuple[Tensor | None, list[Any] | None, dict[int, int]]:
-    """The `PackedState` of a dict; ``(None, None, {})`` for a dict that is not packed.
-
-    ``alone``: a single tensor that fills its storage counts as packed.
-    """
-    tensors = d._tensors()
-    found = find_buffer(tensors, d._device, alone=alone)
-    if found is None:
-        return None, None, {}
-    layout = found.layout
-    specs = [(*spec, members) for spec, members in layout.groups]
-    return buffer_of(tensors, layout), specs, {id(tensors[i]): i for i in layout.members}
+def reduces_itself(d: TreeDict[Any]) -> bool:
+    """Whether the class of ``d`` defines how it is pickled."""
+    return type(d).__reduce__ is not TreeDict.__reduce__
 
 
 def name_of(cls: type[Any]) -> str:
@@ -386,98 +353,3 @@ def class_named(name: Any) -> type[Any]:
             if name_of(cls) == name:
                 return cls
     raise ValueError(f"the class {str(name)[:200]!r} of a saved dict is not defined here; import its module first")
-
-
-def policy_state(d: TreeDict[Any], states: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
-    """The policy of a dict for pickle; None if it is the policy of its class. Dicts with one policy share one state."""
-    policy = d._policy
-    if policy is d._class_policy:
-        return None
-    if id(policy) not in states:
-        states[id(policy)] = policy.to_state()
-    return states[id(policy)]
-
-
-def packed_items(d: TreeDict[Any], numbers: Mapping[int, int], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The items of a packed dict in the form that pickle writes.
-
-    A tensor in the buffer becomes its number. A nested dict becomes a list ``[class, items, policy]``. Any other value
-    becomes a tuple ``(value,)``.
-    """
-    items: dict[str, Any] = {}
-    for key, value in d.items():
-        if type(value) is not Tensor and isinstance(value, TreeDict):
-            nested = value
-            items[key] = [type(nested), packed_items(nested, numbers, states), policy_state(nested, states)]
-        else:
-            items[key] = numbers.get(id(value), (value,))
-    return items
-
-
-def restore(
-    cls: type[Any],
-    items: dict[str, Any],
-    device: str | None,
-    policy: dict[str, Any] | None,
-    buffer: Tensor | bytes | None = None,
-    specs: list[Any] | None = None,
-) -> Any:
-    """Rebuild a dict from the arguments of `reduce_args`, on the device of the loaded tensors.
-
-    Takes data only, and validates the form of the data, since a file may be damaged or forged.
-    """
-    fallback = None if device is None else canonical(torch.device(device))
-    try:
-        if buffer is None:
-            if type(items) is not dict or not all(isinstance(key, str) for key in items):
-                _refuse_items(items)
-            out = _restored(cls, items, policy, {})
-        else:
-            out = unpacked(cls, items, policy, from_buffer(buffer, specs), {})
-        out._infer_device(fallback, dicts_of(out))
-    except RecursionError as error:
-        raise ValueError("a dict holds itself, or is nested too deep") from error
-    return out
-
-
-def _restored(cls: Any, items: dict[str, Any], policy: Any, policies: dict[int, Policy]) -> TreeDict[Any]:
-    """A dict from a pickle, without its device. ``policies``: the policies read so far, by the id of their state."""
-    if not (isinstance(cls, type) and issubclass(cls, TreeDict)):
-        raise TypeError(f"expected a DeviceDict class, got {cls!r}")
-    own = cls
-    if policy is None:
-        made = own._class_policy
-    else:
-        made = policies.get(id(policy)) or policies.setdefault(id(policy), Policy.from_state(policy))
-    if made.objects != "keep":
-        items = {
-            key: value if isinstance(value, (Tensor, TreeDict)) else materialize(value) for key, value in items.items()
-        }
-    return own._new(items, None, made)
-
-
-def _refuse_items(items: object) -> NoReturn:
-    raise TypeError(f"expected a dict with str keys, got {type(items).__name__}")
-
-
-def unpacked(
-    cls: Any, items: Any, policy: Any, fields: Mapping[int, Tensor], policies: dict[int, Policy]
-) -> TreeDict[Any]:
-    """Rebuild a dict from the items of `packed_items`. ``fields``: the tensors of the buffer, by number."""
-    if type(items) is not dict:
-        _refuse_items(items)
-    out: dict[str, Any] = {}
-    for key, value in items.items():
-        if not isinstance(key, str):
-            _refuse_items(items)
-        kind = type(value)
-        if kind is int and value in fields:
-            out[key] = fields[value]
-        elif kind is list and len(value) == 3:
-            nested, inner, its_policy = value
-            out[key] = unpacked(nested, inner, its_policy, fields, policies)
-        elif kind is tuple and len(value) == 1:
-            out[key] = value[0]
-        else:
-            raise ValueError(f"the item {key!r} of a packed dict is damaged")
-    return _restored(cls, out, policy, policies)

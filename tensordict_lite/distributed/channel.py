@@ -12,9 +12,9 @@ import torch.distributed
 from torch import Tensor
 
 from .._dict.device_dict import DeviceDict
-from .._files.manifest import InvalidManifest
 from .._memory.device import DeviceLike, resolve
 from .._memory.transfer import transfer
+from .._tree.manifest import InvalidManifest
 from .message import (
     PREFIX,
     Header,

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
 from .._errors import Path, dotted, dtype_name
-from .._files.manifest import Manifest, Reader, choose_from, describe, paths_of
-from .._memory.buffer import DTYPES, buffer_of, clear_gaps, copy_into, new_buffer
+from .._memory.buffer import DTYPES, buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .._memory.dense import dense_bytes
 from .._memory.device import canonical
 from .._memory.layout import Group, Layout, lay_out
-from .._memory.packed import arrange, find_buffer, from_buffer, is_saved_group
+from .._memory.packed import arrange, find_buffer, is_saved_group
+from .._tree.manifest import Manifest, Reader, choose_from, describe, paths_of
 from .._tree.tree import TreeDict
 from .._tree.walk import only_tensors
 
@@ -72,10 +72,10 @@ class Header:
 
         A typed class validates names and kinds, but not shapes, because `scatter` sends parts of the rows.
         """
-        fields = from_buffer(buffer, [(*spec, members) for spec, members in self.groups]) if self.layout.runs else {}
-        tensors = [fields[i] for i in range(self.count)]
+        tensors: list[Any] = [None] * self.count
+        views_of(self.layout, regions(buffer, self.layout), tensors)
         if cls not in self._built:
-            made = Reader(self.manifest, self.count).build(choose_from(cls), tensors.__getitem__, None, own=False)
+            made = Reader(self.manifest, self.count).build(choose_from(cls), tensors.__getitem__, None)
             self._built[cls] = made._replace_tensors([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._replace_tensors(tensors, canonical(buffer.device))
         out._validate(shapes=False)
@@ -218,7 +218,7 @@ def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
 
 
 def _describe_header(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
-    manifest, leaves, _ = describe(d, _refuse_encoder, own=False)
+    manifest, leaves = describe(d, _refuse_encoder)
     kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
     if kept:
         raise TypeError(f"{', '.join(kept)}: kept objects cannot be sent, only tensors; drop them first")

@@ -1,0 +1,420 @@
+"""Pickle a dict, in every protocol: a manifest, and a list of buffers.
+
+The reduction of a dict is `rebuild` and plain data: the manifest as text, the classes, the encoders, the buffers with
+their layouts, and the leaves that lie in no buffer. The protocols differ in what a buffer is:
+
+- Protocol 5, on the CPU: a ``PickleBuffer``, which a framework can move without a copy. A packed dict is one buffer. Of
+  an unpacked dict, small tensors are copied into buffers of up to 1 MiB, and each large tensor is a buffer of its own.
+- Else a uint8 tensor over the storage of a packed dict. Then ``torch.save``, ``copy.deepcopy`` and torch's stager of
+  checkpoints treat the tensors of the dict as any other tensor. torch pickles the tensors that are not packed.
+
+Protocol 2 is the protocol of ``torch.save``. ``torch.load(weights_only=True)`` allows only functions and classes on an
+allowlist. So in protocol 2 a class is its name, and an encoder its JSON form. `rebuild` is on the list: it takes data
+only, validates the data, looks up the name among the defined classes and imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from pickle import PickleBuffer
+from types import TracebackType
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._encoders.protocol import StringEncoder
+from .._errors import InvalidFileError
+from .._memory.buffer import FOREACH_DTYPES, buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
+from .._memory.dense import dense_bytes
+from .._memory.device import CPU, canonical, intercepted, resolve
+from .._memory.layout import ALIGNMENT, Group, Layout, dense_stride, distribute, lay_out, with_spare
+from .._memory.packed import (
+    are_slices,
+    arrange,
+    can_pack,
+    find_buffer,
+    is_saved_group,
+    materialize,
+    pack,
+    packable,
+    repeats_of,
+)
+from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
+from .manifest import InvalidManifest, Outline, encoder_entry, invalid, read_text
+from .tree import TreeDict, class_named, name_of
+from .walk import only_tensors
+
+_BY_NAME = 2
+"""The pickle protocol of ``torch.save``, which names classes and imports none."""
+_DAMAGED = "the layout of a pickled dict is damaged"
+
+Part = tuple[Any, tuple[Any, ...]]
+"""A buffer, and its layout: the dtype, shape, stride and numbers of the tensors of each group."""
+Carried = tuple[list[Part], list[Any] | None]
+"""The buffers of a dict, and its leaves in the order of the tree. A tensor in a buffer is its number, a kept object
+``(object,)``. None if every leaf has its own number."""
+
+_views_read_only: ContextVar[bool] = ContextVar("_views_read_only", default=False)
+
+
+class view_read_only:
+    """Make received dicts views of read-only memory, without a copy. A function and a context manager.
+
+    Some frameworks hand a process memory that the process must not change, such as Ray's object store or ``bytes``.
+    torch has no read-only tensors. So by default unpickling copies such memory, and you can write to every dict that
+    you receive. ``view_read_only()`` saves that copy. Then do not write to the tensors of a received dict: a write can
+    crash the program, or change the data of other processes. ``d.clone()`` is safe to change.
+
+    The setting holds for the current context, as of `contextvars`: a thread and an asyncio task have their own. It
+    is off at the start.
+
+    Args:
+        mode: True: view read-only memory. False: copy it.
+
+    Raises: ``TypeError`` if ``mode`` is not a bool.
+    Cost: none. With the setting off, unpickling copies the bytes of each read-only buffer once.
+
+    >>> import pickle
+    >>> from tensordict_lite import view_read_only
+    >>> buffers = []
+    >>> data = pickle.dumps(DeviceDict({"x": [1, 2]}), 5, buffer_callback=buffers.append)
+    >>> read_only = [bytes(buffer) for buffer in buffers]
+    >>> with view_read_only():
+    ...     pickle.loads(data, buffers=read_only)["x"]
+    tensor([1, 2])
+    """
+
+    def __init__(self, mode: bool = True) -> None:
+        if not isinstance(mode, bool):
+            raise TypeError(f"view_read_only takes True or False, got {mode!r:.60}")
+        self._token = _views_read_only.set(mode)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _views_read_only.reset(self._token)
+
+
+# --- writing ---
+
+
+def reduction(d: TreeDict[Any], protocol: int, /) -> tuple[Any, ...]:
+    """`rebuild` and its arguments, for a pickle of ``d`` in this protocol. Raises ``TooDeep``.
+
+    Cost: a copy of the tensors that are slices of larger storages. In protocol 5, a copy of the small tensors; no copy
+    of a packed dict.
+    """
+    names = protocol == _BY_NAME
+    outline = Outline(d, _json_or_itself if names else _itself, pickled=True)
+    if protocol >= 5 and d._device is CPU and not intercepted():
+        return arguments(d, outline, _out_of_band(outline.values))
+    return arguments(d, outline, in_storages(_without_slices(outline.values, d._device), d._device), names)
+
+
+def arguments(d: TreeDict[Any], outline: Outline, carried: Carried, names: bool = False) -> tuple[Any, ...]:
+    """The reduction of a dict from its parts. ``names``: write the names of the classes, not the classes."""
+    classes = [name_of(type(node)) if names else type(node) for node in outline.nodes]
+    encoders = outline.encoders.entries
+    if encoders and not names:
+        encoders = _Shared(encoders)
+    device = "cpu" if d._device is CPU else d._device and str(d._device)  # `str` of a device takes long
+    return rebuild, (outline.text(), classes, encoders, device, *carried)
+
+
+class _Shared(tuple[Any, ...]):
+    """Encoders, which are immutable: a deep copy of the dict shares them. In a pickle it is a tuple."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (list(self),)
+
+
+def _itself(encoder: StringEncoder) -> StringEncoder:
+    return encoder
+
+
+def _json_or_itself(encoder: StringEncoder) -> Any:
+    return encoder_entry(encoder, lambda encoder, _: encoder)
+
+
+def _without_slices(values: list[Any], device: torch.device | None) -> list[Any]:
+    """The values, with packed copies of the tensors if some are slices of larger storages, which pickle would write."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if device is None or not (can_pack(device) and are_slices(tensors)):
+        return values
+    packed = iter(pack(tensors, device))
+    return [next(packed) if isinstance(value, Tensor) else value for value in values]
+
+
+def in_storages(values: list[Any], device: torch.device | None, *, alone: bool = False) -> Carried:
+    """The buffer of packed tensors as a tensor over their storage. Every other tensor is a leaf.
+
+    A tensor of a dtype that torch can pickle but not unpickle is a buffer of its own. ``alone``: a single tensor that
+    fills its storage counts as packed.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    found = find_buffer(tensors, device, alone=alone and len(tensors) == 1)
+    parts = [] if found is None else [(buffer_of(tensors, found.layout), found.specs)]
+    numbers = {} if found is None else {id(tensors[i]): i for i in found.layout.members}
+    for i, tensor in enumerate(tensors):
+        if id(tensor) not in numbers and tensor.dtype not in FOREACH_DTYPES and packable(tensor):
+            numbers[id(tensor)] = i
+            flat = dense_bytes(tensor)
+            whole = flat if flat.untyped_storage().nbytes() == flat.nbytes else flat.clone()
+            parts.append((whole, ((tensor.dtype, *_dense(tensor), (i,)),)))
+    return parts, _leaves(values, numbers)
+
+
+def _leaves(values: list[Any], numbers: Mapping[int, Any]) -> list[Any] | None:
+    """The leaves of `Carried`. ``numbers``: what replaces a tensor, by its id."""
+    found = [numbers.get(id(value)) for value in values]
+    if found == list(range(len(found))):
+        return None
+    return [
+        (value if isinstance(value, Tensor) else (value,)) if number is None else number
+        for value, number in zip(values, found, strict=True)
+    ]
+
+
+def _out_of_band(values: list[Any]) -> Carried:
+    """The bytes of tensors on the CPU as buffers of pickle protocol 5."""
+    tensors = values if only_tensors(values) else [value for value in values if isinstance(value, Tensor)]
+    found = find_buffer(tensors, CPU)
+    if found is not None and tensors is values and not (found.unpackable or found.repeats):
+        return [(_pickle_buffer(buffer_of(tensors, found.layout)), found.specs)], None
+    groups, unpackable = arrange(tensors, repeats_of(tensors))
+    if found is not None:
+        parts = [(found.layout, buffer_of(tensors, found.layout))]
+    else:
+        parts = [(layout, _coalesced(tensors, layout)) for layout in _small(groups)]
+    numbers: dict[int, Any] = {id(tensors[i]): i for layout, _ in parts for i in layout.members}
+    if len(numbers) < len(tensors):
+        left_out = {id(tensors[i]) for i in unpackable}
+        for tensor in tensors:
+            if id(tensor) not in numbers and id(tensor) not in left_out:
+                numbers[id(tensor)] = _large_tensors.setdefault(id(tensor), LargeTensor(tensor))
+    return [(_pickle_buffer(buffer), _specs(layout)) for layout, buffer in parts], _leaves(values, numbers)
+
+
+class LargeTensor:
+    """A tensor with a buffer of its own, in a pickle."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce_ex__(self, protocol: Any, /) -> tuple[Any, ...]:
+        return rebuild_tensor, (_pickle_buffer(dense_bytes(self.tensor)), self.tensor.dtype, *_dense(self.tensor))
+
+
+_large_tensors: WeakValueDictionary[int, LargeTensor] = WeakValueDictionary()
+"""The `LargeTensor` of each tensor that is being pickled, by the id of the tensor. Several dicts in one pickle may
+contain a tensor: then pickle sees one object, and writes the tensor once."""
+
+
+def _small(groups: list[Group]) -> list[Layout]:
+    """The layouts of the buffers into which small tensors and tensors without elements are copied."""
+    layouts = distribute(groups, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT)
+    empty = [group for group in groups if 0 in group[0][1]]
+    if empty:
+        first = layouts.pop(0).groups if layouts else []
+        layouts.insert(0, lay_out([*first, *empty]))
+    return layouts
+
+
+def _dense(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of a tensor, and its stride in `dense_bytes`."""
+    return tuple(tensor.shape), dense_stride(tensor.shape, tensor.stride())
+
+
+def _specs(layout: Layout) -> tuple[Any, ...]:
+    return tuple([(*spec, tuple(members)) for spec, members in layout.groups])
+
+
+def _coalesced(tensors: list[Tensor], layout: Layout) -> Tensor:
+    """A new buffer with copies of the tensors of the layout."""
+    nbytes = with_spare(layout.nbytes)
+    buffer = clear_gaps(new_buffer(nbytes, CPU), layout)
+    copy_into(buffer, layout, tensors)
+    buffer.numpy()[layout.nbytes :] = 0  # no old content of the memory is sent
+    return buffer
+
+
+def _pickle_buffer(buffer: Tensor) -> PickleBuffer:
+    return PickleBuffer(cast(Any, buffer.numpy()))
+
+
+# --- reading ---
+
+
+def rebuild(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, leaves: Any) -> Any:
+    """Rebuild a dict from the arguments of `reduction`, over the buffers and the tensors of the receiver.
+
+    Takes data only, and validates the data, since a file or a pickle may be damaged or forged. Raises
+    ``InvalidFileError``, ``TypeError`` or ``ValueError`` for invalid data, also for a class that is not defined.
+    """
+    try:
+        return _rebuilt(text, classes, encoders, device, parts, leaves)
+    except InvalidManifest as error:
+        raise InvalidFileError(f"not a valid file or pickle: {error}") from error
+
+
+def _rebuilt(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, leaves: Any) -> Any:
+    kinds = [type(text) is str, type(classes) is list, isinstance(encoders, (list, tuple)), type(parts) is list]
+    if not (all(kinds) and type(leaves) in (list, type(None)) and type(device) in (str, type(None))):
+        invalid("the data of the dict is damaged")
+    reader = read_text(text)
+    if len(classes) != reader.count:
+        invalid("the number of classes differs from the number of dicts")
+    known = _classes_of(classes)
+    fields: dict[int, Tensor] = {}
+    buffers = [_add_fields(fields, part) for part in parts]
+    devices = {buffer.device for buffer in buffers}
+    values: Any = fields
+    if leaves is not None:
+        values = [_value(leaf, fields) for leaf in leaves]
+        devices.update([value.device for value in values if isinstance(value, Tensor)])
+    if len(values) != len(reader.numbers) or (values is fields and fields and max(fields) >= len(fields)):
+        invalid("a tensor is missing")
+    home = canonical(devices.pop()) if len(devices) == 1 else None if devices or device is None else _device(device)
+    out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, encoders)
+    if devices:
+        out._infer_device(None)
+    if type(classes[0]) is str:  # the class may have changed since the dict was saved
+        out._validate(shapes=False)
+    return out
+
+
+def _value(leaf: Any, fields: Mapping[int, Tensor]) -> Any:
+    """The value of a leaf of `Carried`."""
+    if type(leaf) is int and leaf in fields:
+        return fields[leaf]
+    if type(leaf) is tuple and len(leaf) == 1:
+        return leaf[0]
+    leaf = materialize(leaf)
+    if not isinstance(leaf, Tensor):
+        invalid("a tensor is missing")
+    return leaf
+
+
+def _classes_of(given: Sequence[Any]) -> Iterator[type[Any]]:
+    """The class of each dict of the tree, in the order of the tree."""
+    found: dict[Any, type[Any]] = {}  # each class is looked up once
+    for one in given:
+        if type(one) is str:
+            found[one] = found.get(one) or class_named(one)
+        elif isinstance(one, type) and issubclass(one, TreeDict):
+            found[one] = one
+        else:
+            raise TypeError(f"expected a DeviceDict class, got {one!r:.200}")
+    return iter([found[one] for one in given])
+
+
+def _device(name: str) -> torch.device:
+    """The device for a dict without tensors. Does not query a driver: this machine may not have the device."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidManifest(str(error)[:200]) from error
+    if device.type in ("cpu", "meta"):
+        return resolve(device.type)
+    if not 0 <= (-1 if device.index is None else device.index) < 128:  # pyright: ignore[reportUnnecessaryComparison]
+        invalid(f"there is no device {name!r}")
+    return device
+
+
+def rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any) -> Tensor:
+    """Rebuild a large tensor of a pickled dict over the buffer of the receiver. Validates the arguments."""
+    out: dict[int, Tensor] = {}
+    _add_fields(out, (buffer, ((dtype, shape, stride, (0,)),)))
+    return out[0]
+
+
+def _add_fields(out: dict[int, Tensor], part: Any) -> Tensor:
+    """Add the tensors in a buffer to ``out``, by number. Returns the buffer."""
+    if type(part) is not tuple or len(part) != 2:
+        raise ValueError("the buffers of a pickled dict are damaged")
+    given, specs = part
+    try:
+        layout, numbers, alignment = _layout_of(specs)
+    except TypeError as error:  # the specs of a damaged pickle may be unhashable
+        raise ValueError(_DAMAGED) from error
+    if not numbers.isdisjoint(out):
+        raise ValueError("two buffers of a pickled dict contain the same field")
+    given = materialize(given)
+    buffer = _storage_of(given) if isinstance(given, Tensor) else _received(given)
+    nbytes = buffer.untyped_storage().nbytes()
+    if nbytes not in (layout.nbytes, with_spare(layout.nbytes)):
+        raise ValueError(
+            f"a buffer of a pickled dict has {nbytes} bytes, expected {layout.nbytes}; pass the buffers to "
+            "pickle.loads in the order in which they were made"
+        )
+    # Other programs and mapped files may give misaligned memory, and kernels would crash.
+    if buffer.is_cpu and buffer.data_ptr() % alignment:
+        buffer = buffer.clone()
+    views_of(layout, regions(buffer, layout), out)
+    return buffer
+
+
+@lru_cache(maxsize=1024)  # every dict of a stream has the same few layouts
+def _layout_of(specs: Any) -> tuple[Layout, frozenset[int], int]:
+    """The layout of a buffer, the numbers of its tensors, and its alignment. Raises ``ValueError`` if damaged."""
+    groups: list[Group] = []
+    for spec in specs if type(specs) is tuple else (None,):
+        if type(spec) is not tuple or len(spec) != 4:
+            raise ValueError(_DAMAGED)
+        *of, numbers = spec
+        if type(numbers) is not tuple or not is_saved_group((*of, list(numbers))):
+            raise ValueError(_DAMAGED)
+        groups.append((tuple(of), list(numbers)))
+    layout = lay_out(groups)
+    members = frozenset(layout.members)
+    if len(members) != len(layout.members):
+        raise ValueError(_DAMAGED)
+    return layout, members, max((run.dtype.itemsize for run in layout.runs), default=1)
+
+
+def _storage_of(buffer: Tensor) -> Tensor:
+    """A buffer that pickle or ``torch.load`` made as a tensor."""
+    if not (type(buffer) is Tensor and packable(buffer) and buffer.dtype is torch.uint8 and buffer.dim() == 1):
+        raise ValueError("the storage of a packed dict is damaged")
+    return buffer
+
+
+def _received(buffer: Any) -> Tensor:
+    """Make a tensor of a received buffer. It shares the memory of the buffer if possible, else it is a copy."""
+    try:
+        array = np.frombuffer(buffer, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(
+            f"expected a contiguous buffer of bytes for a pickled dict, got {type(buffer).__name__}: {error}"
+        ) from error
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    if _views_read_only.get():
+        return torch.from_numpy(np.asarray(_Writable(array)))
+    out = new_buffer(array.nbytes, CPU)
+    out.numpy()[...] = array
+    return out
+
+
+class _Writable:
+    """The memory of a read-only array, as memory that NumPy does not protect. Keeps the array alive."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
