@@ -19,7 +19,7 @@ ORDER = [
     *(f"_encoders.{name}" for name in ("protocol", "builtin", "tokenizer")),
     *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "manifest", "encoding", "sendable")),
     *(f"_files.{name}" for name in ("atomic_write", "safetensors")),
-    *(f"_tables.{name}" for name in ("reader", "writer")),
+    *(f"_tables.{name}" for name in ("format", "reader", "writer")),
     *(f"_dict.{name}" for name in ("arguments", "display", "insert", "row_index", "row_writes", "rows", "arithmetic", "torch_functions", "device_dict", "schema", "typed", "row_writer", "io")),
     "unpickle",
     *(f"_batch.{name}" for name in ("pad", "join", "fill", "collate", "containers", "prefetch")),

@@ -32,23 +32,12 @@ from .._errors import Path, dotted
 from .._files.atomic_write import FilePath, replace_file, sync_file, sync_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
-from .._memory.mapped import map_file
 from .._tree.manifest import Manifest, Reader, choose_from, describe
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
-from .reader import (
-    INDEX,
-    Column,
-    check_file,
-    check_offsets,
-    choose_names,
-    index_text,
-    missing_column,
-    offsets_column,
-    read_index,
-    rows_in,
-)
+from .format import INDEX, Column, choose_names, index_text, offsets_column, read_index
+from .reader import check_file, check_offsets, missing_column, rows_in
 
 try:
     import fcntl
@@ -302,10 +291,9 @@ class TableWriter:
                 self._folder.files.append(self._folder.open(column.file))
         lengths = list(self._extents[0].lengths)
         for i in self._offsets:
-            check_file(self._folder.files[i], self._columns[i], lengths[i])
-            memory = map_file(self._folder.files[i].fileno(), self._end(i, lengths[i]))
-            offsets = rows_in(memory, self._columns[i], lengths[i])
-            check_offsets(offsets, self._columns[i].file)
+            column = self._columns[i]
+            offsets = rows_in(self._folder.files[i], os.path.join(self.folder, column.file), column, lengths[i])
+            check_offsets(offsets, column.file)
             lengths[i - 1] = int(offsets[-1])
         for file, column, length in zip(self._folder.files, self._columns, lengths, strict=True):
             check_file(file, column, length)
