@@ -22,6 +22,7 @@ from .._dict.insert import place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import encode_nested, padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper, with_path
+from .._memory.buffer import FOREACH_DTYPES
 from .._memory.device import CPU, canonical
 from .._memory.jagged import join_jagged
 from .._memory.packed import can_pack, find_unpackable, packable
@@ -42,10 +43,8 @@ _Field = tuple[DeviceDict[Any], Path, Any, Spec]
 _NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The types of Python numbers that NumPy converts as torch does."""
 _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
-    torch.empty(0, dtype=dtype).numpy().dtype: dtype
-    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
-                  torch.float32, torch.float64, torch.complex64, torch.complex128)
-}  # fmt: skip
+    torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in FOREACH_DTYPES - {torch.bfloat16}
+}
 _DTYPES_OF_NUMPY = frozenset(_NUMPY_DTYPES.values())
 _FIRST_ONLY = "; pad= fills up the first dimension only"
 _dtype = attrgetter("dtype")

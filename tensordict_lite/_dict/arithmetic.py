@@ -19,6 +19,8 @@ from torch.nn import Parameter
 
 from .._encoders.protocol import decode_nested
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
+from .._memory.buffer import FOREACH_DTYPES
+from .._memory.cast import CASTABLE
 from .._memory.device import CPU, intercepted
 from .._memory.packed import as_one
 from .._memory.snapshot import have_strides, plan_key, remember, snapshot
@@ -564,9 +566,9 @@ _ONE_BUFFER_FROM = 16
 """The number of fields from which one operation on the buffer of a packed dict is faster than ``torch._foreach_*``."""
 _MODERATE = 65504
 """The largest number of float16, so every dtype of `_COMMON` can represent it."""
-_COMMON = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
+_COMMON = FOREACH_DTYPES & CASTABLE
 """Dtypes for which torch has every operation of this module, if both operands have the same dtype."""
-_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_COMPLEX = frozenset(dtype for dtype in CASTABLE if dtype.is_complex)
 """Dtypes of tensors that can be conjugated views, which ``torch._foreach_*`` refuses."""
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from .._encoders.protocol import StringEncoder, encode_jagged, padding
-from .._errors import Path, described, dotted, dtype_name, with_path
+from .._errors import Path, described, dotted, dtype_name, not_dense, with_path
 from .._files.atomic_write import FilePath
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, values_and_lengths
@@ -388,9 +388,8 @@ def _append_column(column: Tensor, value: Tensor, encoder: StringEncoder | None,
 
 def _refuse_unwritable(column: Tensor, value: Tensor, path: Path) -> None:
     """Raise an error for a layout or dtype that ``column`` cannot store."""
-    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
-        what = "on meta, without values" if value.is_meta else "sparse, nested or quantized"
-        raise TypeError(f"{dotted(path)} is {what}, and this column holds dense tensors; convert it first")
+    if reason := not_dense(value):
+        raise TypeError(f"{dotted(path)} is {reason}, and this column holds dense tensors; convert it first")
     if value.dtype is not column.dtype and not torch.can_cast(value.dtype, column.dtype):
         raise ValueError(
             f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into a column of "

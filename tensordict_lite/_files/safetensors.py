@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
-from .._errors import InvalidFileError, Path, dotted, dtype_name
+from .._errors import InvalidFileError, Path, dotted, dtype_name, not_dense
 from .._memory.buffer import DTYPES, PACKABLE
 from .._memory.device import CPU
 from .._memory.layout import ALIGNMENT, row_major
@@ -119,9 +119,8 @@ def refuse_unwritable(leaves: Sequence[tuple[Path, Any]], way_out: str = "d.drop
             f"{', '.join(map(dotted, kept))}: kept objects cannot be saved, only tensors; {way_out.format(paths)}"
         )
     for path, tensor in leaves:
-        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            what = "on meta, without values" if tensor.is_meta else "sparse, nested or quantized"
-            raise TypeError(f"{dotted(path)} is {what}, and files hold dense tensors; convert it first, or drop it")
+        if reason := not_dense(tensor):
+            raise TypeError(f"{dotted(path)} is {reason}, and files hold dense tensors; convert it first, or drop it")
         if tensor.dtype not in PACKABLE:
             raise TypeError(f"{dotted(path)} is {tensor.dtype}, which files do not hold; save .view(torch.uint8) of it")
     if sys.byteorder != "little":
