@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -217,6 +218,21 @@ def refused(folder: Path) -> None:
         writer.write(flat())
 
 
+def unflushed(use: Callable[[], Any]) -> None:
+    """The disk fails."""
+
+    def fail(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with mock.patch("os.fdatasync", fail):
+        use()
+
+
+def other_encoder(folder: Path) -> None:
+    RowWriter(folder, like=made()).close()
+    RowWriter(folder, append=True, encoders={"s": Hashing(4)})
+
+
 def odd(d: DeviceDict) -> DeviceDict:
     """A dict that cannot be pickled or saved."""
     return DeviceDict({**d, "w": torch.ones(3, requires_grad=True) * 2, "o": lambda: 0}, objects="keep")
@@ -243,7 +259,10 @@ ERRORS: dict[str, Callable[[Path], Any]] = {
     "save": lambda folder: odd(made()).save(folder / "d"),
     "save to a missing folder": lambda folder: made().save(folder / "no" / "d"),
     "load": lambda folder: load(written(folder / "d"), keys=["z"]),
+    "save to a failing disk": lambda folder: unflushed(lambda: made().save(folder / "d")),
     "RowWriter": lambda folder: [refused(folder)],
+    "RowWriter on a failing disk": lambda folder: unflushed(lambda: table(folder / "t")),
+    "RowWriter with another encoder": other_encoder,
     "prefetch": lambda _: list(prefetch([made(), odd(made())], "nowhere")),
     "numpy": lambda _: DeviceDict({"x": torch.ones(3), "y": torch.ones(2).bfloat16()}).numpy(),
     "to": lambda _: made().to("nowhere"),
