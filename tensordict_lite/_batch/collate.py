@@ -109,7 +109,7 @@ def collate(
         )
     rows: Rows[Any] | None = None
     given: Any = samples
-    if type(given) is not list:  # most samples are lists, and a test for `Rows` takes longer
+    if type(given) is not list:
         if isinstance(samples, Rows) and not pad and jagged == ():
             rows = samples
         elif not isinstance(samples, (list, tuple)):
@@ -179,7 +179,7 @@ def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objec
 def _require_mappings(samples: Sequence[object]) -> None:
     """Raise ``TypeError`` that names the first sample that is not a mapping."""
     kinds: set[type] = set(map(type, samples))
-    if all(issubclass(kind, Mapping) for kind in kinds):  # takes less time than a test of each sample
+    if all(issubclass(kind, Mapping) for kind in kinds):
         return
     for i, sample in enumerate(samples):
         if not isinstance(sample, Mapping):

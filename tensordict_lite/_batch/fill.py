@@ -111,7 +111,7 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
         here = [values[i] for i in members]
         parts = region.unsafe_split(count) if is_dense else region.unbind()
         if is_dense and {tuple}.issuperset(map(type, here)):
-            # One call for the samples of all fields of a run is faster than a call for each field.
+            # One call stacks the samples of all fields of the run.
             torch.stack(_joined(here), out=region)
         else:
             for part, value in zip(parts, here, strict=True):

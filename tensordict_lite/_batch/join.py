@@ -157,7 +157,6 @@ def values_by_key(
     if are_dicts:
         try:
             if list(map(len, mappings)).count(len(names)) == count:
-                # Up to 8 keys, one pass over the samples for each key is faster than one pass for all.
                 if len(names) > 8:
                     return zip(names, zip(*map(itemgetter(*names), mappings), strict=True), strict=True)
                 return [(name, tuple(map(itemgetter(name), mappings))) for name in names]

@@ -215,7 +215,7 @@ class Padded(NamedTuple):
 
     def fill(self, view: Tensor) -> None:
         """Write the field into a tensor on the CPU, of a dtype that NumPy has."""
-        # NumPy writes the rows of all samples in one call. It takes 0.6x the time of `joined` (32 samples of 20 rows).
+        # NumPy writes the rows of all samples in one call; `joined` makes two views for each sample.
         view.copy_(filler(self.flat, (), self.pad))
         view.numpy()[mask_of(self.lengths, self.length, self.pad.side)] = self.flat.numpy()
 
