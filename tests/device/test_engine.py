@@ -428,6 +428,11 @@ class TestPrefetch:
             got = [next(batches) for _ in range(4)]
         assert stream.in_time and all(is_batch(d, i) for i, d in enumerate(got))
 
+    def test_pinned_batches_are_copied_from_where_they_are(self) -> None:
+        source = [batch(1, 3 * MIB, i).pin_memory() for i in range(3)]
+        strict.reset()
+        assert all(is_batch(d, i) for i, d in enumerate(prefetch(source, D0))) and strict.counts().pins == 0
+
     def test_a_break_leaves_no_copy_under_way(self) -> None:
         memory = batch(1, 3 * MIB).pin_memory()
         batches = iter(prefetch([memory] * 5, D0))
