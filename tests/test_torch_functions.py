@@ -207,6 +207,10 @@ def _calls() -> Iterator[tuple[Any, int]]:
             yield function, max(1, sum(p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in given))
 
 
+RANDOM = {"torch.rand_like", "torch.randn_like"}
+"""Up to torch 2.7 they are in the list of torch too."""
+
+
 class TestEveryFunctionOfTorch:
     def test_what_torch_lists_is_in_the_table_or_refused(self) -> None:
         """The way that C++ takes, for each of the 1,400 functions, methods and properties."""
@@ -222,12 +226,12 @@ class TestEveryFunctionOfTorch:
                 ):
                     DeviceDict.__torch_function__(function, (DeviceDict,), (sample(),))
         names = "stack cat concat concatenate zeros_like ones_like empty_like full_like allclose equal chunk unbind where clone detach functional.split"
-        assert implemented == {f"torch.{name}" for name in names.split()}
+        assert implemented - RANDOM == {f"torch.{name}" for name in names.split()}
 
     @pytest.mark.filterwarnings("ignore")
     def test_no_call_computes_for_a_dict(self) -> None:
         """A dict for every argument: an error, or the result of the table, and the dict is as it was."""
-        d, returned = sample(), set[str]()
+        d, returned = sample().map(torch.Tensor.float), set[str]()
         for function, count in _calls():
             try:
                 result = function(*[d] * count)
@@ -236,10 +240,12 @@ class TestEveryFunctionOfTorch:
             if result is not NotImplemented:
                 returned.add(resolve_name(function))
         names = "allclose clone detach empty_like equal ones_like unbind zeros_like"
-        assert returned == {f"torch.{name}" for name in names.split()} and d == sample()
+        assert returned - RANDOM == {f"torch.{name}" for name in names.split()} and d == sample().map(
+            torch.Tensor.float
+        )
 
     def test_a_dict_in_another_place(self) -> None:
-        with pytest.raises(TypeError, match=r"^torch\.full_like takes no DeviceDict"):
+        with pytest.raises(TypeError, match=r"full_like.* DeviceDict"):
             torch.full_like(torch.ones(2), sample())
         with pytest.raises(TypeError, match=r"^aten\.add takes no DeviceDict"):
             torch.ops.aten.add(torch.ones(2), sample())
@@ -303,7 +309,7 @@ class TestFunctionsThatDoNotCompute:
         torch.testing.assert_close(d, d.clone())
         for fails, text in (
             (lambda: torch.utils.swap_tensors(d, d.clone()), "_use_count"),
-            (lambda: torch.autograd.backward(d), "Expected output to be a torch.Tensor"),
+            (lambda: torch.autograd.backward(d), "torch.Tensor|^$"),
             (lambda: torch.autograd.grad(torch.ones(1, requires_grad=True).sum(), d), "DeviceDict"),
             (lambda: nn.utils.rnn.pad_sequence([d]), "expected Tensor"),
             (lambda: torch.nn.utils.clip_grad_norm_(d, 1.0), "has no attribute 'grad'"),
