@@ -21,9 +21,9 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def counted() -> Iterator[None]:
     """Each test starts without pinned memory, and counts from its start."""
-    monkeypatch.setattr(staging, "_stagings", {})
+    staging._stagings.clear()
     assert capabilities(D0).pinned_memory and capabilities(D1).pinned_memory
     strict.reset()
     torch.ops.strict.free_pinned()
@@ -353,7 +353,6 @@ class TestPinnedMemory:
             with strict.held(seconds=0.02), pytest.raises(RuntimeError, match="broken"):
                 d.to(target)
             monkeypatch.undo()
-            monkeypatch.setattr(staging, "_stagings", staging._stagings)
         main().synchronize()
         assert all(not slot.users and slot.event.query() for slot in staging_of(D0).slots)  # pyright: ignore
 
