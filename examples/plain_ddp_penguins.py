@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
@@ -93,7 +92,6 @@ def run(epochs: int, seed: int) -> float:
     model = nn.Sequential(nn.Linear(table["input"].shape[1], 32), nn.ReLU(), nn.Linear(32, len(names["species"])))
     used = {key: table[key] for key in ("input", "species")}
     train(model.to(device), take(used, table["training"].nonzero().squeeze(1)), epochs)
-    gc.collect()
 
     held_out = take(used, (~table["training"]).nonzero().squeeze(1))
     share = {key: value[rank :: dist.get_world_size()] for key, value in held_out.items()}
