@@ -127,3 +127,12 @@ def f(t): return t._version, Tensor._base, pytree.tree_map, _functorch.peek(), t
         "torch._C", "torch._C._functorch", "torch._C._functorch.peek", "torch.serialization._save", "torch.Tensor._version",
         "torch.Tensor._base", "torch.utils._pytree", "torch.utils._pytree.tree_map",
     }  # fmt: skip
+
+
+def test_the_mark_of_a_constant_function() -> None:
+    """`_dict/torch_functions.py` sets the mark itself, as the public function imports the whole compiler."""
+
+    def function() -> None:
+        pass
+
+    assert vars(torch.compiler.assume_constant_result(function)) == {"_dynamo_marked_constant": True}

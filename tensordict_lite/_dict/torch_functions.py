@@ -51,10 +51,13 @@ def call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         return function(*args, **kwargs)
 
 
-@torch.compiler.assume_constant_result
 def _computes(function: Any) -> bool:
     """Whether torch has the function in its list of functions, methods and properties that compute on tensors."""
     return overrides.resolve_name(function) is not None
+
+
+# What `torch.compiler.assume_constant_result` sets. A call of it would import torch's compiler with this package.
+vars(_computes)["_dynamo_marked_constant"] = True
 
 
 def _refuse_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
