@@ -105,7 +105,7 @@ def main(run: Callable[..., float] = run) -> None:
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")  # torchrun has set what it needs
     accuracy = run(options.epochs, options.seed)
-    gc.collect()  # DDP holds the group and is in a reference cycle; threads of a group that is held run on at exit
+    gc.collect()  # objects in reference cycles hold the group, and its threads would run on at exit
     dist.barrier()
     dist.destroy_process_group()
     if accuracy < REQUIRED_ACCURACY:

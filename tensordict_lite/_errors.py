@@ -63,6 +63,11 @@ def with_path(error: Exception, path: Path, hint: str = "") -> TypeError | Value
     return kind(f"{dotted(path)}: {error}{hint}")
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory is exhausted. torch has a class for it on accelerators only."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 class DeviceMismatchError(RuntimeError):
     """Raised when a tensor is inserted into a `DeviceDict` on another device. The dict is unchanged.
 

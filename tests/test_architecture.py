@@ -15,12 +15,12 @@ PACKAGE = Path(__file__).parent.parent / "tensordict_lite"
 # From the bottom up: a module imports only from modules before it.
 ORDER = [
     "_errors",
-    *(f"_memory.{name}" for name in ("device", "layout", "dense", "buffer", "packed", "snapshot", "jagged", "rows", "cast", "staging", "transfer", "mapped")),
+    *(f"_memory.{name}" for name in ("device", "layout", "dense", "buffer", "packed", "overlap", "jagged", "rows", "cast", "staging", "transfer", "mapped")),
     *(f"_encoders.{name}" for name in ("protocol", "builtin", "tokenizer")),
     *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "manifest", "encoding", "sendable")),
     *(f"_files.{name}" for name in ("atomic_write", "safetensors")),
     *(f"_tables.{name}" for name in ("format", "reader", "writer")),
-    *(f"_dict.{name}" for name in ("arguments", "display", "insert", "row_index", "row_writes", "rows", "arithmetic", "torch_functions", "device_dict", "schema", "typed", "row_writer", "io")),
+    *(f"_dict.{name}" for name in ("arguments", "display", "insert", "row_values", "row_index", "row_writes", "rows", "arithmetic", "torch_functions", "device_dict", "schema", "typed", "row_writer", "io")),
     "unpickle",
     *(f"_batch.{name}" for name in ("pad", "join", "fill", "collate", "containers", "prefetch")),
     *(f"distributed.{name}" for name in ("message", "channel", "verbs", "__init__")),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Hashing, TypedDeviceDict, Utf8, Vocabulary
+from tensordict_lite._dict import arithmetic
 
 METHODS = ["add_", "sub_", "mul_", "div_"]
 
@@ -233,20 +234,6 @@ class TestPacked:
                 buffer[start : start + t.nbytes] = 0
             assert not buffer.any()
 
-    def test_numbers_take_one_operation(self) -> None:
-        d = DeviceDict({f"k{i}": torch.rand(16) for i in range(40)}).pack()  # 64 bytes: no gaps
-        with torch.profiler.profile() as profile:
-            d.mul_(2).add_(1)
-        names = [
-            event.key for event in profile.key_averages() if event.key.startswith("aten::") and event.key.endswith("_")
-        ]
-        counts = {event.key: event.count for event in profile.key_averages() if event.key in names}
-        assert (
-            counts.get("aten::add_", 0) <= 2
-            and counts.get("aten::mul_", 0) <= 2
-            and "aten::_foreach_mul_" not in counts
-        )
-
     @pytest.mark.parametrize(
         "change", ["none", "key order", "transposed", "one replaced", "gap", "other dtype", "itself"]
     )
@@ -384,6 +371,157 @@ class TestAutograd:
         )
         other = {"i": torch.tensor([5, 6]), "x": torch.zeros(2), "y": torch.zeros(3)}
         unchanged(d, lambda: d.lerp_(other, 0.5), RuntimeError, "'i' is int64[]; lerp_ cannot broadcast int64[2] to it")
+
+
+class Odd(Tensor):
+    pass
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+FIELDS: dict[str, Callable[[], Tensor]] = {
+    "plain": lambda: torch.full((2, 3), 2.0),
+    "int": lambda: torch.full((2, 3), 2),
+    "bool": lambda: torch.ones(2, 3, dtype=torch.bool),
+    "half": lambda: torch.ones(2, 3, dtype=torch.float16),
+    "unsigned": lambda: torch.ones(2, 3, dtype=torch.uint16),
+    "complex": lambda: torch.full((2, 3), 1 + 2j),
+    "conjugated": lambda: torch.full((2, 3), 1 + 2j).conj(),
+    "negative": lambda: torch._neg_view(torch.ones(2, 3)),
+    "expanded": lambda: torch.ones(2, 1).expand(2, 3),
+    "expanded, complex": lambda: torch.ones(2, 1, dtype=torch.complex64).expand(2, 3),
+    "expanded, conjugated": lambda: torch.full((2, 1), 1 + 2j).expand(2, 3).conj(),
+    "expanded subclass": lambda: torch.ones(2, 1).as_subclass(Odd).expand(2, 3),
+    "transposed": lambda: torch.ones(3, 2).t(),
+    "window": lambda: torch.ones(3, 4)[1:, 1:],
+    "subclass": lambda: torch.ones(2, 3).as_subclass(Odd),
+    "sparse": lambda: torch.ones(2, 3).to_sparse(),
+    "history": lambda: leaf(2, 3) * 2,
+    "leaf": lambda: leaf(2, 3),
+    "view of a leaf": lambda: leaf(3, 3)[1:],
+    "one": lambda: torch.tensor(2.0),
+    "empty": lambda: torch.ones(0, 3),
+}
+OPERANDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda t: torch.full((2, 3), 3.0),
+    "like it": lambda t: t.detach().to_dense().clone(),
+    "int": lambda t: torch.full((2, 3), 3),
+    "double": lambda t: torch.full((2, 3), 3.0, dtype=torch.float64),
+    "complex": lambda t: torch.full((2, 3), 1 + 2j),
+    "conjugated": lambda t: torch.full((2, 3), 1 + 2j).conj(),
+    "negative": lambda t: torch._neg_view(torch.ones(2, 3)),
+    "leaf": lambda t: leaf(2, 3),
+    "subclass": lambda t: torch.ones(2, 3).as_subclass(Odd),
+    "sparse": lambda t: torch.ones(2, 3).to_sparse(),
+    "row": lambda t: torch.ones(3),
+    "one": lambda t: torch.tensor(3.0),
+    "too wide": lambda t: torch.ones(2, 4),
+    "more dimensions": lambda t: torch.ones(1, 2, 3),
+    "itself": lambda t: t,
+    "its first row": lambda t: t.detach()[:1],
+    "its next rows": lambda t: t.detach().as_strided((2, 3), (3, 1), 1) if t.layout is torch.strided and t.untyped_storage().nbytes() >= 7 * t.itemsize else t,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("field", FIELDS)
+def test_any_field_and_operand_as_a_loop_or_not_at_all(field: str, operand: str) -> None:
+    def made() -> tuple[DeviceDict, dict[str, Tensor]]:
+        d = DeviceDict({"before": torch.ones(2, dtype=torch.complex64), "x": FIELDS[field]()})
+        return d, {"before": torch.ones(2, dtype=torch.complex64), "x": OPERANDS[operand](d["x"])}
+
+    def values(d: DeviceDict) -> str:
+        return str([t.detach().to_dense().resolve_neg().resolve_conj() for t in d.values()])
+
+    try:
+        made()
+    except (RuntimeError, IndexError):
+        return  # no such operand of this field
+    for method, arguments in (("add_", ()), ("mul_", ()), ("copy_", ()), ("lerp_", (0.5,)), ("zero_", None)):
+        (looped, others), (d, other) = made(), made()
+        unwritten, error = values(d), None
+        try:
+            for key, tensor in looped.items():
+                copies = method == "lerp_" and not (tensor.is_floating_point() or tensor.is_complex())
+                call = getattr(tensor, "copy_" if copies else method)
+                call(*(() if arguments is None else (others[key].resolve_neg(), *(() if copies else arguments))))
+        except (RuntimeError, TypeError, IndexError) as caught:
+            error = caught
+        whole = getattr(d, method)
+        stricter = "expanded" in field or "its " in operand  # torch lets some operations through, and writes too often
+        if error is None and not stricter:
+            whole(*(() if arguments is None else (other, *arguments)))
+            assert values(d) == values(looped), method
+        else:
+            said = ""
+            try:
+                whole(*(() if arguments is None else (other, *arguments)))
+            except (RuntimeError, TypeError) as caught:
+                said = str(caught)
+            assert said.startswith("'x' ") if said else error is None, (method, error)
+            assert values(d) == (unwritten if said else values(looped)), (method, error)
+
+
+@pytest.mark.parametrize("name", ["floor_", "ceil_", "round_", "trunc_", "frac_", "sign_", "sigmoid_", "lgamma_", "erf_", "exp_", "sqrt_", "rsqrt_", "reciprocal_", "neg_", "abs_", "log_"])  # fmt: skip
+def test_a_new_operation_needs_no_list_of_dtypes(name: str) -> None:
+    """Each function of torch takes other dtypes. A field that it refuses leaves all fields as they were."""
+    each, many = getattr(Tensor, name), getattr(torch, f"_foreach_{name}")
+    operation = arithmetic._Operation(name, lambda t, _: each(t), lambda ts, _: many(ts))
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        d = DeviceDict({"a": torch.full((3,), 1.5), "x": torch.ones(3).to(dtype)})
+        expected = d["x"].clone()
+        try:
+            each(expected)
+        except (RuntimeError, TypeError):
+            unchanged(d, lambda d=d: arithmetic.write(d, operation, None), RuntimeError, "'x' is")
+        else:
+            arithmetic.write(d, operation, None)
+            assert torch.equal(d["x"], expected) and torch.equal(d["a"], each(torch.full((3,), 1.5)))
+
+
+def test_operands_that_overlap_their_field() -> None:
+    x = torch.arange(6.0)
+    d = DeviceDict({"a": torch.zeros(3), "n": {"x": x[:3]}})
+    other = {"a": torch.ones(3), "n": {"x": x[1:4]}}
+    unchanged(d, lambda: d.add_(other), RuntimeError, "'n.x' overlaps its operand in memory; clone() the operand before add_")  # fmt: skip
+    pairs = torch.arange(8.0).reshape(4, 2)  # not the same memory, though between each other
+    assert DeviceDict({"x": pairs[:, 0]}).add_({"x": pairs[:, 1]})["x"].tolist() == [1, 5, 9, 13]
+
+
+def test_memory_between_the_fields_stays() -> None:
+    """Fields may be windows of the memory of someone else."""
+    memory = torch.ones(16, 20)
+    windows = DeviceDict({f"k{i}": memory[i, :15] for i in range(16)})
+    windows.mul_(2).div_(4)
+    assert (memory[:, :15] == 0.5).all() and (memory[:, 15:] == 1).all()
+    assert windows.rows[:0].mul_(2).rows[:0] == windows.rows[:0]
+
+
+def test_out_of_memory_is_no_refusal() -> None:
+    def full(tensor: Any, _: Any) -> None:
+        raise torch.OutOfMemoryError("no memory") if tensor.numel() else AssertionError
+
+    d = DeviceDict({"x": torch.ones(2).as_subclass(Odd), "y": torch.ones(2)})
+    unchanged(d, lambda: arithmetic.write(d, arithmetic._Operation("fill_", full, full), None), torch.OutOfMemoryError, "no memory")  # fmt: skip
+
+
+def test_the_order_of_arguments_and_the_field_of_an_error() -> None:
+    d = sample()
+    unchanged(d, lambda: d.lerp_(0.01, d), TypeError, "lerp_ takes the other mapping first and the weight second: lerp_(other, 0.01)")  # type: ignore[arg-type]  # fmt: skip
+    wrong = d.to_dict()
+    wrong["n"]["b"] = torch.ones(7)
+    unchanged(d, lambda: d.map(torch.add, wrong), RuntimeError, "'n.b': The size of tensor a (5) must match the size of tensor b (7)")  # fmt: skip
+
+    class Mine(RuntimeError):
+        pass
+
+    def fail(_: Tensor) -> Tensor:
+        raise Mine("as it is")
+
+    unchanged(d, lambda: d.map(fail), Mine, "as it is")
 
 
 class TestRefusals:

@@ -95,7 +95,8 @@ def test_copy_shares_tensors_deepcopy_does_not() -> None:
     deep = copy.deepcopy(d)
     deep._check()
     assert deep == d and deep["x"] is not d["x"] and deep["o"] is not d["o"] and type(deep) is Batch
-    assert deep["n", "e"]._policy.encoders["u"] is d._policy.encoders["u"], "encoders are immutable"
+    nested: Any = deep["n", "e"]
+    assert nested._policy.encoders["u"] is d._policy.encoders["u"], "encoders are immutable"
     shared = {"a": d, "b": d["x"]}
     again = copy.deepcopy(shared)
     assert again["a"]["x"] is again["b"], "deepcopy's memo reaches the tensors"

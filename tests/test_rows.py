@@ -92,6 +92,8 @@ class TestRows:
             (torch.zeros(2, 2).long(), TypeError, "got int64[2, 2]"),
             (["a"], TypeError, "a list of ints"), ([[1], [2, 3]], TypeError, "a list of ints"),
             ([True], IndexError, "a mask for 6 rows has the shape [6], got [1]"),
+            (torch.tensor([1, 0, 0, 1, 0, 1], dtype=torch.uint8), TypeError, "an index of dtype uint8[6] may be a mask or row numbers; use .bool() for a mask, and .long() for row numbers"),
+            (np.array([1, 0], dtype=np.uint8), TypeError, "an index of dtype uint8[2] may be a mask or row numbers"),
         ],
     )  # fmt: skip
     def test_what_is_no_index(self, index: Any, error: type[Exception], message: str) -> None:
@@ -151,7 +153,10 @@ class TestRows:
         assert d.decode("name") == ["Jo", "Ada"] and d.decode("s") == ["b", "b"]
         d.rows[0:2] = {"name": ["X", "Y"], "s": ["a", "b"]}
         assert d.decode("name") == ["X", "Y"]
-        with pytest.raises(ValueError, match="'name': a string of 6 bytes does not fit this field of 5"):
+        with pytest.raises(
+            ValueError,
+            match=r"'name': a string takes 6 codes of Utf8\(\), the rows of this field have 5; shorten the string, or make",
+        ):
             d.rows[0] = {"name": "Gracie", "s": "a"}
         with pytest.raises(ValueError, match="'s' is encoded with"):
             d.rows[:] = DeviceDict({"name": ["X", "Y"], "s": ["a", "b"]}, encoders={"s": Vocabulary(["b", "a"])})
@@ -168,7 +173,7 @@ class TestRows:
         with pytest.raises(RuntimeError, match="leaf"):
             d.rows[0] = {"x": 1.0, "w": 1.0}
         assert not d["x"].any()
-        with pytest.raises(ValueError, match=r"'i': torch.float32 cannot be written into torch.int64"):
+        with pytest.raises(ValueError, match=r"'i': float32 cannot be written into int64; convert it first"):
             DeviceDict({"i": [1, 2]}).rows[0] = {"i": 1.7}
 
     def test_an_index_needs_no_default_device(self) -> None:
@@ -182,8 +187,8 @@ class TestRows:
     @pytest.mark.parametrize(
         ("other", "error", "message"),
         [
-            ({"x": torch.ones(2)}, ValueError, "rows are set from all fields at once; the given mapping lacks 'n'"),
-            ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError, "the given mapping has 'n.z', which is not in this dict"),
+            ({"x": torch.ones(2)}, ValueError, "the given mapping lacks 'n', which this DeviceDict has"),
+            ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError, "the given mapping has 'n.z', which this DeviceDict lacks"),
             ({"x": torch.ones(3), "n": {"y": 1}}, ValueError, "'x': expected [2] for these rows, got [3]"),
             ({"x": torch.ones(2), "n": {"y": [1, 2]}}, ValueError, "'n.y': expected [] for these rows, got [2]"),
             ({"x": torch.ones(2), "n": 1}, ValueError, "'n' is a nested dict; its rows cannot be set from an int"),
@@ -444,8 +449,47 @@ class TestShortPaths:
                 assert not d["x"].any() and not d["y"].any()
         d = DeviceDict({"x": torch.zeros(4, 2), "y": torch.zeros(4, 2)})
         for index in (slice(0, 2), [0, 1]):
-            with pytest.raises(
-                ValueError, match=r"^'y' is dense, its rows cannot be set from a sparse tensor; convert it first$"
-            ):
+            with pytest.raises(ValueError, match=r"^'y' has dense rows, got a sparse tensor; convert it first$"):
                 d.rows[index] = {"x": torch.ones(2, 2), "y": torch.ones(2, 2).to_sparse()}
             assert not d["x"].any()
+
+
+class Folded:
+    """Decodes the codes of upper and lower case letters alike."""
+
+    code_ndim = 0
+
+    def encode(self, strings: Any) -> torch.Tensor:
+        return torch.tensor([ord(string) for string in strings])
+
+    def decode(self, codes: torch.Tensor) -> list[str]:
+        return [chr(code).lower() for code in codes.tolist()]
+
+
+class TestGroups:
+    def test_codes_that_decode_alike_are_one_group(self) -> None:
+        d = DeviceDict({"s": ["b", "A", "a", "B", "a"], "i": [0, 1, 2, 3, 4]}, encoders={"s": Folded()})
+        assert {key: part["i"].tolist() for key, part in d.rows.group_by("s").items()} == {"a": [1, 2, 4], "b": [0, 3]}
+
+    @pytest.mark.parametrize("encoder", [None, Vocabulary(["a", "b"]), Folded()])
+    def test_no_rows(self, encoder: Any) -> None:
+        d = DeviceDict({"s": ["a", "b"]}, encoders=None if encoder is None else {"s": encoder})
+        assert d.rows[:0].rows.group_by("s") == {} and d.rows[[]].rows.group_by("s") == {}
+
+    def test_what_has_no_order(self) -> None:
+        d = DeviceDict({"z": torch.ones(2, dtype=torch.complex64), "x": [1, 2]})
+        with pytest.raises(TypeError, match=r"^'z' is complex64\[2\]; complex numbers have no order, group by another"):
+            d.rows.group_by("z")
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("where", 'use rows[mask_or_indices], such as rows[d["x"] > 0]'), ("filter", "use rows[mask_or_indices]"),
+    ("sample", "use rows[torch.randint(len(rows), (n,))], or rows.shuffle() for all rows"),
+    ("append", "use cat([d, other]), or a RowWriter for a table on disk"), ("suffle", "did you mean 'shuffle'?"),
+    ("s", "a field is d['s']"), ("zzz", "rows[index] is a dict of these rows"),
+])  # fmt: skip
+def test_unknown_attributes_show_the_way_out(name: str, text: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(batch().rows, name)
+    assert str(caught.value).startswith(f"'Rows' object has no attribute {name!r}; ") and text in str(caught.value)
+    assert not hasattr(batch().rows, "__array__")

@@ -209,7 +209,7 @@ class TestRoundTrip:
         assert type(table) is Step and type(table.obs) is Obs and table.w is None
         with RowWriter(folder, append=True) as writer:
             writer.write({"x": [[1, 2, 3]], "obs": {"state": [4]}})
-            with pytest.raises(ValueError, match="have 'w', which is not in the table"):
+            with pytest.raises(ValueError, match="the given mapping has 'w', which the table lacks"):
                 writer.write({"x": [[1, 2, 3]], "obs": {"state": [4]}, "w": [1]})
         assert Step.load(folder).x[-1].tolist() == [1, 2, 3]
         written(tmp_path / "other", {"x": [1]})
@@ -241,18 +241,18 @@ class TestRefused:
             ({"x": torch.zeros(3, 3)}, r"^'x': expected rows \[..., 2\] or one row \[2\], got float32\[3, 3\]$"),
             ({"x": torch.zeros(4, 2)}, r"^'name' has 3 rows, and 'x' has 4 rows$"),
             ({"x": torch.zeros(2)}, r"^'name' has 3 rows, and 'x' has no dimension for rows$"),
-            ({"x": torch.zeros(3, 2, dtype=torch.complex64)}, "^'x': complex64 cannot be written into a column of float32; convert it first$"),
+            ({"x": torch.zeros(3, 2, dtype=torch.complex64)}, "^'x': complex64 cannot be written into float32; convert it first$"),
             ({"x": {"y": 1}}, "^'x' is a column in this table, got a mapping$"),
             ({"n": [1, 2, 3]}, r"^'n' is a nested dict in this table, got int64\[3\]$"),
-            ({"n": {"z": [1, 2, 3]}}, "^rows have all fields of the table; these lack 'n.empty'$"),
-            ({"y": [1]}, "^rows have all fields of the table; these have 'y', which is not in the table$"),
+            ({"n": {"z": [1, 2, 3]}}, "^the given mapping lacks 'n.empty', which the table has$"),
+            ({"y": [1]}, "^the given mapping has 'y', which the table lacks$"),
             ({"name": ["a", "b", "thirteen bytes"]}, r"^'name': 'thirteen bytes' is 14 bytes in UTF-8, over max_length=12; raise max_length, strings are never cut$"),
-            ({"name": torch.zeros(3, 14, dtype=torch.uint8)}, r"^'name': a string of 14 bytes does not fit this column of 12; create the table with encoders=\{'name': Utf8\(max_length\)\}$"),
+            ({"name": torch.zeros(3, 14, dtype=torch.uint8)}, r"^'name': a string takes 14 codes of Utf8\(12\), the rows of this field have 12; shorten the string, or make the field anew, wide enough for it$"),
             ({"species": ["cat", "dog", "cow"]}, "^'species': 'cow' is not among the 2 tokens"),
             ({"n": {"z": None, "empty": {}}}, "'n.z'"),
-            ({"x": torch.zeros(3, 2).to_sparse()}, "^'x' is sparse, nested or quantized, and this column holds dense tensors; convert it first$"),
-            ({"x": torch.zeros(3, 2, device="meta")}, "^'x' is on meta, without values, and this column holds dense tensors; convert it first$"),
-            ({"x": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, "^'x' is sparse, nested or quantized"),
+            ({"x": torch.zeros(3, 2).to_sparse()}, "^'x' has dense rows, got a sparse tensor; convert it first$"),
+            ({"x": torch.zeros(3, 2, device="meta")}, "^'x' is on meta, without values; make it on another device$"),
+            ({"x": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, "^'x' has dense rows, got a nested tensor"),
         ],
     )  # fmt: skip
     def test_a_batch_that_does_not_fit_is_refused_whole(self, tmp_path: Path, change: Any, message: str) -> None:
@@ -325,7 +325,9 @@ class TestRefused:
     def test_the_width_of_strings_is_that_of_like(self, tmp_path: Path) -> None:
         with RowWriter(tmp_path / "t", like={"name": ["Ada", "Bo"]}) as writer:
             writer.write({"name": ["Cy"]})
-            with pytest.raises(ValueError, match=r"^'name': a string of 5 bytes does not fit this column of 3; create"):
+            with pytest.raises(
+                ValueError, match=r"^'name': a string takes 5 codes of Utf8\(\), the rows of this field have 3; shorten"
+            ):
                 writer.write({"name": ["Grace"]})
         with RowWriter(tmp_path / "u", like={"name": ["Ada", "Bo"]}, encoders={"name": Utf8(5)}) as writer:
             writer.write({"name": ["Grace"]})

@@ -98,7 +98,7 @@ class TestTable:
         assert torch.where(mask, d, zero)["x"].tolist() == [[0, 0], [2, 3], [4, 5]]
         assert torch.where(torch.tensor(True), d, zero) == d and torch.where(torch.tensor(False), 0, d) == d
         assert torch.where(mask, d, 0)["n", "y"].tolist() == [0, 0, 2]
-        with pytest.raises(ValueError, match=r"^the other mapping lacks 'n'$"):
+        with pytest.raises(ValueError, match=r"^the other mapping lacks 'n', which this DeviceDict has$"):
             torch.where(mask, d, d.drop("n"))
         with pytest.raises(RuntimeError, match=r"^'x': "):
             torch.where(torch.ones(4, dtype=torch.bool), d, zero)

@@ -15,6 +15,7 @@ from .._dict.torch_functions import implements
 from .._encoders.protocol import decode_alike, padding
 from .._errors import DeviceMismatchError, Path, described, dotted
 from .._memory.jagged import cat_jagged, is_jagged
+from .._tree.missing import refuse_other_keys
 from .._tree.policy import Policy
 from .._tree.tree import TreeDict
 from .pad import Pad, Pads, pad_rows
@@ -165,11 +166,7 @@ def values_by_key(
     elif list(map(list, mappings)).count(names) == count:
         return zip(names, zip(*[mapping.values() for mapping in mappings], strict=True), strict=True)
     for i, mapping in enumerate(mappings):
-        missing, extra = first.keys() - mapping.keys(), mapping.keys() - first.keys()
-        if missing:
-            raise ValueError(f"{noun} {i} lacks {dotted((*at, str(min(missing, key=str))))}, which {noun} 0 has")
-        if extra:
-            raise ValueError(f"{noun} {i} has {dotted((*at, str(min(extra, key=str))))}, which {noun} 0 lacks")
+        refuse_other_keys(first, mapping, at, f"{noun} {i}", f"{noun} 0")
     return ((name, tuple([mapping[name] for mapping in mappings])) for name in names)
 
 

@@ -1,33 +1,30 @@
 """Arithmetic on whole dicts: match the fields of several mappings, write all fields in place, norms and lists.
 
-A write has two steps. The first step finds every reason for which torch would refuse a field. The second step writes,
-in as few calls as possible: one for the buffer of a packed dict, one ``torch._foreach_*`` call, or one for each field.
-A plan stores the result of the first step. Later calls with the same keys and the same metadata use the plan.
+A write has two steps. The first step finds every reason for which torch would refuse a field. The second step writes:
+one ``torch._foreach_*`` call for all fields of one dtype, and a call for each field that those functions do not take.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from math import inf, isfinite
-from operator import is_
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from math import inf
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .._encoders.protocol import decode_nested
-from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
+from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory, with_path
 from .._memory.buffer import FOREACH_DTYPES
-from .._memory.cast import CASTABLE
-from .._memory.device import CPU, intercepted
-from .._memory.packed import as_one
-from .._memory.snapshot import have_strides, plan_key, remember, snapshot
+from .._memory.device import intercepted
+from .._memory.overlap import is_expanded, overlap_partly
+from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 
-_autograd = cast(Any, torch._C)._autograd
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
 _FOREACH_CLASSES = frozenset((Tensor, Parameter))
 """The classes of tensors that ``torch._foreach_*`` takes."""
 
@@ -35,73 +32,49 @@ _FOREACH_CLASSES = frozenset((Tensor, Parameter))
 # --- matching ---
 
 
-def match(d: TreeDict[Any], other: Any, called: str, flat: bool = False) -> list[Tensor]:
+def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
     """The tensors of a mapping with the keys of ``d``, in the order of ``d._tensors()``.
 
     Raises ``ValueError`` for a missing or an extra key, and ``DeviceMismatchError``. Raises ``TypeError`` for a value
     that is not a tensor where ``d`` has a tensor.
 
-    ``called``: the name of the method, for messages. ``flat``: the caller knows that all values of ``d`` are plain
-    tensors.
+    ``called``: the name of the method, for messages.
     """
     if not isinstance(other, Mapping):
         raise TypeError(
             f"{called} takes mappings with the keys of this {type(d).__name__}, got {described(other)}; "
             "bind any other value in a lambda"
         )
-    mapping = other
-    known = _is_on_device_of(d, other)
-    values = _match_flat(d, mapping, known) if flat or only_tensors(d.values()) else None
-    if values is not None:
-        return values
     found: list[Tensor] = []
-    _match_level(d, mapping, None if known else d._device, (), found)
+    _match_level(d, other, d._device, (), found)
     return found
-
-
-def _is_on_device_of(d: TreeDict[Any], other: Any) -> bool:
-    """Whether ``other`` is a dict whose tensors are all on the device of ``d``."""
-    return isinstance(other, TreeDict) and d._device is not None and other._device == d._device
-
-
-def _match_flat(d: TreeDict[Any], other: Mapping[str, Any], known: bool) -> list[Tensor] | None:
-    """The values of a mapping that has the keys of ``d``, in the same order, and plain tensors on the device of ``d``.
-
-    None for any other mapping. ``known``: the result of `_is_on_device_of`.
-    """
-    if not (known or type(other) is dict) or list(d) != list(other):
-        return None
-    values = list(other.values())
-    if not only_tensors(values):
-        return None
-    if not known and (d._device is not CPU or False in [value.is_cpu for value in values]):
-        return None
-    return values
 
 
 def _match_level(
     d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
 ) -> None:
-    if len(d) != len(other) or any(key not in other for key in d):
-        for key in d:
-            if key not in other:
-                raise ValueError(f"the other mapping lacks {dotted((*at, key))}")
-        extra = next(key for key in other if key not in d)
-        raise ValueError(f"the other mapping has {dotted((*at, extra))}, which this {type(d).__name__} lacks")
-    for key, value in d.items():
-        theirs: Any = other[key]
+    if list(d) == list(other):
+        values = list(other.values())
+    else:
+        refuse_other_keys(d, other, at, "the other mapping", f"this {type(d).__name__}")
+        values = [other[key] for key in d]
+    if only_tensors((*d.values(), *values)) and [t.device for t in values].count(device) == len(values):
+        found += values
+        return
+    for (key, value), theirs in zip(d.items(), values, strict=True):
+        path = (*at, key)
         if isinstance(value, Tensor):
             if not isinstance(theirs, Tensor):
-                _refuse_kind((*at, key), theirs, "a tensor; DeviceDict(other) makes tensors of numbers")
+                _refuse_kind(path, theirs, "a tensor; DeviceDict(other) makes tensors of numbers")
             if device is not None and theirs.device != device:
-                _refuse_device((*at, key), device, theirs.device)
+                _refuse_device(path, device, theirs.device)
             found.append(theirs)
         elif isinstance(value, TreeDict):
             if not isinstance(theirs, Mapping):
-                _refuse_kind((*at, key), theirs, "a mapping")
-            _match_level(value, theirs, device, (*at, key), found)
+                _refuse_kind(path, theirs, "a mapping")
+            _match_level(value, theirs, device, path, found)
         elif isinstance(theirs, (Tensor, Mapping)):
-            _refuse_kind((*at, key), theirs, f"an object: it is a kept {type(value).__name__} in this dict")
+            _refuse_kind(path, theirs, f"an object: it is a kept {type(value).__name__} in this dict")
 
 
 def _refuse_kind(path: Path, value: Any, expected: str) -> NoReturn:
@@ -136,7 +109,22 @@ def refuse_encoded(d: TreeDict[Any], called: str, at: Path = ()) -> None:
 
 
 def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return _is_float_dtype(tensor.dtype)
+
+
+def _is_float_dtype(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def raise_at(d: TreeDict[Any], i: int, error: Exception) -> NoReturn:
+    """Raise ``error`` of tensor ``i`` of ``d._tensors()`` with its path. Errors of classes of users stay unchanged."""
+    if type(error) not in (RuntimeError, TypeError, ValueError, IndexError) or is_out_of_memory(error):
+        raise error
+    raise type(error)(f"{dotted(_path(d, i))}: {error}") from error
+
+
+def _path(d: TreeDict[Any], i: int) -> Path:
+    return next(path for j, (path, _) in enumerate(tensor_paths(d)) if j == i)
 
 
 # --- writing in place ---
@@ -147,19 +135,14 @@ class _Operation(NamedTuple):
 
     name: str
     each: Callable[[Tensor, Any], Any]
-    """Write to one tensor. The second argument is a tensor or a number."""
+    """Write to one tensor. The second argument is a tensor, a number, or None."""
     many: Callable[[list[Tensor], Any], Any] | None
-    """The same for lists of tensors. None if torch has no such function."""
-    zero_stays: bool = False
-    """Whether the operation with a number maps zero to zero. Only then may it write to the gaps of a buffer."""
-    casts: bool = False
-    """Whether the operation takes every pair of dtypes."""
-    scale: complex = 1
-    """The number ``alpha`` or ``weight`` in ``each`` and ``many``."""
+    """The same for a list of tensors. The second argument is a list too, a number, or None. None if torch has no such
+    function."""
 
 
-class _Write(NamedTuple):
-    """The writes of one operation, validated."""
+class _Step(NamedTuple):
+    """An operation on some of the tensors of a dict."""
 
     operation: _Operation
     tensors: list[Tensor]
@@ -167,21 +150,17 @@ class _Write(NamedTuple):
     """A tensor for each of ``tensors``; or one number, or None, for all."""
     dtypes: list[torch.dtype]
     """The dtype of each of ``tensors``."""
-    one_dtype: bool
-    """Whether ``dtypes`` are all the same."""
-    singly: Sequence[int]
-    """The tensors that need a call of their own."""
-    alike: bool
-    """Whether all tensors are contiguous, and the others have the same shapes and the same dtypes."""
+    indices: Sequence[int]
+    """The index of each of ``tensors`` in ``d._tensors()``, for messages."""
+
+
+Refuse = Callable[..., NoReturn]
+"""Raise an error for a tensor. Takes its index, the rest of the message, the cause and the class of the error."""
 
 
 def zero_(d: TreeDict[Any]) -> None:
-    operands = _planned(d, 0)  # `zero_` has no operand: the number is not used
-    if operands is None or operands.plan is None:
-        refuse_encoded(d, "zero_")
-        tensors, flat = d._tensors_and_kind()
-        operands = _Operands(tensors, None, flat, None if operands is None else operands.key)
-    _run(d, _ZERO, operands._replace(others=None))
+    refuse_encoded(d, "zero_")
+    write(d, _ZERO, None)
 
 
 def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
@@ -194,8 +173,7 @@ def sub_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
 
 def _add_scaled(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: Any) -> None:
     _refuse_unless_number(alpha, "alpha")
-    operands = _operands(d, other, name)
-    listed = isinstance(operands.others, list)
+    others = _operands(d, other, name)
 
     def each_scaled(tensor: Tensor, value: Any) -> None:
         each(tensor, value, alpha=alpha)
@@ -206,29 +184,25 @@ def _add_scaled(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, a
     if alpha == 1:
         operation = _Operation(name, each, many)
     else:  # the function for lists and a number takes no alpha
-        operation = _Operation(name, each_scaled, many_scaled if listed else None, scale=alpha)
-    _run(d, operation, operands)
+        operation = _Operation(name, each_scaled, many_scaled if isinstance(others, list) else None)
+    write(d, operation, others)
 
 
 def mul_(d: TreeDict[Any], other: Any) -> None:
-    operands = _operands(d, other, "mul_")
-    by = operands.others
-    stays = isinstance(by, (int, float)) and by > 0 and isfinite(by)
-    _run(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_, stays), operands)
+    write(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_), _operands(d, other, "mul_"))
 
 
 def div_(d: TreeDict[Any], other: Any) -> None:
-    operands = _operands(d, other, "div_")
-    by = operands.others
-    stays = isinstance(by, (int, float)) and by > 0 and isfinite(by)
-    _run(d, _Operation("div_", Tensor.div_, torch._foreach_div_, stays), operands)
+    write(d, _Operation("div_", Tensor.div_, torch._foreach_div_), _operands(d, other, "div_"))
 
 
 def copy_(d: TreeDict[Any], other: Any) -> None:
-    _run(d, _COPY, _operands(d, other, "copy_", numbers=False))
+    write(d, _COPY, _operands(d, other, "copy_", numbers=False))
 
 
 def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
+    if isinstance(other, (int, float)) and isinstance(weight, (Mapping, Tensor)):
+        raise TypeError(f"lerp_ takes the other mapping first and the weight second: lerp_(other, {other!r})")
     _refuse_unless_number(weight, "weight")
 
     def each(tensor: Tensor, end: Tensor) -> None:
@@ -237,21 +211,12 @@ def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
     def many(tensors: list[Tensor], ends: list[Tensor]) -> None:
         torch._foreach_lerp_(tensors, ends, weight)
 
-    operation = _Operation("lerp_", each, many, scale=weight)
-    _run(d, operation, _operands(d, other, "lerp_", numbers=False), integers=_COPY_IN_LERP)
+    others = _operands(d, other, "lerp_", numbers=False)
+    write(d, _Operation("lerp_", each, many), others, integers=_COPY._replace(name="lerp_"))
 
 
-def _zero_each(tensor: Tensor, _: None) -> None:
-    tensor.zero_()
-
-
-def _zero_many(tensors: list[Tensor], _: None) -> None:
-    torch._foreach_zero_(tensors)
-
-
-_ZERO = _Operation("zero_", _zero_each, _zero_many, casts=True)
-_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_, casts=True)
-_COPY_IN_LERP = _COPY._replace(name="lerp_")
+_ZERO = _Operation("zero_", lambda tensor, _: tensor.zero_(), lambda tensors, _: torch._foreach_zero_(tensors))
+_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_)
 
 
 def _refuse_unless_number(value: Any, name: str) -> None:
@@ -259,202 +224,94 @@ def _refuse_unless_number(value: Any, name: str) -> None:
         raise TypeError(f"{name} is a number, got {described(value)}; use .item() for a tensor of one element")
 
 
-class _Operands(NamedTuple):
-    """The tensors that an operation writes to, and the other operands."""
-
-    tensors: list[Tensor]
-    others: Any
-    """A tensor for each of ``tensors``; or one number, or None, for all."""
-    plain: bool
-    """Whether the class of all tensors is known to be Tensor."""
-    key: Any = None
-    """The cache key of a plan for these operands. None if no plan is possible."""
-    plan: _ArithmeticPlan | None = None
-    """The plan for tensors with this metadata, if there is one."""
-
-
-class _ArithmeticPlan(NamedTuple):
-    """The result of validation: all tensors are contiguous, and the other operands have the same dtypes and shapes."""
-
-    same: Callable[..., bool | None]
-    """Tells whether other operands have the same metadata. See `snapshot`."""
-    groups: list[tuple[torch.dtype, list[int]]]
-    """The indices of the tensors of each dtype."""
-
-
-_ARITHMETIC_PLANS: dict[Any, _ArithmeticPlan] = {}
-_ORDERED = frozenset((dict, OrderedDict))
-"""The classes of mappings, besides dicts of this package, that can be operands with a plan."""
-
-
-def _planned(d: TreeDict[Any], other: Any) -> _Operands | None:
-    """The operands with the key of their plan, and with the plan if it is valid. None if no plan is possible."""
-    if d._policy.encoders or intercepted():
-        return None
-    others = None
-    listed = isinstance(other, dict)
-    if listed:
-        theirs = other
-        encoded = isinstance(theirs, TreeDict) and theirs._policy.encoders
-        if encoded or not (isinstance(theirs, TreeDict) or type(theirs) in _ORDERED) or list(theirs) != list(d):
-            return None
-        others = list(theirs.values())
-    elif not _is_moderate(other):
-        return None
-    tensors: list[Any] = list(d.values())
-    key = (plan_key(d), listed)
-    plan = _ARITHMETIC_PLANS.get(key)
-    if plan is not None and not plan.same(*tensors, *(others or ())):
-        plan = None
-    return _Operands(tensors, others if listed else other, False, key, plan)
-
-
-def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> _Operands:
-    """The tensors of ``d``, and the other operand of each, as a list. A number stays itself."""
-    planned = _planned(d, other) if numbers or isinstance(other, dict) else None
-    if planned is not None and planned.plan is not None:
-        return planned
-    key = None if planned is None else planned.key
-    tensors, flat = d._tensors_and_kind()
-    if not flat or d._policy.encoders:
-        refuse_encoded(d, called)
+def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> Any:
+    """The other operand of each tensor of ``d``, as a list. A number stays itself."""
+    refuse_encoded(d, called)
     if isinstance(other, Mapping):
-        mapping = other
-        values = _match_flat(d, mapping, _is_on_device_of(d, other)) if flat else None
-        plain = values is not None
-        if values is None:
-            values = match(d, mapping, called, flat)
-        if isinstance(other, TreeDict) and (not flat or other._policy.encoders):
+        values = match(d, other, called)
+        if isinstance(other, TreeDict):
             refuse_encoded(other, called)
-        return _Operands(tensors, values, plain, key)
+        return values
     if isinstance(other, Tensor):
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
             _refuse_device((), d._device, other.device)
-        return _Operands(tensors, [other] * len(tensors), False)
+        return [other] * len(d._tensors())
     if not (numbers and isinstance(other, (int, float, complex))):
         kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
         raise TypeError(f"{called} takes {kinds}, got {described(other)}")
-    return _Operands(tensors, other, flat, key)
+    return other
 
 
-def _run(d: TreeDict[Any], operation: _Operation, operands: _Operands, integers: _Operation | None = None) -> None:
-    """Validate all fields, then write. ``integers``: the operation for integer and bool fields, if it differs."""
-    tensors, others, plain, key, plan = operands
-    if not tensors:
-        return
-    planned = None if plan is None else _planned_writes(operation, operands, plan, integers)
-    if planned is not None:
-        for write in planned:
-            _execute(write)
-        return
+def write(d: TreeDict[Any], operation: _Operation, others: Any, integers: _Operation | None = None) -> None:
+    """Validate all fields, then write to all of them.
+
+    ``others``: see `_Step`. ``integers``: the operation for integer and bool fields, if it differs.
+    """
+    tensors = d._tensors()
     dtypes = [t.dtype for t in tensors]
-    one_dtype = dtypes.count(dtypes[0]) == len(dtypes)
-    writes: list[_Write] = []
-    if integers is None or (one_dtype and _is_float_dtype(dtypes[0])):
-        writes.append(_validated(d, operation, operands, dtypes, one_dtype, range(len(tensors))))
+    steps = [_Step(operation, tensors, others, dtypes, range(len(tensors)))]
+    if integers is not None and not all(map(_is_float_dtype, set(dtypes))):
+        steps.clear()
+        for one, kind in ((operation, True), (integers, False)):
+            chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is kind]
+            steps.append(_Step(one, _pick(tensors, chosen), _pick(others, chosen), _pick(dtypes, chosen), chosen))
+    if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
+        calls = [call for step in steps for call in _singly(step, step.tensors, step.others)]
     else:
-        for step, floats in ((operation, True), (integers, False)):
-            chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is floats]
-            if chosen:
-                picked, their = _Operands(_pick(tensors, chosen), _pick(others, chosen), plain), _pick(dtypes, chosen)
-                writes.append(_validated(d, step, picked, their, len(set(their)) == 1, chosen))
-    for write in writes:
-        _execute(write)
-    if key is not None and plan is None and all(write.alike for write in writes):
-        _remember_operands(d, operands, dtypes)
+        calls = [call for step in steps if step.tensors for call in _validated(d, step)]
+    for function, targets, values in calls:
+        function(targets, values)
 
 
-def _remember_operands(d: TreeDict[Any], operands: _Operands, dtypes: list[torch.dtype]) -> None:
-    """Store a plan for operands that are alike. A dict with nested dicts gets no plan: its key has no nested keys."""
-    tensors, others = operands.tensors, operands.others
-    if len(tensors) != len(d) or not all(map(is_, tensors, d.values())):
-        return
-    theirs = others if isinstance(others, list) else []
-    same = snapshot([*tensors, *theirs], have_strides)
-    if same is None:
-        return
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, dtype in enumerate(dtypes):
-        groups.setdefault(dtype, []).append(i)
-    remember(_ARITHMETIC_PLANS, operands.key, _ArithmeticPlan(same, list(groups.items())))
+_Call = tuple[Callable[[Any, Any], Any], Any, Any]
+"""A function of an `_Operation` and its arguments."""
 
 
-def _planned_writes(
-    operation: _Operation, operands: _Operands, plan: _ArithmeticPlan, integers: _Operation | None
-) -> list[_Write] | None:
-    """The writes of an operation with a plan. None if torch may refuse the operation for these dtypes or numbers."""
-    tensors, others = operands.tensors, operands.others
-    if not (_is_moderate(operation.scale) and (others is None or isinstance(others, list) or _is_moderate(others))):
-        return None
-    writes: list[_Write] = []
-    for dtype, members in plan.groups:
-        step = operation if integers is None or _is_float_dtype(dtype) else integers
-        if not (step.casts or dtype in _COMMON):
-            return None
-        if len(members) == len(tensors):
-            return [_Write(step, tensors, others, [dtype], True, (), True)]
-        writes.append(_Write(step, _pick(tensors, members), _pick(others, members), [dtype], True, (), True))
-    return writes
+def _singly(step: _Step, tensors: Sequence[Tensor], others: Any) -> list[_Call]:
+    listed = isinstance(others, list)
+    return [(step.operation.each, tensor, others[i] if listed else others) for i, tensor in enumerate(tensors)]
 
 
 def _pick(values: Any, chosen: Sequence[int]) -> Any:
-    """The items of a list at these indices. A single operand for all tensors stays itself."""
-    return [values[i] for i in chosen] if isinstance(values, list) else values
+    """The items of a list at these indices, in ascending order. A single operand for all tensors stays itself."""
+    if not isinstance(values, list) or len(chosen) == len(values):
+        return values
+    return [values[i] for i in chosen]
 
 
-def _is_float_dtype(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-Refuse = Callable[..., NoReturn]
-"""Raise an error for a tensor. Takes its index, the rest of the message, the cause and the class of the error."""
-
-
-def _validated(
-    d: TreeDict[Any],
-    operation: _Operation,
-    operands: _Operands,
-    dtypes: list[torch.dtype],
-    one_dtype: bool,
-    indices: Sequence[int],
-) -> _Write:
-    """Validate an operation: raise the error of the first tensor that it cannot write to.
-
-    ``indices``: the index of each tensor in ``d._tensors()``, for messages.
-    """
-    tensors, others, plain_classes = operands[:3]
-    if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
-        return _Write(operation, tensors, others, dtypes, one_dtype, range(len(tensors)), False)
-    given = others if isinstance(others, list) else None
+def _validated(d: TreeDict[Any], step: _Step) -> list[_Call]:
+    """The calls of a step. Raises the error of the first tensor that torch would refuse to write to."""
+    operation, tensors, others, dtypes, indices = step
+    given: list[Tensor] | None = None
+    if isinstance(others, list):  # kernels of some dtypes cannot read a tensor with the negative bit
+        given = others = [t.resolve_neg() for t in others]
 
     def refuse(i: int, reason: str, error: Exception | None = None, kind: type[Exception] = RuntimeError) -> NoReturn:
-        path = next(path for j, (path, _) in enumerate(tensor_paths(d)) if j == indices[i])
-        raise kind(f"{dotted(path)} {reason}") from error
+        raise kind(f"{dotted(_path(d, indices[i]))} {reason}") from error
 
     _refuse_inference(operation, tensors, refuse)
-    same = _are_alike(tensors, given, dtypes, plain_classes)
-    if same is not None:
-        number = others
-        moderate = _is_moderate(operation.scale) and (same if given is not None else _is_moderate(number))
-        if not (one_dtype and dtypes[0] in _COMMON and moderate):
-            every = range(len(tensors))
-            _validate_dtypes(operation, tensors, given, others, every, refuse)
-            _validate_shapes(operation, tensors, given, every, refuse)
-        return _Write(operation, tensors, others, dtypes, one_dtype, (), same)
-    singly: list[int] = []
-    plain: list[int] = []
-    for i, tensor in enumerate(tensors):
-        theirs = None if given is None else given[i]
-        if _is_special(tensor) or (theirs is not None and _is_special(theirs)):
-            _refuse_special(operation, tensor, theirs, others, i, refuse)
-            singly.append(i)
-        else:
-            plain.append(i)
-            if torch._debug_has_internal_overlap(tensor) == 1:
-                refuse(i, f"is expanded: its elements share memory; clone() it before {operation.name}")
-    _validate_dtypes(operation, tensors, given, others, plain, refuse)
-    _validate_shapes(operation, tensors, given, plain, refuse)
-    return _Write(operation, tensors, others, dtypes, one_dtype, singly, False)
+    theirs = dtypes if given is None else [t.dtype for t in given]
+    alone = _taken_alone(tensors, given, dtypes, theirs)
+    foreign: list[int] = []
+    if alone:
+        _refuse_autograd(operation, tensors, given, alone, refuse)
+        foreign = [i for i in alone if _is_foreign(tensors[i]) or (given is not None and _is_foreign(given[i]))]
+    plain = [i for i in range(len(tensors)) if i not in set(foreign)] if foreign else range(len(tensors))
+    pairs = _pairs(tensors, given, dtypes, theirs, plain)
+    _refuse_memory(operation, _pick(tensors, plain), None if given is None else _pick(given, plain), plain, refuse)
+    _refuse_dtypes(operation, tensors, others, pairs, refuse)
+    for i in foreign:
+        _refuse_foreign(operation, tensors[i], others if given is None else given[i], i, refuse)
+    many = operation.many
+    if many is None:
+        return _singly(step, tensors, others)
+    calls = _singly(step, _pick(tensors, alone), _pick(others, alone))
+    for members in pairs.values():
+        # Grouped by dtypes, because the CUDA kernel of some versions misreads a list of mixed dtypes.
+        together = [i for i in members if i not in set(alone)] if alone else members
+        if together:
+            calls.append((many, _pick(tensors, together), _pick(others, together)))
+    return calls
 
 
 def _refuse_inference(operation: _Operation, tensors: list[Tensor], refuse: Refuse) -> None:
@@ -468,112 +325,131 @@ def _refuse_inference(operation: _Operation, tensors: list[Tensor], refuse: Refu
         refuse(i, f"is an inference tensor; clone() it before {operation.name}, or use torch.inference_mode()")
 
 
-def _are_alike(
-    tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[torch.dtype], plain: bool
-) -> bool | None:
-    """Whether the others have the dtypes and shapes of the tensors. None if a tensor is `_is_special` or has gaps.
+def _taken_alone(
+    tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[torch.dtype], theirs: list[torch.dtype]
+) -> list[int]:
+    """The tensors that need a call of their own, since they or their operands are `_is_special`."""
+    # One comprehension for each attribute. A call of `_is_special` for each tensor takes longer.
+    every = tensors if others is None else [*tensors, *others]
+    found = {*dtypes, *theirs}
+    if (
+        _FOREACH_CLASSES.issuperset(map(type, every))
+        and found <= FOREACH_DTYPES
+        and [t.layout for t in every].count(torch.strided) == len(every)
+        and True not in [t.is_nested for t in every]
+        and not (torch.is_grad_enabled() and True in [t.requires_grad for t in every])
+        and True not in [t.is_neg() for t in tensors]
+        and not (not _COMPLEX.isdisjoint(found) and True in [t.is_conj() for t in every])
+    ):
+        return []
+    special = list(map(_is_special, tensors))
+    if others is not None:
+        special = [mine or _is_special(other) for mine, other in zip(special, others, strict=True)]
+    return [i for i, one in enumerate(special) if one]
 
-    ``plain``: whether the class of all tensors is known to be Tensor.
-    """
-    # One list comprehension for each attribute. A loop over the tensors takes longer.
-    grad = torch.is_grad_enabled()
-    if not plain and not _FOREACH_CLASSES.issuperset(map(type, tensors)):
-        return None
-    if grad and True in [t.requires_grad for t in tensors]:
-        return None
-    try:
-        if False in [t.is_contiguous() for t in tensors]:
-            return None
-        if not _COMPLEX.isdisjoint(dtypes) and True in [t.is_conj() for t in (*tensors, *(others or ()))]:
-            return None
-        if others is None:
-            return None if True in [t.is_nested for t in tensors] else True
-        if not plain and not _FOREACH_CLASSES.issuperset(map(type, others)):
-            return None
-        if grad and True in [t.requires_grad for t in others]:
-            return None
-        if [t.layout for t in others].count(torch.strided) != len(others):
-            return None
-        return dtypes == [t.dtype for t in others] and [t.shape for t in tensors] == [t.shape for t in others]
-    except RuntimeError:  # sparse tensors are not contiguous, nested tensors have no shape
-        return None
+
+_COMPLEX = frozenset((torch.complex64, torch.complex128))
+"""The dtypes of `FOREACH_DTYPES` whose tensors can have the conjugate bit."""
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Whether a tensor needs a call of its own: it has a gradient history, or is a subclass, sparse, nested or
-    conjugated."""
+    """Whether ``torch._foreach_*`` does not take a tensor: it has a gradient history, or its class, layout, dtype or
+    conjugate or negative bit is not supported."""
+    return (
+        _is_foreign(tensor)
+        or tensor.dtype not in FOREACH_DTYPES
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or (tensor.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _is_foreign(tensor: Tensor) -> bool:
+    """Whether a tensor has rules of its own: it is a subclass, sparse, nested or quantized."""
     return (
         type(tensor) not in _FOREACH_CLASSES
         or tensor.layout != torch.strided
         or tensor.is_nested
         or tensor.is_quantized
-        or tensor.is_conj()
-        or (tensor.requires_grad and torch.is_grad_enabled())
     )
 
 
-def _refuse_special(
-    operation: _Operation, tensor: Tensor, other: Tensor | None, others: Any, i: int, refuse: Refuse
+def _refuse_autograd(
+    operation: _Operation, tensors: list[Tensor], others: list[Tensor] | None, alone: Sequence[int], refuse: Refuse
 ) -> None:
-    """Raise the error of torch if torch refuses to write to this tensor.
-
-    The rules of autograd are tested here. For all other rules, the operation runs on a copy of the tensor.
-    """
-    name = operation.name
-    if torch.is_grad_enabled() and (tensor.requires_grad or (other is not None and other.requires_grad)):
+    """Raise an error for a tensor that autograd does not let an operation change."""
+    if not torch.is_grad_enabled():
+        return
+    for i in alone:
+        tensor = tensors[i]
+        if not (tensor.requires_grad or (others is not None and others[i].requires_grad)):
+            continue
         if tensor.requires_grad and tensor.is_leaf:
-            refuse(i, f"is a leaf that requires grad; call {name} in torch.no_grad(), or detach() the dict first")
+            refuse(
+                i, f"is a leaf that requires grad; call {operation.name} in torch.no_grad(), or detach() the dict first"
+            )
         if tensor._is_view() and (
             _autograd._get_creation_meta(tensor) != _autograd.CreationMeta.DEFAULT
-            or (tensor.requires_grad and cast(Tensor, tensor._base).is_leaf)
+            or (tensor.requires_grad and tensor._base is not None and tensor._base.is_leaf)
         ):
-            refuse(i, f"is a view that autograd does not let {name} change; clone() it first")
+            refuse(i, f"is a view that autograd does not let {operation.name} change; clone() it first")
+
+
+def _refuse_foreign(operation: _Operation, tensor: Tensor, other: Any, i: int, refuse: Refuse) -> None:
+    """Raise the error of torch for a tensor with rules of its own. The operation runs on a copy of the tensor."""
+    if tensor.layout == torch.strided and not tensor.is_nested:
+        if is_expanded(tensor):
+            _refuse_expanded(operation, i, refuse)
+        if isinstance(other, Tensor) and other.layout == torch.strided and not other.is_nested:
+            overlap: list[int] = []
+            with suppress(RuntimeError):  # some subclasses have no memory of their own
+                overlap = overlap_partly([tensor], [other])
+            if overlap:
+                _refuse_overlap(operation, i, refuse)
     with torch.no_grad():
         try:
-            operation.each(tensor.detach().clone(), others if other is None else other.detach())
+            operation.each(tensor.detach().clone(), other.detach() if isinstance(other, Tensor) else other)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            _reword(operation, tensor, others if other is None else other, i, error, refuse)
+            _reword(operation, tensor, other, i, error, refuse)
 
 
-def _validate_dtypes(
-    operation: _Operation,
+def _pairs(
     tensors: list[Tensor],
     others: list[Tensor] | None,
-    number: Any,
+    dtypes: list[torch.dtype],
+    theirs: list[torch.dtype],
     plain: Sequence[int],
+) -> Mapping[Hashable, Sequence[int]]:
+    """The tensors grouped by their dtype and that of their operand."""
+    keys: list[Any] = dtypes
+    if others is not None and dtypes != theirs:
+        # The dtype of a result can depend on whether a tensor has dimensions.
+        keys = [
+            (mine, other.dtype, not tensor.dim(), not other.dim())
+            for tensor, mine, other in zip(tensors, dtypes, others, strict=True)
+        ]
+    if len(plain) == len(keys) == keys.count(keys[0]):
+        return {keys[0]: plain}
+    groups: dict[Hashable, list[int]] = {}
+    for i in plain:
+        groups.setdefault(keys[i], []).append(i)
+    return groups
+
+
+def _refuse_dtypes(
+    operation: _Operation,
+    tensors: list[Tensor],
+    others: Any,
+    pairs: Mapping[Hashable, Sequence[int]],
     refuse: Refuse,
 ) -> None:
     """Raise the error of torch for a pair of dtypes that torch refuses. Tries every pair once, on one element."""
-    if operation.casts:
-        return
-    if others is None:
-        pairs: dict[Any, int] = {}
-        for i in reversed(plain):
-            pairs[tensors[i].dtype] = i
-    else:
-        mine, theirs = [t.dtype for t in tensors], [t.dtype for t in others]
-        # The dtype of a result can depend on whether a tensor has dimensions.
-        pairs = {(mine[i], theirs[i], not tensors[i].dim(), not others[i].dim()): i for i in reversed(plain)}
-    for i in sorted(pairs.values()):  # the first field that fails is named
-        mine_, other = tensors[i], number if others is None else others[i]
+    for i in sorted(members[0] for members in pairs.values()):  # the first field that fails is named
+        other = others[i] if isinstance(others, list) else others
         try:
-            operation.each(_one(mine_), _one(other) if others is not None else other)
+            operation.each(_one(tensors[i]), _one(other) if isinstance(other, Tensor) else other)
         except (RuntimeError, TypeError, ValueError) as error:
-            _reword(operation, mine_, other, i, error, refuse)
-
-
-_ONE_BUFFER_FROM = 16
-"""The number of fields from which one operation on the buffer of a packed dict is faster than ``torch._foreach_*``."""
-_MODERATE = 65504
-"""The largest number of float16, so every dtype of `_COMMON` can represent it."""
-_COMMON = FOREACH_DTYPES & CASTABLE
-"""Dtypes for which torch has every operation of this module, if both operands have the same dtype."""
-_COMPLEX = frozenset(dtype for dtype in CASTABLE if dtype.is_complex)
-"""Dtypes of tensors that can be conjugated views, which ``torch._foreach_*`` refuses."""
-
-
-def _is_moderate(number: Any) -> bool:
-    return type(number) in (int, float) and abs(number) <= _MODERATE
+            _reword(operation, tensors[i], other, i, error, refuse)
 
 
 def _one(tensor: Tensor) -> Tensor:
@@ -582,21 +458,50 @@ def _one(tensor: Tensor) -> Tensor:
 
 
 def _reword(operation: _Operation, tensor: Tensor, other: Any, i: int, error: Exception, refuse: Refuse) -> NoReturn:
+    if is_out_of_memory(error):
+        raise error
     beside = "" if other is None else f" and {described(other) if isinstance(other, Tensor) else repr(other)}"
     said = str(error).splitlines()[0]
     kind = TypeError if isinstance(error, TypeError) else RuntimeError
     refuse(i, f"is {described(tensor)}; torch refuses {operation.name} of it{beside}: {said}", error, kind)
 
 
-def _validate_shapes(
-    operation: _Operation, tensors: list[Tensor], others: list[Tensor] | None, plain: Sequence[int], refuse: Refuse
+def _refuse_memory(
+    operation: _Operation, tensors: list[Tensor], others: list[Tensor] | None, indices: Sequence[int], refuse: Refuse
 ) -> None:
-    """Raise an error for an other tensor that does not broadcast to the shape of the field."""
+    """Raise an error for an expanded tensor, and for an operand that does not broadcast or overlaps the tensor.
+
+    ``indices``: the index of each of ``tensors``, for ``refuse``.
+    """
+    contiguous = [t.is_contiguous() for t in tensors]
+    if False in contiguous:
+        for i, tensor in zip(indices, tensors, strict=True):
+            if is_expanded(tensor):
+                _refuse_expanded(operation, i, refuse)
     if others is None:
         return
-    for i in plain:
-        if tensors[i].shape != others[i].shape and not _broadcasts(others[i].shape, tensors[i].shape):
-            refuse(i, f"is {described(tensors[i])}; {operation.name} cannot broadcast {described(others[i])} to it")
+    alike = [t.shape for t in tensors] == [t.shape for t in others]
+    if not alike:
+        for i, tensor, other in zip(indices, tensors, others, strict=True):
+            if tensor.shape != other.shape and not _broadcasts(other.shape, tensor.shape):
+                refuse(i, f"is {described(tensor)}; {operation.name} cannot broadcast {described(other)} to it")
+    # Contiguous tensors of one shape that begin their storages do not overlap, or are the same. So most need no search.
+    if (
+        not alike
+        or False in contiguous
+        or False in [t.is_contiguous() for t in others]
+        or any([t.storage_offset() for t in (*tensors, *others)])  # noqa: C419  (faster)
+    ):
+        for i in overlap_partly(tensors, others):
+            _refuse_overlap(operation, indices[i], refuse)
+
+
+def _refuse_expanded(operation: _Operation, i: int, refuse: Refuse) -> NoReturn:
+    refuse(i, f"is expanded: its elements share memory; clone() it before {operation.name}")
+
+
+def _refuse_overlap(operation: _Operation, i: int, refuse: Refuse) -> NoReturn:
+    refuse(i, f"overlaps its operand in memory; clone() the operand before {operation.name}")
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -604,49 +509,6 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
         return torch.broadcast_shapes(shape, target) == target
     except RuntimeError:
         return False
-
-
-def _execute(write: _Write) -> None:
-    """Write to all tensors, in as few calls as possible."""
-    operation, tensors, others, dtypes, one_dtype, singly, alike = write
-    many = operation.many
-    listed = isinstance(others, list)
-    for i in range(len(tensors)) if many is None else singly:
-        operation.each(tensors[i], others[i] if listed else others)
-    if many is None or len(singly) == len(tensors):
-        return
-    if singly:
-        rest = sorted(set(range(len(tensors))).difference(singly))
-        tensors, others, dtypes = _pick(tensors, rest), _pick(others, rest), _pick(dtypes, rest)
-        one_dtype = len(set(dtypes)) == 1
-    number = isinstance(others, (int, float, complex))
-    if alike and one_dtype and number and _execute_on_buffer(operation, tensors, others):
-        return
-    if one_dtype and (alike or not listed):
-        many(tensors, others)
-        return
-    # Grouped by dtypes, because the CUDA kernel of some versions misreads a list of mixed dtypes.
-    groups: dict[Any, list[int]] = {}
-    for i, dtype in enumerate(dtypes):
-        theirs = cast("list[Tensor]", others)[i].dtype if listed else None
-        groups.setdefault((dtype, theirs), []).append(i)
-    for members in groups.values():
-        many(_pick(tensors, members), _pick(others, members))
-
-
-def _execute_on_buffer(operation: _Operation, tensors: list[Tensor], number: complex) -> bool:
-    """Write to the buffer of packed tensors in one operation. False if the tensors do not allow it.
-
-    Note: for numbers only. With a list of other tensors, and for `zero_`, `as_one` takes longer than it saves.
-    """
-    found = as_one(tensors) if len(tensors) >= _ONE_BUFFER_FROM else None
-    if found is None or (found.gaps and not operation.zero_stays):
-        return False
-    # Packed fields have version counters of their own, which autograd compares.
-    torch.autograd.graph.increment_version(tensors)
-    with torch.no_grad():
-        operation.each(found.flat, number)
-    return True
 
 
 # --- norms and lists ---
@@ -670,8 +532,8 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
     # Note: not torch.nn.utils.get_total_norm, which records no gradient.
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        together = type(tensor) in _FOREACH_CLASSES and tensor.layout == torch.strided and tensor.dtype in _COMMON
-        groups.setdefault(tensor.dtype if together and not intercepted() else torch.bool, []).append(tensor)
+        together = not (_is_foreign(tensor) or intercepted()) and tensor.dtype in FOREACH_DTYPES
+        groups.setdefault(tensor.dtype if together else torch.bool, []).append(tensor)
     norms = [torch.linalg.vector_norm(tensor, order) for tensor in groups.pop(torch.bool, ())]
     for group in groups.values():
         norms += torch._foreach_norm(group, order)

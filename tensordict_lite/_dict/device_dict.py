@@ -381,8 +381,9 @@ class DeviceDict(TreeDict[V]):
             others: dicts or plain mappings of tensors on the device of this dict. They have the keys of this dict, in
                 any order, at every level.
 
-        Raises: the errors of ``function``; the errors of ``d[key] = result``; ``ValueError`` that names the path of a
-            missing or extra key of the others; ``TypeError`` for another value than a tensor; ``DeviceMismatchError``.
+        Raises: the errors of ``function``, with the path of the field; the errors of ``d[key] = result``;
+            ``ValueError`` that names the path of a missing or extra key of the others; ``TypeError`` for another value
+            than a tensor; ``DeviceMismatchError``.
         Cost: one call per tensor.
 
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}}).map(torch.sum).to_dict()
@@ -393,11 +394,13 @@ class DeviceDict(TreeDict[V]):
         """
         if not callable(function):
             raise TypeError(f"map takes a function of a tensor, got {type(function).__name__}")
-        if others:
-            groups = zip(self._tensors(), *[arithmetic.match(self, other, "map") for other in others], strict=True)
-            results = [function(*group) for group in groups]
-        else:
-            results = [function(tensor) for tensor in self._tensors()]
+        groups = zip(self._tensors(), *[arithmetic.match(self, other, "map") for other in others], strict=True)
+        results: list[Any] = []
+        try:
+            for group in groups:
+                results.append(function(*group))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            arithmetic.raise_at(self, len(results), error)
         first = next((canonical(result.device) for result in results if isinstance(result, Tensor)), self._device)
         out = self._new(self, first, self._policy)
         insert(out, self._replace_tensors(results, None))
@@ -919,11 +922,12 @@ class DeviceDict(TreeDict[V]):
         Raises: all errors before the first tensor is changed, with the path. ``ValueError`` for a missing or extra key
             of ``other``; ``TypeError`` for fields of encoded strings, and values that are no tensors;
             ``DeviceMismatchError``; ``RuntimeError`` for what torch refuses: shapes, dtypes, leaves that require grad.
-        Cost: a check per field, and one ``torch._foreach_add_`` for each pair of dtypes. A number takes a single
-            operation on the buffer of a packed dict of many fields of one dtype, unless it would write to the gaps
-            between the fields. A number with ``alpha`` takes one call per field. So do tensors with a gradient history,
-            subclasses and sparse tensors; the operation first runs on a copy of them. Under ``torch.compile`` and
-            functorch transforms all fields take one call each, and errors come from torch.
+        Cost: a check per field, and one ``torch._foreach_add_`` for each pair of dtypes. A number with ``alpha`` takes
+            one call per field. So do tensors with a gradient history, subclasses and sparse tensors. The operation
+            first runs on a copy of subclasses and sparse tensors. Under ``torch.compile`` and functorch transforms
+            all fields take one call each, and errors come from torch.
+
+        Memory that runs out, or Ctrl-C between two calls, may leave some fields changed.
 
         >>> d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}})
         >>> d.add_({"n": {"y": torch.ones(1)}, "x": torch.ones(2)}, alpha=2).add_(1).to_dict()
@@ -931,7 +935,7 @@ class DeviceDict(TreeDict[V]):
         >>> d.add_({"x": torch.ones(2)})
         Traceback (most recent call last):
         ...
-        ValueError: the other mapping lacks 'n'
+        ValueError: the other mapping lacks 'n', which this DeviceDict has
         """
         arithmetic.add_(self, other, alpha)
         return self

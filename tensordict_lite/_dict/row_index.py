@@ -31,6 +31,11 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
         at = from_list(given) if type(given) is list else _from_host(given)
     else:
         return _one_row(given, count)
+    if at.dtype == torch.uint8 and at.dim():
+        raise TypeError(
+            f"an index of dtype uint8[{', '.join(map(str, at.shape))}] may be a mask or row numbers; "
+            "use .bool() for a mask, and .long() for row numbers"
+        )
     if at.dtype == torch.bool and at.dim():
         if at.shape != (count,):
             raise IndexError(f"a mask for {count} rows has the shape [{count}], got {list(at.shape)}")
@@ -96,12 +101,6 @@ def _from_zero(at: Tensor, count: int) -> Tensor:
         if low >= 0:
             return at
     return torch.where(at < 0, at + count, at)
-
-
-def within(at: Tensor, count: int) -> bool:
-    """Whether all indices are from 0 to ``count - 1``. ``at`` is a CPU tensor with at least one element."""
-    low, high = torch.aminmax(at)
-    return low.item() >= 0 and high.item() < count
 
 
 def integers(index: Tensor) -> list[int]:

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import Self
 
 from .._encoders.protocol import StringEncoder, encode_jagged, padding
-from .._errors import Path, described, dotted, dtype_name, not_dense, with_path
+from .._errors import Path, described, dotted, with_path
 from .._files.atomic_write import FilePath
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, values_and_lengths
 from .._memory.transfer import transfer
 from .._tables.writer import JaggedRows, TableWriter, create_table, open_table, refuse_unknown_keys
-from .._tree.missing import missing_key
+from .._tree.missing import missing_key, refuse_other_keys
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import Items, as_dict
 from .arguments import jagged_keys
 from .device_dict import DeviceDict
-from .insert import insert
+from .row_values import fit_codes, refuse_encoders, refuse_unfit, row_value
 from .rows import Rows
 
 _LIKE = "the batch that RowWriter got as like="
@@ -304,9 +302,8 @@ def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:
 
 def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _Found) -> None:
     """Convert and validate the values for the columns below ``fields``. Append them to ``found``."""
-    if fields.keys() != given.keys():
-        _refuse_other_columns(fields, given, at)
-    encoders: Mapping[str, StringEncoder] = given._policy.encoders if isinstance(given, TreeDict) else {}
+    refuse_other_keys(fields, given, at, "the given mapping", "the table")
+    refuse_encoders(fields, given, at)
     tensors, count = found.tensors, found.count
     for key, column in fields.items():
         value = given[key]
@@ -319,21 +316,18 @@ def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, 
             and not value.is_nested
             and value.shape == _with_rows(column.shape, count)
             and value.layout is torch.strided
-            and key not in encoders
             and not value.requires_grad
         ):
             tensors.append(value)
             continue
         path = (*at, key)
         encoder = fields._policy.encoders.get(key)
-        if key in encoders and encoder is not None and encoders[key] != encoder:
-            raise ValueError(f"{dotted(path)} is encoded with {encoder!r}, the given value with {encoders[key]!r}")
         if isinstance(column, JaggedRows) and not isinstance(value, Mapping):
             _add_jagged(fields, key, value, at, found)
             count = found.count
             continue
         if not isinstance(value, Tensor) and not (isinstance(value, Mapping) and isinstance(column, TreeDict)):
-            value = _converted(fields, key, value, at)
+            value = row_value(fields, key, value, at, move=True)
         if isinstance(column, TreeDict) and isinstance(value, Mapping):
             _convert_columns(column, value, path, found)
         elif isinstance(column, Tensor) and isinstance(value, Tensor):
@@ -350,33 +344,14 @@ def _with_rows(shape: torch.Size, count: int | None) -> tuple[int | None, ...]:
     return (count, *shape[1:])
 
 
-def _converted(fields: TreeDict[Any], key: str, value: Any, at: Path) -> Any:
-    """The value that ``d[key] = value`` would store in a dict like ``fields``."""
-    into = fields._untyped_subset(())
-    into._policy = replace(fields._policy, on_mismatch="move")
-    insert(into, {key: value}, at=at)
-    # A jagged column takes codes of any length, so nothing else refuses the codes of strings.
-    if isinstance(fields[key], JaggedRows) and into._policy.encoders.keys() != fields._policy.encoders.keys():
-        raise ValueError(f"{dotted((*at, key))} is a column of numbers, got strings")
-    return into[key]
-
-
-def _refuse_other_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> NoReturn:
-    missing = [key for key in fields if key not in given]
-    extra = [key for key in given if key not in fields]
-    lacks = f"lack {dotted((*at, missing[0]))}" if missing else ""
-    has = f"have {dotted((*at, extra[0]))}, which is not in the table" if extra else ""
-    raise ValueError(f"rows have all fields of the table; these {' and '.join(filter(None, (lacks, has)))}")
-
-
 def _append_column(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path, found: _Found) -> None:
     """Validate a tensor for ``column``, which is [0, *shape of a row], and append it to ``found``."""
-    _refuse_unwritable(column, value, path)
+    refuse_unfit(column, value, path)
     value = value.detach()
     shape = column.shape[1:]
     lead = value.dim() - len(shape)
     if lead in (0, 1) and value.shape[lead:] != shape:
-        value = _pad_codes(column, value, encoder, path)
+        value = fit_codes(column, value, encoder, path)
     if lead not in (0, 1) or value.shape[lead:] != shape:
         row = ", ".join(map(str, shape))
         raise ValueError(
@@ -384,17 +359,6 @@ def _append_column(column: Tensor, value: Tensor, encoder: StringEncoder | None,
             f"got {described(value)}"
         )
     found.add(path, value.shape[0] if lead else None, value if lead else value.unsqueeze(0))
-
-
-def _refuse_unwritable(column: Tensor, value: Tensor, path: Path) -> None:
-    """Raise an error for a layout or dtype that ``column`` cannot store."""
-    if reason := not_dense(value):
-        raise TypeError(f"{dotted(path)} is {reason}, and this column holds dense tensors; convert it first")
-    if value.dtype is not column.dtype and not torch.can_cast(value.dtype, column.dtype):
-        raise ValueError(
-            f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into a column of "
-            f"{dtype_name(column.dtype)}; convert it first"
-        )
 
 
 def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _Found) -> None:
@@ -411,19 +375,18 @@ def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _F
         if codes is not None:
             found.add(path, len(codes[1]), *codes)
             return
-        none = _is_list(value) and not value  # one row without values
-        value = (
-            torch.empty((0, *element), dtype=column.dtype, device="cpu") if none else _converted(fields, key, value, at)
-        )
+        if _is_list(value) and not value:  # one row without values
+            value = torch.empty((0, *element), dtype=column.dtype, device="cpu")
+        value = row_value(fields, key, value, at, move=True)
     value = value.detach()
     count, given = (value.shape[0] if value.dim() == column.dim() else None), value
     if is_jagged(value):
         _refuse_other_jagged(value, path)
         values, lengths = values_and_lengths(value)
-        _refuse_unwritable(column, values, path)
+        refuse_unfit(column, values, path)
         fits = values.shape[1:] == element
     else:
-        _refuse_unwritable(column, value, path)
+        refuse_unfit(column, value, path)
         value = value if count is not None else value.unsqueeze(0)
         fits = value.dim() == column.dim() and value.shape[2:] == element
         values, lengths = _flat(value, padding(encoder, column, value)) if fits else (value, value)
@@ -446,11 +409,11 @@ def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) ->
     column, path = fields[key], (*at, key)
     # An empty list has no dtype of its own.
     none = torch.empty((0, *column.shape[2:]), dtype=column.dtype, device="cpu")
-    parts = [none if _is_list(row) and not len(row) else _converted(fields, key, row, at) for row in rows]
+    parts = [none if _is_list(row) and not len(row) else row_value(fields, key, row, at, move=True) for row in rows]
     if parts[0].dim() == none.dim() - 1:
         return None
     for i, part in enumerate(parts):
-        _refuse_unwritable(column, part, path)
+        refuse_unfit(column, part, path)
         if part.dim() != none.dim() or part.shape[1:] != none.shape[1:]:
             row = ", ".join(["*", *map(str, none.shape[1:])])
             raise ValueError(f"{dotted(path)}: expected rows [{row}], row {i} is {described(part)}")
@@ -470,20 +433,6 @@ def _flat(value: Tensor, number: int | None) -> tuple[Tensor, Tensor]:
     after_last = width - used.flip(1).to(torch.uint8).argmax(1)  # argmax finds the first maximum
     lengths = torch.where(used.any(1), after_last, 0)
     return value[torch.arange(width, device=value.device) < lengths[:, None]], lengths
-
-
-def _pad_codes(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path) -> Tensor:
-    """Pad the codes of strings to the width of their column."""
-    number = padding(encoder, column, value)
-    if number is None:
-        return value
-    width, given = column.shape[-1], value.shape[-1]
-    if given > width:
-        raise ValueError(
-            f"{dotted(path)}: a string of {given} bytes does not fit this column of {width}; create the table with "
-            f"encoders={{{path[-1]!r}: Utf8(max_length)}}"
-        )
-    return F.pad(value, (0, width - given), value=number)
 
 
 def _count_of_rows(count: int | None) -> str:

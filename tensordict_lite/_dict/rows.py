@@ -7,21 +7,22 @@ from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
 from operator import is_
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from .._encoders.protocol import decode_nested, padding
-from .._errors import Path, dotted
+from .._errors import Path, described, dotted
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, select_row, select_rows
 from .._memory.rows import are_huge, can_select, group_equal, packs_batches, take_batch, take_rows
+from .._tree.missing import closest
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
 from .row_index import from_list, integers, row_index
-from .row_writes import write_as_before, write_rows
+from .row_writes import write_rows
 
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -119,10 +120,12 @@ class Rows(Dataset[D]):
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
 
-        Values are converted as by ``d[key] = value``, and broadcast as by ``tensor[index] = value``. Strings are padded
-        to the width of their field. A kept list with one object per row takes an object, or a list of objects.
+        Values are converted as by ``d[key] = value``, and Python numbers in the dtype of the field. They are broadcast
+        as by ``tensor[index] = value``. Strings are padded to the width of their field. A kept list with one object per
+        row takes an object, or a list of objects.
 
-        Raises: ``ValueError`` for keys, shapes, dtypes or encoders that do not fit; the errors of ``d[key] = value``.
+        Raises: ``ValueError`` for keys, shapes, dtypes, numbers or encoders that do not fit; the errors of
+            ``d[key] = value``.
             After an error the dict is unchanged.
         Cost: one write per field. Values that share memory with the dict are copied first.
 
@@ -133,8 +136,6 @@ class Rows(Dataset[D]):
         tensor([1, 0, 0])
         """
         d = self._dict
-        if write_as_before(d, index, other):
-            return
         count = _row_count(d)
         write_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
@@ -265,22 +266,32 @@ class Rows(Dataset[D]):
         >>> {species: part["mass"].tolist() for species, part in d.rows.group_by("species").items()}
         {'cat': [4.0, 5.0], 'dog': [20.0]}
         """
-        d = self._dict
+        d: Any = self._dict
         count = _row_count(d)
         path = key if isinstance(key, tuple) else (key,)
-        field: Any = d[cast(Any, key)]
+        field: Any = d[key]
         if not isinstance(field, Tensor):
             raise TypeError(f"{dotted(path)} is a {type(field).__name__}; rows are grouped by a tensor field")
-        owner: Any = cast(Any, d)[path[:-1]] if path[1:] else d
+        owner: Any = d[path[:-1]] if path[1:] else d
         encoder = owner._policy.encoders.get(path[-1])
         if field.dim() - (padding(encoder, field) is not None) != 1:
             raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are grouped by one value per row")
         if not count:
             return {}
+        if field.is_complex() or field.is_nested:
+            what = "complex numbers have no order" if field.is_complex() else "it is a nested tensor"
+            raise TypeError(f"{dotted(path)} is {described(field)}; {what}, group by another field of the same rows")
         distinct, order, counts = group_equal(field.detach())
-        values: Any = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
+        values: list[Any] = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
+        names = dict.fromkeys(values)
+        if len(names) < len(values):  # some codes decode alike
+            numbers = {name: i for i, name in enumerate(names)}
+            which = torch.tensor([numbers[value] for value in values], device=field.device)
+            ranks = torch.empty_like(order)
+            ranks[order] = which.repeat_interleave(counts)
+            _, order, counts = group_equal(ranks)
         ordered = _copy_rows(d, order, count, take_rows)
-        return dict(zip(values, Rows(ordered).split(integers(counts)), strict=True))
+        return dict(zip(names, Rows(ordered).split(integers(counts)), strict=True))
 
     def _permutation(self, method: str, generator: torch.Generator | None) -> Tensor:
         """A random order of the rows, on the device of the dict."""
@@ -292,6 +303,35 @@ class Rows(Dataset[D]):
 
     def __repr__(self) -> str:
         return f"{type(self._dict).__name__}.rows({len(self)})"
+
+    if not TYPE_CHECKING:  # type checkers shall report unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{_way_out(self, name)}")
+
+
+_INSTEAD = {
+    **dict.fromkeys(("where", "filter", "query", "take"), 'rows[mask_or_indices], such as rows[d["x"] > 0]'),
+    **dict.fromkeys(("sample", "choice"), "rows[torch.randint(len(rows), (n,))], or rows.shuffle() for all rows"),
+    **dict.fromkeys(("append", "extend", "insert"), "cat([d, other]), or a RowWriter for a table on disk"),
+    **dict.fromkeys(("map", "apply"), "d.map(function), a function of whole fields"),
+    **dict.fromkeys(("sort", "sort_by"), 'rows[d["x"].argsort()]'),
+    **dict.fromkeys(("drop", "remove"), "rows[mask] with a mask of the rows to keep"),
+    "groupby": "rows.group_by(key)",
+    "head": "rows[:n]",
+}
+"""What to use instead of methods that `Rows` does not have."""
+
+
+def _way_out(rows: Rows[Any], name: str) -> str:
+    if name.startswith("_"):
+        return ""
+    if name in _INSTEAD:
+        return f"; use {_INSTEAD[name]}"
+    if name in rows._dict:
+        return f"; a field is d[{name!r}], and of some rows rows[index][{name!r}]"
+    close = closest(name, [known for known in dir(Rows) if not known.startswith("_")])
+    return f"; did you mean {close!r}?" if close else "; rows[index] is a dict of these rows"
 
 
 def _positive(method: str, given: Any, what: str, least: str) -> int:

@@ -14,14 +14,13 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .buffer import PACKABLE, buffer_of, clear_gaps, copy_into, flat_over, new_buffer, regions, views_of
+from .buffer import PACKABLE, buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .device import capabilities, intercepted
-from .layout import ALIGNMENT, Group, Layout, Spec, cast_groups, dense_stride, lay_out
+from .layout import Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
 MAX_DIMENSIONS = 64
 """The most dimensions that torch's operations accept."""
@@ -196,40 +195,6 @@ def map_buffer(
     for i, first in found.repeats.items():
         out[i] = out[first]
     return out
-
-
-class OneBuffer(NamedTuple):
-    """The buffer of packed tensors of one dtype, as one tensor of that dtype."""
-
-    flat: Tensor
-    """A 1-d tensor over the whole buffer. The gaps between fields are part of it."""
-    gaps: bool
-    """Whether there are gaps between the fields."""
-
-
-def as_one(tensors: Sequence[Tensor]) -> OneBuffer | None:
-    """One tensor over the buffer of packed tensors. None if the tensors do not fill one storage as `pack` fills it.
-
-    The caller knows that all tensors are contiguous and have one dtype, and that operations are not `intercepted`. The
-    addresses prove the rest, in 0.33x the time of `packed_layout`.
-    """
-    first = tensors[0]
-    storage = first.untyped_storage()
-    nbytes = storage.nbytes()
-    if nbytes <= first.nbytes or not can_pack(first.device):  # most unpacked dicts end here
-        return None
-    # NumPy, because a loop in Python takes 4x the time.
-    starts = np.array([t.data_ptr() for t in tensors]) - storage.data_ptr()
-    sizes = np.array([t.nbytes for t in tensors])
-    if not sizes.all():  # fields without elements have no place in memory
-        starts, sizes = starts[sizes > 0], sizes[sizes > 0]
-    order = starts.argsort()
-    starts, ends = starts[order], (starts + sizes)[order]
-    expected = -(-ends[:-1] // ALIGNMENT) * ALIGNMENT
-    if starts[0] or ends[-1] != nbytes or (starts[1:] != expected).any():
-        return None
-    flat = flat_over(storage, first.dtype, nbytes // first.itemsize, first.device)
-    return OneBuffer(flat, bool((expected != ends[:-1]).any()))
 
 
 def pack(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import repeat
-from math import inf, prod
-from operator import add, le
+from math import prod
 
 import torch
 from torch import Tensor
@@ -143,27 +140,12 @@ def can_copy_rows(target: Tensor, value: Tensor) -> bool:
     return value.dtype is dtype and dtype in FOREACH_DTYPES and (value.dim() == 1 or value.numel() <= _FEW)
 
 
-def set_rows(target: Tensor, index: Tensor, value: Tensor, on_cpu: bool) -> None:
-    """Write ``value`` into the rows of ``target`` at ``index``: int64[n]. ``value`` has the shape of the rows.
-
-    ``on_cpu``: ``target`` is on the CPU and contiguous, and autograd records nothing.
-    """
-    if target.dtype not in FOREACH_DTYPES:  # kernels for an index lack these dtypes too
-        bits = _BITS[target.itemsize]
-        target, value = target.view(bits), value.to(target.dtype).view(bits)
-    if on_cpu and can_copy_rows(target, value):
-        target.index_copy_(0, index, value)
-    else:
-        target[index] = value
-
-
-def copy_rows(rows: list[Tensor], values: list[Tensor]) -> None:
-    """Copy each value into its view: one row, or a slice of rows."""
-    if rows and rows[0].is_cpu:
-        torch._foreach_copy_(rows, values)  # 0.75x the time of a loop of copies (12 fields)
-    else:  # the CUDA kernel of some versions misreads a list of mixed dtypes
-        for row, value in zip(rows, values, strict=True):
-            row.copy_(value)
+def viewed_as_bits(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor and the value for its rows, as integers of the same size if kernels for an index lack their dtype."""
+    if target.dtype in FOREACH_DTYPES:
+        return target, value
+    bits = _BITS[target.itemsize]
+    return target.view(bits), value.to(target.dtype).view(bits)
 
 
 def group_equal(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,73 +174,6 @@ def group_equal(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _words(rows: Tensor) -> Tensor:
     """Rows of bytes as rows of int64, in the same order: they compare as the bytes do."""
     width = max(8, -(-rows.shape[1] // 8) * 8)
-    parts = F.pad(rows, (0, width - rows.shape[1])).reshape(len(rows), -1, 8)
+    parts = F.pad(rows, (0, width - rows.shape[1])).unflatten(1, (-1, 8))
     parts = parts.flip(2) if sys.byteorder == "little" else parts.contiguous()  # the first byte counts most
     return parts.view(torch.int64).squeeze(2) ^ torch.iinfo(torch.int64).min  # as if the words had no sign
-
-
-def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
-    """Whether a value may share memory with a target. Compares whole storages, not the elements in use."""
-    try:
-        ours, theirs = [t.untyped_storage() for t in targets], [t.untyped_storage() for t in values]
-    except NotImplementedError:  # sparse tensors and some subclasses have no storage
-        return True
-    if all([s.resizable() for s in (*ours, *theirs)]):  # noqa: C419  (faster)
-        # torch allocated these storages, so two of them have no memory in common. This takes 0.5x the time.
-        return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
-    spans = [([s.data_ptr() for s in group], [s.data_ptr() + s.nbytes() for s in group]) for group in (ours, theirs)]
-    return _overlap(*spans[0], *spans[1])
-
-
-class Spans:
-    """Find overlaps in memory between the tensors of a table and the values for its rows.
-
-    All tensors are dense. The tensors at the same position in the list have the same metadata in every call.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self._sizes, self._their_sizes = _extents(tensors), _extents(values)
-        # Threads share this object, so one assignment replaces all that is known of the last call.
-        self._known: tuple[list[int], list[float], list[int]] = ([], [], [])
-        self._apart: list[int] = []
-
-    def overlap(self, addresses: list[int]) -> bool:
-        """Whether a value overlaps a tensor of the table in memory, or two tensors of the table overlap.
-
-        ``addresses``: of the tensors, and then of the values.
-        """
-        if addresses == self._apart:  # allocators often give the memory of the last values to the next
-            return False
-        count = len(self._sizes)
-        ours, theirs = addresses[:count], addresses[count:]
-        known, starts, ends = self._known
-        if ours != known:  # most tables are written many times at the same addresses
-            ends = sorted(map(add, ours, self._sizes))
-            starts = [*sorted(ours), inf]
-            if not all(map(le, ends, starts[1:])):
-                return True
-            self._known = ours, starts, ends
-        # Find the first tensor that ends after the start of the value. They overlap if it starts before the value ends.
-        after = map(bisect_right, repeat(ends), theirs)
-        if True in [starts[i] < end for i, end in zip(after, map(add, theirs, self._their_sizes), strict=True)]:
-            return True
-        self._apart = addresses
-        return False
-
-
-def _extents(tensors: Sequence[Tensor]) -> list[int]:
-    """For each dense tensor with elements, the bytes from its first element to the end of its last."""
-    return [
-        (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize
-        for t in tensors
-    ]
-
-
-def _overlap(starts: list[int], ends: list[int], their_starts: list[int], their_ends: list[int]) -> bool:
-    """Whether a span of addresses overlaps one of theirs."""
-    starts, ends = sorted(starts), sorted(ends)
-    for start, end in zip(their_starts, their_ends, strict=True):
-        # No overlap: the spans that start before this span ends are exactly the spans that end before it starts.
-        if bisect_left(starts, end) != bisect_right(ends, start):
-            return True
-    return False

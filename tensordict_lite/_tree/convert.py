@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import Codes, StringEncoder, encode_nested, flatten_strings
-from .._errors import DEPTH, Path, TooDeep, dotted, with_path
+from .._errors import DEPTH, Path, TooDeep, dotted, dtype_name, with_path
 from .columns import column_values
 from .policy import Policy
 
@@ -20,6 +20,7 @@ _SCALARS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFlo
 _NUMBERS = (*_SCALARS, np.bool_, np.number)
 _STRING_KINDS = "UT"  # NumPy's fixed-width and variable-width strings
 _NUMBER_KINDS = "biufc"
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _TOO_DEEP = f"is nested more than {DEPTH} levels deep"
 _JOIN = "Join it with torch.stack or pad_sequence, or store it as a mapping"
 _ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
@@ -32,26 +33,32 @@ class Converted(NamedTuple):
     encoder: StringEncoder | None = None
 
 
-def convert(value: Any, device: torch.device, policy: Policy, path: Path) -> Converted:
+def convert(
+    value: Any, device: torch.device, policy: Policy, path: Path, dtype: torch.dtype | None = None
+) -> Converted:
     """Convert ``value`` for ``path`` of a dict on ``device``. ``value`` is neither a tensor nor a mapping.
+
+    ``dtype``: the dtype of the field that the value is written to. Python numbers get this dtype, if it can hold them.
 
     Raises ``TypeError`` or ``ValueError``; both name the path. The codes of strings stay on the CPU.
     """
     if isinstance(value, str):
         return _strings(value, policy, path)
+    if dtype is not None and isinstance(value, np.generic) and isinstance(value.item(), _SCALARS):
+        value = value.item()
     if isinstance(value, (np.ndarray, np.generic)):
-        return _array(np.asanyarray(value), device, policy, path, value)
+        return _array(np.asanyarray(value), device, policy, path, value, dtype)
     if isinstance(value, _SCALARS):
-        return Converted(_numbers(value, device, policy, path))
+        return Converted(_numbers(value, device, policy, path, dtype))
     if isinstance(value, (list, tuple)):
-        return _sequence(value, device, policy, path, value)
+        return _sequence(value, device, policy, path, value, dtype)
     column = column_values(value)
     if isinstance(column, np.ndarray) and column.dtype.kind != "O":
-        return _array(column, device, policy, path, value)
+        return _array(column, device, policy, path, value, dtype)
     if column is not None:
         column = list(column)
         given = value if policy.objects == "keep" else column
-        return _sequence(column, device, policy, path, given)
+        return _sequence(column, device, policy, path, given, dtype)
     return _object(value, policy, path)
 
 
@@ -64,22 +71,29 @@ def _strings(value: Any, policy: Policy, path: Path) -> Converted:
     return Converted(codes, encoder)
 
 
-def _array(array: np.ndarray[Any, Any], device: torch.device, policy: Policy, path: Path, value: Any) -> Converted:
+def _array(
+    array: np.ndarray[Any, Any],
+    device: torch.device,
+    policy: Policy,
+    path: Path,
+    value: Any,
+    dtype: torch.dtype | None,
+) -> Converted:
     kind = array.dtype.kind
     if kind in _STRING_KINDS:
         return _strings(array, policy, path)
     if kind == "O":  # pandas stores strings in object arrays
         items: Any = array.tolist()
         if array.ndim:
-            return _sequence(items, device, policy, path, value)
+            return _sequence(items, device, policy, path, value, dtype)
         return _strings(items, policy, path) if isinstance(items, str) else _object(value, policy, path)
     if kind not in _NUMBER_KINDS:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise TypeError(f"{dotted(path)} is a masked array, which a tensor would unmask; use .filled(value)")
-    dtype = policy.dtype if kind == "f" else None
+    floating = policy.dtype if kind == "f" and dtype is None else None  # a write to a field casts to its dtype
     try:
-        return Converted(array_tensor(array, device, dtype))
+        return Converted(array_tensor(array, device, floating))
     except TypeError:
         return _object(value, policy, path, f"array of dtype {array.dtype}")
 
@@ -101,11 +115,11 @@ def array_tensor(array: np.ndarray[Any, Any], device: torch.device, dtype: torch
     return torch.as_tensor(array, dtype=dtype, device=device)
 
 
-def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Tensor:
+def _numbers(value: Any, device: torch.device, policy: Policy, path: Path, dtype: torch.dtype | None) -> Tensor:
     try:
         # torch.compile turns every number that is passed to torch.as_tensor into a constant, so use torch.tensor.
         tensor = torch.tensor(value, device=device)
-        if policy.dtype is not None and tensor.is_floating_point() and tensor.dtype != policy.dtype:
+        if dtype is None and policy.dtype is not None and tensor.is_floating_point() and tensor.dtype != policy.dtype:
             # Convert the Python numbers again: a cast of the first result would lose precision.
             tensor = torch.tensor(value, dtype=policy.dtype, device=device)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -114,10 +128,32 @@ def _numbers(value: Any, device: torch.device, policy: Policy, path: Path) -> Te
         raise ValueError(
             f"{dotted(path)}: expected numbers that torch can hold, in lists that are rectangular; torch says: {error}"
         ) from error
+    if dtype is None or not torch.can_cast(tensor.dtype, dtype):
+        return tensor
+    return _numbers_of_dtype(value, dtype, device, path)
+
+
+def _numbers_of_dtype(value: Any, dtype: torch.dtype, device: torch.device, path: Path) -> Tensor:
+    """Numbers as ``tensor[i] = value`` stores them. Negative numbers do not become unsigned ones."""
+    if dtype in _UNSIGNED and np.less(value, 0).any():
+        raise ValueError(f"{dotted(path)}: {dtype_name(dtype)} cannot hold the negative numbers of {value!r:.60}")
+    try:
+        tensor = torch.tensor(value, dtype=dtype, device=device)
+        if not tensor.dim():
+            tensor = tensor.new_empty(1)
+            tensor[0] = value  # refuses numbers that `torch.tensor` makes infinite
+            tensor = tensor[0]
+    except (ValueError, OverflowError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "verflow" not in str(error):
+            raise
+        message = f"{dotted(path)}: {dtype_name(dtype)} cannot hold {value!r:.60}; torch says: {error}"
+        raise ValueError(message) from error
     return tensor
 
 
-def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, given: Any) -> Converted:
+def _sequence(
+    value: Any, device: torch.device, policy: Policy, path: Path, given: Any, dtype: torch.dtype | None
+) -> Converted:
     """Convert a list or tuple. ``given``: the object to keep in its place if it has neither numbers nor strings."""
     try:
         kinds = _item_types(value)
@@ -127,9 +163,9 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
         raise ValueError(f"{dotted(path)} is a list that {_TOO_DEEP}, or holds itself") from None
     if not kinds:
         encoded = path[-1] in policy.encoders
-        return _strings(value, policy, path) if encoded else Converted(_numbers(value, device, policy, path))
+        return _strings(value, policy, path) if encoded else Converted(_numbers(value, device, policy, path, dtype))
     if all(issubclass(kind, _NUMBERS) for kind in kinds):
-        tensor = _numbers(value, device, policy, path)
+        tensor = _numbers(value, device, policy, path, dtype)
         if not tensor.numel():  # torch reads the length from the first list only and drops the numbers of the others
             raise ValueError(
                 f"{dotted(path)}: expected lists that are rectangular, got an empty list next to a list of numbers"
@@ -148,7 +184,7 @@ def _sequence(value: Any, device: torch.device, policy: Policy, path: Path, give
         except ValueError as error:
             raise ValueError(f"{dotted(path)}: the arrays in this list differ in shape; {error}") from error
         fits = array.dtype.kind in _NUMBER_KINDS
-        return _array(array, device, policy, path, given) if fits else _object(given, policy, path)
+        return _array(array, device, policy, path, given, dtype) if fits else _object(given, policy, path)
     if policy.objects == "error" and any(issubclass(kind, str) for kind in kinds):
         _refuse_odd_strings(value, path)
         return _strings(value, policy, path)  # raises an error that names the item that is not a string

@@ -103,6 +103,20 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
     raise AssertionError(f"{path} is there")  # pragma: no cover  (the caller did not find the path)
 
 
+def refuse_other_keys(expected: Mapping[str, Any], given: Mapping[Any, Any], at: Path, name: str, owner: str) -> None:
+    """Raise ``ValueError`` if ``given`` does not have exactly the keys of ``expected``.
+
+    ``at``: the path of both. ``name``, ``owner``: the names of ``given`` and ``expected`` in the message.
+    """
+    missing = [key for key in expected if key not in given]
+    extra = [key for key in given if key not in expected]
+    if missing:
+        beside = f", and has {dotted((*at, extra[0]))}" if extra else ""
+        raise ValueError(f"{name} lacks {dotted((*at, missing[0]))}, which {owner} has{beside}")
+    if extra:
+        raise ValueError(f"{name} has {dotted((*at, extra[0]))}, which {owner} lacks")
+
+
 def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """The name in ``known`` that is most similar to ``name``; empty if no name is similar."""
     return next(iter(get_close_matches(name, list(known), 1, likeness)), "")

@@ -172,8 +172,8 @@ def _refuse_unknown(names: Iterable[object]) -> None:
 
 def refuse_positional(cls: str, given: Sequence[object]) -> NoReturn:
     """Raise ``TypeError`` for positional arguments after the data."""
-    device = given[0] if isinstance(given[0], (int, str)) else "cuda"
-    raise TypeError(f"{cls}() takes one positional argument, the data; name the options: device={device!r}")
+    shown = repr(given[0]) if isinstance(given[0], (int, str)) else "..."
+    raise TypeError(f"{cls}() takes one positional argument, the data; name the options: device={shown}")
 
 
 def refuse_option(cls: str, name: str, declared: bool = False) -> NoReturn:

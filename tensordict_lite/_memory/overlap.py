@@ -1,0 +1,61 @@
+"""Find tensors whose elements share memory, with each other or with another tensor."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .layout import dense_stride
+
+
+def is_expanded(t: Tensor) -> bool:
+    """Whether several elements of a strided tensor are the same memory, as in an expanded tensor."""
+    return any(size > 1 and not step for size, step in zip(t.shape, t.stride(), strict=True))
+
+
+def overlap_partly(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[int]:
+    """The indices at which a tensor overlaps its operand in memory, unless both have the same elements.
+
+    torch refuses to write to such a tensor. As torch does, it ignores tensors with gaps between their elements.
+    """
+    ours, theirs = [t.data_ptr() for t in tensors], [t.data_ptr() for t in others]
+    near = [
+        i
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        if a and (b - a < tensors[i].nbytes if a <= b else a - b < others[i].nbytes)
+    ]
+    return [i for i in near if not _are_same(tensors[i], others[i]) and _is_dense(tensors[i]) and _is_dense(others[i])]
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    same_place = a.data_ptr() == b.data_ptr() and a.itemsize == b.itemsize
+    return same_place and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _is_dense(t: Tensor) -> bool:
+    return dense_stride(t.shape, t.stride()) == t.stride()
+
+
+def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+    """Whether a value may share memory with a target. Compares whole storages, not the elements in use."""
+    try:
+        ours, theirs = [t.untyped_storage() for t in targets], [t.untyped_storage() for t in values]
+    except NotImplementedError:  # sparse tensors and some subclasses have no storage
+        return True
+    if all([s.resizable() for s in (*ours, *theirs)]):  # noqa: C419  (faster)
+        # torch allocated these storages, so two of them have no memory in common. This takes 0.5x the time.
+        return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
+    spans = [([s.data_ptr() for s in group], [s.data_ptr() + s.nbytes() for s in group]) for group in (ours, theirs)]
+    return _overlap(*spans[0], *spans[1])
+
+
+def _overlap(starts: list[int], ends: list[int], their_starts: list[int], their_ends: list[int]) -> bool:
+    """Whether a span of addresses overlaps one of theirs."""
+    starts, ends = sorted(starts), sorted(ends)
+    for start, end in zip(their_starts, their_ends, strict=True):
+        # No overlap: the spans that start before this span ends are exactly the spans that end before it starts.
+        if bisect_left(starts, end) != bisect_right(ends, start):
+            return True
+    return False

@@ -1,0 +1,151 @@
+"""One way to fit a value to a row: row writes and tables store Python numbers as ``tensor[i] = number`` does."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tensordict_lite import DeviceDict, RowWriter, StringEncoder, Utf8, Vocabulary, load
+
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+DTYPES = [torch.bool, *UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64,
+          torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]  # fmt: skip
+EDGES = [0, 1, -1, 127, 128, 255, 256, 300, 2**15, 2**16, 2**31, 2**32, 2**53 + 1, 2**63 - 1, -(2**63), 2**63, 2**70,
+         1700000000.123, 0.1, -0.0, 1e10, 1e39, 1e300, float("inf"), float("nan"), 1.5, 1j, 1e39j, True, False]  # fmt: skip
+NUMBERS = st.sampled_from(EDGES) | st.integers(-(2**64), 2**64) | st.floats() | st.booleans() | st.complex_numbers()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    return a.dtype == b.dtype and torch.equal(a.reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
+
+
+def by_torch(number: Any, dtype: torch.dtype) -> Tensor | None:
+    """What ``tensor[i] = number`` stores. None if it refuses the number, or would lose its kind or its sign."""
+    target = torch.zeros(2, dtype=dtype)
+    try:
+        if not torch.can_cast(torch.tensor(number).dtype, dtype) or (dtype in UNSIGNED and number < 0):
+            return None
+        target[1] = number
+    except (ValueError, OverflowError, RuntimeError):
+        return None
+    return target[1]
+
+
+@given(NUMBERS, st.sampled_from(DTYPES), st.sampled_from([1, -1, [1], slice(1, 2)]))
+def test_a_number_is_stored_as_by_torch(number: Any, dtype: torch.dtype, index: Any) -> None:
+    d = DeviceDict({"x": torch.zeros(2, dtype=dtype), "y": torch.zeros(2)})
+    expected = by_torch(number, dtype)
+    if expected is None:
+        with pytest.raises(ValueError, match=r"^'x': "):
+            d.rows[index] = {"y": 1.0, "x": number}
+        assert not d["x"].any() and not d["y"].any()
+    else:
+        d.rows[index] = {"y": 1.0, "x": number}
+        assert same(d["x"][1], expected) and not d["x"][0].any() and d["y"][1] == 1
+
+
+@pytest.mark.parametrize("value", [1700000000.123, [1700000000.123], np.float64(1700000000.123), np.array([1700000000.123])])  # fmt: skip
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_time_keeps_its_digits(value: Any, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """It went through the default dtype."""
+    d = DeviceDict({"t": torch.zeros(1, dtype=torch.float64)}, dtype=dtype)
+    d.rows[:] = {"t": value}
+    assert d["t"].item() == 1700000000.123
+    nested = torch.nested.as_nested_tensor([d["t"]], layout=torch.jagged)
+    for like in (d, DeviceDict({"t": nested}, dtype=dtype)):
+        with RowWriter(tmp_path / str(like["t"].is_nested), like=like) as writer:
+            writer.write({"t": value if not like["t"].is_nested else [[1700000000.123]]})
+        stored = load(tmp_path / str(like["t"].is_nested))["t"]
+        assert (stored.values() if stored.is_nested else stored).item() == 1700000000.123
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (300, "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
+    ([[1, 300]], "'x': uint8 cannot hold [[1, 300]]; torch says: value cannot be converted to type uint8 without overflow"),
+    (-1, "'x': uint8 cannot hold the negative numbers of -1"),
+    ([[0, -1]], "'x': uint8 cannot hold the negative numbers of [[0, -1]]"),
+    (np.int64(300), "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
+    (1.5, "'x': float32 cannot be written into uint8; convert it first"),
+    ("ab", "'x' is a field of numbers, got strings; encode them first"),
+    (torch.eye(2).to_sparse(), "'x' has dense rows, got a sparse tensor; convert it first"),
+])  # fmt: skip
+def test_rows_and_tables_refuse_the_same_values(value: Any, text: str, tmp_path: Path) -> None:
+    d = DeviceDict({"y": torch.zeros(1, 2), "x": torch.zeros(1, 2, dtype=torch.uint8)})
+    with RowWriter(tmp_path, like=d) as writer:
+        for write in (lambda row: d.rows.__setitem__(slice(0, 1), row), writer.write):
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                write({"y": torch.ones(1, 2), "x": value})
+            assert str(caught.value) == text
+        assert len(writer) == 0 and not d["x"].any() and not d["y"].any()
+
+
+def test_the_error_of_a_width_names_the_encoder_in_use(tmp_path: Path) -> None:
+    class Letters(StringEncoder):
+        padding, code_dtype, code_ndim = 0, torch.int64, 1
+
+        def encode(self, strings: Any) -> Tensor:
+            width = max(map(len, strings), default=0)
+            return torch.tensor([[ord(c) for c in s.ljust(width, "\0")] for s in strings])
+
+        def decode(self, codes: Any) -> list[str]:
+            return ["".join(map(chr, row)).rstrip("\0") for row in codes.tolist()]
+
+        def __repr__(self) -> str:
+            return "Letters()"
+
+    d = DeviceDict({"s": ["abc"]}, encoders={"s": Letters()})
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        d.rows[0] = {"s": "abcd"}
+    assert str(caught.value) == (
+        "'s': a string takes 4 codes of Letters(), the rows of this field have 3; shorten the string, or make the "
+        "field anew, wide enough for it"
+    )
+    d.rows[0] = {"s": "x"}
+    assert d.decode("s") == ["x"]
+
+
+def test_encoders_that_decode_alike_fit() -> None:
+    d = DeviceDict({"s": ["abc", "d"]})
+    d.rows[1] = DeviceDict({"s": "ef"}, encoders={"s": Utf8(3)})
+    assert d.decode("s") == ["abc", "ef"]
+    d = DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["a", "b"])})
+    with pytest.raises(ValueError, match=r"^'s' is encoded with Vocabulary.*give the strings themselves"):
+        d.rows[0] = DeviceDict({"s": "b"}, encoders={"s": Vocabulary(["b", "a"])})
+
+
+@pytest.mark.parametrize("index", [2, slice(1, 3), [1, 3], [True, False, True, False]])
+def test_ctrl_c_leaves_all_fields_or_none_written(index: Any) -> None:
+    d = DeviceDict({f"k{i}": torch.zeros(4, 1 + i, dtype=torch.uint16 if i % 3 else torch.float32) for i in range(40)})
+    step = {key: torch.ones_like(value[index if isinstance(index, int) else torch.arange(4)[index]]) for key, value in d.items()}  # fmt: skip
+    armed = False
+
+    def interrupt(*_: Any) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            for value in d.values():
+                value.zero_()
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-4))
+            with contextlib.suppress(KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+                armed = True
+                d.rows[index] = step
+                armed = False
+            armed = False
+            assert len({bool(value.to(torch.int32).any()) for value in d.values()}) == 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
