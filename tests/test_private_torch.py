@@ -21,10 +21,8 @@ REASONS = {
     "torch.UntypedStorage._new_shared": "`share_memory_()` would copy the new memory; torch's own collate calls it",
     "torch._C.DisableTorchFunctionSubclass": "documented under this name for `__torch_function__`",
     "torch._C._autograd": "whether hooks of saved tensors are active; there is no public name",
-    "torch._C._dynamo.guards.TensorGuards": "the metadata of many tensors in one call",
     "torch._C._functorch.peek_interpreter_stack": "whether vmap or grad runs; there is no public name",
     "torch._C._len_torch_dispatch_stack": "whether a dispatch mode is active; there is no public name",
-    "torch._debug_has_internal_overlap": "whether a tensor overlaps itself; there is no public name",
     "torch._foreach_add_": FOREACH,
     "torch._foreach_clone": FOREACH + "; the package works without it",
     "torch._foreach_copy_": FOREACH,
@@ -39,7 +37,7 @@ REASONS = {
     "torch.utils._pytree": "no supported torch has a public name for its pytree in Python",
     "torch.utils.data._utils.collate.default_collate_fn_map": "documented as the place to register a type",
 }
-OPTIONAL = {"torch._foreach_clone", "torch._C._dynamo.guards.TensorGuards"}
+OPTIONAL = {"torch._foreach_clone"}
 ON_INSTANCES = {name for kind in (torch.Tensor, torch.UntypedStorage) for name in dir(kind)}
 
 
