@@ -112,6 +112,23 @@ class TestTorchSave:
         with pytest.raises(pickle.UnpicklingError):
             torch_saved_and_loaded(hooked)
 
+    @pytest.mark.parametrize(
+        ("value", "policy", "message"),
+        [
+            (1.5, {}, r'^\'n\.o\' is float, expected .*; convert it first, or build with objects="keep"'),
+            ([torch.ones(1)], {"objects": "keep"}, r"^'n\.o' is a list that holds a tensor at \[0\]"),
+            ({"a": 1}, {"objects": "keep"}, "^not a valid file or pickle: a tensor is missing$"),
+        ],
+    )
+    def test_an_object_that_the_options_do_not_allow(self, value: object, policy: dict[str, Any], message: str) -> None:
+        d = DeviceDict({"n": DeviceDict({"o": {1}, "x": 1}, objects="keep")}, objects="keep")
+        _, (text, classes, encoders, device, parts, leaves) = d.__reduce_ex__(2)
+        assert rebuild_of(text, classes, encoders, device, parts, leaves) == d
+        text = text if policy else text.replace('"objects": "keep"', '"objects": "error"')
+        forged = [(value,) if type(leaf) is tuple else leaf for leaf in leaves]
+        with pytest.raises((TypeError, InvalidFileError), match=message):
+            rebuild_of(text, classes, encoders, device, parts, forged)
+
     def test_classes_are_found_not_imported(self) -> None:
         file = io.BytesIO()
         torch.save(Batch({"x": 1}), file)
@@ -174,9 +191,11 @@ class TestTorchSave:
         with pytest.raises(InvalidFileError, match="not a valid file or pickle: "):
             rebuild(text, classes, encoders, name, *rest)
 
-    def test_what_pytree_puts_in_is_saved(self) -> None:
+    def test_what_pytree_puts_in_is_saved_and_takes_trust(self) -> None:
         shapes: Any = pytree.tree_map(lambda tensor: tuple(tensor.shape), DeviceDict({"x": torch.ones(2, 3)}))
-        assert torch_saved_and_loaded(shapes) == {"x": (2, 3)}
+        assert torch_saved_and_loaded(shapes, weights_only=False) == {"x": (2, 3)}
+        with pytest.raises(pickle.UnpicklingError):
+            torch_saved_and_loaded(shapes)
 
     def test_the_list_has_one_function(self) -> None:
         ours = [

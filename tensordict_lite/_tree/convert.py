@@ -59,7 +59,7 @@ def convert(
         column = list(column)
         given = value if policy.objects == "keep" else column
         return _sequence(column, device, policy, path, given, dtype)
-    return _object(value, policy, path)
+    return keep_object(value, policy, path)
 
 
 def _strings(value: Any, policy: Policy, path: Path) -> Converted:
@@ -86,16 +86,16 @@ def _array(
         items: Any = array.tolist()
         if array.ndim:
             return _sequence(items, device, policy, path, value, dtype)
-        return _strings(items, policy, path) if isinstance(items, str) else _object(value, policy, path)
+        return _strings(items, policy, path) if isinstance(items, str) else keep_object(value, policy, path)
     if kind not in _NUMBER_KINDS:
-        return _object(value, policy, path, f"array of dtype {array.dtype}")
+        return keep_object(value, policy, path, f"array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise TypeError(f"{dotted(path)} is a masked array, which a tensor would unmask; use .filled(value)")
     floating = policy.dtype if kind == "f" and dtype is None else None  # a write to a field casts to its dtype
     try:
         return Converted(array_tensor(array, device, floating))
     except TypeError:
-        return _object(value, policy, path, f"array of dtype {array.dtype}")
+        return keep_object(value, policy, path, f"array of dtype {array.dtype}")
 
 
 def array_tensor(array: np.ndarray[Any, Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -159,7 +159,7 @@ def _sequence(
         kinds = _item_types(value)
     except TooDeep:
         if policy.objects == "keep":  # a list that contains itself can be kept
-            return _object(given, policy, path)
+            return keep_object(given, policy, path)
         raise ValueError(f"{dotted(path)} is a list that {_TOO_DEEP}, or holds itself") from None
     if not kinds:
         encoded = path[-1] in policy.encoders
@@ -174,7 +174,7 @@ def _sequence(
     if all(issubclass(kind, str) for kind in kinds):
         return _strings(value, policy, path)
     if any(issubclass(kind, Tensor) for kind in kinds):
-        return _object(given, policy, path)
+        return keep_object(given, policy, path)
     if any(issubclass(kind, np.ma.MaskedArray) for kind in kinds):
         raise TypeError(f"{dotted(path)} holds masked values, which a tensor would show; fill them first")
     if any(issubclass(kind, np.ndarray) for kind in kinds):
@@ -184,11 +184,11 @@ def _sequence(
         except ValueError as error:
             raise ValueError(f"{dotted(path)}: the arrays in this list differ in shape; {error}") from error
         fits = array.dtype.kind in _NUMBER_KINDS
-        return _array(array, device, policy, path, given, dtype) if fits else _object(given, policy, path)
+        return _array(array, device, policy, path, given, dtype) if fits else keep_object(given, policy, path)
     if policy.objects == "error" and any(issubclass(kind, str) for kind in kinds):
         _refuse_odd_strings(value, path)
         return _strings(value, policy, path)  # raises an error that names the item that is not a string
-    return _object(given, policy, path)
+    return keep_object(given, policy, path)
 
 
 def _refuse_odd_strings(value: Any, path: Path, at: str = "") -> None:
@@ -220,7 +220,7 @@ def _item_types(value: Iterable[Any]) -> set[type]:
     raise TooDeep
 
 
-def _object(value: Any, policy: Policy, path: Path, what: str | None = None) -> Converted:
+def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None) -> Converted:
     """Keep an object if the policy allows it, else raise ``TypeError``. ``what``: names the object in the message."""
     try:
         tensor_at = find_tensor(value)

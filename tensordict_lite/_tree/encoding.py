@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
-from .._errors import InvalidFileError
+from .._errors import InvalidFileError, Path
 from .._memory.buffer import FOREACH_DTYPES, buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .._memory.dense import dense_bytes
 from .._memory.device import CPU, canonical, intercepted, resolve
@@ -45,6 +45,7 @@ from .._memory.packed import (
     repeats_of,
 )
 from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
+from .convert import keep_object
 from .manifest import InvalidManifest, Outline, encoder_entry, invalid, read_text
 from .tree import TreeDict, class_named, name_of
 from .walk import only_tensors
@@ -112,11 +113,20 @@ def reduction(d: TreeDict[Any], protocol: int, /) -> tuple[Any, ...]:
     Cost: a copy of the tensors that are slices of larger storages. In protocol 5, a copy of the small tensors; no copy
     of a packed dict.
     """
-    names = protocol == _BY_NAME
+    names = protocol == _BY_NAME and _objects_allowed(d)
     outline = Outline(d, _json_or_itself if names else _itself, pickled=True)
     if protocol >= 5 and d._device is CPU and not intercepted():
         return arguments(d, outline, _out_of_band(outline.values))
     return arguments(d, outline, in_storages(_without_slices(outline.values, d._device), d._device), names)
+
+
+def _objects_allowed(d: TreeDict[Any]) -> bool:
+    """Whether `rebuild` accepts the objects of the dict. Pytree can put in others: such a file takes trust."""
+    try:
+        _refuse_objects(d)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def arguments(d: TreeDict[Any], outline: Outline, carried: Carried, names: bool = False) -> tuple[Any, ...]:
@@ -293,16 +303,26 @@ def _rebuilt(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, le
     out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, encoders)
     if devices:
         out._infer_device(None)
-    if type(classes[0]) is str:  # the class may have changed since the dict was saved
-        out._validate(shapes=False)
+    if type(classes[0]) is str:
+        _refuse_objects(out)
+        out._validate(shapes=False)  # the class may have changed since the dict was saved
     return out
+
+
+def _refuse_objects(d: TreeDict[Any], at: Path = ()) -> None:
+    """Raise ``TypeError`` for an object that the options of its dict do not allow."""
+    for key, value in d.items():
+        if isinstance(value, TreeDict):
+            _refuse_objects(value, (*at, key))
+        elif not isinstance(value, Tensor):
+            keep_object(value, d._policy, (*at, key))
 
 
 def _value(leaf: Any, fields: Mapping[int, Tensor]) -> Any:
     """The value of a leaf of `Carried`."""
     if type(leaf) is int and leaf in fields:
         return fields[leaf]
-    if type(leaf) is tuple and len(leaf) == 1:
+    if type(leaf) is tuple and len(leaf) == 1 and (isinstance(leaf[0], TreeDict) or not isinstance(leaf[0], Mapping)):
         return leaf[0]
     leaf = materialize(leaf)
     if not isinstance(leaf, Tensor):
