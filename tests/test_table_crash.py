@@ -49,17 +49,12 @@ def check(folder: Path, least: int) -> int:
     return count
 
 
-def opened_plainly(folder: Path, count: int) -> bool:
-    """Whether safetensors itself reads every column, with the rows of the table."""
-    for name in FILES:
-        least = count if name != "text" else sum(len(text(n).encode()) for n in range(count))
-        try:
-            with safe_open(str(folder / f"{name}.safetensors"), "pt") as file:
-                assert file.get_slice(name).get_shape()[0] >= least
-                assert set(file.keys()) <= {name, "unused"}
-        except Exception:
-            return False
-    return True
+def check_plainly(folder: Path, count: int) -> None:
+    """safetensors itself reads every column, with the rows of the table."""
+    values = sum(len(text(n).encode()) for n in range(count))
+    for name, length in zip(FILES, (count, count, count, values, count + 1), strict=True):
+        with safe_open(str(folder / f"{name}.safetensors"), "pt") as file:
+            assert list(file.keys()) == [name] and file.get_slice(name).get_shape()[0] == length
 
 
 def write_forever(folder: Path, acknowledge: Callable[[int], object], seed: int) -> None:
@@ -100,10 +95,9 @@ def in_a_child(work: Callable[[Callable[[int], object]], None]) -> tuple[int, An
     return pid, last
 
 
-def attack(folder: Path, number: int, seed: int) -> int:
-    """Run a writer, and send it a signal at a random moment. Returns whether plain safetensors reads the columns."""
+def attack(folder: Path, number: int, seed: int) -> None:
+    """Run a writer, and send it a signal at a random moment."""
     table_writer.BUFFER = 300_000  # small, so that the files grow often
-    table_writer._LEAST_ROOM = 4096
     pid, last = in_a_child(lambda acknowledge: write_forever(folder, acknowledge, seed))
     time.sleep(random.Random(seed).random() * 0.12)
     with suppress(ProcessLookupError):
@@ -112,16 +106,15 @@ def attack(folder: Path, number: int, seed: int) -> int:
     least = last()
     if not (folder / "table.json").exists():
         assert not least
-        return True
-    count = check(folder, least)
-    return opened_plainly(folder, count) if count else True
+        return
+    check(folder, least)
 
 
 @pytest.fixture
 def small_steps() -> Any:
-    before = table_writer.BUFFER, table_writer._LEAST_ROOM
+    before = table_writer.BUFFER
     yield
-    table_writer.BUFFER, table_writer._LEAST_ROOM = before
+    table_writer.BUFFER = before
 
 
 def left_over(folder: Path) -> set[str]:
@@ -133,18 +126,13 @@ def left_over(folder: Path) -> set[str]:
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) -> None:
-    plain = 0
     folder = tmp_path / "0"
     for seed in range(TIMES):
         if seed % 10 == 0:
             folder = tmp_path / str(seed)  # the creation of a table is interrupted too
-        plain += attack(folder, number, seed)
+        attack(folder, number, seed)
         if number == signal.SIGINT and folder.exists():
             assert not left_over(folder)
-    print(f"plain safetensors reads the columns after {plain} of {TIMES}")
-    if number == signal.SIGINT:
-        assert plain == TIMES
-    assert plain >= TIMES - 1 - TIMES // 100  # two calls of the system are not one step; the files here grow often
     for folder in tmp_path.iterdir():
         if not (folder / "table.json").exists():
             assert set(os.listdir(folder)) <= {".table.json.tmp"}
@@ -152,5 +140,5 @@ def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) 
         with RowWriter(folder, append=True) as writer:
             writer.write(rows(len(writer), 10))
         assert not left_over(folder)
-        assert opened_plainly(folder, check(folder, 10))
+        check_plainly(folder, check(folder, 10))
         assert (folder / "wide.safetensors").stat().st_size == 4096 + len(writer) * 2400

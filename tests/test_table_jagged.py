@@ -84,7 +84,6 @@ def written(folder: Path, count: int = 3) -> Path:
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_writer, "BUFFER", 1000)
-    monkeypatch.setattr(table_writer, "_LEAST_ROOM", 100)
     monkeypatch.setattr(reader, "_OFFSETS_AT_ONCE", 7)
 
 

@@ -18,6 +18,7 @@ import stat
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from io import BufferedReader
 from itertools import chain
 from math import prod
@@ -50,7 +51,6 @@ _AT_ONCE = 64 << 20
 """The number of bytes that `write` copies from a device to the host at a time."""
 PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 """Dtypes that safetensors has no name for. They are stored as pairs of real numbers."""
-_STORED = {name: dtype for name, dtype in DTYPES.items() if name not in PAIRS}
 
 
 def import_library() -> Any:
@@ -63,12 +63,26 @@ def import_library() -> Any:
     return library
 
 
+@cache
+def _codes() -> dict[torch.dtype, str]:
+    """The name of each dtype in safetensors files."""
+    spec = import_library().TensorSpec
+    names = {dtype: name for name, dtype in DTYPES.items() if name not in PAIRS}
+    return {dtype: spec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype for dtype, name in names.items()}
+
+
+def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """The name of the dtype and the shape that a file has for a tensor."""
+    pair = PAIRS.get(dtype_name(dtype))
+    return (_codes()[dtype], [*shape]) if pair is None else (_codes()[pair], [*shape, 2])
+
+
 # --- writing ---
 
 
 def write(d: TreeDict[Any], path: FilePath) -> None:
     """Save ``d``: see `DeviceDict.save`."""
-    specs = import_library().TensorSpec
+    import_library()
     manifest, leaves = describe(d, by_name)
     refuse_unwritable(leaves)
     tensors = [value for _, value in leaves]
@@ -86,12 +100,9 @@ def write(d: TreeDict[Any], path: FilePath) -> None:
     header: dict[str, Any] = {"__metadata__": {MANIFEST: text}}
     end = 0
     for i in order:
-        dtype, shape = dtypes[i], list(tensors[i].shape)
-        if dtype in PAIRS:
-            dtype, shape = dtype_name(PAIRS[dtype]), [*shape, 2]
+        dtype, shape = stored_as(tensors[i].dtype, tensors[i].shape)
         start, end = end, end + tensors[i].nbytes
-        code = specs(dtype=dtype, shape=shape, data_ptr=0, data_len=end - start).dtype
-        header[names[i]] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+        header[names[i]] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-(8 + len(encoded)) % ALIGNMENT)  # align the first tensor
     data = map(bytes_of, _on_host(tensors[i] for i in order))
@@ -186,7 +197,7 @@ def read_file(
             if paths is not None:
                 reader.keep(paths, of)
             names = {stored[i][0] for i in reader.numbers}
-            found = _mapped(library, file, opened, names) if linked else _read_each(file, names)
+            found = _mapped(file, opened, names) if linked else _read_each(file, names)
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with invalid_file(of, library.SafetensorError):
@@ -230,15 +241,13 @@ def _read_each(file: Any, names: set[Any]) -> dict[Any, Tensor]:
     return {name: file.get_tensor(name) for name in names}
 
 
-def _mapped(library: Any, file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
+def _mapped(file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
     """Map the named tensors of a file into memory. The library has validated the file.
 
     Each tensor has its own storage, a slice of one mapping. So pickle and copies of a tensor write this tensor only.
     Cost: 4 us per tensor; the library takes 11 us.
     """
-    dtypes = {
-        library.TensorSpec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype: dtype for name, dtype in _STORED.items()
-    }
+    dtypes = {code: dtype for dtype, code in _codes().items()}
     memory = map_file(opened.fileno(), os.fstat(opened.fileno()).st_size)
     start = 8 + int.from_bytes(opened.read(8), "little")
     out: dict[Any, Tensor] = {}

@@ -4,8 +4,8 @@
 table has. A column file may have more rows, from a writer that has not called ``flush`` yet.
 
 A column file starts with a safetensors header of fixed size, so that the writer can replace the header in place. The
-rows follow. Safetensors accepts a file only if its header describes all of its bytes. So the header describes the bytes
-after the last row as a second tensor, ``unused``.
+rows follow. ``flush`` describes the rows in the header. Safetensors accepts a file only if its header describes all of
+its bytes, so other programs cannot read a column to which rows were written after the last ``flush``.
 
 A jagged column has two files: the values of all rows, one row after the other, and ``offsets``. Row ``i`` has the
 values from ``offsets[i]`` to ``offsets[i + 1]``. So the row count alone says how many values the table has.
@@ -18,7 +18,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import count
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
@@ -26,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from .._errors import dtype_name
-from .._files.safetensors import MAX_MANIFEST, PAIRS, import_library, is_too_long
+from .._files.safetensors import MAX_MANIFEST, is_too_long, stored_as
 from .._memory.buffer import DTYPES
 from .._memory.packed import MAX_DIMENSIONS
 from .._tree.manifest import invalid
@@ -34,8 +33,6 @@ from .._tree.manifest import invalid
 INDEX = "table.json"
 """The file with the schema and the row count."""
 TABLE_VERSION = 1
-UNUSED = "unused"
-"""The name, in the header of a column, of the tensor for the bytes after the last row."""
 _PAGE = 4096
 """The size of a header in bytes is a multiple of this. So a new header is in the same disk block as the old header."""
 _DIGITS = 19
@@ -68,44 +65,31 @@ class Column(NamedTuple):
 
     @property
     def header_size(self) -> int:
-        """The size of the header in bytes. The first row follows the header."""
-        return -(-(8 + len(self._header_text(0, 0, has_unused=True))) // _PAGE) * _PAGE
+        """The size of each header of this column in bytes. The first row follows the header."""
+        return len(self.header(0))
 
-    def header(self, rows: int, unused: int) -> bytes:
-        """The header of a file with this many rows, and ``unused`` bytes after them."""
-        size = self.header_size - 8
-        return size.to_bytes(8, "little") + self._header_text(rows, unused, has_unused=unused > 0).ljust(size)
+    def header(self, rows: int) -> bytes:
+        """The header of a file with this many rows."""
+        # The two numbers have the same width in every header. So a program finds valid JSON, even if it reads while a
+        # writer replaces the header.
+        dtype, shape = stored_as(self.dtype, self.shape)
+        sizes = ",".join([f"{rows:{_DIGITS}}", *map(str, shape)])
+        entry = f'{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[0,{rows * self.nbytes:{_DIGITS}}]}}'
+        text = f"{{{json.dumps(self.name)}:{entry}}}".encode()
+        size = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
+        return size.to_bytes(8, "little") + text.ljust(size)
 
-    def describes(self, header: object, rows: int) -> bool:
-        """Whether a parsed header describes this column with ``rows`` rows or more."""
-        entry = header.get(self.name) if isinstance(header, dict) else None
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        found: Any = (shape or [None])[0] if isinstance(shape, list) else None
-        if type(found) is not int or found < rows:
+    def has_header(self, header: bytes) -> bool:
+        """Whether a header is one of this column, for any number of rows: only the row count of the table counts."""
+        try:
+            return _without_rows(header) == _without_rows(self.header(0))
+        except (ValueError, TypeError, KeyError, AttributeError):
             return False
-        return entry == json.loads(self._header_text(found, 0, has_unused=False))[self.name]
-
-    def _header_text(self, rows: int, unused: int, *, has_unused: bool) -> bytes:
-        # Each number has the same width in every header. So a program finds valid JSON, even if it reads while a writer
-        # replaces the header.
-        pair = PAIRS.get(dtype_name(self.dtype))
-        shape = "".join(f",{size}" for size in (self.shape if pair is None else (*self.shape, 2)))
-        end = rows * self.nbytes
-        text = (
-            f'{{{json.dumps(self.name)}:{{"dtype":"{_type_name(pair or self.dtype)}","shape":[{rows:{_DIGITS}}{shape}],'
-        )
-        text += f'"data_offsets":[0,{end:{_DIGITS}}]}}'
-        if has_unused:
-            name = UNUSED if self.name != UNUSED else f"{UNUSED}~2"
-            text += f',"{name}":{{"dtype":"U8","shape":[{unused:{_DIGITS}}],'
-            text += f'"data_offsets":[{end:{_DIGITS}},{end + unused:{_DIGITS}}]}}'
-        return f"{text}}}".encode()
 
 
-@cache
-def _type_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in safetensors files."""
-    return import_library().TensorSpec(dtype=dtype_name(dtype), shape=[], data_ptr=0, data_len=0).dtype
+def _without_rows(header: bytes) -> dict[str, Any]:
+    """The dtype and the shape of a row, by the name of the tensor. Raises an error for a damaged header."""
+    return {name: (entry["dtype"], entry["shape"][1:]) for name, entry in json.loads(header[8:]).items()}
 
 
 class TableIndex(NamedTuple):

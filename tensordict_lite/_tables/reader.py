@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import FileIO
 from typing import Any, BinaryIO
 
@@ -24,8 +23,6 @@ from .format import Column, read_index
 
 _OFFSETS_AT_ONCE = 1 << 20
 """The number of offsets that are validated at a time."""
-_ATTEMPTS = 3
-"""How often a header is read. A writer may replace the header while it is read."""
 
 
 def read_table(
@@ -99,15 +96,13 @@ def missing_column(column: Column) -> Generator[None]:
 
 
 def check_file(file: BinaryIO | FileIO, column: Column, rows: int) -> None:
-    """Raise `InvalidManifest` unless the file has this many rows or more, behind a header that describes them."""
+    """Raise `InvalidManifest` unless the file has this many rows or more, behind a header of the column."""
     start, found = column.header_size, os.fstat(file.fileno()).st_size
     if found < start + rows * column.nbytes:
         invalid(f"{column.file!r} has {found} bytes, and {rows} rows take {start + rows * column.nbytes}")
-    for _ in range(_ATTEMPTS):
-        file.seek(0)
-        if int.from_bytes(file.read(8), "little") != start - 8:
-            invalid(f"{column.file!r} has another header than its column")
-        with suppress(ValueError):
-            if column.describes(json.loads(file.read(start - 8)), rows):
-                return
-    invalid(f"the header of {column.file!r} does not describe {rows} rows of {dtype_name(column.dtype)}")
+    file.seek(0)
+    header = file.read(start)
+    if int.from_bytes(header[:8], "little") != start - 8:
+        invalid(f"{column.file!r} has another header than its column")
+    if not column.has_header(header):
+        invalid(f"the header of {column.file!r} does not describe {rows} rows of {dtype_name(column.dtype)}")

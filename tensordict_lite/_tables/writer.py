@@ -4,11 +4,8 @@ The order of the steps gives these guarantees after a crash at any moment:
 
 - The table has the rows of the last `flush` that returned, or of the `flush` that was running. `flush` replaces
   ``table.json`` last, when all of its rows are on the disk.
-- The header of a column describes all bytes of its file, so other programs can read the column. Rows are written into
-  bytes that the header already describes as unused. The exception takes some microseconds: two consecutive system calls
-  change the size of a file and its header. This happens in `close`, and when a file grows. A file doubles its size, and
-  grows by 1 GiB from 1 GiB on.
-- The next writer removes everything that a crash left.
+- The next writer removes everything that a crash left. Then every column is a safetensors file again. Until then, a
+  file may have rows that its header does not describe, and other programs refuse such a file.
 """
 
 from __future__ import annotations
@@ -46,8 +43,6 @@ except ImportError:  # Windows
 
 BUFFER = 4 << 20
 """The size in bytes of all buffers of a writer together."""
-_LEAST_ROOM, _MOST_ROOM = 1 << 20, 1 << 30
-"""The limits of the unused bytes that are added to the file of a column when it grows."""
 _NEW_INDEX = ".table.json.tmp"
 """The new ``table.json``, until it replaces the old one."""
 _THREADS = 16
@@ -187,13 +182,12 @@ class TableWriter:
         self._buffers: list[Tensor] = []
         self._flushed = rows
         self._set_extent(_Extent(rows, tuple(lengths)))
-        self._touched = False  # whether the files may have unused bytes
+        self._touched = False  # whether bytes were written after the last `flush`
         self._failed: OSError | None = None
         """The error of a flush to disk, without its traceback."""
         self.closed = False
 
     def _set_extent(self, extent: _Extent) -> None:
-        self._described = extent.lengths  # the rows in the headers: during a `flush`, more than `_flushed`
         self._extents = (extent, extent)
         """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
         since an interrupt may come between any two steps."""
@@ -251,19 +245,15 @@ class TableWriter:
         self.refuse_unusable()
         with self._explained():
             self._write_buffers()
-            if self.rows != self._flushed:
-                self._publish(trim=False)
+            if self._touched:
+                self._publish()
 
     def close(self) -> None:
-        """Flush, remove the unused bytes from the files, and release the table. Raises the errors of `flush`."""
+        """Flush, and release the table. Raises the errors of `flush`."""
         if self.closed:
             return
         try:
-            self.refuse_unusable()
-            with self._explained():
-                self._write_buffers()
-                if self._touched:
-                    self._publish(trim=True)
+            self.flush()
         finally:
             self.release()
 
@@ -279,7 +269,7 @@ class TableWriter:
             first = int(i in self._offsets)  # the offset 0 of the first row
             # Not flushed to disk: a table without rows needs no files, and `flush` flushes them.
             self._folder.files.append(self._folder.open(column.file, "x+b"))
-            _write_all(self._folder.files[i], column.header(first, 0) + bytes(first * column.nbytes))
+            _write_all(self._folder.files[i], column.header(first) + bytes(first * column.nbytes))
 
     def open_columns(self) -> None:
         """Open the files, and remove what a crash left. Raises `InvalidManifest` if flushed rows are missing."""
@@ -299,7 +289,7 @@ class TableWriter:
             check_file(file, column, length)
         self._set_extent(_Extent(self.rows, tuple(lengths)))
         for i in range(len(self._columns)):
-            self._trim(i)
+            self._describe(i)
 
     def write_index(self) -> None:
         """Replace ``table.json`` to make all rows in the files visible, and flush it to disk."""
@@ -312,15 +302,10 @@ class TableWriter:
             self._sync(folder.descriptor, sync_folder)
         self._flushed = self.rows
 
-    def _publish(self, trim: bool) -> None:
-        """Make the rows in the files visible and durable. ``trim``: remove the unused bytes too."""
-        # First, so that a file that grows after an interrupt here gets a header for at least the published rows.
-        self._described = self._extents[0].lengths
+    def _publish(self) -> None:
+        """Make the rows in the files visible and durable."""
         for i in range(len(self._columns)):
-            if trim:
-                self._trim(i)
-            else:
-                self._describe(i)
+            self._describe(i)
         descriptors = [file.fileno() for file in self._folder.files]
         try:
             with ThreadPoolExecutor(_THREADS) as pool:
@@ -330,6 +315,7 @@ class TableWriter:
                 self._sync(descriptor)
         if self.rows != self._flushed:
             self.write_index()
+        self._touched = False
 
     def _sync(self, descriptor: int, sync: Callable[[int], None] = sync_file) -> None:
         """Flush an open file to disk. Raises ``OSError``, and then for every other call too.
@@ -356,8 +342,6 @@ class TableWriter:
         data = bytes_of(tensor)
         self._touched = True
         start, file = self._end(i, first), self._folder.files[i]
-        if start + len(data) > os.fstat(file.fileno()).st_size:
-            self._grow(i, start + len(data))
         file.seek(start)
         _write_all(file, data)
         if len(data) >= _EARLY and hasattr(os, "posix_fadvise"):
@@ -365,46 +349,12 @@ class TableWriter:
             with suppress(OSError):
                 os.posix_fadvise(file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
 
-    def _grow(self, i: int, end: int) -> None:
-        """Make the file larger than ``end`` bytes. Bytes that are never written take no space on the disk."""
-        room = min(max(end - self._starts[i], _LEAST_ROOM), _MOST_ROOM)
-        try:
-            self._resize(i, end + room)
-        except OSError:  # the size may be over a limit of the system
-            self._resize(i, end)
-
-    def _trim(self, i: int) -> None:
-        """Remove the bytes after the last row."""
-        self._resize(i, self._end(i, self._extents[0].lengths[i]))
-
-    def _resize(self, i: int, size: int) -> None:
-        """Change the size of a file, and its header: two system calls with nothing between them."""
-        file, header = self._folder.files[i], self._header(i, size)
-        grows = size > os.fstat(file.fileno()).st_size
-        file.seek(0)
-        # To grow, the system sets the size at the end of its call. To shrink, it sets the size at the start.
-        try:
-            if grows:
-                file.truncate(size)
-                file.write(header)
-            else:
-                file.write(header)
-                file.truncate(size)
-        except BaseException:
-            self._describe(i)
-            raise
-
     def _describe(self, i: int) -> None:
-        """Replace the header by one for the size of the file."""
-        file = self._folder.files[i]
-        header = self._header(i, os.fstat(file.fileno()).st_size)
+        """Describe all rows of a file in its header, and remove the bytes after them, which a failed write left."""
+        file, length = self._folder.files[i], self._extents[0].lengths[i]
+        file.truncate(self._end(i, length))
         file.seek(0)
-        file.write(header)
-
-    def _header(self, i: int, size: int) -> bytes:
-        """The header of a file of ``size`` bytes. All bytes after the rows that it describes are unused."""
-        described = self._described[i]
-        return self._columns[i].header(described, size - self._end(i, described))
+        _write_all(file, self._columns[i].header(length))
 
     def _end(self, i: int, length: int) -> int:
         """The position in file ``i`` after ``length`` rows."""
