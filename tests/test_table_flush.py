@@ -241,27 +241,3 @@ def test_a_process_that_exits_can_close_its_writer(tmp_path: Path) -> None:
     )
     assert not done.returncode and not done.stderr
     assert load(tmp_path / "t")["y"].tolist() == [3, 4]
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_disk_starts_large_writes_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
-    advised: list[tuple[int, int]] = []
-    advise = os.posix_fadvise
-
-    def record(descriptor: int, start: int, count: int, advice: int) -> None:
-        advised.append((start, count))
-        if refused:
-            raise OSError(22, "Invalid argument")
-        advise(descriptor, start, count, advice)
-
-    monkeypatch.setattr(os, "posix_fadvise", record)
-    image, label = torch.randint(256, (700, 3, 32, 32), dtype=torch.uint8), torch.arange(700)
-    with RowWriter(tmp_path / "t", like={"image": image[:1], "label": label[:1]}) as writer:
-        for part, number in zip(image.split(100), label.split(100), strict=True):
-            writer.write({"image": part, "label": number})
-        assert not advised or min(count for _, count in advised) >= table_writer._EARLY
-        writer.write({"image": image, "label": label})
-    assert (4096 + 700 * 3072, 700 * 3072) in advised
-    table = load(tmp_path / "t")
-    assert table["image"].equal(image.repeat(2, 1, 1, 1)) and table["label"].equal(label.repeat(2))

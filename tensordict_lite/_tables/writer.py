@@ -47,9 +47,6 @@ _NEW_INDEX = ".table.json.tmp"
 """The new ``table.json``, until it replaces the old one."""
 _THREADS = 16
 """The largest number of threads that flush files to disk."""
-_EARLY = 1 << 20
-"""From this size in bytes, the writer asks Linux to write to the disk at once, not in the next `flush`. A table of
-images is written in 0.85x the time. Smaller writes gain nothing."""
 
 
 class JaggedRows(Tensor):
@@ -339,15 +336,10 @@ class TableWriter:
 
     def _write(self, i: int, first: int, tensor: Tensor) -> None:
         """Write rows into file ``i``, beginning at its row ``first``."""
-        data = bytes_of(tensor)
         self._touched = True
-        start, file = self._end(i, first), self._folder.files[i]
-        file.seek(start)
-        _write_all(file, data)
-        if len(data) >= _EARLY and hasattr(os, "posix_fadvise"):
-            # Linux starts to write the bytes to the disk now. It keeps them in memory until they are on the disk.
-            with suppress(OSError):
-                os.posix_fadvise(file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
+        file = self._folder.files[i]
+        file.seek(self._end(i, first))
+        _write_all(file, bytes_of(tensor))
 
     def _describe(self, i: int) -> None:
         """Describe all rows of a file in its header, and remove the bytes after them, which a failed write left."""
