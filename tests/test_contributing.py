@@ -144,8 +144,8 @@ class TestAddAMethod:
         "name", [name for name in PUBLIC if name.endswith("_") and name not in ("requires_grad_", "share_memory_")]
     )
     def test_in_place_it_changes_all_fields_or_none(self, name: str) -> None:
-        d = DeviceDict({"x": torch.ones(2), "n": {"y": torch.ones(2, requires_grad=True)}, "z": torch.ones(2)})
-        other = d.detach().clone()
+        d = DeviceDict({"x": torch.ones(2), "n": {"y": torch.ones(1).expand(2)}, "z": torch.ones(2)})
+        other = d.map(torch.ones_like)
         other["x"] += 2
         given: Any = {"lerp_": (other, 0.5), "zero_": ()}.get(name, (other,))
         with pytest.raises(RuntimeError, match=r"'n\.y'"):

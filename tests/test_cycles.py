@@ -120,6 +120,7 @@ METHODS: dict[str, Callable[[DeviceDict], Any]] = {
     "decode": lambda d: d.decode(("n", "s")),
     "div_": lambda d: flat().div_(2.0),
     "drop": lambda d: d.drop("x"),
+    "fill_": lambda d: [flat().fill_(flat()), flat().fill_({"x": torch.ones(4, 3), "y": torch.ones(4)})],
     "flatten": lambda d: DeviceDict.unflatten(d.flatten()),
     "from_arrow": lambda d: [DeviceDict.from_arrow(d)],
     "from_pandas": lambda d: [DeviceDict.from_pandas(d)],
@@ -179,7 +180,11 @@ FUNCTIONS: dict[str, Callable[[Path], Any]] = {
         torch.utils.data.default_collate([flat(), flat()]),
     ],
     "load": lambda folder: [load(written(folder / "d")), load(folder / "d", keys=["x"]), load(folder / "d", "meta")],
-    "prefetch": lambda _: [list(prefetch([made(), made()], "cpu")), next(iter(prefetch([made(), made()], "cpu")))],
+    "prefetch": lambda _: [
+        list(prefetch([flat(), flat(), flat()], "cpu", slots=2)),
+        list(prefetch([made(), made()], "cpu")),
+        next(iter(prefetch([made(), made()], "cpu"))),
+    ],
     "save": lambda folder: save({"x": torch.ones(3), "n": {"y": torch.ones(2)}}, folder / "d"),
     "stack": lambda _: [stack([flat(), flat()]), torch.stack([flat(), flat()])],  # pyright: ignore
     "to_device": lambda _: [to_device([{"x": torch.ones(2)}, made()], "meta"), to_device((flat(),), "cpu")],

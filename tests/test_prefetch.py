@@ -89,7 +89,7 @@ class TestOnAnyDevice:
         assert moved[0]["x"].device == moved[2][0].device == device and moved[1] == "label"
 
     def test_what_is_no_depth_and_no_device(self) -> None:
-        with pytest.raises(ValueError, match=r"prefetch takes a depth of at least 1, an int, got 1\.5"):
+        with pytest.raises(ValueError, match=r"prefetch takes a depth of at least 1, an int, or None, got 1\.5"):
             prefetch([], "cpu", depth=1.5)  # type: ignore[arg-type]
         for wrong in (0, 1.5, "1"):
             with pytest.raises(ValueError, match=r"prefetch takes max_bytes of at least 1, an int, or None, got "):

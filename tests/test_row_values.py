@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 from pathlib import Path
@@ -134,6 +135,7 @@ def test_ctrl_c_leaves_all_fields_or_none_written(index: Any) -> None:
         if armed:
             raise KeyboardInterrupt
 
+    gc.disable()  # an interrupt in the finalizer of an object of another test would be lost
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(300):
@@ -149,3 +151,4 @@ def test_ctrl_c_leaves_all_fields_or_none_written(index: Any) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        gc.enable()

@@ -9,11 +9,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from .._dict.device_dict import DeviceDict
+from .._errors import described
 from .._memory.device import DeviceLike, capabilities, intercepted, record_stream, resolve
 from .._tree.walk import components, nbytes
 from .containers import tensors_inside, to_device
 
 B = TypeVar("B")
+
+_DEPTH = 2
+"""Batches to copy ahead by default: one is under way while the loader makes the next one."""
 
 
 class prefetch(Generic[B]):
@@ -30,6 +35,10 @@ class prefetch(Generic[B]):
         depth: the number of batches to fetch and copy ahead.
         max_bytes: the most bytes of batches to copy ahead. None: no limit but ``depth``. A batch that is larger is
             copied when you ask for it.
+        slots: the number of static dicts. Each batch is copied into one of them with ``fill_``, in turn, so the
+            tensors of the first ``slots`` batches serve all others. A CUDA graph and a compiled function that owns its
+            inputs need that. The work of the current stream on a slot ends before the slot is filled again. Then
+            ``depth`` is ``slots - 1``, and every batch is a `DeviceDict` of the same keys, dtypes and shapes.
 
     A batch may be a `DeviceDict`, a tensor, or a plain container that `to_device` visits. ``len`` and other attributes,
     such as ``dataset``, ``sampler`` and ``batch_sampler``, come from the loader. An exception of the loader is raised
@@ -40,8 +49,9 @@ class prefetch(Generic[B]):
     that you received. Batches ahead do not count, so a resumed run skips none. Before the first batch and after the
     end, the state is the loader's own. ``load_state_dict`` goes to the loader; call it before you iterate.
 
-    Raises: ``TypeError`` for a loader that is not iterable; ``ValueError`` if ``depth`` or ``max_bytes`` is not an int
-    of at least 1; torch's own error for a device that does not exist.
+    Raises: ``TypeError`` for a loader that is not iterable, and with ``slots`` for a batch that is no `DeviceDict`;
+    ``ValueError`` if ``depth``, ``max_bytes`` or ``slots`` is not an int of at least 1, and for ``slots`` beside
+    ``depth``; the errors of ``fill_``; torch's own error for a device that does not exist.
     Cost: one copy per batch, and memory on the device for ``depth`` more batches, or for ``max_bytes``. With
     ``max_bytes``, one more batch waits on the host. Copies are fastest from pinned memory
     (``DataLoader(..., pin_memory=True)``) and of packed batches (see `collate`). The host waits for the copy of a batch
@@ -57,18 +67,26 @@ class prefetch(Generic[B]):
     """
 
     def __init__(
-        self, loader: Iterable[B], device: DeviceLike, *, depth: int = 2, max_bytes: int | None = None
+        self,
+        loader: Iterable[B],
+        device: DeviceLike,
+        *,
+        depth: int | None = None,
+        max_bytes: int | None = None,
+        slots: int | None = None,
     ) -> None:
-        if not isinstance(depth, int) or depth < 1:
-            raise ValueError(f"prefetch takes a depth of at least 1, an int, got {depth!r}")
-        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 1):
-            raise ValueError(f"prefetch takes max_bytes of at least 1, an int, or None, got {max_bytes!r}")
+        for name, given in (("a depth", depth), ("max_bytes", max_bytes), ("slots", slots)):
+            if given is not None and (not isinstance(given, int) or given < 1):
+                raise ValueError(f"prefetch takes {name} of at least 1, an int, or None, got {given!r}")
+        if depth is not None and slots is not None:
+            raise ValueError(f"prefetch takes depth= or slots=, got both; {slots} slots copy {slots - 1} batches ahead")
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
         self.loader: Any = loader
         self.device = resolve(device)
-        self.depth = depth
+        self.depth = slots - 1 if slots is not None else _DEPTH if depth is None else depth
         self.max_bytes = max_bytes
+        self.slots = slots
         self._handed_over: Any = None  # the loader's state at the last batch; None: ask the loader
 
     def __len__(self) -> int:
@@ -95,13 +113,37 @@ class prefetch(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         self._hand_over(None)
+        slots = None if self.slots is None else _Slots(self.slots, self.device)
         if intercepted() or not capabilities(self.device).streams:
-            return (to_device(batch, self.device) for batch in self.loader)
+            move = slots.put if slots else lambda batch: to_device(batch, self.device)
+            return (move(batch) for batch in self.loader)
         batches = iter(self.loader)
         if not hasattr(self.loader, "state_dict"):
-            return _ahead(batches, self.device, self.depth, self.max_bytes)
+            return _ahead(batches, self.device, self.depth, self.max_bytes, slots)
         state_of: Callable[[], Any] = self.loader.state_dict
-        return _ahead(batches, self.device, self.depth, self.max_bytes, state_of, self._hand_over)
+        return _ahead(batches, self.device, self.depth, self.max_bytes, slots, state_of, self._hand_over)
+
+
+class _Slots:
+    """Static dicts that receive the batches in turn. The first batches make them."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.device = count, device
+        self.dicts: list[DeviceDict[Any]] = []
+        self.filled = 0
+
+    def put(self, batch: Any) -> Any:
+        """Copy a batch into the next slot, on the current stream. Returns the slot."""
+        if not isinstance(batch, DeviceDict):
+            raise TypeError(
+                f"prefetch with slots= takes batches that are DeviceDicts, got {described(batch)}; "
+                "give the DataLoader collate_fn=collate"
+            )
+        i, self.filled = self.filled % self.count, self.filled + 1
+        if i == len(self.dicts):
+            self.dicts.append(batch.detach().to(self.device, non_blocking=True, copy=True))
+            return self.dicts[i]
+        return self.dicts[i].fill_(batch, non_blocking=True)
 
 
 def _nothing(_: Any = None) -> None:
@@ -114,6 +156,7 @@ def _ahead(
     device: torch.device,
     depth: int,
     max_bytes: int | None,
+    slots: _Slots | None,
     state_of: Callable[[], Any] = _nothing,
     hand_over: Callable[[Any], None] = _nothing,
 ) -> Iterator[B]:
@@ -123,7 +166,10 @@ def _ahead(
     of a batch just before the batch is yielded, and None at the end.
 
     Before it asks the loader for a batch, the host waits for the last copy. It asks for the next batch before it yields
-    one. So the copy of a batch is complete when the batch is yielded, and the current stream need not wait for it.
+    one. So the copy of a batch is complete when the batch is yielded. With a depth of 0, the current stream waits.
+
+    ``slots``: receive the batches. The slot that is filled next is the one that was yielded last, so the copy waits for
+    the work on the current stream.
     """
     side = torch.Stream(device=device)
     ready: deque[tuple[Any, int, Any]] = deque()  # (batch, bytes, state), or (exception, -1, None)
@@ -146,10 +192,11 @@ def _ahead(
                     # The first batch that is ready is not ahead: it is yielded next.
                     if max_bytes is not None and ready and sum(b for _, b, _ in ready) - ready[0][1] + size > max_bytes:
                         break
-                    if any(tensor.device.type == device.type for tensor in tensors_inside(source)):
-                        side.wait_stream(torch.accelerator.current_stream(device))  # a kernel may still write it there
+                    # A kernel may still read the slot, or write the batch there.
+                    if slots or any(tensor.device.type == device.type for tensor in tensors_inside(source)):
+                        side.wait_stream(torch.accelerator.current_stream(device))
                     with side:
-                        moved = to_device(source, device, non_blocking=True)
+                        moved = slots.put(source) if slots else to_device(source, device, non_blocking=True)
                         last = side.record_event()
                 except StopIteration:
                     fetching = False
@@ -166,6 +213,8 @@ def _ahead(
             batch, size, handed = ready.popleft()
             if size < 0:
                 raise batch
+            if not depth and last is not None:
+                torch.accelerator.current_stream(device).wait_event(last)
             # The allocator keeps the memory until the current stream is done with it.
             parts = [part for tensor in tensors_inside(batch) for part in components(tensor)]
             record_stream(parts, torch.accelerator.current_stream(device))

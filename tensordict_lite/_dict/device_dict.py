@@ -42,6 +42,7 @@ from .._tree.walk import (
 from . import arithmetic, torch_functions
 from .arguments import to_arguments
 from .display import field_count, html, size, tree
+from .fill import fill_
 from .insert import insert
 from .rows import Rows
 
@@ -63,8 +64,8 @@ class DeviceDict(TreeDict[V]):
     `record_stream`, `pack`, ``is_packed``.
     **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `new_zeros`, `new_empty`, `requires_grad_`,
     `contiguous`.
-    **Arithmetic**: `zero_`, `add_`, `sub_`, `mul_`, `div_`, `lerp_`, `copy_`, `total_norm`, and functions of torch such
-    as ``torch.stack`` and ``torch.zeros_like``.
+    **Arithmetic**: `zero_`, `add_`, `sub_`, `mul_`, `div_`, `lerp_`, `copy_`, `fill_`, `total_norm`, and functions of
+    torch such as ``torch.stack`` and ``torch.zeros_like``.
     **Strings**: `decode`, ``encoders``. **Batch**: `rows`. **Files**: `save`, `load`.
 
     Each kind of value is stored as follows. Any other value raises ``TypeError``.
@@ -1009,6 +1010,30 @@ class DeviceDict(TreeDict[V]):
         tensor([3., 4.])
         """
         arithmetic.copy_(self, other)
+        return self
+
+    def fill_(self, other: Mapping[str, Any], non_blocking: bool = False) -> Self:
+        """Copy the contents of ``other`` into the memory of this dict. Returns ``self``.
+
+        For static inputs: a CUDA graph, and a compiled function that owns its inputs, read the same memory again in
+        each step. Every tensor of this dict stays the same tensor. Nothing is cast or broadcast. Strings are copied as
+        their codes, and shorter ones are padded to the width of their field. Kept objects are replaced.
+
+        Args:
+            other: a dict on any device, with the keys, dtypes, shapes and encoders of this dict. A plain mapping is
+                converted first, with the options of this dict.
+            non_blocking: as in `to`: True: do not change a pinned source before the copy is complete.
+
+        Raises: ``ValueError`` that names the field for other keys, dtypes, shapes or encoders; ``RuntimeError`` for a
+            field that cannot be written, such as an expanded tensor; the errors of `to`. Nothing is written then.
+        Cost: the copies and waits of `to`, then one ``torch._foreach_copy_`` for each dtype, on the device.
+
+        >>> static = DeviceDict({"x": torch.zeros(2), "name": ["Grace", "Bo"]})
+        >>> x = static["x"]
+        >>> static.fill_({"x": torch.ones(2), "name": ["Ada", "Cy"]}).decode("name"), x
+        (['Ada', 'Cy'], tensor([1., 1.]))
+        """
+        fill_(self, other, non_blocking)
         return self
 
     def total_norm(self, ord: Real = 2) -> Tensor:

@@ -442,3 +442,74 @@ class TestPrefetch:
         assert strict.counts().event_waits == waits + 1, "the memory of the last batch may be unmapped"
         memory["k0"].fill_(5)
         assert is_batch(d)
+
+
+class TestStaticInputs:
+    @pytest.mark.parametrize("pin", [False, True])
+    @pytest.mark.parametrize("pack", [False, True])
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_a_pageable_source_is_free_and_nobody_waits(self, shape: tuple[int, int], pack: bool, pin: bool) -> None:
+        static = batch(*shape).to(D0)
+        static = static.pack() if pack else static
+        d = batch(*shape, start=5)
+        d = d.pack() if pack else d
+        d = d.pin_memory() if pin else d
+        tensors = list(static.values())
+        with strict.held() as stream:
+            static.fill_(d, non_blocking=not pin)
+            overwrite(d)
+        assert stream.in_time and is_batch(static, 5) and tensors == list(static.values())
+
+    def test_one_copy_from_a_packed_dict(self) -> None:
+        static, d = batch(9, 100_000).pack().to(D0), batch(9, 100_000, 3).pack().pin_memory()
+        strict.reset()
+        static.fill_(d, non_blocking=True)
+        assert strict.counts().h2d == 1 and is_batch(static, 3)
+
+    def test_on_the_device_and_back(self) -> None:
+        static, other, host = batch(9, 64).to(D0), batch(9, 64, 3).to(D0), batch(9, 64)
+        with strict.held() as stream:
+            for value in other.values():
+                value.add_(1)
+            static.fill_(other)
+            overwrite(other)
+        assert stream.in_time and is_batch(static, 4)
+        with strict.held(seconds=0.02):
+            for value in static.values():
+                value.add_(1)
+            host.fill_(static, non_blocking=True)
+            assert is_batch(host, 5)
+
+    @pytest.mark.parametrize("pin", [False, True])
+    @pytest.mark.parametrize("slots", [1, 2, 4])
+    @pytest.mark.parametrize("consume", [0.0, 0.004])
+    def test_a_slot_is_filled_after_the_work_on_it(self, consume: float, slots: int, pin: bool) -> None:
+        """And a batch is read after its copy, while its loader uses its memory again."""
+        memory = batch(3, 100_000)
+        memory = memory.pin_memory() if pin else memory
+
+        def source() -> Iterator[DeviceDict]:
+            for i in range(12):
+                for key in memory:
+                    memory[key].fill_(i)
+                yield memory
+
+        sums: list[Tensor] = []
+        slot_of: list[int] = []
+        with strict.delays(0, 2000):
+            for d in prefetch(source(), D0, slots=slots):
+                torch.ops.strict.busy(consume, D0)
+                sums.append(torch.empty(3, device=D0).copy_(torch.stack([t[:1] for t in d.values()]).flatten()))
+                slot_of.append(d["k0"].data_ptr())
+            assert [s.cpu().tolist() for s in sums] == [[float(i)] * 3 for i in range(12)]
+        assert slot_of == slot_of[:slots] * (12 // slots) and len(set(slot_of)) == slots
+
+    def test_copies_run_ahead_of_the_work(self) -> None:
+        """With two slots, one batch is on its way while the step runs: nobody waits for the step."""
+        batches = iter(prefetch([batch(1, 200_000, i) for i in range(6)], D0, slots=2))
+        first = next(batches)
+        with strict.held(seconds=10) as stream:
+            kept = first["k0"] + 1
+            second = next(batches)
+            assert second is not first
+        assert stream.in_time and kept.cpu()[0] == 1 and is_batch(second, 1)

@@ -1,0 +1,100 @@
+"""Fill the memory of a dict with the contents of another: static inputs of CUDA graphs and of compiled functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._encoders.protocol import decode_alike, short
+from .._errors import Path, described, dotted, dtype_name, not_dense
+from .._memory.buffer import copy_to
+from .._memory.device import CPU
+from .._memory.overlap import is_expanded, share_memory
+from .._memory.transfer import transfer
+from .._tree.missing import refuse_other_keys
+from .._tree.tree import TreeDict, builtin_dict
+from .insert import insert
+from .row_values import fit_codes
+
+
+def fill_(d: TreeDict[Any], other: Any, non_blocking: bool) -> None:
+    """Validate all fields, then copy ``other`` into them: see `DeviceDict.fill_`."""
+    if not isinstance(other, Mapping):
+        raise TypeError(f"fill_ takes a mapping with the keys of this {type(d).__name__}, got {described(other)}")
+    given = other if isinstance(other, TreeDict) else d._untyped_subset(())
+    if given is not other:
+        given._device = None
+        insert(given, other)
+    filling = _Filling(f"this {type(d).__name__}")
+    filling.add_dict(d, given, ())
+    filling.run(d._device, given._device, non_blocking)
+
+
+class _Filling:
+    """The validated copies of one call, and the objects that replace kept objects."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the dict that is filled, for messages
+        self.targets: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.objects: list[tuple[TreeDict[Any], str, Any]] = []
+
+    def add_dict(self, d: TreeDict[Any], other: TreeDict[Any], at: Path) -> None:
+        refuse_other_keys(d, other, at, "the given mapping", self.name)
+        for key, target in d.items():
+            path, value = (*at, key), builtin_dict.__getitem__(other, key)
+            if isinstance(target, TreeDict) and isinstance(value, TreeDict):
+                self.add_dict(target, value, path)
+            elif isinstance(target, Tensor) and isinstance(value, Tensor):
+                encoder = _same_encoder(d, other, key, path)
+                self.add_tensor(target, fit_codes(target, value, encoder, path), path)
+            elif isinstance(target, (Tensor, TreeDict)) or isinstance(value, (Tensor, TreeDict)):
+                raise ValueError(f"{dotted(path)} is {described(target)} in {self.name}, got {described(value)}")
+            else:
+                self.objects.append((d, key, value))
+
+    def add_tensor(self, target: Tensor, value: Tensor, path: Path) -> None:
+        where = dotted(path)
+        reason = not_dense(target) or not_dense(value)
+        if reason:
+            raise ValueError(f"{where} is {reason}; fill_ copies dense tensors")
+        if value.dtype is not target.dtype or value.shape != target.shape:
+            raise ValueError(
+                f"{where} is {_shown(target)} in {self.name}, got {_shown(value)}; fill_ casts and broadcasts nothing. "
+                "For a last batch that is smaller, give the loader drop_last=True"
+            )
+        if is_expanded(target):
+            raise RuntimeError(f"{where} is expanded: its elements share memory; clone() it before fill_")
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(f"{where} is an inference tensor; clone() it, or use torch.inference_mode()")
+        self.targets.append(target)
+        self.values.append(value.detach())
+
+    def run(self, device: torch.device | None, source: torch.device | None, non_blocking: bool) -> None:
+        """Copy all values, and store all objects."""
+        targets, values = self.targets, self.values
+        if device == source and share_memory(targets, values):
+            values = [value.clone() for value in values]
+        # A copy to the host is read at once. Not one copy from buffer to buffer, if both dicts are packed: the gaps
+        # between the fields may be memory of other tensors.
+        late = non_blocking and device != CPU
+        with torch.no_grad():
+            copy_to(targets, transfer(values, device, non_blocking=late, source=source))
+        for d, key, value in self.objects:
+            builtin_dict.__setitem__(d, key, value)
+
+
+def _same_encoder(d: TreeDict[Any], other: TreeDict[Any], key: str, path: Path) -> object:
+    """The encoder of a field. Raises ``ValueError`` if ``other`` has another encoder, or none."""
+    ours, theirs = d._policy.encoders.get(key), other._policy.encoders.get(key)
+    if ours is theirs or (ours is not None and theirs is not None and decode_alike(ours, theirs)):
+        return ours
+    shown = ["numbers" if one is None else f"strings, encoded with {short(one)}" for one in (ours, theirs)]
+    raise ValueError(f"{dotted(path)} holds {shown[0]}, the given value {shown[1]}; encode it alike first")
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
