@@ -139,23 +139,11 @@ class _Operation(NamedTuple):
     many: Callable[[list[Tensor], Any], Any] | None
     """The same for a list of tensors. The second argument is a list too, a number, or None. None if torch has no such
     function."""
+    integers: _Operation | None = None
+    """The operation for integer and bool tensors, if it differs."""
 
-
-class _Step(NamedTuple):
-    """An operation on some of the tensors of a dict."""
-
-    operation: _Operation
-    tensors: list[Tensor]
-    others: Any
-    """A tensor for each of ``tensors``; or one number, or None, for all."""
-    dtypes: list[torch.dtype]
-    """The dtype of each of ``tensors``."""
-    indices: Sequence[int]
-    """The index of each of ``tensors`` in ``d._tensors()``, for messages."""
-
-
-Refuse = Callable[..., NoReturn]
-"""Raise an error for a tensor. Takes its index, the rest of the message, the cause and the class of the error."""
+    def on(self, dtype: torch.dtype) -> _Operation:
+        return self if self.integers is None or _is_float_dtype(dtype) else self.integers
 
 
 def zero_(d: TreeDict[Any]) -> None:
@@ -212,7 +200,7 @@ def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
         torch._foreach_lerp_(tensors, ends, weight)
 
     others = _operands(d, other, "lerp_", numbers=False)
-    write(d, _Operation("lerp_", each, many), others, integers=_COPY._replace(name="lerp_"))
+    write(d, _Operation("lerp_", each, many, integers=_COPY._replace(name="lerp_")), others)
 
 
 _ZERO = _Operation("zero_", lambda tensor, _: tensor.zero_(), lambda tensors, _: torch._foreach_zero_(tensors))
@@ -242,114 +230,132 @@ def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -
     return other
 
 
-def write(d: TreeDict[Any], operation: _Operation, others: Any, integers: _Operation | None = None) -> None:
+def write(d: TreeDict[Any], operation: _Operation, others: Any) -> None:
     """Validate all fields, then write to all of them.
 
-    ``others``: see `_Step`. ``integers``: the operation for integer and bool fields, if it differs.
+    ``others``: a list with a tensor for each tensor of ``d``; or one number, or None, for all.
     """
     tensors = d._tensors()
-    dtypes = [t.dtype for t in tensors]
-    steps = [_Step(operation, tensors, others, dtypes, range(len(tensors)))]
-    if integers is not None and not all(map(_is_float_dtype, set(dtypes))):
-        steps.clear()
-        for one, kind in ((operation, True), (integers, False)):
-            chosen = [i for i, dtype in enumerate(dtypes) if _is_float_dtype(dtype) is kind]
-            steps.append(_Step(one, _pick(tensors, chosen), _pick(others, chosen), _pick(dtypes, chosen), chosen))
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
-        calls = [call for step in steps for call in _singly(step, step.tensors, step.others)]
+        together, alone = [], range(len(tensors))
     else:
-        calls = [call for step in steps if step.tensors for call in _validated(d, step)]
-    for function, targets, values in calls:
-        function(targets, values)
+        together, alone = _validated(d, operation, tensors, others)
+    for i in alone:
+        operation.on(tensors[i].dtype).each(tensors[i], _at(others, i))
+    for members in together:
+        many: Any = operation.on(tensors[members[0]].dtype).many
+        many(_pick(tensors, members), _pick(others, members))
 
 
-_Call = tuple[Callable[[Any, Any], Any], Any, Any]
-"""A function of an `_Operation` and its arguments."""
+def _at(others: Any, i: int) -> Any:
+    """The operand of one tensor."""
+    return others[i] if isinstance(others, list) else others
 
 
-def _singly(step: _Step, tensors: Sequence[Tensor], others: Any) -> list[_Call]:
-    listed = isinstance(others, list)
-    return [(step.operation.each, tensor, others[i] if listed else others) for i, tensor in enumerate(tensors)]
-
-
-def _pick(values: Any, chosen: Sequence[int]) -> Any:
-    """The items of a list at these indices, in ascending order. A single operand for all tensors stays itself."""
-    if not isinstance(values, list) or len(chosen) == len(values):
+def _pick(values: Any, members: Sequence[int]) -> Any:
+    """The items of a list at ascending indices. One operand for all tensors stays itself."""
+    if not isinstance(values, list) or len(members) == len(values):
         return values
-    return [values[i] for i in chosen]
+    return [values[i] for i in members]
 
 
-def _validated(d: TreeDict[Any], step: _Step) -> list[_Call]:
-    """The calls of a step. Raises the error of the first tensor that torch would refuse to write to."""
-    operation, tensors, others, dtypes, indices = step
-    given: list[Tensor] | None = None
-    if isinstance(others, list):  # kernels of some dtypes cannot read a tensor with the negative bit
-        given = others = [t.resolve_neg() for t in others]
+def _validated(
+    d: TreeDict[Any], operation: _Operation, tensors: list[Tensor], others: Any
+) -> tuple[list[list[int]], list[int]]:
+    """Raise the error of the first tensor that torch would refuse to write to.
 
-    def refuse(i: int, reason: str, error: Exception | None = None, kind: type[Exception] = RuntimeError) -> NoReturn:
-        raise kind(f"{dotted(_path(d, indices[i]))} {reason}") from error
-
-    _refuse_inference(operation, tensors, refuse)
+    Returns groups of tensors that take one call together, and the tensors that take a call each, as indices.
+    """
+    given: list[Tensor] | None = others if isinstance(others, list) else None
+    dtypes = [t.dtype for t in tensors]
     theirs = dtypes if given is None else [t.dtype for t in given]
-    alone = _taken_alone(tensors, given, dtypes, theirs)
-    foreign: list[int] = []
-    if alone:
-        _refuse_autograd(operation, tensors, given, alone, refuse)
-        foreign = [i for i in alone if _is_foreign(tensors[i]) or (given is not None and _is_foreign(given[i]))]
-    plain = [i for i in range(len(tensors)) if i not in set(foreign)] if foreign else range(len(tensors))
-    pairs = _pairs(tensors, given, dtypes, theirs, plain)
-    _refuse_memory(operation, _pick(tensors, plain), None if given is None else _pick(given, plain), plain, refuse)
-    _refuse_dtypes(operation, tensors, others, pairs, refuse)
-    for i in foreign:
-        _refuse_foreign(operation, tensors[i], others if given is None else given[i], i, refuse)
-    many = operation.many
-    if many is None:
-        return _singly(step, tensors, others)
-    calls = _singly(step, _pick(tensors, alone), _pick(others, alone))
-    for members in pairs.values():
-        # Grouped by dtypes, because the CUDA kernel of some versions misreads a list of mixed dtypes.
-        together = [i for i in members if i not in set(alone)] if alone else members
-        if together:
-            calls.append((many, _pick(tensors, together), _pick(others, together)))
-    return calls
+    # A call for tensors of two dtypes would be misread by the CUDA kernel of some versions.
+    kinds: list[Any] = dtypes
+    if given is not None and dtypes != theirs:  # the dtype of a result can depend on whether a tensor has dimensions
+        kinds = [(t.dtype, other.dtype, not t.dim(), not other.dim()) for t, other in zip(tensors, given, strict=True)]
+    alone: list[int] = []
+    for i in _unusual(tensors, given, {*dtypes, *theirs}):
+        if given is not None:  # kernels of some dtypes cannot read a tensor with the negative bit
+            given[i] = given[i].resolve_neg()
+        if reason := _reason(operation.name, tensors[i], _at(others, i)):
+            raise RuntimeError(f"{dotted(_path(d, i))} {reason}")
+        operands = (tensors[i],) if given is None else (tensors[i], given[i])
+        if any(map(_is_special, operands)):
+            alone.append(i)
+            kinds[i] = i if any(map(_is_foreign, operands)) else (kinds[i], "alone")  # an index: a kind of its own
+    groups: dict[Hashable, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(i)
+    for kind, members in groups.items():
+        _try(d, operation, members[0], tensors, others, whole=type(kind) is int)
+    if operation.many is None:
+        return [], list(range(len(tensors)))
+    return [members for members in groups.values() if members[0] not in alone], alone
 
 
-def _refuse_inference(operation: _Operation, tensors: list[Tensor], refuse: Refuse) -> None:
-    """Raise the error for the first inference tensor, outside of inference mode."""
-    if torch.is_inference_mode_enabled():
-        return
+def _unusual(tensors: list[Tensor], others: list[Tensor] | None, dtypes: set[torch.dtype]) -> Sequence[int]:
+    """The indices of the tensors that need a check or a call of their own.
+
+    Any other tensor is plain and contiguous. Its operand is plain, has its shape or no dimensions, and lies apart.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    rare = {dtype for dtype in dtypes if dtype.is_complex or dtype not in FOREACH_DTYPES}
     try:
-        _ = [t._version for t in tensors]  # raises for inference tensors, in 0.5x the time of `is_inference`
-    except RuntimeError:
-        i = [t.is_inference() for t in tensors].index(True)
-        refuse(i, f"is an inference tensor; clone() it before {operation.name}, or use torch.inference_mode()")
+        # The conditions are inline, because `lerp_` of 400 in benchmarks/guard.py mostly waits for them.
+        found = {
+            i
+            for i, t in enumerate(tensors)
+            if type(t) not in _FOREACH_CLASSES
+            or t.layout is not torch.strided
+            or t.is_nested
+            or not t.is_contiguous()
+            or t.is_neg()
+            or (grad and t.requires_grad)
+            or (rare and t.dtype in rare)
+            or (not inference and t.is_inference())
+        }
+        if others is not None:
+            found |= {
+                i
+                for i, (t, other) in enumerate(zip(tensors, others, strict=True))
+                if type(other) not in _FOREACH_CLASSES
+                or (other.shape != t.shape and other.dim())
+                or (grad and other.requires_grad)
+                or (rare and other.dtype in rare)
+                or not (
+                    (theirs := other.data_ptr()) - (ours := t.data_ptr()) >= t.nbytes or ours - theirs >= other.nbytes
+                )
+            }
+    except RuntimeError:  # a sparse operand has no address, and a nested operand no shape
+        return range(len(tensors))
+    return sorted(found)
 
 
-def _taken_alone(
-    tensors: list[Tensor], others: list[Tensor] | None, dtypes: list[torch.dtype], theirs: list[torch.dtype]
-) -> list[int]:
-    """The tensors that need a call of their own, since they or their operands are `_is_special`."""
-    # One comprehension for each attribute. A call of `_is_special` for each tensor takes longer.
-    every = tensors if others is None else [*tensors, *others]
-    found = {*dtypes, *theirs}
-    if (
-        _FOREACH_CLASSES.issuperset(map(type, every))
-        and found <= FOREACH_DTYPES
-        and [t.layout for t in every].count(torch.strided) == len(every)
-        and True not in [t.is_nested for t in every]
-        and not (torch.is_grad_enabled() and True in [t.requires_grad for t in every])
-        and True not in [t.is_neg() for t in tensors]
-        and not (not _COMPLEX.isdisjoint(found) and True in [t.is_conj() for t in every])
-    ):
-        return []
-    special = list(map(_is_special, tensors))
-    if others is not None:
-        special = [mine or _is_special(other) for mine, other in zip(special, others, strict=True)]
-    return [i for i, one in enumerate(special) if one]
-
-
-_COMPLEX = frozenset((torch.complex64, torch.complex128))
-"""The dtypes of `FOREACH_DTYPES` whose tensors can have the conjugate bit."""
+def _reason(called: str, tensor: Tensor, other: Any) -> str:
+    """Why an operation must not write to a tensor. ``""`` if there is no reason, or if only a trial can find it."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return f"is an inference tensor; clone() it before {called}, or use torch.inference_mode()"
+    operands = (tensor, other) if isinstance(other, Tensor) else (tensor,)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        if tensor.requires_grad and tensor.is_leaf:
+            return f"is a leaf that requires grad; call {called} in torch.no_grad(), or detach() the dict first"
+        if tensor._is_view() and (
+            _autograd._get_creation_meta(tensor) != _autograd.CreationMeta.DEFAULT
+            or (tensor.requires_grad and tensor._base is not None and tensor._base.is_leaf)
+        ):
+            return f"is a view that autograd does not let {called} change; clone() it first"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return ""
+    if is_expanded(tensor):
+        return f"is expanded: its elements share memory; clone() it before {called}"
+    if not isinstance(other, Tensor) or other.layout != torch.strided or other.is_nested:
+        return ""
+    if not any(map(_is_foreign, operands)) and not _broadcasts(other.shape, tensor.shape):
+        return f"is {described(tensor)}; {called} cannot broadcast {described(other)} to it"
+    with suppress(RuntimeError):  # some subclasses have no memory of their own
+        if overlap_partly(tensor, other):
+            return f"overlaps its operand in memory; clone() the operand before {called}"
+    return ""
 
 
 def _is_special(tensor: Tensor) -> bool:
@@ -374,141 +380,33 @@ def _is_foreign(tensor: Tensor) -> bool:
     )
 
 
-def _refuse_autograd(
-    operation: _Operation, tensors: list[Tensor], others: list[Tensor] | None, alone: Sequence[int], refuse: Refuse
-) -> None:
-    """Raise an error for a tensor that autograd does not let an operation change."""
-    if not torch.is_grad_enabled():
-        return
-    for i in alone:
-        tensor = tensors[i]
-        if not (tensor.requires_grad or (others is not None and others[i].requires_grad)):
-            continue
-        if tensor.requires_grad and tensor.is_leaf:
-            refuse(
-                i, f"is a leaf that requires grad; call {operation.name} in torch.no_grad(), or detach() the dict first"
-            )
-        if tensor._is_view() and (
-            _autograd._get_creation_meta(tensor) != _autograd.CreationMeta.DEFAULT
-            or (tensor.requires_grad and tensor._base is not None and tensor._base.is_leaf)
-        ):
-            refuse(i, f"is a view that autograd does not let {operation.name} change; clone() it first")
-
-
-def _refuse_foreign(operation: _Operation, tensor: Tensor, other: Any, i: int, refuse: Refuse) -> None:
-    """Raise the error of torch for a tensor with rules of its own. The operation runs on a copy of the tensor."""
-    if tensor.layout == torch.strided and not tensor.is_nested:
-        if is_expanded(tensor):
-            _refuse_expanded(operation, i, refuse)
-        if isinstance(other, Tensor) and other.layout == torch.strided and not other.is_nested:
-            overlap: list[int] = []
-            with suppress(RuntimeError):  # some subclasses have no memory of their own
-                overlap = overlap_partly([tensor], [other])
-            if overlap:
-                _refuse_overlap(operation, i, refuse)
-    with torch.no_grad():
-        try:
-            operation.each(tensor.detach().clone(), other.detach() if isinstance(other, Tensor) else other)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            _reword(operation, tensor, other, i, error, refuse)
-
-
-def _pairs(
-    tensors: list[Tensor],
-    others: list[Tensor] | None,
-    dtypes: list[torch.dtype],
-    theirs: list[torch.dtype],
-    plain: Sequence[int],
-) -> Mapping[Hashable, Sequence[int]]:
-    """The tensors grouped by their dtype and that of their operand."""
-    keys: list[Any] = dtypes
-    if others is not None and dtypes != theirs:
-        # The dtype of a result can depend on whether a tensor has dimensions.
-        keys = [
-            (mine, other.dtype, not tensor.dim(), not other.dim())
-            for tensor, mine, other in zip(tensors, dtypes, others, strict=True)
-        ]
-    if len(plain) == len(keys) == keys.count(keys[0]):
-        return {keys[0]: plain}
-    groups: dict[Hashable, list[int]] = {}
-    for i in plain:
-        groups.setdefault(keys[i], []).append(i)
-    return groups
-
-
-def _refuse_dtypes(
-    operation: _Operation,
-    tensors: list[Tensor],
-    others: Any,
-    pairs: Mapping[Hashable, Sequence[int]],
-    refuse: Refuse,
-) -> None:
-    """Raise the error of torch for a pair of dtypes that torch refuses. Tries every pair once, on one element."""
-    for i in sorted(members[0] for members in pairs.values()):  # the first field that fails is named
-        other = others[i] if isinstance(others, list) else others
-        try:
-            operation.each(_one(tensors[i]), _one(other) if isinstance(other, Tensor) else other)
-        except (RuntimeError, TypeError, ValueError) as error:
-            _reword(operation, tensors[i], other, i, error, refuse)
-
-
-def _one(tensor: Tensor) -> Tensor:
-    """A tensor of one element, with the dtype and device of ``tensor``. 0-d if ``tensor`` is 0-d."""
-    return torch.ones((1,) if tensor.dim() else (), dtype=tensor.dtype, device=tensor.device)
-
-
-def _reword(operation: _Operation, tensor: Tensor, other: Any, i: int, error: Exception, refuse: Refuse) -> NoReturn:
-    if is_out_of_memory(error):
-        raise error
-    beside = "" if other is None else f" and {described(other) if isinstance(other, Tensor) else repr(other)}"
-    said = str(error).splitlines()[0]
-    kind = TypeError if isinstance(error, TypeError) else RuntimeError
-    refuse(i, f"is {described(tensor)}; torch refuses {operation.name} of it{beside}: {said}", error, kind)
-
-
-def _refuse_memory(
-    operation: _Operation, tensors: list[Tensor], others: list[Tensor] | None, indices: Sequence[int], refuse: Refuse
-) -> None:
-    """Raise an error for an expanded tensor, and for an operand that does not broadcast or overlaps the tensor.
-
-    ``indices``: the index of each of ``tensors``, for ``refuse``.
-    """
-    contiguous = [t.is_contiguous() for t in tensors]
-    if False in contiguous:
-        for i, tensor in zip(indices, tensors, strict=True):
-            if is_expanded(tensor):
-                _refuse_expanded(operation, i, refuse)
-    if others is None:
-        return
-    alike = [t.shape for t in tensors] == [t.shape for t in others]
-    if not alike:
-        for i, tensor, other in zip(indices, tensors, others, strict=True):
-            if tensor.shape != other.shape and not _broadcasts(other.shape, tensor.shape):
-                refuse(i, f"is {described(tensor)}; {operation.name} cannot broadcast {described(other)} to it")
-    # Contiguous tensors of one shape that begin their storages do not overlap, or are the same. So most need no search.
-    if (
-        not alike
-        or False in contiguous
-        or False in [t.is_contiguous() for t in others]
-        or any([t.storage_offset() for t in (*tensors, *others)])  # noqa: C419  (faster)
-    ):
-        for i in overlap_partly(tensors, others):
-            _refuse_overlap(operation, indices[i], refuse)
-
-
-def _refuse_expanded(operation: _Operation, i: int, refuse: Refuse) -> NoReturn:
-    refuse(i, f"is expanded: its elements share memory; clone() it before {operation.name}")
-
-
-def _refuse_overlap(operation: _Operation, i: int, refuse: Refuse) -> NoReturn:
-    refuse(i, f"overlaps its operand in memory; clone() the operand before {operation.name}")
-
-
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     try:
         return torch.broadcast_shapes(shape, target) == target
     except RuntimeError:
         return False
+
+
+def _try(d: TreeDict[Any], operation: _Operation, i: int, tensors: list[Tensor], others: Any, whole: bool) -> None:
+    """Raise the error of torch if it refuses an operation on a tensor. ``whole``: try a copy, not one element."""
+    tensor, other = tensors[i], _at(others, i)
+    try:
+        copy = tensor.detach().clone() if whole else _one(tensor)
+        operand = other if not isinstance(other, Tensor) else other.detach() if whole else _one(other)
+        operation.on(tensor.dtype).each(copy, operand)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
+        beside = "" if other is None else f" and {described(other) if isinstance(other, Tensor) else repr(other)}"
+        said = str(error).splitlines()[0]
+        kind = TypeError if isinstance(error, TypeError) else RuntimeError
+        message = f"is {described(tensor)}; torch refuses {operation.name} of it{beside}: {said}"
+        raise kind(f"{dotted(_path(d, i))} {message}") from error
+
+
+def _one(tensor: Tensor) -> Tensor:
+    """A tensor of one element, with the dtype and device of ``tensor``. 0-d if ``tensor`` is 0-d."""
+    return torch.ones((1,) if tensor.dim() else (), dtype=tensor.dtype, device=tensor.device)
 
 
 # --- norms and lists ---

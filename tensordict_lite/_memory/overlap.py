@@ -15,18 +15,14 @@ def is_expanded(t: Tensor) -> bool:
     return any(size > 1 and not step for size, step in zip(t.shape, t.stride(), strict=True))
 
 
-def overlap_partly(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[int]:
-    """The indices at which a tensor overlaps its operand in memory, unless both have the same elements.
+def overlap_partly(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors overlap in memory, unless both have the same elements.
 
     torch refuses to write to such a tensor. As torch does, it ignores tensors with gaps between their elements.
     """
-    ours, theirs = [t.data_ptr() for t in tensors], [t.data_ptr() for t in others]
-    near = [
-        i
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
-        if a and (b - a < tensors[i].nbytes if a <= b else a - b < others[i].nbytes)
-    ]
-    return [i for i in near if not _are_same(tensors[i], others[i]) and _is_dense(tensors[i]) and _is_dense(others[i])]
+    start, other = a.data_ptr(), b.data_ptr()
+    near = bool(start) and (other - start < a.nbytes if start <= other else start - other < b.nbytes)
+    return near and not _are_same(a, b) and _is_dense(a) and _is_dense(b)
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
