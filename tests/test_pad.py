@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from functools import partial
 from typing import Any
 
@@ -181,6 +182,16 @@ class TestCollate:
         with pytest.raises(error) as caught:
             collate(samples, pad=pad)
         assert message in str(caught.value)
+
+    @pytest.mark.parametrize("options", [{"pad": {"x": 0}}, {"jagged": ["x"]}])
+    @pytest.mark.parametrize(
+        ("odd", "shown"), [(torch.ones(2, 3), "float32[2, 3]"), (torch.ones(1, 2).long(), "int64[1, 2]")]
+    )
+    def test_an_error_names_the_sample_that_cannot_be_joined(self, options: Any, odd: Any, shown: str) -> None:
+        """It named the first sample of another length, which was fine."""
+        samples = [{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}, {"x": odd}]
+        with pytest.raises(ValueError, match=f"^'x': sample 2 has {re.escape(shown)}, sample 0 has float32"):
+            collate(samples, **options)
 
     def test_from_a_worker(self) -> None:
         data: Any = [{"ids": list(range(n))} for n in (1, 3, 2, 5)]

@@ -20,8 +20,8 @@ from .._dict.arguments import jagged_keys
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import place_codes
 from .._dict.rows import Rows
-from .._encoders.protocol import encode_nested, padding
-from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper, with_path
+from .._encoders.protocol import padding
+from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
 from .._memory.buffer import FOREACH_DTYPES
 from .._memory.device import CPU, canonical
 from .._memory.jagged import join_jagged
@@ -32,8 +32,8 @@ from .._tree.policy import Encoders, Objects, Policy
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import refuse_key, tensors_in
 from .fill import Spec, fill_buffer, whole
-from .join import merged_policy, raise_mismatch, values_by_key, widened
-from .pad import Pad, Padded, Pads, extra_fields, raise_encoded, require_fit, require_known
+from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
+from .pad import Pad, Padded, Pads, extra_fields, raise_encoded, require_fit, require_known, widened
 
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
@@ -46,10 +46,10 @@ _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
     torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in FOREACH_DTYPES - {torch.bfloat16}
 }
 _DTYPES_OF_NUMPY = frozenset(_NUMPY_DTYPES.values())
-_FIRST_ONLY = "; pad= fills up the first dimension only"
-_dtype = attrgetter("dtype")
+_dtype, _array_kind = attrgetter("dtype"), attrgetter("shape", "dtype")
 _NO_SAMPLES: Any = object()  # a call without samples
 _NO_KEYS = frozenset[Any]()
+_NO_PADS = Pads(None, "collate")
 
 
 def collate(
@@ -122,7 +122,7 @@ def collate(
     if cls is not DeviceDict and not (isinstance(cls, type) and issubclass(cls, DeviceDict)):
         shown = cls.__name__ if isinstance(cls, type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
-    pads = None if pad is None else Pads(pad, "collate")
+    pads = _NO_PADS if pad is None else Pads(pad, "collate")
     ragged = _jagged_fields(jagged, pad) if jagged != () else _NO_KEYS
     if rows is not None:
         return _batch_of(rows._dict, cls, encoders, objects, pack)
@@ -141,17 +141,17 @@ def collate(
     walk.finish()
     if cls is not DeviceDict:
         batch._validate()
-    if pads is not None:
+    if pads:
         pads.require_known(batch, "sample")
     for key in ragged:
         require_known("jagged=", key, batch, "sample", "")
-    if isinstance(encoders, Mapping):
+    if encoders is not None:
         _require_known_encoders(encoders, batch)
     return cast(D, batch)
 
 
-def _require_known_encoders(encoders: Mapping[str, Any], batch: DeviceDict[Any]) -> None:
-    for key in encoders:
+def _require_known_encoders(encoders: Encoders, batch: DeviceDict[Any]) -> None:
+    for key in encoders if isinstance(encoders, Mapping) else ():
         if key not in batch:
             require_known("encoders=", key, batch, "sample", " Or allow it: declare the encoder in a class, for cls=")
 
@@ -167,7 +167,7 @@ def _jagged_fields(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
 
 def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
     """The batch of `Rows`, which `Rows.__getitems__` made: their dict, as ``cls`` and with these options."""
-    if isinstance(encoders, Mapping):
+    if encoders is not None:
         _require_known_encoders(encoders, d)
     kind = type(d) if isinstance(d, cls) else cls
     batch: Any = d
@@ -191,15 +191,10 @@ def _require_mappings(samples: Sequence[object]) -> None:
 
 def _device_of(sample: Mapping[str, Any]) -> torch.device:
     """The device of a sample: of the dict, or of its first tensor. If it has no tensor, torch's default device."""
-    if isinstance(sample, TreeDict) and sample._device is not None:
+    if type(sample) is not dict and isinstance(sample, TreeDict) and sample._device is not None:
         return sample._device
-    first = next(iter(sample.values()), None)
-    if type(first) is Tensor and first.is_cpu:  # most samples; the walk below visits every tensor
-        return CPU
-    are_host = type(sample) is dict and _HOST.issuperset(map(type, sample.values()))
-    tensors = [] if are_host else tensors_in(sample)
-    tensor = tensors[0] if tensors else torch.empty(0)
-    return CPU if tensor.is_cpu else canonical(tensor.device)
+    tensors = [] if _HOST.issuperset(map(type, sample.values())) else tensors_in(sample)
+    return canonical((tensors[0] if tensors else torch.empty(0)).device)
 
 
 def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:
@@ -219,12 +214,16 @@ def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type
 
 
 class _Walk:
-    """Builds the dicts of a batch from all samples at once, depth first, and lists their tensor fields."""
+    """Builds the dicts of a batch from all samples at once, depth first, and lists their tensor fields.
+
+    `collect` calls one method for each field, which it finds by the type of the values. The method gets the dict of the
+    field, the path, and the column: the values of all samples. It returns the encoder of the key if they are strings.
+    """
 
     __slots__ = ("count", "device", "fields", "jagged", "moves", "packs", "pads")
 
     def __init__(
-        self, count: int, device: torch.device, moves: bool, packs: bool, pads: Pads | None, jagged: frozenset[Any]
+        self, count: int, device: torch.device, moves: bool, packs: bool, pads: Pads, jagged: frozenset[Any]
     ) -> None:
         self.count, self.device, self.moves, self.packs = count, device, moves, packs
         self.pads, self.jagged = pads, jagged
@@ -237,10 +236,10 @@ class _Walk:
 
         Each field gets a placeholder first, which keeps the order of the keys.
         """
-        cls, count, device, chooses = type(batch), self.count, self.device, self.pads is not None or self.jagged
+        cls, count, chooses = type(batch), self.count, bool(self.pads or self.jagged)
         if cls._has_fields:
             samples = list(map(cls._drop_none, samples))
-        if self.pads is not None:
+        if self.pads:
             self.pads.require_new(samples[0], at, "the samples")
         used: dict[str, Any] = {}
         for key, column in values_by_key(samples, at, "sample", are_dicts):
@@ -248,23 +247,14 @@ class _Walk:
                 refuse_key(key, at)
             path = (*at, key)
             builtin_dict.__setitem__(batch, key, None)
-            first = column[0]
-            kind: Any = type(first)
+            kind: Any = type(column[0])
             if list(map(type, column)).count(kind) != count:
                 kind = None
             if chooses and kind is not dict and self.may_differ(path):
-                encoder = self.ragged(batch, path, column, kind)
-            elif kind is Tensor:
-                # The first sample stands for all. torch.stack compares the others, but would promote their dtypes.
-                dtypes = list(map(_dtype, column))
-                here = first.is_cpu if device is CPU else first.device == device
-                if here and dtypes.count(dtypes[0]) == count and not first.requires_grad:
-                    self.fields.append((batch, path, column, (dtypes[0], first.shape, True)))
-                else:
-                    self.examine(batch, path, column)
-                continue
+                method = _RAGGED.get(kind, _Walk.other_ragged)
             else:
-                encoder = _COLUMNS.get(kind, _Walk.others)(self, batch, path, column)
+                method = _COLUMNS.get(kind, _Walk.others)
+            encoder = method(self, batch, path, column)
             if encoder is not None:
                 used[key] = encoder
         if used:
@@ -272,28 +262,26 @@ class _Walk:
 
     def finish(self) -> None:
         """Make the tensors of all fields, and put them into the dicts."""
-        fields = self.fields
         try:
-            tensors = self.tensors(fields)
+            tensors = self.made()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            self.fields = []  # in the same order, which decides the layout
-            for field in fields:
+            listed, self.fields = self.fields, []
+            for field in listed:  # in the same order, which decides the layout
                 if type(field[2]) is tuple:
                     self.examine(*field[:3])
                 else:
                     self.fields.append(field)
-            fields = self.fields
-            tensors = self.tensors(fields)
-        for (batch, path, _, _), tensor in zip(fields, tensors, strict=True):
+            tensors = self.made()
+        for (batch, path, _, _), tensor in zip(self.fields, tensors, strict=True):
             builtin_dict.__setitem__(batch, path[-1], tensor)
 
-    def tensors(self, fields: Sequence[_Field]) -> Sequence[Tensor]:
+    def made(self) -> Sequence[Tensor]:
         """The tensors of the fields, in one buffer if they can be packed."""
-        if self.packs and fields:
-            return fill_buffer(fields, self.count, self.device)
-        return [whole(value, self.device) for _, _, value, _ in fields]
+        if self.packs and self.fields:
+            return fill_buffer(self.fields, self.count, self.device)
+        return [whole(value, self.device) for _, _, value, _ in self.fields]
 
     def add(self, batch: DeviceDict[Any], path: Path, value: Any) -> None:
         """List a field that is whole, a tensor or an array. A tensor that cannot be packed is stored as it is."""
@@ -304,7 +292,16 @@ class _Walk:
         else:
             builtin_dict.__setitem__(batch, path[-1], value)
 
-    # One method for each kind of value. It returns the encoder of the key if the values are strings.
+    # One method for each kind of value
+
+    def tensors(self, batch: DeviceDict[Any], path: Path, column: Sequence[Tensor]) -> None:
+        """Plain tensors. The first stands for all: torch.stack compares the others, but would promote their dtypes."""
+        first, device, dtypes = column[0], self.device, list(map(_dtype, column))
+        here = first.is_cpu if device is CPU else first.device == device
+        if here and dtypes.count(dtypes[0]) == self.count and not first.requires_grad:
+            self.fields.append((batch, path, column, (dtypes[0], first.shape, True)))
+        else:
+            self.examine(batch, path, column)
 
     def nested(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> None:
         refuse_deeper(path)
@@ -317,29 +314,54 @@ class _Walk:
         self.collect(column, nested, path, list(map(type, column)).count(dict) == self.count)
 
     def numbers(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
-        value = _numbers(column, type(column[0]), batch._policy)
-        return self.others(batch, path, column) if value is None else self.add(batch, path, value)
-
-    def lists(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
-        value = _numbers(column, _one_type(chain.from_iterable(column)), batch._policy)
+        """Python numbers, or lists of them."""
+        kind = type(column[0])
+        items = _one_type(chain.from_iterable(column)) if kind is list else kind
+        value = _numbers(column, items, batch._policy)
         return self.others(batch, path, column) if value is None else self.add(batch, path, value)
 
     def arrays(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
-        alike = {(array.shape, array.dtype, array.flags.c_contiguous) for array in column}
-        if len(alike) > 1 or column[0].dtype not in _NUMPY_DTYPES:
+        if len(set(map(_array_kind, column))) > 1 or column[0].dtype not in _NUMPY_DTYPES:
             return self.others(batch, path, column)
-        return self.add(batch, path, _cast(np.stack(column), batch._policy))
+        return self.scalars(batch, path, column)
 
-    def scalars(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
-        return self.add(batch, path, _cast(np.array(column), batch._policy))
+    def scalars(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> None:
+        """NumPy numbers, or arrays of one dtype and shape."""
+        array, dtype = np.array(column), batch._policy.dtype
+        floating = array.dtype.kind == "f" and dtype is not None
+        self.add(batch, path, torch.from_numpy(array).to(dtype) if floating else array)
 
-    def strings(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
-        encoder = batch._policy.encoder(path[-1])
+    def others(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        """Any values: of several types, of unusual types, or values that another method could not convert."""
+        kinds = set(map(type, column))
+        if all(issubclass(kind, Tensor) for kind in kinds):
+            return self.examine(batch, path, column)
+        are_mappings = {issubclass(kind, Mapping) for kind in kinds}
+        are_strings = {issubclass(kind, str) for kind in kinds}
+        if are_mappings == {True}:
+            return self.nested(batch, path, column)
+        if True in are_mappings or len(are_strings) > 1:
+            raise_mismatch(column, path, "sample")
+        kind = _one_type(column)
+        if kind is np.ndarray or (kind is not None and issubclass(kind, np.number)):
+            if len({(value.shape, value.dtype.kind in "UT" or value.dtype) for value in column}) == 1:
+                return self.together(batch, path, column, np.stack(column))
+            return self.one_by_one(batch, path, column)  # NumPy would promote them
+        if False in are_strings and any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds):
+            return self.one_by_one(batch, path, column)
+        return self.together(batch, path, column)
+
+    def together(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], whole: Any = None) -> object:
+        """Convert all samples in one call. ``whole``: the samples as one value; None: as a list."""
         try:
-            codes = encode_nested(encoder, list(column), (self.count,))
-        except (TypeError, ValueError, LookupError) as error:
-            return self.one_by_one(batch, path, column, with_path(error, path))  # its error names the sample
-        return self.add_codes(batch, path, codes, encoder)
+            value, encoder = convert(list(column) if whole is None else whole, self.device, batch._policy, path)
+        except (TypeError, ValueError) as error:
+            return self.one_by_one(batch, path, column, error)  # its error names the sample
+        if encoder is not None:
+            return self.add_codes(batch, path, value, encoder)
+        if isinstance(value, Tensor):
+            return self.add(batch, path, value)
+        return self.one_by_one(batch, path, column, keep=True)  # keeps the values of a column, not the column
 
     def add_codes(self, batch: DeviceDict[Any], path: Path, codes: Any, encoder: object) -> object:
         codes = place_codes(batch, codes, self.device, path)
@@ -351,39 +373,98 @@ class _Walk:
                 self.add(codes, (*path, part), tensor)
         return encoder
 
-    def others(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
-        """Any values: of several types, of unusual types, or values that another method could not convert."""
-        kinds = set(map(type, column))
-        if all(issubclass(kind, Tensor) for kind in kinds):
-            return self.examine(batch, path, column)
-        if all(issubclass(kind, Mapping) for kind in kinds):
-            return self.nested(batch, path, column)
-        strings = {issubclass(kind, str) for kind in kinds}
-        if len(strings) > 1 or any(issubclass(kind, Mapping) for kind in kinds):
-            raise_mismatch(column, path, "sample", None)
-        whole: Any = list(column)
-        if kinds == {np.ndarray}:
-            alike = {(array.shape, array.dtype.kind in "UT" or array.dtype) for array in column}
-            if len(alike) > 1:
-                return self.one_by_one(batch, path, column)
-            whole = np.stack(column)
-        elif len(kinds) == 1 and issubclass(next(iter(kinds)), np.number):
-            whole = np.array(column)
-        elif any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds) and True not in strings:
-            return self.one_by_one(batch, path, column)
-        return self.together(batch, path, column, whole)
+    # Fields whose samples may differ in length
 
-    def together(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], whole: Any) -> object:
-        """Convert all samples in one call. ``whole``: the samples as one value."""
+    def is_jagged(self, path: Path) -> bool:
+        return path[-1] in self.jagged or path in self.jagged
+
+    def may_differ(self, path: Path) -> bool:
+        """Whether the field is in ``pad`` or ``jagged``."""
+        return self.is_jagged(path) or self.pads.at(path) is not None
+
+    def ragged_lists(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        """Lists. Padded lists of numbers become one tensor of all numbers."""
+        numbers = [] if self.is_jagged(path) else list(chain.from_iterable(column))
+        flat = _numbers(numbers, _one_type(numbers), batch._policy)
+        if flat is None:
+            return self.other_ragged(batch, path, column)
+        return self.pad(
+            batch,
+            path,
+            torch.as_tensor(flat, device=self.device),
+            list(map(len, column)),
+            cast(Any, self.pads.at(path)),
+        )
+
+    def other_ragged(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+        mappings = any(issubclass(kind, Mapping) for kind in set(map(type, column)))
+        return (self.others if mappings else self.one_by_one)(batch, path, column)
+
+    def ragged(self, batch: DeviceDict[Any], path: Path, column: Sequence[Tensor], encoder: object = None) -> None:
+        """Tensors: pad them, or make a nested tensor of them."""
+        column = self.moved(column) if self.moves else column
+        encoder = encoder or batch._policy.encoders.get(path[-1])
+        jagged, pad = self.is_jagged(path), self.pads.at(path) or Pad()
+        if not jagged and encoder is not None and padding(encoder, *column) is not None:
+            raise_encoded(path, pad)
+        column = widened(column, encoder) or column
+        dims = list(map(Tensor.dim, column))
+        lengths = dims if 0 in dims else [tensor.size(0) for tensor in column]
+        if not (jagged or pad._always) and dims.count(dims[0]) == lengths.count(lengths[0]) == self.count:
+            return self.examine(batch, path, column, encoder)
+        joined = failure = None
+        if list(map(_dtype, column)).count(column[0].dtype) == dims.count(dims[0] or -1) == self.count:
+            try:
+                joined = join_jagged(column) if jagged else torch.cat(tuple(column))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                failure = error
+        if joined is None or joined.device != self.device:
+            self.refuse(path, column, failure)
+        if jagged:
+            builtin_dict.__setitem__(batch, path[-1], joined)
+        else:
+            self.pad(batch, path, joined, lengths, pad)
+
+    def pad(self, batch: DeviceDict[Any], path: Path, flat: Tensor, lengths: Sequence[int], pad: Pad) -> None:
+        """List a field to pad, and the new fields for the lengths and the mask. ``flat``: the rows of all samples."""
+        require_fit(pad, flat.dtype, path)
+        padded = Padded(flat, lengths, pad._length(max(lengths)), pad)
+        if self.packs and self.device is CPU and flat.dtype in _DTYPES_OF_NUMPY and packable(flat):
+            self.fields.append((batch, path, padded, (flat.dtype, padded.shape, False)))
+        else:
+            self.add(batch, path, padded.joined())
+        for key, extra in extra_fields(lengths, padded.length, pad).items():
+            builtin_dict.__setitem__(batch, key, None)
+            self.add(batch, (*path[:-1], key), extra)
+
+    def moved(self, column: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The samples of a field, all on the device of the batch."""
+        misplaced = {id(tensor): tensor for tensor in column if tensor.device != self.device}
+        if not misplaced:
+            return column
+        moved = dict(zip(misplaced, transfer(list(misplaced.values()), self.device), strict=True))
+        return tuple([moved.get(id(tensor), tensor) for tensor in column])
+
+    # Fields with an unusual sample: find it, raise its error, or store the field outside the buffer
+
+    def examine(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], encoder: object = None) -> None:
+        """Look at every sample of a field to stack."""
+        column = self.moved(column) if self.moves else column
+        wide = widened(column, encoder or batch._policy.encoders.get(path[-1])) or column
+        here = all(tensor.device == self.device for tensor in column)
+        if not here or len({(tensor.layout, tensor.is_nested or tensor.shape, tensor.dtype) for tensor in wide}) > 1:
+            self.refuse(path, column)
+        if self.packs and not find_unpackable([tensor.resolve_neg() for tensor in wide]):
+            self.fields.append((batch, path, tuple(wide), (wide[0].dtype, wide[0].shape, True)))
+            return
         try:
-            value, encoder = convert(whole, self.device, batch._policy, path)
-        except (TypeError, ValueError) as error:
-            return self.one_by_one(batch, path, column, error)  # its error names the sample
-        if encoder is not None:
-            return self.add_codes(batch, path, value, encoder)
-        if isinstance(value, Tensor):
-            return self.add(batch, path, value)
-        return self.one_by_one(batch, path, column, keep=True)  # keeps the values of a column, not the column
+            builtin_dict.__setitem__(batch, path[-1], torch.stack(list(wide)))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.refuse(path, column, error)
 
     def one_by_one(
         self,
@@ -401,182 +482,69 @@ class _Walk:
                 converted, but the results cannot be stacked.
             keep: keep the samples as a list of objects if they are not all tensors.
         """
-        converted: list[Any] = []
-        encoder = None
-        differ = self.may_differ(path)
-        empty: list[int] = []  # the empty lists, which get the dtype of the other samples
-        if differ:
-            empty = [i for i, value in enumerate(column) if isinstance(value, (list, tuple)) and not value]
-            empty = [] if len(empty) == len(column) else empty
-        for i, value in enumerate(column):
-            if isinstance(value, Tensor) or i in empty:
-                converted.append(value)
-                continue
-            try:
-                result, encoder = convert(value, self.device, batch._policy, path)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"sample {i}: {error}") from error
-            converted.append(result)
-        model = next(value for i, value in enumerate(converted) if i not in empty)
+        converted, encoder, differ = list(column), None, self.may_differ(path)
+        # An empty list gets the dtype of the other samples.
+        filled = [
+            i for i, value in enumerate(column) if not (differ and isinstance(value, (list, tuple)) and not value)
+        ]
+        filled = filled or range(self.count)
+        for i in filled:
+            if not isinstance(column[i], Tensor):
+                try:
+                    converted[i], encoder = convert(column[i], self.device, batch._policy, path)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"sample {i}: {error}") from error
+        model = converted[filled[0]]
         if isinstance(model, Tensor) and model.dim():
-            for i in empty:
-                converted[i] = model.new_empty((0, *model.shape[1:]))
+            empty = model.new_empty((0, *model.shape[1:]))
+            converted = [empty if i not in filled else value for i, value in enumerate(converted)]
         if all(isinstance(value, Tensor) for value in converted):
-            (self.join_ragged if differ else self.examine)(batch, path, tuple(converted), encoder)
+            (self.ragged if differ else self.examine)(batch, path, tuple(converted), encoder)
             return encoder
-        if keep:
-            builtin_dict.__setitem__(batch, path[-1], list(column))
-            return None
-        if any(isinstance(value, (Tensor, Mapping)) for value in converted):
+        if not keep and any(isinstance(value, (Tensor, Mapping)) for value in converted):
             if reason is not None:
                 raise reason
-            raise_mismatch(column, path, "sample", None)
-        builtin_dict.__setitem__(batch, path[-1], converted)
-        return encoder
+            raise_mismatch(column, path, "sample")
+        builtin_dict.__setitem__(batch, path[-1], list(column))
+        return None
 
-    # Fields whose samples may differ in length
-
-    def is_jagged(self, path: Path) -> bool:
-        return path[-1] in self.jagged or path in self.jagged
-
-    def may_differ(self, path: Path) -> bool:
-        """Whether the field is in ``pad`` or ``jagged``."""
-        return self.is_jagged(path) or (self.pads is not None and self.pads.at(path) is not None)
-
-    def ragged(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], kind: Any) -> object:
-        """A field in ``pad`` or ``jagged``. ``kind``: the type of all samples, or None."""
-        if kind is Tensor:
-            return self.join_ragged(batch, path, column)
-        if kind is list and not self.is_jagged(path):  # one tensor of all numbers
-            numbers = list(chain.from_iterable(column))
-            flat = _numbers(numbers, _one_type(numbers), batch._policy)
-            if flat is not None:
-                return self.pad(batch, path, torch.as_tensor(flat).to(self.device), list(map(len, column)))
-        if any(issubclass(one, Mapping) for one in set(map(type, column))):
-            return self.others(batch, path, column)
-        return self.one_by_one(batch, path, column)
-
-    def join_ragged(self, batch: DeviceDict[Any], path: Path, column: Sequence[Tensor], encoder: object = None) -> None:
-        """Pad the samples of a field, or make a nested tensor of them."""
-        column = self.moved(column) if self.moves else column
-        encoder = encoder or batch._policy.encoders.get(path[-1])
-        if self.is_jagged(path):
-            builtin_dict.__setitem__(batch, path[-1], self.joined(path, column, encoder))
-            return
-        pad = self.pad_at(path)
-        if encoder is not None and padding(encoder, *column) is not None:
-            raise_encoded(path, pad)
-            column = widened(column, encoder) or column
-        first = column[0]
-        dims = list(map(Tensor.dim, column))
-        lengths = [tensor.size(0) for tensor in column] if 0 not in dims else dims
-        if not pad._always and lengths.count(lengths[0]) == dims.count(dims[0]) == self.count:
-            return self.examine(batch, path, column, encoder)
-        if len(set(map(_dtype, column))) > 1:
-            raise_mismatch(column, path, "sample", None)
-        if set(dims) == {0}:
-            raise ValueError(f"{dotted(path)}: {pad!r} pads the first dimension, and the samples are single numbers")
-        require_fit(pad, first.dtype, path)
-        if len(set(dims)) > 1:  # torch.cat would ignore an empty tensor of one dimension
-            raise_mismatch(column, path, "sample", None, _FIRST_ONLY)
-        try:
-            flat = torch.cat(tuple(column))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self.require_here(path, column)
-            raise_mismatch(column, path, "sample", error, _FIRST_ONLY)
-        if flat.device != self.device:
-            self.require_here(path, column)
-        return self.pad(batch, path, flat, lengths)
-
-    def pad_at(self, path: Path) -> Pad:
-        return cast("Pads", self.pads).at(path) or Pad()
-
-    def pad(self, batch: DeviceDict[Any], path: Path, flat: Tensor, lengths: Sequence[int]) -> None:
-        """List a field to pad, and the new fields for the lengths and the mask. ``flat``: the rows of all samples."""
-        pad = self.pad_at(path)
-        require_fit(pad, flat.dtype, path)
-        padded = Padded(flat, lengths, pad._length(max(lengths)), pad)
-        if self.packs and self.device is CPU and flat.dtype in _DTYPES_OF_NUMPY and packable(flat):
-            self.fields.append((batch, path, padded, (flat.dtype, padded.shape, False)))
-        else:
-            self.add(batch, path, padded.joined())
-        if pad._extras:
-            for key, extra in extra_fields(lengths, padded.length, pad).items():
-                builtin_dict.__setitem__(batch, key, None)
-                self.add(batch, (*path[:-1], key), extra)
-
-    def joined(self, path: Path, column: Sequence[Tensor], encoder: object) -> Tensor:
-        """The samples of a jagged field as one nested tensor. Raises ``ValueError`` if more than the lengths differ."""
-        column = widened(column, encoder) or column
-        first = column[0]
-        self.require_here(path, column)
-        for i, tensor in enumerate(column):
-            if not tensor.dim() or tensor.is_nested or tensor.layout is not torch.strided:
-                raise ValueError(
-                    f"{dotted(path)}: a jagged field takes dense samples of at least one dimension, "
-                    f"sample {i} has {described(tensor)}"
-                )
-            if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
-                raise_mismatch(column, path, "sample", None, "; jagged= lets the first dimension differ only")
-        return join_jagged(column)
-
-    def moved(self, column: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The samples of a field, all on the device of the batch."""
-        misplaced = {id(tensor): tensor for tensor in column if tensor.device != self.device}
-        if not misplaced:
-            return column
-        moved = dict(zip(misplaced, transfer(list(misplaced.values()), self.device), strict=True))
-        return tuple([moved.get(id(tensor), tensor) for tensor in column])
-
-    # Fields with an unusual sample: find it, raise its error, or store the field outside the buffer
-
-    def examine(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], encoder: object = None) -> None:
-        """Look at every sample of a field to stack. Raises the error that names a sample that differs."""
-        column = self.moved(column) if self.moves else column
-        self.require_here(path, column)
-        if not _are_alike(column):
-            wide = widened(column, encoder or batch._policy.encoders.get(path[-1]))
-            if wide is None or not _are_alike(wide):
-                self.refuse(path, column)
-            column = tuple(wide)
-        if self.packs and not find_unpackable([tensor.resolve_neg() for tensor in column]):
-            self.fields.append((batch, path, tuple(column), (column[0].dtype, column[0].shape, True)))
-            return
-        try:
-            builtin_dict.__setitem__(batch, path[-1], torch.stack(list(column)))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise_mismatch(column, path, "sample", error)
-
-    def require_here(self, path: Path, column: Sequence[Tensor]) -> None:
+    def refuse(self, path: Path, column: Sequence[Tensor], error: Exception | None = None) -> NoReturn:
+        """Raise the error that names the first sample that cannot be joined with sample 0."""
         for tensor in column:
             if tensor.device != self.device:
                 raise DeviceMismatchError.at(path, self.device, tensor.device)
-
-    def refuse(self, path: Path, column: Sequence[Tensor]) -> NoReturn:
-        """Raise the error for samples that differ. If only their lengths differ, it shows ``pad`` and ``jagged``."""
-        key, first, hint = path[-1], column[0], ""
-        facts = {(t.layout, t.dtype, t.is_nested or (t.dim(), t.shape[1:])) for t in column}
-        if len(facts) == 1 and first.dim() and not first.is_nested:
+        first, key, pad, hint = column[0], path[-1], self.pads.at(path), ""
+        if self.is_jagged(path):
+            hint = "; jagged= lets the first dimension differ only"
+            for i, tensor in enumerate(column):
+                if not tensor.dim() or tensor.is_nested or tensor.layout is not torch.strided:
+                    raise ValueError(
+                        f"{dotted(path)}: a jagged field takes dense samples of at least one dimension, "
+                        f"sample {i} has {described(tensor)}"
+                    )
+        elif pad is not None:
+            hint = "; pad= fills up the first dimension only" if len(set(map(_dtype, column))) == 1 else ""
+            if not any(map(Tensor.dim, column)):
+                raise ValueError(
+                    f"{dotted(path)}: {pad!r} pads the first dimension, and the samples are single numbers"
+                )
+        elif all(differ_in_length(tensor, first) for tensor in column):
             hint = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, jagged=[{key!r}]"
-        raise_mismatch(column, path, "sample", None, hint)
+        raise_mismatch(column, path, "sample", error, hint, differ_in_length if self.may_differ(path) else None)
 
 
 _COLUMNS: Mapping[Any, Callable[..., Any]] = {
+    Tensor: _Walk.tensors,
     dict: _Walk.nested,
-    list: _Walk.lists,
-    str: _Walk.strings,
+    str: _Walk.together,
     np.ndarray: _Walk.arrays,
-    **dict.fromkeys(_NUMPY_TYPES, _Walk.numbers),
+    **dict.fromkeys((list, *_NUMPY_TYPES), _Walk.numbers),
     **dict.fromkeys((dtype.type for dtype in _NUMPY_DTYPES), _Walk.scalars),
 }
-"""How to convert the samples of a key if all have this type. `_Walk.others` converts all others."""
-
-
-_HOST = _COLUMNS.keys() - {dict}
+"""How to convert a column whose values all have this type. `_Walk.others` converts all others."""
+_HOST = _COLUMNS.keys() - {Tensor, dict}
+_RAGGED: Mapping[Any, Callable[..., Any]] = {Tensor: _Walk.ragged, list: _Walk.ragged_lists}
+"""The same for fields in ``pad`` or ``jagged``. `_Walk.other_ragged` converts all others."""
 
 
 def _one_type(items: Iterable[Any]) -> Any:
@@ -600,15 +568,6 @@ def _numbers(items: Sequence[Any], kind: Any, policy: Policy) -> Any:
     except (ValueError, OverflowError):  # ragged lists, and integers that are too large
         return None
     return array if wanted is None else torch.from_numpy(array).to(wanted)
-
-
-def _cast(array: np.ndarray[Any, Any], policy: Policy) -> Any:
-    """An array in the dtype of a dict with this policy."""
-    return torch.from_numpy(array).to(policy.dtype) if array.dtype.kind == "f" and policy.dtype is not None else array
-
-
-def _are_alike(column: Sequence[Tensor]) -> bool:
-    return len({(tensor.layout, tensor.is_nested or tensor.shape, tensor.dtype) for tensor in column}) == 1
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

@@ -94,9 +94,8 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
         return [stacked] if len(values) == 1 else stacked.unsafe_split(count)
     if not layout.nbytes:
         return [whole(value, device) for value in values]
-    if len(values) == 1 and device == CPU and type(values[0]) is not Padded and not in_shared_memory(layout.nbytes):
-        value = values[0]  # torch aligns memory better than NumPy
-        return [(torch.from_numpy(value) if type(value) is np.ndarray else value).clone()]
+    if len(values) == 1 and device == CPU and not in_shared_memory(layout.nbytes):
+        return [whole(values[0], CPU).clone()]  # torch aligns memory better than NumPy
     if device == CPU:
         storage = new_batch_storage(layout, known.has_gaps)
     else:
@@ -133,15 +132,12 @@ def _joined(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def _fill(view: Tensor, value: Any) -> None:
     if type(value) is tuple:
         torch.stack(value, out=view)
-    elif type(value) is np.ndarray:
-        if view.is_cpu:
-            view.numpy()[...] = value
-        else:
-            view.copy_(torch.from_numpy(value))
     elif type(value) is Padded:
         value.fill(view)
+    elif type(value) is np.ndarray and view.is_cpu:
+        view.numpy()[...] = value
     else:
-        view.copy_(value)
+        view.copy_(whole(value, view.device))
 
 
 def whole(value: Any, device: torch.device) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .._dict.device_dict import DeviceDict
 from .._dict.torch_functions import implements
@@ -18,7 +18,7 @@ from .._memory.jagged import cat_jagged, is_jagged
 from .._tree.missing import refuse_other_keys
 from .._tree.policy import Policy
 from .._tree.tree import TreeDict
-from .pad import Pad, Pads, pad_rows
+from .pad import Pad, Pads, pad_rows, widened
 
 
 @implements(torch.stack)
@@ -107,7 +107,7 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
             along = dim if encoder is None else _leading_dim(column[0], encoder, verb, dim, path)
             rows = verb == "cat" and along == 0 and column[0].is_nested  # torch has no `cat` of nested tensors
             if rows and not all([isinstance(value, Tensor) and is_jagged(value) for value in column]):  # noqa: C419
-                raise_mismatch(column, path, "dict", None)
+                raise_mismatch(column, path, "dict")
             try:
                 items[key] = cat_jagged(column) if rows else join(column, along)
             except torch.OutOfMemoryError:
@@ -121,14 +121,16 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
                     ) from error
                 wide = widened(column, encoder)
                 if wide is None:
-                    raise_mismatch(column, path, "dict", error, along=along if verb == "cat" else None)
+                    raise_mismatch(
+                        column, path, "dict", error, "", partial(_can_cat, along=along) if verb == "cat" else None
+                    )
                 items[key] = join(wide, along)
         elif isinstance(column[0], TreeDict):
             if not all(isinstance(value, TreeDict) for value in column):
-                raise_mismatch(column, path, "dict", None)
+                raise_mismatch(column, path, "dict")
             items[key] = _join(column, verb, dim, device, path)
         elif any(isinstance(value, (Tensor, TreeDict)) for value in column):
-            raise_mismatch(column, path, "dict", None)
+            raise_mismatch(column, path, "dict")
         elif verb == "cat" and all(isinstance(value, list) for value in column):
             items[key] = [item for value in column for item in value]
         else:
@@ -192,40 +194,33 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
     return policy
 
 
-def widened(column: Sequence[Tensor], encoder: object) -> list[Tensor] | None:
-    """The codes, padded to the largest width. None if they cannot be padded or have one width already."""
-    number = padding(encoder, *column)
-    if number is None or any([codes.is_nested for codes in column]):  # noqa: C419  (faster)
-        return None
-    widths = [codes.shape[-1] for codes in column]
-    if len(set(widths)) == 1:
-        return None
-    most = max(widths)
-    return [F.pad(codes, (0, most - width), value=number) for codes, width in zip(column, widths, strict=True)]
-
-
 def raise_mismatch(
     column: Sequence[Any],
     path: Path,
     noun: str,
-    error: Exception | None,
+    error: Exception | None = None,
     hint: str = "",
-    along: int | None = None,
+    may_differ: Callable[[Any, Any], bool] | None = None,
 ) -> NoReturn:
     """Raise a ``ValueError`` that names the first value whose shape, dtype, layout or type differs from value 0.
 
-    ``along``: the dimension that may differ for ``torch.cat``, which promotes dtypes; None if nothing may differ.
+    ``may_differ``: whether a value may differ from value 0 all the same.
     """
     for i, value in enumerate(column):
-        if described(value) != described(column[0]) and (along is None or not _can_cat(value, column[0], along)):
+        if described(value) != described(column[0]) and not (may_differ and may_differ(value, column[0])):
             message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(column[0])}{hint}"
             raise ValueError(message) from error
     raise ValueError(f"{dotted(path)}: torch cannot join these {noun}s; it says: {error}") from error
 
 
+def differ_in_length(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors differ in their first dimension only."""
+    return a.dtype == b.dtype and _can_cat(a, b, 0)
+
+
 def _can_cat(a: Any, b: Any, along: int) -> bool:
-    """Whether two values are tensors with shapes that differ in one dimension only."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() != b.dim():
+    """Whether two values are tensors with shapes that differ in one dimension only. Their dtypes may differ."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not a.dim() or a.dim() != b.dim():
         return False
     if a.layout is not b.layout or a.is_nested or b.is_nested or a.is_quantized is not b.is_quantized:
         return False

@@ -186,9 +186,13 @@ def _fits(fill: float, dtype: torch.dtype) -> bool:
 
 
 def filler(like: Tensor, sizes: Sequence[int], pad: Pad) -> Tensor:
-    """A tensor of the fill value, in the dtype and on the device of ``like``. Integers do not go through a double."""
-    fill = float(pad.value) if like.is_floating_point() or like.is_complex() else pad.value
-    return torch.full(sizes, fill, dtype=like.dtype, device=like.device)
+    """A tensor of the fill value, in the dtype and on the device of ``like``."""
+    return torch.full(sizes, _fill_value(like, pad), dtype=like.dtype, device=like.device)
+
+
+def _fill_value(like: Tensor, pad: Pad) -> float:
+    """The fill value for the dtype of ``like``. Integers do not go through a double."""
+    return float(pad.value) if like.is_floating_point() or like.is_complex() else pad.value
 
 
 class Padded(NamedTuple):
@@ -216,8 +220,9 @@ class Padded(NamedTuple):
     def fill(self, view: Tensor) -> None:
         """Write the field into a tensor on the CPU, of a dtype that NumPy has."""
         # NumPy writes the rows of all samples in one call; `joined` makes two views for each sample.
-        view.copy_(filler(self.flat, (), self.pad))
-        view.numpy()[mask_of(self.lengths, self.length, self.pad.side)] = self.flat.numpy()
+        array = view.numpy()
+        array.fill(_fill_value(self.flat, self.pad))
+        array[mask_of(self.lengths, self.length, self.pad.side)] = self.flat.numpy()
 
 
 def mask_of(lengths: Sequence[int], length: int, side: Side) -> np.ndarray[Any, Any]:
@@ -234,13 +239,25 @@ def extra_fields(lengths: Sequence[int], length: int, pad: Pad) -> dict[str, np.
     }
 
 
-def _widen(tensor: Tensor, length: int, pad: Pad) -> Tensor:
-    """``tensor`` with its second dimension padded to ``length``."""
-    missing = length - tensor.shape[1]
-    if not missing:
+def _filled_up(tensor: Tensor, dim: int, length: int, pad: Pad) -> Tensor:
+    """``tensor`` with the dimension ``dim`` padded to ``length``."""
+    sizes = list(tensor.shape)
+    sizes[dim] = length - sizes[dim]
+    if not sizes[dim]:
         return tensor
-    gap = filler(tensor, (tensor.shape[0], missing, *tensor.shape[2:]), pad)
-    return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], 1)
+    gap = filler(tensor, sizes, pad)
+    return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], dim)
+
+
+def widened(column: Sequence[Tensor], encoder: object) -> Sequence[Tensor] | None:
+    """The codes of strings, padded to the largest width. None if they cannot be padded or have one width already."""
+    number = padding(encoder, *column)
+    if number is None or any(codes.is_nested for codes in column):
+        return None
+    widths = [codes.shape[-1] for codes in column]
+    return (
+        None if len(set(widths)) == 1 else tuple([_filled_up(codes, -1, max(widths), Pad(number)) for codes in column])
+    )
 
 
 def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[TreeDict[Any]]:
@@ -280,7 +297,7 @@ def _pad_column(
     for i, (items, value) in enumerate(zip(out, column, strict=True)):
         rows, own = value.shape[:2]
         made = extra_fields([own] * rows, length, pad)
-        items[key] = _widen(value, length, pad)
+        items[key] = _filled_up(value, 1, length, pad)
         for name, option in pad._extras.items():
             known = items.get(name)
             if known is None:
@@ -293,7 +310,7 @@ def _pad_column(
                     "choose another key"
                 )
             if option == "mask":
-                items[name] = _widen(known, length, Pad(0, pad.side))
+                items[name] = _filled_up(known, 1, length, Pad(0, pad.side))
 
 
 def raise_encoded(path: Path, pad: Pad) -> None:

@@ -155,6 +155,8 @@ def _sequence(
     value: Any, device: torch.device, policy: Policy, path: Path, given: Any, dtype: torch.dtype | None
 ) -> Converted:
     """Convert a list or tuple. ``given``: the object to keep in its place if it has neither numbers nor strings."""
+    if value and {str}.issuperset(map(type, value)):
+        return _strings(value, policy, path)
     try:
         kinds = _item_types(value)
     except TooDeep:
