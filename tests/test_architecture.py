@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "tensordict_lite"
 # From the bottom up: a module imports only from modules before it.
 ORDER = [
     "_errors",
-    *(f"_memory.{name}" for name in ("device", "layout", "dense", "buffer", "packed", "overlap", "jagged", "rows", "cast", "staging", "transfer", "mapped")),
+    *(f"_memory.{name}" for name in ("dtypes", "device", "layout", "dense", "buffer", "packed", "overlap", "jagged", "row_copies", "cast", "staging", "transfer", "mapped")),
     *(f"_encoders.{name}" for name in ("protocol", "builtin", "tokenizer")),
     *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "manifest", "encoding", "sendable")),
     *(f"_files.{name}" for name in ("atomic_write", "safetensors")),

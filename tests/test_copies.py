@@ -22,7 +22,7 @@ from tensordict_lite import (
     Utf8,
     Vocabulary,
 )
-from tensordict_lite._memory.buffer import DTYPES
+from tensordict_lite._memory.dtypes import DTYPES
 
 SIM = torch.device("sim", 0)
 

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from tensordict_lite import DeviceDict, Vocabulary
-from tensordict_lite._memory.buffer import PACKABLE
+from tensordict_lite._memory.dtypes import PACKABLE
 from tensordict_lite._memory.layout import ALIGNMENT
 from tensordict_lite._memory.packed import find_unpackable, packable
 

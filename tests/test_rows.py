@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
-from tensordict_lite._memory.buffer import PACKABLE
+from tensordict_lite._memory.dtypes import PACKABLE
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):

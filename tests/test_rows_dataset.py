@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, collate
-from tensordict_lite._memory import rows as memory_rows
-from tensordict_lite._memory.buffer import PACKABLE
+from tensordict_lite._memory import row_copies
+from tensordict_lite._memory.dtypes import PACKABLE
 
 
 class Point(TypedDeviceDict):
@@ -67,7 +67,7 @@ def ids(batch: Any) -> Any:
 @pytest.fixture
 def as_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process look like a DataLoader worker to the code that allocates batches."""
-    monkeypatch.setattr(memory_rows, "in_worker_process", lambda: True)
+    monkeypatch.setattr(row_copies, "in_worker_process", lambda: True)
 
 
 class TestBatches:
@@ -99,7 +99,7 @@ class TestBatches:
         d = DeviceDict({"x": torch.arange(10.0).reshape(5, 2), "n": {"y": torch.arange(5), "e": {}}})
         with pytest.MonkeyPatch.context() as patch:
             if in_worker:
-                patch.setattr(memory_rows, "in_worker_process", lambda: True)
+                patch.setattr(row_copies, "in_worker_process", lambda: True)
             forms: Any = (index, np.array(index, dtype=np.int64), torch.tensor(index, dtype=torch.int64))
             for form in forms:
                 batch = collate(d.rows.__getitems__(form))
@@ -334,7 +334,7 @@ class TestGroups:
 
     def test_rows_of_integers(self) -> None:
         codes = torch.tensor([[3, 1], [-2, 5], [3, 0], [-2, 5]])
-        distinct, order, counts = memory_rows.group_equal(codes)
+        distinct, order, counts = row_copies.group_equal(codes)
         assert distinct.tolist() == [[-2, 5], [3, 0], [3, 1]]
         assert order.tolist() == [1, 3, 2, 0] and counts.tolist() == [2, 1, 1]
 

@@ -39,8 +39,8 @@ from tensordict_lite import (
     collate,
     load,
 )
-from tensordict_lite._memory import rows as memory_rows  # pyright: ignore[reportPrivateUsage]
-from tensordict_lite._memory.buffer import DTYPES  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._memory import row_copies  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._memory.dtypes import DTYPES  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
 sys.path.insert(0, str(GOLDEN))
@@ -569,13 +569,13 @@ whole["x"].zero_()
             writer.write({"x": torch.rand(300, 10_000), "n": torch.arange(300)})
         table = load(tmp_path / "t")
         made: list[int] = []
-        new_buffer = memory_rows.new_buffer
+        new_buffer = row_copies.new_buffer
 
         def record(nbytes: int, device: torch.device) -> Tensor:
             made.append(nbytes)
             return new_buffer(nbytes, device)
 
-        monkeypatch.setattr(memory_rows, "new_buffer", record)
+        monkeypatch.setattr(row_copies, "new_buffer", record)
         index = torch.randint(300, (count,))
         found = table.rows[index]
         assert made == ([count * 40_000] if huge else [])

@@ -22,8 +22,8 @@ from .._dict.insert import place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
-from .._memory.buffer import FOREACH_DTYPES
 from .._memory.device import CPU, canonical
+from .._memory.dtypes import FOREACH_DTYPES
 from .._memory.jagged import join_jagged
 from .._memory.packed import can_pack, find_unpackable, packable
 from .._memory.transfer import transfer

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._memory.cast import CASTABLE
 from .._memory.device import DeviceLike
+from .._memory.dtypes import CASTABLE
 from .._tree.tree import TreeDict
 
 _FORMS = "to(device), to(dtype), to(device, dtype), to(tensor) or to(other_dict), with non_blocking= and copy="

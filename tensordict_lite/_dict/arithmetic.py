@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from .._encoders.protocol import decode_nested
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory, with_path
-from .._memory.buffer import FOREACH_DTYPES
 from .._memory.device import intercepted
+from .._memory.dtypes import FOREACH_DTYPES
 from .._memory.overlap import is_expanded, overlap_partly
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict, tensor_paths

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._errors import DEPTH, Path, TooDeep, described, dotted, is_out_of_memory
 from .._memory.device import intercepted
 from .._memory.overlap import is_expanded, share_memory
-from .._memory.rows import can_copy_rows, viewed_as_bits
+from .._memory.row_copies import can_copy_rows, viewed_as_bits
 from .._tree.convert import find_tensor
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict

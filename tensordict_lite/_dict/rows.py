@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
-from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -15,13 +14,12 @@ from torch.utils.data import Dataset
 
 from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, described, dotted
-from .._memory.device import CPU
 from .._memory.jagged import is_jagged, select_row, select_rows
-from .._memory.rows import are_huge, can_select, group_equal, packs_batches, take_batch, take_rows
+from .._memory.row_copies import group_equal, take_batch, take_rows
 from .._tree.missing import closest
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
-from .row_index import from_list, integers, row_index
+from .row_index import integers, row_index
 from .row_writes import write_rows
 
 D = TypeVar("D", bound=TreeDict[Any])
@@ -78,8 +76,6 @@ class Rows(Dataset[D]):
             count = _count_plain(d) if d and only_tensors(d.values()) else None
             if count is not None and (type(index) is slice or -count <= index < count):
                 return d._new({key: value[index] for key, value in d.items()}, d._device, d._policy)
-        elif type(index) is Tensor and (found := _selected(d, index)) is not None:
-            return found
         count = _row_count(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
         if isinstance(at, Tensor):
@@ -106,13 +102,8 @@ class Rows(Dataset[D]):
         [['a', 'b', 'c', 'd'], ['e', 'f']]
         """
         d = self._dict
-        index: Any = from_list(indices) if type(indices) is list else indices
-        if type(index) is Tensor and not packs_batches(d._device):
-            found = _selected(d, index)
-            if found is not None:
-                return Rows(found)
         count = _row_count(d)
-        at = row_index(index, count, d._device)
+        at = row_index(indices, count, d._device)
         if not isinstance(at, Tensor):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
         return Rows(_copy_rows(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
@@ -186,7 +177,7 @@ class Rows(Dataset[D]):
         d = self._dict
         order = self._permutation("batches", generator)[:end]
         parts = order.split(size) if end else ()
-        return _random_batches(d, parts, size, count)
+        return (_copy_rows(d, at, count, take_rows) for at in parts)
 
     def split(self, size: int | Sequence[int]) -> list[D]:
         """Split the rows into chunks, as ``torch.split`` does.
@@ -400,39 +391,6 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int
                 )
         elif isinstance(value, list) and len(value) == count:
             raise TypeError(f"{dotted(path)} is a kept list, which has no dimensions to flatten; drop it first")
-
-
-def _selected(d: D, index: Tensor) -> D | None:
-    """Fast path: the rows of a dict of plain tensors on the CPU. None if the index or a field needs the general path.
-
-    The index is not compared with the number of rows before, because ``index_select`` compares it anyway.
-    """
-    values = list(d.values())
-    if d._device is not CPU or not only_tensors(values) or not can_select(values, index):
-        return None
-    try:
-        items = {key: value.index_select(0, index) for key, value in d.items()}
-    except (IndexError, RuntimeError):  # negative or out of range, or a dtype that has no `index_select`
-        return None
-    return d._new(items, CPU, d._policy)
-
-
-def _random_batches(d: D, parts: Sequence[Tensor], size: int, count: int) -> Iterator[D]:
-    """Yield the rows at the indices of each part. A part has at most ``size`` indices, all below ``count``."""
-    before: list[Any] = []
-    plain = False
-    for at in parts:
-        values: list[Any] = list(d.values())
-        if len(values) != len(before) or not all(map(is_, values, before)):  # mostly for the first batch only
-            before, plain = values, only_tensors(values) and not are_huge(values, size)
-        if plain:
-            try:
-                # No variable holds the batch: it would keep the batch alive after the caller has released it.
-                yield d._new({key: value.index_select(0, at) for key, value in d.items()}, d._device, d._policy)
-                continue
-            except NotImplementedError:  # a dtype that has no `index_select`
-                plain = False
-        yield _copy_rows(d, at, count, take_rows)
 
 
 def _sliced(tensor: Tensor, at: slice) -> Tensor:

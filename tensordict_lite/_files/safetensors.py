@@ -29,8 +29,8 @@ from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
 from .._errors import InvalidFileError, Path, dotted, dtype_name, not_dense
-from .._memory.buffer import DTYPES, PACKABLE
 from .._memory.device import CPU
+from .._memory.dtypes import DTYPES, PACKABLE
 from .._memory.layout import ALIGNMENT, row_major
 from .._memory.mapped import map_file
 from .._memory.packed import MAX_DIMENSIONS

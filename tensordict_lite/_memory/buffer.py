@@ -11,21 +11,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from .device import CPU
+from .dtypes import FOREACH_DTYPES
 from .layout import ALIGNMENT, Layout
-
-_NAMES = (
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
-    "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
-)
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)}
-"""The dtypes of `PACKABLE` by name."""
-PACKABLE = frozenset(DTYPES.values())
-"""The dtypes that a buffer can hold: whole bytes, copied by value. Quantized dtypes have parameters besides."""
-FOREACH_DTYPES = frozenset(
-    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-     torch.float32, torch.float64, torch.complex64, torch.complex128)
-)  # fmt: skip
-"""The dtypes that torch's foreach kernels accept on every device."""
 
 BY_VALUE = 512 << 10
 """The largest buffer in bytes that is faster through a pipe, by value, than in shared memory.

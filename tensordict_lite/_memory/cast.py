@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -11,19 +11,8 @@ import torch
 from torch import Tensor
 
 from .._errors import dtype_name
+from .dtypes import CASTS
 
-CASTABLE = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-)
-"""The dtypes that a dict casts from and to: floating-point and complex ones."""
-CASTS: Mapping[torch.dtype | None, Mapping[torch.dtype, torch.dtype]] = {
-    None: {},
-    **{dtype: dict.fromkeys(CASTABLE - {dtype}, dtype) for dtype in CASTABLE},
-}
-"""For each target dtype, a map from every dtype that changes to the new one. A lookup is 10x faster than a
-``t.to(dtype)`` that changes nothing."""
 _CAST = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,

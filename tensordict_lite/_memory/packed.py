@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .buffer import PACKABLE, buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
+from .buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .device import capabilities, intercepted
+from .dtypes import PACKABLE
 from .layout import Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
 MAX_DIMENSIONS = 64

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .buffer import buffer_of, copy_into, new_buffer, regions, view_over, views_of
-from .cast import CASTS, clone_each, copy_each
+from .cast import clone_each, copy_each
 from .device import CPU, META, capabilities, intercepted, is_capturing
+from .dtypes import CASTS
 from .layout import Layout, cast_groups, dense_stride, distribute, lay_out
 from .packed import arrange, find_buffer, map_buffer, may_be_packed, pack_into, repeats_of
 from .staging import SLOT, Slot, staging_buffer, staging_of

@@ -26,7 +26,7 @@ import torch
 
 from .._errors import dtype_name
 from .._files.safetensors import MAX_MANIFEST, is_too_long, stored_as
-from .._memory.buffer import DTYPES
+from .._memory.dtypes import DTYPES
 from .._memory.packed import MAX_DIMENSIONS
 from .._tree.manifest import invalid
 

@@ -29,9 +29,10 @@ from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
 from .._errors import InvalidFileError, Path
-from .._memory.buffer import FOREACH_DTYPES, buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
+from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .._memory.dense import dense_bytes
 from .._memory.device import CPU, canonical, intercepted, resolve
+from .._memory.dtypes import FOREACH_DTYPES
 from .._memory.layout import ALIGNMENT, Group, Layout, dense_stride, distribute, lay_out, with_spare
 from .._memory.packed import (
     are_slices,

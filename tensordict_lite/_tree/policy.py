@@ -12,7 +12,7 @@ import torch
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, as_encoder
 from .._errors import dtype_name
-from .._memory.buffer import DTYPES
+from .._memory.dtypes import DTYPES
 from .missing import closest
 
 Encoders = Mapping[str, Any] | StringEncoder | Any

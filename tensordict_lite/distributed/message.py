@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
 from .._errors import Path, dotted, dtype_name
-from .._memory.buffer import DTYPES, buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
+from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .._memory.dense import dense_bytes
 from .._memory.device import canonical
+from .._memory.dtypes import DTYPES
 from .._memory.layout import Group, Layout, lay_out
 from .._memory.packed import arrange, find_buffer, is_saved_group
 from .._tree.manifest import Manifest, Reader, choose_from, describe, paths_of

@@ -11,49 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .buffer import FOREACH_DTYPES, HUGE, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
+from .buffer import HUGE, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
 from .device import CPU, intercepted
+from .dtypes import FOREACH_DTYPES, as_bits
 from .jagged import is_jagged, select_rows
 from .layout import Group, Layout, Sizes, lay_out, row_major
 from .packed import can_pack, find_unpackable, packable
 
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""torch has no one-dimensional ``index_select`` for these dtypes, only for the signed dtypes of the same size."""
-_MAY_BE_HUGE = HUGE // 16
-"""The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
 _FEW = 4096
 """The largest number of elements that ``index_copy_`` writes faster than ``tensor[index] = value``."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For each item size, a dtype that every kernel supports."""
-
-
-def can_select(tensors: Sequence[Tensor], index: Tensor) -> bool:
-    """Whether an ``index_select`` of each of these plain CPU tensors copies rows fast, and checks the index.
-
-    False if the tensors do not share their first dimension, or if a result is huge.
-    """
-    if index.dtype is not torch.int64 or index.dim() != 1 or not index.is_cpu or intercepted():
-        return False
-    count = most = 0
-    try:
-        for i, t in enumerate(tensors):  # one loop takes 0.6x to 0.9x the time of a comprehension for each test
-            numel = t.numel()
-            if not i:
-                count = t.shape[0]
-            elif t.shape[0] != count:
-                return False
-            if numel > most:
-                most = numel
-    except (IndexError, RuntimeError):  # raised by a tensor without dimensions and by a nested tensor
-        return False
-    # For tensors without elements, torch does not check the index.
-    selected = index.numel()
-    return most > 0 and (most // count * selected <= _MAY_BE_HUGE or not are_huge(tensors, selected))
-
-
-def are_huge(tensors: Sequence[Tensor], count: int) -> bool:
-    """Whether ``count`` rows of any of the tensors take more bytes than `HUGE`."""
-    return any(_is_huge(t, count) for t in tensors)
 
 
 def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
@@ -61,26 +27,15 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
     ``index``: int64[n] on the device of the tensors. Every number is a row; negative numbers are not allowed.
     """
-    # `index_select` takes 0.3x to 0.6x the time of `tensor[index]` (256 and 4,096 of two million rows, float32).
-    count = index.numel()
-    try:
-        return [
-            t.index_select(0, index)
-            if type(t) is Tensor and (t.numel() <= _MAY_BE_HUGE or not _is_huge(t, count))
-            else _take(t, index)
-            for t in tensors
-        ]
-    except NotImplementedError:  # an unsigned dtype; a test of each dtype first executes 4 % more instructions
-        return [_take(t, index) for t in tensors]
+    return [_take(t, index) for t in tensors]
 
 
 def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | None) -> list[Tensor]:
     """Copy rows of each tensor for a batch. In a worker process the rows are packed, in memory that can be sent.
 
-    Elsewhere the rows are not packed: packing takes 1.5x the time (256 rows of 12 fields), and only a batch that is
-    sent gains from it.
+    Elsewhere the rows are not packed, because only a batch that is sent gains from it.
     """
-    if device is None or not packs_batches(device):
+    if device is None or not (in_worker_process() and can_pack(device)):
         return take_rows(tensors, index)
     unpackable = find_unpackable(tensors)
     out = list(tensors)
@@ -94,16 +49,8 @@ def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | 
     buffer = new_batch_buffer(layout, device)
     views_of(layout, regions(buffer, layout), out)
     for i in members:
-        source, into = tensors[i], out[i]
-        if (signed := _SIGNED.get(source.dtype)) is not None:
-            source, into = source.view(signed), into.view(signed)
-        torch.index_select(source, 0, index, out=into)
+        _select_into(out[i], tensors[i], index)
     return out
-
-
-def packs_batches(device: torch.device | None) -> bool:
-    """Whether `take_batch` packs the rows: in a worker process, where the device can be packed."""
-    return in_worker_process() and device is not None and can_pack(device)
 
 
 @lru_cache(maxsize=64)  # the batches of a loader are alike, and a layout of 12 fields takes 20 us
@@ -120,17 +67,25 @@ def _take(t: Tensor, index: Tensor) -> Tensor:
     """Copy rows of any tensor. A huge result on the CPU goes into a buffer with huge pages."""
     if type(t) is not Tensor:
         return select_rows(t, index) if is_jagged(t) else t[index]
-    signed = _SIGNED.get(t.dtype)
-    if _is_huge(t, index.numel()) and t.is_cpu and packable(t) and not intercepted():
-        shape = (index.numel(), *t.shape[1:])
-        out = new_buffer(prod(shape) * t.itemsize, CPU).view(signed or t.dtype).view(shape)
-        return torch.index_select(t.view(signed or t.dtype), 0, index, out=out).view(t.dtype)
-    return t.index_select(0, index) if signed is None else t.view(signed).index_select(0, index).view(t.dtype)
+    if _is_huge(t, len(index)) and t.is_cpu and packable(t) and not intercepted():
+        shape = (len(index), *t.shape[1:])
+        return _select_into(new_buffer(prod(shape) * t.itemsize, CPU).view(t.dtype).view(shape), t, index)
+    try:
+        return t.index_select(0, index)  # 0.3x to 0.6x the time of `t[index]` (`bench_rows.py`)
+    except NotImplementedError:  # for unsigned integers in tensors of one dimension
+        return as_bits(t).index_select(0, index).view(t.dtype)
 
 
 def _is_huge(t: Tensor, count: int) -> bool:
     """Whether ``count`` rows of ``t`` take more bytes than `HUGE`."""
-    return t.numel() > _MAY_BE_HUGE and t.numel() // t.shape[0] * count * t.itemsize > HUGE
+    # The first comparison is quick, and false for most tensors: the largest dtype has 16 bytes.
+    return t.numel() > HUGE // 16 and t.numel() // t.shape[0] * count * t.itemsize > HUGE
+
+
+def _select_into(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+    """Copy rows of a tensor into ``out``."""
+    torch.index_select(as_bits(t), 0, index, out=as_bits(out))
+    return out
 
 
 def can_copy_rows(target: Tensor, value: Tensor) -> bool:
@@ -142,10 +97,8 @@ def can_copy_rows(target: Tensor, value: Tensor) -> bool:
 
 def viewed_as_bits(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """A tensor and the value for its rows, as integers of the same size if kernels for an index lack their dtype."""
-    if target.dtype in FOREACH_DTYPES:
-        return target, value
-    bits = _BITS[target.itemsize]
-    return target.view(bits), value.to(target.dtype).view(bits)
+    bits = as_bits(target)
+    return (target, value) if bits is target else (bits, as_bits(value.to(target.dtype)))
 
 
 def group_equal(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

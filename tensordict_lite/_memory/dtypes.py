@@ -1,0 +1,39 @@
+"""The dtypes that this package handles, and what each group of them can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_NAMES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
+    "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)}
+"""The dtypes of `PACKABLE` by name."""
+PACKABLE = frozenset(DTYPES.values())
+"""The dtypes that a buffer can hold: whole bytes, copied by value. Quantized dtypes have parameters besides."""
+FOREACH_DTYPES = frozenset(
+    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+     torch.float32, torch.float64, torch.complex64, torch.complex128)
+)  # fmt: skip
+"""The dtypes that torch's foreach kernels and its kernels for an index accept on every device."""
+CASTABLE = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+)
+"""The dtypes that a dict casts from and to: floating-point and complex ones."""
+CASTS: Mapping[torch.dtype | None, Mapping[torch.dtype, torch.dtype]] = {
+    None: {},
+    **{dtype: dict.fromkeys(CASTABLE - {dtype}, dtype) for dtype in CASTABLE},
+}
+"""For each target dtype, a map from every dtype that changes to the new one."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(t: Tensor) -> Tensor:
+    """A tensor for kernels that lack its dtype: the same memory as integers of the same size. Else ``t`` itself."""
+    return t if t.dtype in FOREACH_DTYPES else t.view(_BITS[t.itemsize])
