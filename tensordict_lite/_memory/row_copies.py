@@ -18,6 +18,8 @@ from .jagged import is_jagged, select_rows
 from .layout import Group, Layout, Sizes, lay_out, row_major
 from .packed import can_pack, find_unpackable, packable
 
+_MAY_BE_HUGE = HUGE // 16
+"""The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
 _FEW = 4096
 """The largest number of elements that ``index_copy_`` writes faster than ``tensor[index] = value``."""
 
@@ -67,19 +69,15 @@ def _take(t: Tensor, index: Tensor) -> Tensor:
     """Copy rows of any tensor. A huge result on the CPU goes into a buffer with huge pages."""
     if type(t) is not Tensor:
         return select_rows(t, index) if is_jagged(t) else t[index]
-    if _is_huge(t, len(index)) and t.is_cpu and packable(t) and not intercepted():
+    if t.numel() > _MAY_BE_HUGE and t.is_cpu and packable(t) and not intercepted():
         shape = (len(index), *t.shape[1:])
-        return _select_into(new_buffer(prod(shape) * t.itemsize, CPU).view(t.dtype).view(shape), t, index)
+        nbytes = prod(shape) * t.itemsize
+        if nbytes > HUGE:
+            return _select_into(new_buffer(nbytes, CPU).view(t.dtype).view(shape), t, index)
     try:
         return t.index_select(0, index)  # 0.3x to 0.6x the time of `t[index]` (`bench_rows.py`)
     except NotImplementedError:  # for unsigned integers in tensors of one dimension
         return as_bits(t).index_select(0, index).view(t.dtype)
-
-
-def _is_huge(t: Tensor, count: int) -> bool:
-    """Whether ``count`` rows of ``t`` take more bytes than `HUGE`."""
-    # The first comparison is quick, and false for most tensors: the largest dtype has 16 bytes.
-    return t.numel() > HUGE // 16 and t.numel() // t.shape[0] * count * t.itemsize > HUGE
 
 
 def _select_into(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
