@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 
 # Before torch is imported, and for every process that a test starts: workers that run side by side share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,7 @@ multiprocessing.set_forkserver_preload(["tensordict_lite.distributed"])
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
 
+collect_ignore = [] if simulated.AVAILABLE else ["test_cuda.py"]  # of an accelerator, which that torch has by name only
 ACCELERATORS = ["sim", *([pytest.param("cuda", marks=pytest.mark.device)] if torch.cuda.is_available() else [])]
 
 
@@ -32,6 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
     # The longest first: a long test at the end would run alone, while the other cores wait.
     items.sort(key=lambda item: (not item.get_closest_marker("ranks"), not item.get_closest_marker("slow")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip a test of the simulated device where there is none: see `simulated.AVAILABLE`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if simulated.AVAILABLE or error.name != "torch.sim":
+            raise
+        pytest.skip("this version of torch has no backends in Python, so no simulated device")
 
 
 @pytest.fixture(params=ACCELERATORS)

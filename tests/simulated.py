@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import backend_registration
 from torch.utils._pytree import tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tensordict_lite._memory import device as device_module
 from tensordict_lite._memory import staging as staging_module
@@ -119,7 +119,13 @@ class _Module:
 
 
 sim = _Module()
-_setup_privateuseone_for_python_backend("sim", backend_module=sim)
+_register: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+AVAILABLE = _register is not None
+"""Whether this version of torch has backends in Python: 2.10 has, 2.7 has not. Without, there is a name and no device."""
+if AVAILABLE:
+    _register("sim", backend_module=sim)
+else:
+    torch.utils.rename_privateuse1_backend("sim")
 _ops = torch.library.Library("aten", "IMPL", "PrivateUse1")
 _rest = torch.library.Library("_", "IMPL")
 
