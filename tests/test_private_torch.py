@@ -38,6 +38,7 @@ REASONS = {
     "torch.utils.data._utils.collate.default_collate_fn_map": "documented as the place to register a type",
 }
 OPTIONAL = {"torch._foreach_clone"}
+MODULES = sorted(Path(tensordict_lite.__file__).parent.rglob("*.py"))
 ON_INSTANCES = {name for kind in (torch.Tensor, torch.UntypedStorage) for name in dir(kind)}
 
 
@@ -86,15 +87,23 @@ def private_names(source: str) -> set[str]:
     return {name for name in names if any(part[0] == "_" != part[1:2] for part in name.split(".")[1:])}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(tensordict_lite.__file__).parent.rglob("*.py")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_each_private_name_has_a_reason(path: Path) -> None:
     for name in private_names(path.read_text()):
         listed = [
             reason for reason in REASONS if f"{name}.".startswith(f"{reason}.") or f"{reason}.".startswith(f"{name}.")
         ]
         assert listed, f"{path.name} uses {name}: use a public name, or add it and the reason to REASONS"
+
+
+@pytest.fixture(scope="module")
+def used() -> set[str]:
+    return {name for path in MODULES for name in private_names(path.read_text())}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_package_uses_it(name: str, used: set[str]) -> None:
+    assert any(f"{other}.".startswith(f"{name}.") for other in used), f"no module uses {name}: delete its reason"
 
 
 @pytest.mark.parametrize("name", sorted(REASONS.keys() - OPTIONAL))
@@ -122,9 +131,15 @@ save = getattr(torch.serialization, "_save", None)
 def f(t): return t._version, Tensor._base, pytree.tree_map, _functorch.peek(), torch.add_, t.__class__, t.values()
 """
     assert private_names(source) == {
-        "torch._C", "torch._C._functorch", "torch._C._functorch.peek", "torch.serialization._save", "torch.Tensor._version",
-        "torch.Tensor._base", "torch.utils._pytree", "torch.utils._pytree.tree_map",
-    }  # fmt: skip
+        "torch._C",
+        "torch._C._functorch",
+        "torch._C._functorch.peek",
+        "torch.serialization._save",
+        "torch.Tensor._version",
+        "torch.Tensor._base",
+        "torch.utils._pytree",
+        "torch.utils._pytree.tree_map",
+    }
 
 
 def test_the_mark_of_a_constant_function() -> None:
