@@ -501,7 +501,7 @@ class TestHeaders:
         )
         with pytest.raises(ValueError, match=r"^not a valid message: the header does not match its announced digest"):
             read_header(schema.text + b" ", schema.digest)
-        for wrong in (b"", b"{}", b"[1]", b'{"plan":{},"specs":[]}', schema.text.replace(b"float32", b"float99"), schema.text.replace(b"[2,3]", b"[2,-3]"), schema.text.replace(b"[2,3]", b"[4611686018427387904,4]"),
+        for wrong in (b"", b"{}", b"[1]", b'{"manifest":{},"specs":[]}', schema.text.replace(b"float32", b"float99"), schema.text.replace(b"[2,3]", b"[2,-3]"), schema.text.replace(b"[2,3]", b"[4611686018427387904,4]"),
                       schema.text.replace(b'"version":1', b'"version":2'), schema.text.replace(b"[0]", b"[1]"), schema.text.replace(b"[0]", b"[true]"), b"[" * 100_000, schema.text.replace(b"[0]", b"[]"), schema.text.replace(b"[3,1]", b"[1]"), schema.text.replace(b'["x",0]', b'["x",1]').replace(b'["s",1]', b'["s",0]')):  # fmt: skip
             with pytest.raises(ValueError, match=r"^not a valid message: a damaged header: "):
                 read_header(wrong, _digest(wrong))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from test_distributed import Typed, only_here, sample
 
-from tensordict_lite import DeviceDict
+from tensordict_lite import DeviceDict, Vocabulary
 from tensordict_lite import distributed as d_
 from tensordict_lite._tree.manifest import InvalidManifest
 from tensordict_lite.distributed import channel as channel_module
@@ -320,8 +320,21 @@ def test_a_schema_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         message_module.header_for(DeviceDict({"too_large": torch.ones(2)}))
 
 
-def test_the_cache_of_schemas_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_module, "_headers", {})
-    for i in range(300):
-        message_module.header_for(DeviceDict({f"k{i}": torch.ones(2)}))
-    assert len(message_module._headers) <= 257
+def test_the_header_of_a_schema_is_made_once() -> None:
+    words = Vocabulary(["a", "b"])
+    one, two = (DeviceDict({"x": torch.ones(2), "s": s}, encoders={"s": words}) for s in ("a", "b"))
+    header = message_module.header_for(one)
+    assert message_module.header_for(two) is header
+    other = message_module.header_for(
+        DeviceDict({"x": torch.ones(2), "s": "a"}, encoders={"s": Vocabulary(["b", "a"])})
+    )
+    assert other.digest != header.digest
+
+
+def test_no_header_keeps_a_tensor_or_a_dict() -> None:
+    d = DeviceDict({"kept_by_no_header": torch.ones(2)})
+    message_module.header_for(d)
+    watched = [weakref.ref(d), weakref.ref(d["kept_by_no_header"])]
+    del d
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]

@@ -81,7 +81,11 @@ class Outline:
 
     def text(self) -> str:
         """The manifest as text, without the entries of the encoders."""
-        return _text(self.shape, json.dumps(self.policies.entries) if self.policies.entries else "[]")
+        return with_encoders(self.head())
+
+    def head(self) -> str:
+        """The text of the manifest up to the entries of the encoders."""
+        return _head(self.shape, json.dumps(self.policies.entries) if self.policies.entries else "[]")
 
     def _shape(self, one: TreeDict[Any], at: Path) -> Shape:
         refuse_deeper(at)
@@ -117,10 +121,15 @@ class Outline:
             raise TypeError(f"{dotted(path)}: {error}") from error
 
 
-@lru_cache(maxsize=64)  # a program mostly pickles dicts of the same few shapes
-def _text(shape: Shape, policies: str) -> str:
+@lru_cache(maxsize=64)  # a program mostly pickles and sends dicts of the same few shapes
+def _head(shape: Shape, policies: str) -> str:
     root = json.dumps(_tree(shape, count()), separators=(",", ":"))
-    return f'{{"version":{MANIFEST_VERSION},"root":{root},"policies":{policies},"encoders":[]}}'
+    return f'{{"version":{MANIFEST_VERSION},"root":{root},"policies":{policies},"encoders":'
+
+
+def with_encoders(head: str, entries: Sequence[str] = ()) -> str:
+    """The text of a manifest from `Outline.head` and the JSON texts of the entries of its encoders."""
+    return f"{head}[{','.join(entries)}]}}"
 
 
 def _tree(shape: Shape, numbers: Iterator[int]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,9 +19,9 @@ from .._memory.device import canonical
 from .._memory.dtypes import DTYPES
 from .._memory.layout import Group, Layout, lay_out
 from .._memory.packed import arrange, find_buffer, is_saved_group
-from .._tree.manifest import Manifest, Reader, choose_from, describe, paths_of
+from .._tree.manifest import Manifest, Outline, Reader, choose_from, encoder_entry, paths_of, with_encoders
 from .._tree.tree import TreeDict
-from .._tree.walk import only_tensors
+from .._tree.walk import leaves
 
 PREFIX = 6
 """The number of int64 values in the prefix of a message: a failure flag, the digest of the schema, the size of the text
@@ -41,16 +41,18 @@ class Header:
     text: bytes
     digest: int
     manifest: Manifest
-    groups: list[Group]
     layout: Layout
-    count: int
-    """The number of tensors."""
     _built: dict[Any, Any] = field(default_factory=dict[Any, Any])
     """By class, a dict on meta that `build` made, so that the manifest is read once."""
 
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    @cached_property
+    def count(self) -> int:
+        """The number of tensors."""
+        return len(self.layout.members)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -103,9 +105,9 @@ class Header:
 
     def _fields(self) -> dict[Path, str]:
         found: dict[int, str] = {}
-        for (dtype, shape, _), members in self.groups:
-            for i in members:
-                found[i] = f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"
+        for run in self.layout.runs:
+            for i in run.members:
+                found[i] = f"{dtype_name(run.dtype)}[{', '.join(map(str, run.shape))}]"
         return {path: found[i] for i, path in enumerate(self.paths)}
 
 
@@ -146,18 +148,12 @@ def parts_of_buffer(layout: Layout) -> list[Part]:
     return parts
 
 
-_headers: dict[Any, tuple[Any, Header]] = {}
-"""The header of each schema that was sent. The key has ids of policies, so each entry also keeps a dict with these
-policies alive."""
-
-
 def message_of(d: TreeDict[Any]) -> Message:
     """The message of a dict. Raises ``TypeError`` or ``ValueError`` that names the field that cannot be sent.
 
     Cost: one copy of the tensors below 1 MiB; no copy if the dict is packed. The header of a schema is built once.
     """
-    tensors, groups, unpackable = _arranged(d)
-    schema = _sendable(tensors, _schema(d, tensors, groups, unpackable))
+    tensors, schema = _with_values(d)
     if not schema.nbytes:
         return Message(schema, [])
     if find_buffer(tensors, tensors[0].device, alone=True) is not None:
@@ -177,64 +173,75 @@ def message_of(d: TreeDict[Any]) -> Message:
 
 def header_to_send(d: TreeDict[Any]) -> Header:
     """The header of a dict, without its buffer. Raises the errors of `message_of`. Copies no tensor."""
-    tensors, groups, unpackable = _arranged(d)
-    return _sendable(tensors, _schema(d, tensors, groups, unpackable))
+    return _with_values(d)[1]
 
 
 def header_for(d: TreeDict[Any]) -> Header:
     """The header of a dict; the dict may be on meta. Raises ``TypeError`` or ``ValueError`` like `message_of`."""
-    return _schema(d, *_arranged(d))
+    return _with_header(d)[1]
 
 
-def _arranged(d: TreeDict[Any]) -> tuple[list[Tensor], list[Group], list[int]]:
-    tensors = [tensor.detach() for tensor in d._tensors()]
-    return (tensors, *arrange(tensors))
-
-
-def _sendable(tensors: list[Tensor], schema: Header) -> Header:
-    """``schema``, if the tensors have values. Raises ``TypeError`` for tensors on meta."""
+def _with_values(d: TreeDict[Any]) -> tuple[list[Tensor], Header]:
+    """The tensors and the header of a dict. Raises ``TypeError`` for tensors on meta."""
+    tensors, schema = _with_header(d)
     if any(tensor.is_meta for tensor in tensors):
         raise TypeError("a dict on meta has no values to send")
-    return schema
+    return tensors, schema
 
 
-def _schema(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
-    key = (_shape_of(d), tuple((spec, tuple(members)) for spec, members in groups))
-    known = None if unpackable else _headers.get(key)
-    if known is not None:
-        return known[1]
-    schema = _describe_header(d, tensors, groups, unpackable)
-    if len(_headers) > 256:
-        _headers.clear()
-    _headers[key] = d.copy()._replace_tensors([tensor.to("meta") for tensor in tensors], None), schema
-    return schema
+def _with_header(d: TreeDict[Any]) -> tuple[list[Tensor], Header]:
+    outline = Outline(d, lambda encoder: _encoder_text(_Identity(encoder)))
+    tensors = [tensor.detach() for tensor in d._tensors()]
+    groups, unpackable = arrange(tensors)
+    if unpackable or len(outline.values) != len(tensors):
+        _refuse(d, *unpackable[:1])
+    specs = tuple([(spec, tuple(members)) for spec, members in groups])
+    return tensors, _header(outline.head(), tuple(outline.encoders.entries), specs)
 
 
-def _shape_of(d: TreeDict[Any]) -> tuple[Any, ...]:
-    """The keys and policies of a tree. Two trees that differ only in their tensors have the same result."""
-    if only_tensors(d.values()):
-        return (*d, id(d._policy))
-    nested = ((key, _shape_of(v) if isinstance(v, TreeDict) else None) for key, v in d.items())
-    return (*nested, id(d._policy))
-
-
-def _describe_header(d: TreeDict[Any], tensors: list[Tensor], groups: list[Group], unpackable: list[int]) -> Header:
-    manifest, leaves = describe(d, _refuse_encoder)
-    kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
+def _refuse(d: TreeDict[Any], unpackable: int = 0) -> NoReturn:
+    """Raise ``TypeError`` for the kept objects of a dict, or for the tensor with the number ``unpackable``."""
+    kept = [dotted(path) for path, value in leaves(d) if not isinstance(value, Tensor)]
     if kept:
         raise TypeError(f"{', '.join(kept)}: kept objects cannot be sent, only tensors; drop them first")
-    if unpackable:
-        path, tensor = leaves[unpackable[0]]
-        raise TypeError(
-            f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} has more "
-            "state than its bytes; convert it first"
-        )
+    path, tensor = list(leaves(d))[unpackable]
+    raise TypeError(
+        f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} has more "
+        "state than its bytes; convert it first"
+    )
+
+
+@lru_cache(maxsize=64)  # a program mostly sends dicts of the same few schemas
+def _header(head: str, encoders: tuple[str, ...], groups: tuple[Any, ...]) -> Header:
+    """The header of a dict with this `Outline.head`, the entries of these encoders, and these groups of tensors."""
+    manifest = with_encoders(head, encoders)
     layout = lay_out(groups)
     specs = [[dtype_name(spec[0]), *map(list, spec[1:]), members] for spec, members in layout.groups]
-    text = json.dumps({"plan": manifest, "specs": specs}, separators=(",", ":")).encode()
+    text = f'{{"manifest":{manifest},"specs":{json.dumps(specs, separators=(",", ":"))}}}'.encode()
     if len(text) > _LARGEST:
         raise ValueError(f"the structure and encoders of this dict take {len(text)} bytes, a message holds {_LARGEST}")
-    return Header(text, _digest(text), manifest, layout.groups, layout, len(leaves))
+    return Header(text, _digest(text), json.loads(manifest), layout)
+
+
+class _Identity:
+    """An object as the key of a cache: equal to itself only, so that no two large vocabularies are compared."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.of is other.of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+
+@lru_cache(maxsize=64)
+def _encoder_text(encoder: _Identity) -> str:
+    """The entry of an encoder in a manifest, as JSON text. Encoders are immutable."""
+    return json.dumps(encoder_entry(encoder.of, _refuse_encoder))
 
 
 def _refuse_encoder(encoder: StringEncoder, error: TypeError | None) -> NoReturn:
@@ -253,7 +260,7 @@ def read_header(text: bytes, digest: int) -> Header:
         raise ValueError("not a valid message: the header does not match its announced digest")
     try:
         header: Any = json.loads(text)
-        manifest, listed = header["plan"], header["specs"]
+        manifest, listed = header["manifest"], header["specs"]
         groups: list[Group] = []
         for dtype, shape, stride, members in listed:
             spec = (DTYPES[dtype], tuple(shape), tuple(stride), members)
@@ -268,7 +275,7 @@ def read_header(text: bytes, digest: int) -> Header:
             raise ValueError("its tensors are not in the order of its tree")
     except (KeyError, TypeError, IndexError, RecursionError, OverflowError, ValueError) as error:
         raise ValueError(f"not a valid message: a damaged header: {error}") from error
-    return Header(text, digest, manifest, layout.groups, layout, count)
+    return Header(text, digest, manifest, layout)
 
 
 def prefix_of(schema: Header | None, text: int, device: torch.device) -> Tensor:
