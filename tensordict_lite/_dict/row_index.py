@@ -28,7 +28,7 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
     if isinstance(given, Tensor):
         at = given
     elif isinstance(given, (list, range, np.ndarray)):
-        at = from_list(given) if type(given) is list else _from_host(given)
+        at = _from_list(given) if type(given) is list else _from_host(given)
     else:
         return _one_row(given, count)
     if at.dtype == torch.uint8 and at.dim():
@@ -67,7 +67,7 @@ def _one_row(given: Any, count: int) -> int:
     return at
 
 
-def from_list(given: list[Any]) -> Tensor:
+def _from_list(given: list[Any]) -> Tensor:
     """A CPU tensor with the values of a list. Raises ``TypeError`` for values that are not numbers."""
     if given and type(given[0]) is int:
         # Takes 0.33x the time of NumPy. Not for a list that begins with a bool, which may be a mask.

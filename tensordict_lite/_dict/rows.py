@@ -72,17 +72,12 @@ class Rows(Dataset[D]):
         (tensor(1), tensor([3, 1]), tensor([2, 3]))
         """
         d = self._dict
-        if type(index) in (int, slice):  # fast path: every value is a plain tensor
-            count = _count_plain(d) if d and only_tensors(d.values()) else None
-            if count is not None and (type(index) is slice or -count <= index < count):
-                return d._new({key: value[index] for key, value in d.items()}, d._device, d._policy)
         count = _row_count(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
         if isinstance(at, Tensor):
             return _copy_rows(d, at, count, take_rows)
-        if isinstance(at, slice):
-            return _take_rows(d, lambda tensor: _sliced(tensor, at), lambda kept: kept[at], count)
-        return _take_rows(d, lambda tensor: select_row(tensor, at), lambda kept: kept[at], count)
+        made = [tensor[at] if type(tensor) is Tensor else _part(tensor, at) for tensor in d._tensors()]
+        return _with_rows(d, made, lambda kept: kept[at], count)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
         """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.
@@ -174,10 +169,8 @@ class Rows(Dataset[D]):
             if generator is not None:
                 raise TypeError("batches takes a generator with shuffle=True only")
             return (self[start : min(start + size, end)] for start in range(0, end, size))
-        d = self._dict
-        order = self._permutation("batches", generator)[:end]
-        parts = order.split(size) if end else ()
-        return (_copy_rows(d, at, count, take_rows) for at in parts)
+        parts = self._permutation("batches", generator)[:end].split(size) if end else ()
+        return (_copy_rows(self._dict, at, count, take_rows) for at in parts)
 
     def split(self, size: int | Sequence[int]) -> list[D]:
         """Split the rows into chunks, as ``torch.split`` does.
@@ -346,26 +339,13 @@ def _sizes(given: Any) -> int | list[int]:
         raise TypeError(f"split takes a size or a list of sizes, got {given!r}") from None
 
 
-def _count_plain(d: TreeDict[Any]) -> int:
-    """The number of rows of a dict with plain tensors only. Faster than `_row_count`."""
-    try:
-        counts = {tensor.shape[0] for tensor in d.values()}
-    except IndexError:
-        _refuse_fields(d)
-    if len(counts) != 1:
-        _refuse_fields(d)
-    return counts.pop()
-
-
 def _row_count(d: TreeDict[Any]) -> int:
     """The number of rows. Raises ``ValueError`` with the shapes if the fields do not agree."""
-    tensors, flat = d._tensors_and_kind()
-    if flat:
-        return _count_plain(d)
-    counts = {tensor.shape[0] if tensor.dim() else -1 for tensor in tensors}
-    if len(counts) == 1 and -1 not in counts:
-        return counts.pop()
-    _refuse_fields(d)
+    try:
+        (count,) = {tensor.shape[0] for tensor in d._tensors()}
+    except (IndexError, ValueError):  # a field without dimensions; none or several sizes
+        _refuse_fields(d)
+    return count
 
 
 def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
@@ -393,30 +373,36 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int
             raise TypeError(f"{dotted(path)} is a kept list, which has no dimensions to flatten; drop it first")
 
 
-def _sliced(tensor: Tensor, at: slice) -> Tensor:
-    return select_rows(tensor, at) if is_jagged(tensor) else tensor[at]
+def _part(tensor: Tensor, at: int | slice) -> Tensor:
+    """One row of a tensor, or some rows in a slice."""
+    if not is_jagged(tensor):
+        return tensor[at]
+    return select_rows(tensor, at) if isinstance(at, slice) else select_row(tensor, at)
 
 
 def _copy_rows(d: D, index: Tensor, count: int, take: Callable[[Sequence[Tensor], Tensor], list[Tensor]]) -> D:
     """The rows at ``index`` as new tensors. ``take`` copies the rows of all tensors of the tree in one call."""
-    tensors, flat = d._tensors_and_kind()
-    made = take(tensors, index)
-    if flat:
+    return _with_rows(d, take(d._tensors(), index), lambda kept: [kept[i] for i in integers(index)], count)
+
+
+def _with_rows(d: D, made: Sequence[Tensor], pick: Callable[[list[Any]], Any], count: int) -> D:
+    """The same tree with some of its ``count`` rows.
+
+    ``made``: these rows of each tensor of the tree. ``pick`` takes them from a kept list with one item per row.
+    """
+    if only_tensors(d.values()):
         return d._new(zip(d, made, strict=True), d._device, d._policy)
     left = iter(made)
-    return _take_rows(d, lambda _: next(left), lambda kept: [kept[i] for i in integers(index)], count)
 
+    def rebuilt(node: Any) -> Any:
+        items: dict[str, Any] = {}
+        for key, value in node.items():
+            if isinstance(value, Tensor):
+                items[key] = next(left)
+            elif isinstance(value, TreeDict):
+                items[key] = rebuilt(value)
+            else:
+                items[key] = pick(value) if isinstance(value, list) and len(value) == count else value
+        return node._new(items, node._device, node._policy)
 
-def _take_rows(d: Any, take: Callable[[Tensor], Tensor], pick: Callable[[list[Any]], Any], count: int) -> Any:
-    """The same tree with ``take(tensor)`` for every tensor, and ``pick(kept)`` for kept lists with one item per row."""
-    items: dict[str, Any] = {}
-    for key, value in d.items():
-        if isinstance(value, Tensor):
-            items[key] = take(value)
-        elif isinstance(value, TreeDict):
-            items[key] = _take_rows(value, take, pick, count)
-        elif isinstance(value, list) and len(value) == count:
-            items[key] = pick(value)
-        else:
-            items[key] = value
-    return d._new(items, d._device, d._policy)
+    return rebuilt(d)
