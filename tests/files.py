@@ -1,4 +1,4 @@
-"""What the tests of files share: classes at module level, as files name them, and a round trip each way."""
+"""What several tests share: documented facts, classes at module level, as files name them, a round trip each way."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from tensordict_lite import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
+DEPTH = 64
+"""The documented limit of nesting."""
+_DTYPES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
+    "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES.split() if hasattr(torch, name)}
+"""The dtypes of whole bytes that are copied by value, by name. `pack` takes each of them."""
 
 
 class Batch(DeviceDict, on_mismatch="move", encoders={"s": Vocabulary(["a", "b"])}):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from files import saved
+from files import DEPTH, saved
 
 from tensordict_lite import (
     DeviceDict,
@@ -25,7 +25,6 @@ from tensordict_lite import (
     load,
     save,
 )
-from tensordict_lite._errors import DEPTH
 
 safetensors = pytest.importorskip("safetensors")
 

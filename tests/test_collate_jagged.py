@@ -16,9 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, collate
-from tensordict_lite._memory.device import record_stream
-from tensordict_lite._memory.jagged import is_jagged, join_jagged, select_rows
-from tensordict_lite._tree.walk import components
 
 # torch says so itself when a nested tensor is printed or compiled code is near
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
@@ -34,11 +31,15 @@ def rows(tensor: Tensor) -> list[Any]:
     return [row.tolist() for row in tensor.unbind()]
 
 
+def nested(parts: list[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
 class TestJagged:
     def test_what_collate_makes(self) -> None:
         d = collate(samples()[:3], jagged=["box", ("k", "ids")])
         d._check()
-        assert is_jagged(d["box"]) and rows(d["box"]) == [s["box"].tolist() for s in samples()[:3]]
+        assert d["box"].layout is torch.jagged and rows(d["box"]) == [s["box"].tolist() for s in samples()[:3]]
         assert rows(d["k", "ids"]) == [[0, 1], [0], [0, 1, 2]] and list(d) == ["box", "y", "k"] and d.is_packed
         assert d["k", "ids"].dtype == torch.int64 and d["y"].tolist() == [2, 1, 3]
 
@@ -46,7 +47,7 @@ class TestJagged:
     def test_equal_and_empty_samples(self, pack: bool) -> None:
         for lengths in ([2, 2], [0, 0], [3]):
             d = collate([{"x": torch.ones(n)} for n in lengths], jagged=("x",), pack=pack)
-            assert is_jagged(d["x"]) and [len(row) for row in d["x"].unbind()] == lengths
+            assert d["x"].layout is torch.jagged and [len(row) for row in d["x"].unbind()] == lengths
 
     def test_gradients_flow(self) -> None:
         w = torch.ones(2, requires_grad=True)
@@ -101,7 +102,7 @@ class TestJagged:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
 def test_rows_by_slice_mask_and_index(lengths: list[int], data: st.DataObject) -> None:
     parts = [torch.rand(n, 2) for n in lengths]
-    whole, count = join_jagged(parts), len(parts)
+    d, count = DeviceDict({"x": nested(parts)}), len(parts)
     for index in (
         slice(data.draw(st.integers(-count, count)), data.draw(st.integers(-count, count))),
         torch.tensor(data.draw(st.lists(st.integers(-count, count - 1), min_size=1, max_size=6))),
@@ -109,11 +110,11 @@ def test_rows_by_slice_mask_and_index(lengths: list[int], data: st.DataObject) -
     ):
         wanted = torch.arange(count)[index].tolist()
         if wanted:  # torch has no nested tensor without rows
-            assert rows(select_rows(whole, index)) == [parts[i].tolist() for i in wanted]
+            assert rows(d.rows[index]["x"]) == [parts[i].tolist() for i in wanted]
 
 
 def test_a_typed_check_of_the_dict() -> None:
-    d = DeviceDict({"x": join_jagged([torch.ones(1), torch.ones(2)])})
+    d = DeviceDict({"x": nested([torch.ones(1), torch.ones(2)])})
     d._check()
     assert "jagged" in repr(d) and not d.is_packed
 
@@ -123,7 +124,7 @@ def test_a_stream_is_recorded_for_each_part(monkeypatch: pytest.MonkeyPatch) -> 
     nested = collate([{"b": torch.ones(2)}, {"b": torch.ones(3)}], jagged=["b"])["b"]
     seen: list[int] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda self, _: seen.append(self.numel()))
-    record_stream(components(nested), None)  # pyright: ignore[reportArgumentType]
+    DeviceDict({"b": nested}).record_stream(None)
     assert seen == [5, 3] and type(nested) is not Tensor
     memory = torch.zeros(9)
     DeviceDict({"x": memory[:4], "y": memory[4:], "b": nested}).record_stream(None)

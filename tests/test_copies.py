@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from files import DTYPES
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,6 @@ from tensordict_lite import (
     Utf8,
     Vocabulary,
 )
-from tensordict_lite._memory.dtypes import DTYPES
 
 SIM = torch.device("sim", 0)
 

@@ -21,7 +21,6 @@ from test_distributed import Typed, only_here, sample
 
 from tensordict_lite import DeviceDict, Vocabulary
 from tensordict_lite import distributed as d_
-from tensordict_lite._tree.manifest import InvalidManifest
 from tensordict_lite.distributed import channel as channel_module
 from tensordict_lite.distributed import message as message_module
 from tensordict_lite.distributed.channel import Errors
@@ -170,7 +169,7 @@ def refused_on_arrival(rank: int, world: int) -> None:
 
         def refuses(header: bytes, digest: int) -> Any:
             if b"too-new" in header:
-                raise InvalidManifest("it is too new")
+                raise channel_module.InvalidManifest("it is too new")
             return read_header(header, digest)
 
         channel_module.read_header = refuses  # pyright: ignore[reportAttributeAccessIssue]

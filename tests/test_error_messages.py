@@ -32,7 +32,6 @@ from tensordict_lite import (
     stack,
     to_device,
 )
-from tensordict_lite._tree.missing import INSTEAD
 
 OPTIONS = "device, encoders, on_mismatch, objects, dtype"
 
@@ -300,6 +299,12 @@ class TestIndices:
             else:
                 text = "unhashable type: 'slice'" if use == d.__getitem__ else message  # pyright: ignore
                 refused(TypeError, text, lambda use=use: use(slice(1, 3)))  # pyright: ignore
+
+
+INSTEAD = {
+    name: repr(way).removeprefix("use ") for name, way in vars(DeviceDict).items() if "NoAttribute" in str(type(way))
+}
+"""What to write instead of an attribute of other libraries."""
 
 
 class TestAttributes:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from files import GOLDEN, saved
+from files import DEPTH, GOLDEN, saved
 from torch import Tensor
 
 from tensordict_lite import (
@@ -28,7 +28,6 @@ from tensordict_lite import (
     load,
     save,
 )
-from tensordict_lite._errors import DEPTH
 from tensordict_lite._files import safetensors as reading
 from tensordict_lite._files.safetensors import invalid_file  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tree.manifest import Reader, describe, paths_of

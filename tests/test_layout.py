@@ -7,9 +7,12 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from files import DTYPES
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensordict_lite._batch.fill import layout_of
+from tensordict_lite._memory.dtypes import PACKABLE
 from tensordict_lite._memory.layout import (
     ALIGNMENT,
     Group,
@@ -21,6 +24,7 @@ from tensordict_lite._memory.layout import (
     row_major,
     with_spare,
 )
+from tensordict_lite._memory.packed import find_unpackable, packable
 
 F, D, L, B = torch.float32, torch.float64, torch.int64, torch.bool
 
@@ -144,3 +148,33 @@ def test_row_major_strides_are_those_of_a_contiguous_tensor(shape: tuple[int, ..
 )
 def test_dense_stride(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[int, ...]) -> None:
     assert dense_stride(shape, stride) == dense
+
+
+def test_a_layout_of_a_batch_keeps_no_data() -> None:
+    """`collate` caches it."""
+    layout = layout_of(((torch.float32, (2, 16), True),), 2, torch.device("cpu"), False)
+    kept = [part for region in layout.regions for part in region]
+    assert {type(part) for part in kept} == {torch.Tensor, tuple, int, bool}
+    assert {part.numel() for part in kept if type(part) is torch.Tensor} == {0}
+
+
+def test_the_tests_cover_every_dtype() -> None:
+    assert set(DTYPES.values()) == PACKABLE
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_the_two_forms_of_packable_agree() -> None:
+    complex_ = torch.ones(2, dtype=torch.complex64)
+    tensors = [
+        torch.ones(2),
+        torch.ones(2, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        complex_,
+        complex_.conj(),
+        complex_.conj().imag,
+        torch.ones(2, dtype=torch.bfloat16),
+    ]
+    assert find_unpackable(tensors) == [i for i, t in enumerate(tensors) if not packable(t)] == [1, 2, 3, 4, 5, 7, 8]

@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from workers import look_like_a_worker
 
 from tensordict_lite import DeviceDict, Utf8, collate
-from tensordict_lite._memory import buffer
-from tensordict_lite._memory.buffer import BY_VALUE
 
 
 class Samples(Dataset[dict[str, Any]]):
@@ -178,6 +176,10 @@ class Wide(Dataset[Any]):
         return {"x": torch.full((self.count,), float(index)), "y": torch.full((self.count,), float(index))}
 
 
+BY_VALUE = 512 << 10
+"""The documented size in bytes up to which a batch is sent by value."""
+
+
 class TestSize:
     """A small batch goes through the pipe. A large one is made in shared memory, and small ones allocate none."""
 
@@ -195,8 +197,7 @@ class TestSize:
     @pytest.mark.parametrize("method", ["thread", "multiprocessing", None])
     def test_a_worker_that_is_a_thread_sends_nothing(self, method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         """After torch 2.15 a worker may be a thread, and `worker_method` says so. Older versions have no such name."""
-        info = SimpleNamespace(id=0, **({} if method is None else {"worker_method": method}))
-        monkeypatch.setattr(buffer, "get_worker_info", lambda: info)
+        look_like_a_worker(monkeypatch, **({} if method is None else {"worker_method": method}))
         samples = [{"x": torch.ones(BY_VALUE), "o": object()} for _ in range(2)]
         is_thread, unsendable = method == "thread", partial(collate, samples, objects="keep")
         plain = [{"x": sample["x"]} for sample in samples]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from files import DEPTH
 from torch.utils import _pytree as pytree
 
 from tensordict_lite import (
@@ -25,7 +26,6 @@ from tensordict_lite import (
     stack,
     to_device,
 )
-from tensordict_lite._errors import DEPTH
 
 T = TypeVar("T")
 DEEPER = r"is nested more than 64 levels deep"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from files import DTYPES
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
-from tensordict_lite._memory.dtypes import PACKABLE
 
 
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):
@@ -204,7 +204,7 @@ class TestRows:
             d.rows[1] = other
         assert message in str(caught.value) and not d["x"].any() and not d["n", "y"].any()
 
-    @pytest.mark.parametrize("dtype", sorted(PACKABLE, key=str), ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
     @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
     def test_every_dtype_can_be_set(self, dtype: torch.dtype) -> None:
         data = torch.arange(5 * 3 * dtype.itemsize).to(torch.uint8).remainder(2)

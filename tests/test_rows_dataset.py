@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from files import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,10 +22,9 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
+from workers import look_like_a_worker
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, collate
-from tensordict_lite._memory import row_copies
-from tensordict_lite._memory.dtypes import PACKABLE
+from tensordict_lite import DeviceDict, StringEncoder, TypedDeviceDict, Vocabulary, collate
 
 
 class Point(TypedDeviceDict):
@@ -66,12 +66,11 @@ def ids(batch: Any) -> Any:
 
 @pytest.fixture
 def as_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this process look like a DataLoader worker to the code that allocates batches."""
-    monkeypatch.setattr(row_copies, "in_worker_process", lambda: True)
+    look_like_a_worker(monkeypatch)
 
 
 class TestBatches:
-    @pytest.mark.parametrize("dtype", sorted(PACKABLE, key=str), ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
     @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 2), (7, 0)])
     @pytest.mark.usefixtures("as_worker")
     @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -99,7 +98,7 @@ class TestBatches:
         d = DeviceDict({"x": torch.arange(10.0).reshape(5, 2), "n": {"y": torch.arange(5), "e": {}}})
         with pytest.MonkeyPatch.context() as patch:
             if in_worker:
-                patch.setattr(row_copies, "in_worker_process", lambda: True)
+                look_like_a_worker(patch)
             forms: Any = (index, np.array(index, dtype=np.int64), torch.tensor(index, dtype=torch.int64))
             for form in forms:
                 batch = collate(d.rows.__getitems__(form))
@@ -288,6 +287,19 @@ class TestIterator:
             DeviceDict({"x": [1], "y": [1, 2]}).rows.batches(1)
 
 
+class Numbers(StringEncoder):
+    """Encodes a string by its numbers, which may be padded."""
+
+    code_dtype = torch.int64
+    padding = 0
+
+    def encode(self, strings: Any) -> torch.Tensor:
+        return torch.tensor([[int(number) for number in string.split()] for string in strings])
+
+    def decode(self, codes: torch.Tensor) -> list[str]:
+        return [" ".join(map(str, row)) for row in codes.tolist()]
+
+
 class TestGroups:
     def test_by_numbers_and_strings(self) -> None:
         d = DeviceDict({"s": ["dog", "cat", "dog", "ox"], "i": [3, 1, 3, 2], "v": [1.0, 2, 3, 4], "n": {"c": ["b", "a", "b", "b"]}},
@@ -332,11 +344,14 @@ class TestGroups:
         for value, part in groups.items():
             assert part["at"].tolist() == [i for i in chosen["at"].tolist() if values[i] == value]
 
-    def test_rows_of_integers(self) -> None:
-        codes = torch.tensor([[3, 1], [-2, 5], [3, 0], [-2, 5]])
-        distinct, order, counts = row_copies.group_equal(codes)
-        assert distinct.tolist() == [[-2, 5], [3, 0], [3, 1]]
-        assert order.tolist() == [1, 3, 2, 0] and counts.tolist() == [2, 1, 1]
+    def test_codes_of_several_integers(self) -> None:
+        d = DeviceDict({"s": ["3 1", "-2 5", "3 0", "-2 5"], "at": [0, 1, 2, 3]}, encoders={"s": Numbers()})
+        groups = d.rows.group_by("s")
+        assert [(key, part["at"].tolist()) for key, part in groups.items()] == [
+            ("-2 5", [1, 3]),
+            ("3 0", [2]),
+            ("3 1", [0]),
+        ]
 
     def test_what_has_no_single_value(self) -> None:
         d = Kept({"x": torch.zeros(2, 2), "n": {"y": [1, 2]}, "o": [None, 1]})

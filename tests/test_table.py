@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from files import GOLDEN
+from files import DTYPES, GOLDEN
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -40,7 +40,6 @@ from tensordict_lite import (
     load,
 )
 from tensordict_lite._memory import row_copies  # pyright: ignore[reportPrivateUsage]
-from tensordict_lite._memory.dtypes import DTYPES  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
 sys.path.insert(0, str(GOLDEN))

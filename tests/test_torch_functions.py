@@ -10,7 +10,6 @@ import inspect
 import io
 import operator
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary, cat, stack
-from tensordict_lite._dict import torch_functions
 
 LOST = pytest.mark.xfail(
     torch.__version__ >= "2.15",
@@ -218,13 +216,12 @@ class TestEveryFunctionOfTorch:
         for functions in get_overridable_functions().values():
             for function in functions:
                 name = resolve_name(function)
-                if function in torch_functions._table:
-                    implemented.add(name)
-                    continue
-                with pytest.raises(
-                    TypeError, match=f"^{re.escape(name)} takes no DeviceDict; call it for every field: "
-                ):
+                try:
                     DeviceDict.__torch_function__(function, (DeviceDict,), (sample(),))
+                except TypeError as error:
+                    if str(error).startswith(f"{name} takes no DeviceDict; call it for every field: "):
+                        continue
+                implemented.add(name)
         names = "stack cat concat concatenate zeros_like ones_like empty_like full_like allclose equal chunk unbind where clone detach functional.split"
         assert implemented - RANDOM == {f"torch.{name}" for name in names.split()}
 

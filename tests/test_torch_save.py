@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from files import Batch, Obs, Typed, sample, torch_saved_and_loaded
+from files import DEPTH, Batch, Obs, Typed, sample, torch_saved_and_loaded
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -20,7 +20,6 @@ from tensordict_lite import (
     Hashing,
     InvalidFileError,
 )
-from tensordict_lite._errors import DEPTH
 
 
 class Own(DeviceDict):
