@@ -54,10 +54,12 @@ test-frameworks: .venv/frameworks
 test-engines: .venv/engines
 	$(BIN)/python -m pytest tests/engines tests/test_pickle5.py
 
-# Streams and pinned memory, on a device of our own that torch's headers and a C++ compiler make: see tests/device. One
-# process has one such device, so the simulated one is left out.
+# Streams, pinned memory and graphs, on a device of our own that torch's headers and a C++ compiler make: see
+# tests/device. It takes the place of the simulated one in the tests that move data.
 test-device: .venv/tests
-	PYTHONPATH=tests/device $(BIN)/python -m pytest --noconftest -p strict tests/test_cuda.py tests/device
+	PYTHONPATH=tests/device $(BIN)/python -m pytest -p strict -m "not slow" tests/device \
+		tests/test_cuda.py tests/test_fill.py tests/test_loader.py tests/test_moving.py tests/test_packing.py \
+		tests/test_prefetch.py tests/test_transfer.py
 
 # pyright is clean with the annotations of NumPy 2.4, which needs Python 3.11. On 3.10, where NumPy ends at 2.2, it is
 # left out; elsewhere it checks the code as Python 3.10 (pythonVersion in pyproject.toml).

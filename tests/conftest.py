@@ -1,4 +1,7 @@
-"""Devices to test on: the simulated accelerator always, CUDA too where there is one. One thread for each process."""
+"""Devices to test on: the simulated accelerator always, CUDA too where there is one. One thread for each process.
+
+`make test-device` has its own device in place of the simulated accelerator. There `simulated` is `tests/device/strict.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,14 @@ settings.register_profile("default", deadline=None, suppress_health_check=[Healt
 settings.load_profile("default")
 
 collect_ignore = [] if simulated.AVAILABLE else ["test_cuda.py"]  # of an accelerator, which that torch has by name only
+HAS_STREAMS = simulated.REAL_STREAMS or torch.cuda.is_available()
 ACCELERATORS = ["sim", *([pytest.param("cuda", marks=pytest.mark.device)] if torch.cuda.is_available() else [])]
+
+
+def needs_the_simulated_device(item: pytest.Item) -> bool:
+    """Whether a test reads the log of the simulated device, or is about a device without streams."""
+    used: list[str] = getattr(item, "fixturenames", [])
+    return item.get_closest_marker("without_streams") is not None or bool({"copies", "streams"}.intersection(used))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -30,8 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ranks"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
-        if item.get_closest_marker("device") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        if item.get_closest_marker("device") and not HAS_STREAMS:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA, or the device of `make test-device`"))
+        if simulated.REAL_STREAMS and needs_the_simulated_device(item):
+            item.add_marker(pytest.mark.skip(reason="needs the simulated device: its log, or that it has no streams"))
     # The longest first: a long test at the end would run alone, while the other cores wait.
     items.sort(key=lambda item: (not item.get_closest_marker("ranks"), not item.get_closest_marker("slow")))
 

@@ -32,6 +32,8 @@ COPIES: Counter[str] = Counter()
 """Copies since the last ``clear()``, by direction: ``h2d``, ``d2h``, ``d2d``."""
 LOG: list[str] = []
 """What `Streams` notes."""
+REAL_STREAMS = False
+"""Whether the device has streams and pinned memory. The device in `tests/device`, which has the same name, has them."""
 
 _EXT_DEV = 12  # DLDeviceType.kDLExtDev, which torch maps to PrivateUse1
 _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}  # DLDataTypeCode

@@ -8,6 +8,7 @@ runs this file again in a process without it. By hand, on any accelerator:
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +25,12 @@ ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 NAME = "cpu" if ACCELERATOR is None else ACCELERATOR.type
 module: Any = torch.get_device_module(NAME)
 pytestmark = pytest.mark.device
-real = pytest.mark.skipif(NAME in ("cpu", "sim"), reason="needs an accelerator, and no simulated one beside it")
+SIMULATED = NAME == "sim" and not hasattr(module, "_sleep")  # the device of `make test-device` has this name too
+real = pytest.mark.skipif(NAME == "cpu" or SIMULATED, reason="needs an accelerator, and no simulated one beside it")
 cuda = pytest.mark.skipif(NAME != "cuda", reason="needs CUDA, and no simulated device beside it")
+graphs = pytest.mark.skipif(
+    NAME != "cuda" and (SIMULATED or not hasattr(torch.accelerator, "Graph")), reason="needs graphs"
+)
 two = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
 
 
@@ -40,7 +45,7 @@ def wait() -> None:
     torch.accelerator.synchronize()
 
 
-@pytest.mark.skipif(NAME != "sim", reason="this is the process without the simulated device")
+@pytest.mark.skipif(not SIMULATED, reason="this is the process without the simulated device")
 def test_this_file_without_the_simulated_device() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:xdist", __file__]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -127,22 +132,74 @@ def test_on_a_side_stream() -> None:
     wait()
 
 
-@cuda
-def test_a_captured_graph_reads_its_inputs_again() -> None:
-    static = {key: torch.zeros(4, pin_memory=True) for key in "abc"}
-    d = DeviceDict(static)
-    d.to(NAME, non_blocking=True)
+@contextlib.contextmanager
+def captured() -> Iterator[Any]:
+    """The graph of the work within the block."""
+    graph: Any = torch.cuda.CUDAGraph() if NAME == "cuda" else torch.accelerator.Graph()
     wait()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.Stream(device=NAME):
+        graph.capture_begin()
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
+
+
+@graphs
+def test_a_captured_graph_reads_its_inputs_again() -> None:
+    static = {key: torch.zeros(4).pin_memory() for key in "abc"}
+    d = DeviceDict(static)
+    total = d.to(NAME, non_blocking=True)["a"]
+    with captured() as graph:
         moved = d.to(NAME, non_blocking=True)
-        total = moved["a"] + moved["b"] + moved["c"]
+        total.copy_(moved["a"]).add_(moved["b"]).add_(moved["c"])
     for value in (1.0, 2.0):
         for tensor in static.values():
             tensor.fill_(value)
         graph.replay()
         wait()
         assert total.tolist() == [3 * value] * 4
+
+
+@graphs
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_captured_graph_reads_a_static_dict_that_is_filled_outside(pin: bool) -> None:
+    source = DeviceDict({"x": torch.zeros(9), "n": {"y": torch.zeros(3, 4)}})
+    source = source.pin_memory() if pin else source
+    static = source.to(NAME)
+    total = torch.zeros(1, device=NAME)
+    with captured() as graph:
+        total.copy_(static["x"][:1]).add_(static["n", "y"][0, :1])
+    for value in (1.0, 2.0):
+        for tensor in (source["x"], source["n", "y"]):
+            tensor.fill_(value)
+        static.fill_(source)
+        graph.replay()
+        assert total.item() == 2 * value
+
+
+@graphs
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_graph_for_each_slot_of_prefetch(slots: int) -> None:
+    memory = DeviceDict({"x": torch.zeros(1000), "y": torch.zeros(70_000)}).pin_memory()
+
+    def source() -> Iterator[DeviceDict]:
+        for i in range(10):
+            memory["x"].fill_(i)
+            memory["y"].fill_(i)
+            yield memory
+
+    made: dict[int, Any] = {}
+    total, seen = torch.zeros(1, device=NAME), torch.zeros(10, device=NAME)
+    for i, d in enumerate(prefetch(source(), NAME, slots=slots)):
+        key = d["x"].data_ptr()
+        if key not in made:
+            with captured() as made[key]:
+                total.copy_(d["x"][:1]).add_(d["y"][-1:])
+        busy()
+        made[key].replay()
+        seen[i : i + 1].copy_(total)
+    assert len(made) == slots and seen.tolist() == [2.0 * i for i in range(10)]
 
 
 @real

@@ -199,6 +199,7 @@ class TestStreams:
             list(self.ahead([batch]))
             assert streams.log.count("recorded") == storages
 
+    @pytest.mark.without_streams
     def test_a_device_without_streams_gets_each_batch_when_it_is_asked_for(self) -> None:
         fetched: list[int] = []
 

@@ -55,6 +55,7 @@ class TestPlan:
             alone = [*how.one_by_one, *how.staged, *(i for layout in how.fetched for i in layout.members)]
             assert members(how) == [[0, 1, 2, 5, 6]] and alone == [3, 4] and how.packed is None
 
+    @pytest.mark.without_streams
     def test_the_largest_small_one(self) -> None:
         edge = [torch.zeros(SMALL, dtype=torch.uint8), torch.zeros(SMALL + 1, dtype=torch.uint8)]
         how = plan([*small(1), *edge], CPU, SIM)
@@ -70,6 +71,7 @@ class TestPlan:
         assert plan(packed[:-1], CPU, SIM).packed is None, "the block has more in it"
         assert plan([*packed, torch.ones(1)], CPU, SIM).packed is None
 
+    @pytest.mark.without_streams
     def test_no_block_outgrows_its_limit(self) -> None:
         each = torch.zeros(SMALL, dtype=torch.uint8)
         full = BLOCK // SMALL - 1  # with room for the byte by which a block of these differs from one that is packed
@@ -86,6 +88,7 @@ class TestPlan:
         how = plan([torch.zeros(16, 32) for _ in range(200)], CPU, SIM)
         assert [len(part) for part in members(how)] == [200] and how.one_by_one == ()
 
+    @pytest.mark.without_streams
     def test_one_alone_goes_singly(self) -> None:
         assert plan(small(1), CPU, SIM) == Plan(one_by_one=(0,)) and plan([], CPU, SIM) == Plan()
         assert plan([*small(1), *large(1)], CPU, SIM) == Plan(one_by_one=(0, 1))
@@ -101,6 +104,7 @@ class TestPlan:
         assert plan(pack(small(3), CPU), CPU, MPS) == singly
         assert plan(small(3, SIM), SIM, CPU, non_blocking=True) == singly, "it is for the caller to wait"
 
+    @pytest.mark.without_streams
     def test_a_cast_is_planned_with_the_dtype_that_comes_out(self) -> None:
         tensors = [torch.zeros(SMALL // 8, dtype=torch.float64), *small(2), torch.zeros(3, dtype=torch.int64)]
         how = plan(tensors, CPU, SIM, torch.float32)

@@ -1,4 +1,4 @@
-// A device for tests on which a missing wait shows as wrong data: ``strict:0`` and ``strict:1``. `strict.py` compiles it.
+// A device for tests on which a missing wait shows as wrong data: ``sim:0`` and ``sim:1``. `strict.py` compiles it.
 //
 // Its rules are those of CUDA, as strict as they may be:
 // - Each stream is a thread. Work on it runs later, after delays that a test chooses.
@@ -8,6 +8,12 @@
 // - A copy from or to pinned memory reads or writes the host when the stream gets there. A copy from pageable memory
 //   waits for the stream's earlier work, then copies the source; a copy to pageable memory waits until it is complete.
 // - torch's own caching allocator manages pinned memory.
+// - While a stream is captured (from torch 2.13), its work is recorded and does not run. To wait for that stream, to record
+//   an event there, and to ask for an event or for new pinned memory in that thread, is an error that ends the capture.
+//   The memory that is allocated in a capture belongs to the graph for good.
+//
+// What only a GPU can show about captures: copies of pageable memory in a capture, which are an error here; what another
+// thread may do in the meantime; and the private pools of the allocator.
 //
 // The operators for views run torch's CPU functions for sizes and strides. Operators that write into existing tensors
 // run on the stream. All others wait for the stream.
@@ -19,6 +25,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#if __has_include(<ATen/core/GraphImplInterface.h>)  // from torch 2.13
+#define HAS_GRAPHS
+#include <ATen/core/GraphImplInterface.h>
+#endif
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
@@ -53,7 +63,7 @@ enum Count { H2D, D2H, D2D, H2D_BYTES, D2H_BYTES, WAITS, EVENT_WAITS, PINNED, PI
 std::array<std::atomic<int64_t>, COUNTS> counts{};
 
 void check_alive() {
-  TORCH_CHECK(!forked, "Cannot re-initialize strict in forked subprocess");
+  TORCH_CHECK(!forked, "Cannot re-initialize sim in forked subprocess");
 }
 
 // ---------------------------------------------------------------------------------------------------- streams, events
@@ -78,10 +88,32 @@ struct Done {  // what an event waits for
   }
 };
 using Marker = std::shared_ptr<Done>;
+using Work = std::function<void()>;
+
+struct Capture {  // what a graph records
+  int64_t number = 0;
+  std::vector<Work> work;
+  bool valid = true;
+
+  [[noreturn]] void refuse(const char* what) {
+    valid = false;
+    TORCH_CHECK(false, "sim: ", what, " is not permitted when a stream is capturing");
+  }
+};
+thread_local Capture* captured_here = nullptr;  // by this thread
 
 class Worker {  // one stream
  public:
-  void put(std::function<void()> work) {
+  std::atomic<Capture*> capture{nullptr};
+
+  void put(Work work) {
+    if (auto* into = capture.load()) {
+      into->work.push_back(std::move(work));
+    } else {
+      run_later(std::move(work));
+    }
+  }
+  void run_later(Work work) {  // also while the stream is captured
     check_alive();
     std::lock_guard lock(mutex_);
     if (!started_) {
@@ -92,6 +124,7 @@ class Worker {  // one stream
     changed_.notify_all();
   }
   Marker mark() {
+    if (auto* into = capture.load()) into->refuse("to wait for a stream, or for an event there,");
     auto marker = std::make_shared<Done>();
     if (idle()) {
       marker->set();
@@ -99,6 +132,9 @@ class Worker {  // one stream
       put([marker] { marker->set(); });
     }
     return marker;
+  }
+  Marker mark_when_freed() {  // never done if the stream is captured: the graph may read the memory at any time
+    return forked || capture.load() ? std::make_shared<Done>() : mark();
   }
   bool idle() {
     std::lock_guard lock(mutex_);
@@ -114,7 +150,7 @@ class Worker {  // one stream
     c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     std::minstd_rand random(std::hash<std::thread::id>()(std::this_thread::get_id()));
     while (true) {
-      std::function<void()> work;
+      Work work;
       {
         std::unique_lock lock(mutex_);
         running_ = false;
@@ -132,7 +168,7 @@ class Worker {  // one stream
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> work_;
+  std::deque<Work> work_;
   bool started_ = false, running_ = false;
 };
 
@@ -162,6 +198,7 @@ struct Block {
   size_t size, asked;
   DeviceIndex device;
   Worker* stream;
+  int64_t graph;  // the number of the capture that allocated it, or 0
   std::set<Worker*> used_by;
 };
 
@@ -171,12 +208,12 @@ struct Memory {  // of one device
   size_t end = 0;
   int64_t allocated = 0, limit = -1;
   std::mutex mutex;
-  std::map<std::pair<Worker*, size_t>, std::vector<Block*>> unused;
+  std::map<std::tuple<Worker*, int64_t, size_t>, std::vector<Block*>> unused;
   std::vector<std::pair<Block*, std::vector<Marker>>> waiting;
 
   static char* map(int access) {
     void* at = mmap(nullptr, ARENA, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TORCH_CHECK(at != MAP_FAILED, "strict: no addresses for device memory");
+    TORCH_CHECK(at != MAP_FAILED, "sim: no addresses for device memory");
     return static_cast<char*>(at);
   }
   bool owns(const void* address) const {
@@ -184,13 +221,18 @@ struct Memory {  // of one device
   }
   void recycle(Block* block) {
     char* at = real + (block->address - visible);
-    block->stream->put([at, size = block->size] { std::memset(at, POISON, size); });
-    unused[{block->stream, block->size}].push_back(block);
+    Work poison = [at, size = block->size] { std::memset(at, POISON, size); };
+    if (block->graph == 0) {
+      block->stream->run_later(poison);
+    } else if (auto* capture = block->stream->capture.load(); capture && capture->number == block->graph) {
+      block->stream->put(poison);
+    }
+    unused[{block->stream, block->graph, block->size}].push_back(block);
   }
   Block* take(DeviceIndex device, size_t asked) {
     std::lock_guard lock(mutex);
     TORCH_CHECK_WITH(OutOfMemoryError, limit < 0 || allocated + int64_t(asked) <= limit,
-                     "strict out of memory. Tried to allocate ", asked, " bytes.");
+                     "sim out of memory. Tried to allocate ", asked, " bytes.");
     std::erase_if(waiting, [this](auto& entry) {
       auto& [block, markers] = entry;
       if (!std::all_of(markers.begin(), markers.end(), [](auto& marker) { return marker->query(); })) return false;
@@ -198,17 +240,19 @@ struct Memory {  // of one device
       return true;
     });
     Worker* stream = &current(device);
+    auto* capture = stream->capture.load();
+    int64_t graph = capture ? capture->number : 0;
     size_t size = (asked + 511) / 512 * 512;
     allocated += asked;
-    auto& same = unused[{stream, size}];
+    auto& same = unused[{stream, graph, size}];
     if (!same.empty()) {
       Block* block = same.back();
       same.pop_back();
       block->asked = asked;
       return block;
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, end + size <= ARENA, "strict out of addresses");
-    Block* block = new Block{visible + end, size, asked, device, stream, {}};
+    TORCH_CHECK_WITH(OutOfMemoryError, end + size <= ARENA, "sim out of addresses");
+    Block* block = new Block{visible + end, size, asked, device, stream, graph, {}};
     end += size;
     std::memset(real + (block->address - visible), POISON, size);
     return block;
@@ -220,7 +264,7 @@ struct Memory {  // of one device
     block->used_by.erase(block->stream);
     if (block->used_by.empty()) return recycle(block);
     std::vector<Marker> markers;
-    for (Worker* other : block->used_by) markers.push_back(other->mark());
+    for (Worker* other : block->used_by) markers.push_back(other->mark_when_freed());
     block->used_by.clear();
     waiting.emplace_back(block, std::move(markers));
   }
@@ -252,7 +296,7 @@ struct DeviceAllocator final : c10::Allocator {
     return nullptr;
   }
   void copy_data(void*, const void*, std::size_t) const override {
-    TORCH_CHECK(false, "strict copies through tensors only");
+    TORCH_CHECK(false, "sim copies through tensors only");
   }
 };
 DeviceAllocator device_allocator;
@@ -281,8 +325,9 @@ bool is_pinned(const void* address) {
 struct PinnedMemory : at::CachingHostAllocatorImpl<c10::Stream, Marker> {
   void allocate_host_memory(size_t size, void** address) override {
     check_alive();
+    if (captured_here) captured_here->refuse("to pin memory");
     std::lock_guard lock(pinned_mutex);
-    TORCH_CHECK(!cannot_pin, "strict: no more memory can be pinned");
+    TORCH_CHECK(!cannot_pin, "sim: no more memory can be pinned");
     *address = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
     pinned[static_cast<char*>(*address)] = size;
     counts[PINNED_CALLS]++;
@@ -295,7 +340,7 @@ struct PinnedMemory : at::CachingHostAllocatorImpl<c10::Stream, Marker> {
     std::free(block->ptr_);
   }
   void record_stream(std::optional<std::vector<Marker>>& events, c10::Stream stream) override {
-    events->push_back(forked ? std::make_shared<Done>() : worker(stream).mark());
+    events->push_back(worker(stream).mark_when_freed());
   }
   bool query_event(Marker& event) override {
     return event->query();
@@ -303,8 +348,8 @@ struct PinnedMemory : at::CachingHostAllocatorImpl<c10::Stream, Marker> {
   c10::Stream get_current_stream() const override {
     return stream_of(current_device);
   }
-  bool stream_is_capturing(c10::Stream) const override {
-    return false;
+  bool stream_is_capturing(c10::Stream stream) const override {
+    return worker(stream).capture.load() != nullptr;
   }
 };
 void free_pinned(void* context);
@@ -336,7 +381,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(Device device) const override {
     check_alive();
     if (!device.has_index()) return;
-    TORCH_CHECK(device.index() < DEVICES, "strict has no device ", int(device.index()));
+    TORCH_CHECK(device.index() < DEVICES, "sim has no device ", int(device.index()));
     current_device = device.index();
   }
   void uncheckedSetDevice(Device device) const noexcept override {
@@ -382,11 +427,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event == nullptr || static_cast<Event*>(event)->marker->query()) return;
     worker(stream).put([marker = static_cast<Event*>(event)->marker] { marker->wait(); });
   }
+#ifdef HAS_GRAPHS
+  bool isStreamCapturing(const c10::Stream& stream) const override {
+    return worker(stream).capture.load() != nullptr;
+  }
+#endif
   bool queryEvent(void* event) const override {
+    if (captured_here) captured_here->refuse("to ask for an event");
     return event == nullptr || static_cast<Event*>(event)->marker->query();
   }
   void synchronizeEvent(void* event) const override {
     check_alive();
+    if (captured_here) captured_here->refuse("to wait for an event");
     counts[EVENT_WAITS]++;
     if (event != nullptr) static_cast<Event*>(event)->marker->wait();
   }
@@ -442,6 +494,47 @@ bool registered = [] {
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
   return true;
 }();
+
+// ---------------------------------------------------------------------------------------------------- graphs
+
+#ifdef HAS_GRAPHS
+class Graph final : public at::GraphImplInterface {
+ public:
+  explicit Graph(const at::GraphImplArgs&) {}
+  void capture_begin(c10::MempoolId_t, at::GraphCaptureMode) override {
+    auto stream = stream_of(current_device);
+    TORCH_CHECK(stream.id() != 0, "sim captures no work of the default stream: use a stream of your own");
+    TORCH_CHECK(!captured_here && recorded_.work.empty(), "sim: one capture at a time in a thread and in a graph");
+    static std::atomic<int64_t> captures{0};
+    recorded_.number = ++captures;
+    recorded_.valid = true;
+    worker_ = &worker(stream);
+    worker_->capture = captured_here = &recorded_;
+  }
+  void capture_end() override {
+    worker_->capture = captured_here = nullptr;
+    if (recorded_.valid) return;
+    reset();
+    TORCH_CHECK(false, "sim: the capture ended with an error before");
+  }
+  void replay() override {
+    for (auto& each : recorded_.work) current(current_device).put(each);
+  }
+  void reset() override {
+    recorded_.work.clear();
+  }
+  c10::MempoolId_t pool() const override {
+    return {0, recorded_.number};
+  }
+  void instantiate() override {}
+  void enable_debug_mode() override {}
+  void debug_dump(const std::string&) override {}
+
+ private:
+  Capture recorded_;
+  Worker* worker_ = nullptr;
+};
+#endif
 
 // ---------------------------------------------------------------------------------------------------- operators
 
@@ -589,11 +682,14 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     if (work[i].isDevice()) work[i] = Device(at::kCPU);
   }
   torch::jit::drop(*stack, schema.arguments().size());
-  TORCH_CHECK(device, schema.name(), " has no tensor on strict");
+  TORCH_CHECK(device, schema.name(), " has no tensor on sim");
   c10::DeviceGuard guard(*device);
   auto& stream = current(device->index());
   if (!waits) {
-    stream.put([op, work]() mutable { op.callBoxed(&work); });
+    stream.put([op, work] {
+      auto arguments = work;  // the operator takes them, and a graph needs them again
+      op.callBoxed(&arguments);
+    });
     for (size_t i = 0; !schema.returns().empty() && i < given.size(); i++) {
       if (written(schema.arguments()[i])) stack->push_back(given[i]);
     }
@@ -681,3 +777,9 @@ TORCH_LIBRARY(strict, m) {
 }
 
 }  // namespace
+
+#ifdef HAS_GRAPHS
+namespace at {
+REGISTER_GRAPH_IMPL(SIM, Graph)
+}  // namespace at
+#endif

@@ -1,7 +1,8 @@
-"""The device ``strict``: compile it, load it, and speak to it. See `strict.cpp` for its rules.
+"""The strict device: compile it, load it, and speak to it. See `strict.cpp` for its rules.
 
 As a plugin of pytest (``-p strict``) it registers the device before any test is imported. There is one out-of-tree
-device in a process, so these tests run without ``tests/conftest.py``, which registers the simulated one.
+device in a process. So this module takes the place of `tests/simulated.py`: the device has the same name, ``sim``, and
+tests that import `simulated` get this module. What those tests ask of it has the same names here.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 SOURCE = Path(__file__).with_name("strict.cpp")
 BUILD = Path(__file__).with_name("build")
+AVAILABLE = REAL_STREAMS = True
+"""See `tests/simulated.py`."""
 
 
 class Counts(NamedTuple):
@@ -42,7 +46,7 @@ class Counts(NamedTuple):
 
 
 class _Module:
-    """What torch and the tests look for under ``torch.strict``."""
+    """What torch and the tests look for under ``torch.sim``."""
 
     def is_available(self) -> bool:
         return True
@@ -74,7 +78,7 @@ class _Module:
         return torch.ops.strict.allocated(device)
 
     def _sleep(self, cycles: int) -> None:
-        torch.ops.strict.busy(cycles * 4e-9, torch.device("strict"))
+        torch.ops.strict.busy(cycles * 4e-9, torch.device("sim"))
 
 
 def compiler() -> str | None:
@@ -115,7 +119,7 @@ class Held:
 
 
 @contextlib.contextmanager
-def held(device: str = "strict", seconds: float = 10.0) -> Iterator[Held]:
+def held(device: str = "sim", seconds: float = 10.0) -> Iterator[Held]:
     """Stop the current stream of ``device`` within the block, but for so many seconds at most."""
     out = Held()
     gate = torch.ops.strict.hold(seconds, torch.device(device))
@@ -155,6 +159,18 @@ def no_pinning() -> Iterator[None]:
         torch.ops.strict.pinning(True)
 
 
+@contextlib.contextmanager
+def captured(device: str = "sim") -> Iterator[Any]:
+    """The graph of the work within the block, on a stream of its own."""
+    graph = torch.accelerator.Graph()
+    with torch.Stream(device=device):
+        graph.capture_begin()
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
+
+
 def counts() -> Counts:
     return Counts(*torch.ops.strict.counts())
 
@@ -166,6 +182,11 @@ def reset() -> None:
     torch.ops.strict.reset_counts()
 
 
+def live_bytes() -> int:
+    """Bytes allocated on the first device now."""
+    return torch.ops.strict.allocated(0)
+
+
 def pytest_configure() -> None:
     if compiler() is None:
         pytest.exit(
@@ -175,5 +196,6 @@ def pytest_configure() -> None:
 
 if compiler() is not None:
     torch.ops.load_library(library())
-    torch.utils.rename_privateuse1_backend("strict")
-    torch._register_device_module("strict", _Module())
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", _Module())
+    sys.modules["simulated"] = sys.modules[__name__]

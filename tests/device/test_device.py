@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import strict
 import torch
 
-D0, D1 = torch.device("strict", 0), torch.device("strict", 1)
+D0, D1 = torch.device("sim", 0), torch.device("sim", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_a_copy_to_pageable_memory_is_complete() -> None:
 
 def test_a_copy_between_the_devices_waits_for_both_streams_and_the_host_for_none() -> None:
     there = torch.ones(1000, device=D0)
-    with strict.held(), strict.held("strict:1") as other:
+    with strict.held(), strict.held("sim:1") as other:
         there.add_(1)
         moved = there.to(D1)
         there.add_(1)
@@ -117,14 +118,14 @@ def test_delays_come_before_each_piece_of_work() -> None:
 
 
 def test_the_device_is_full_on_demand() -> None:
-    before = torch.strict.memory_allocated()  # pyright: ignore[reportAttributeAccessIssue]
+    before = torch.sim.memory_allocated()  # pyright: ignore[reportAttributeAccessIssue]
     with (
         strict.memory_left(1000),
-        pytest.raises(torch.OutOfMemoryError, match=r"^strict out of memory"),
+        pytest.raises(torch.OutOfMemoryError, match=r"^sim out of memory"),
     ):
         torch.zeros(1000, device=D0)
     torch.zeros(1000, device=D1)
-    assert torch.strict.memory_allocated() == before  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.sim.memory_allocated() == before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_no_memory_can_be_pinned_on_demand() -> None:
@@ -146,25 +147,71 @@ def test_operators() -> None:
     assert torch.arange(3, device=D1).device == D1 and a.to(D1).to(torch.int64).cpu().sum() == 21
 
 
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="this torch captures on CUDA only")
+class TestCapture:
+    def test_work_is_recorded_and_runs_at_each_replay(self) -> None:
+        total, source = torch.zeros(4, device=D0), torch.zeros(4).pin_memory()
+        with strict.captured() as graph:
+            assert current().is_capturing() and not current(D1).is_capturing()
+            total.add_(torch.empty(4, device=D0).copy_(source, non_blocking=True))
+        assert not current().is_capturing() and total.cpu().eq(0).all()
+        for i in range(4):
+            source.fill_(i)
+            graph.replay()
+            current().synchronize()
+        assert total.cpu().eq(0 + 1 + 2 + 3).all()
+
+    def test_memory_of_the_graph_is_never_used_again_outside(self) -> None:
+        with strict.captured() as graph:
+            inner = torch.empty(100, device=D0).fill_(1)
+            again = torch.empty(100, device=D0)
+            del inner
+        outside = [torch.zeros(100, device=D0) for _ in range(5)]
+        graph.replay()
+        assert all(t.cpu().eq(0).all() for t in outside) and again.device == D0
+
+    @pytest.mark.parametrize(
+        "work",
+        [
+            lambda: torch.ones(1).to(D0),
+            lambda: torch.ones(1).to(D0, non_blocking=True),
+            lambda: torch.empty(1, device=D0).cpu(),
+            lambda: current().synchronize(),
+            lambda: current().record_event(),
+            lambda: current(D1).record_event().query(),
+            lambda: current(D1).record_event().synchronize(),
+            lambda: torch.ones(1 << 22).pin_memory(),
+        ],
+    )
+    def test_what_waits_or_asks_ends_the_capture(self, work: Callable[[], object]) -> None:
+        with (
+            pytest.raises(RuntimeError, match="the capture ended with an error before"),
+            strict.captured(),
+            pytest.raises(RuntimeError, match="is not permitted when a stream is capturing"),
+        ):
+            work()
+        assert torch.ones(1, device=D0).item() == 1
+
+
 def run(code: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
 
 
 def test_the_host_cannot_read_device_memory() -> None:
-    done = run("import ctypes, strict, torch; ctypes.string_at(torch.ones(9, device='strict').data_ptr(), 4)")
+    done = run("import ctypes, strict, torch; ctypes.string_at(torch.ones(9, device='sim').data_ptr(), 4)")
     assert done.returncode == -11, done.stderr
 
 
 def test_a_forked_process_cannot_use_it() -> None:
     code = """
 import os, strict, torch
-torch.ones(9, device="strict")
+torch.ones(9, device="sim")
 if os.fork() == 0:
     try:
-        torch.ones(9, device="strict")
+        torch.ones(9, device="sim")
     except RuntimeError as error:
-        assert "Cannot re-initialize strict in forked subprocess" in str(error)
+        assert "Cannot re-initialize sim in forked subprocess" in str(error)
         os._exit(7)
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 """

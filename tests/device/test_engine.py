@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tensordict_lite import DeviceDict, prefetch
+from tensordict_lite._memory import device as device_module
 from tensordict_lite._memory import staging
 from tensordict_lite._memory.device import capabilities
 from tensordict_lite._memory.staging import SLOT, SLOTS, Slot, Staging, staging_of
 from tensordict_lite._memory.transfer import COALESCED_TENSOR, FETCHED_TENSOR, STAGED_MOVE
 
-D0, D1 = torch.device("strict", 0), torch.device("strict", 1)
+D0, D1 = torch.device("sim", 0), torch.device("sim", 1)
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -201,7 +202,7 @@ class TestToTheHost:
     def test_from_the_device_that_is_not_current(self, pack: bool) -> None:
         for d in (batch(9, 100_000).to(D1), batch(9, 64).to(D1)):
             there = d.pack() if pack else d
-            with strict.held("strict:1", seconds=0.05):
+            with strict.held("sim:1", seconds=0.05):
                 for value in there.values():
                     value.add_(1)
                 assert is_batch(there.cpu(), 1)
@@ -217,7 +218,7 @@ class TestToTheHost:
 def test_between_two_devices(pack: bool) -> None:
     d = batch(20, 512).to(D0)
     d = d.pack() if pack else d
-    with strict.held() as here, strict.held("strict:1") as there:
+    with strict.held() as here, strict.held("sim:1") as there:
         for value in d.values():
             value.add_(1)
         moved = d.to(D1)
@@ -376,6 +377,61 @@ def test_expanded_fields_can_be_pinned(more: dict[str, Tensor]) -> None:
     assert all(a is b for a, b in zip(pinned.pin_memory().values(), pinned.values(), strict=True))
     kept = DeviceDict({"x": pinned["row"][:1].expand(5, 3)})
     assert kept.pin_memory()["x"] is kept["x"]
+
+
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="this torch captures on CUDA only")
+class TestCapture:
+    @pytest.mark.parametrize("pack", [False, True])
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_each_replay_reads_pinned_sources_again(self, shape: tuple[int, int], pack: bool) -> None:
+        d = batch(*shape).pack() if pack else batch(*shape)
+        d = d.pin_memory()
+        kept, filled = batch(*shape).to(D0), batch(*shape).to(D0)
+        with strict.captured() as graph:
+            for into, value in zip(kept.values(), d.to(D0, non_blocking=True).values(), strict=True):
+                into.copy_(value)
+            filled.fill_(d, non_blocking=True)
+        for start in (5, 7):
+            for i, value in enumerate(d.values()):
+                value.fill_(start + i)
+            graph.replay()
+            assert is_batch(kept, start) and is_batch(filled, start)
+
+    def test_work_on_the_device_is_recorded(self) -> None:
+        d, kept = batch(3, 600).to(D0), batch(3, 600).to(D0)
+        with strict.captured() as graph:
+            kept.fill_(d)
+        for start in (5, 7):
+            for i, value in enumerate(d.values()):
+                value.fill_(start + i)
+            graph.replay()
+            assert is_batch(kept, start)
+
+    @pytest.mark.parametrize("non_blocking", [False, True])
+    @pytest.mark.parametrize("work", [lambda d, there, late: d.to(D0, non_blocking=late), lambda d, there, late: there.to("cpu", non_blocking=late), lambda d, there, late: there.fill_(d, late)], ids=["to", "back", "fill"])  # fmt: skip
+    @pytest.mark.parametrize("count", [1, 9])
+    def test_what_cannot_be_captured_is_an_error(
+        self, work: Callable[[DeviceDict, DeviceDict, bool], DeviceDict], count: int, non_blocking: bool
+    ) -> None:
+        """No result that no replay would change, as of a copy that is made at once."""
+        d = batch(count, 600)
+        there = d.to(D0)
+        with (
+            pytest.raises(RuntimeError, match="the capture ended with an error before"),
+            strict.captured(),
+            pytest.raises(RuntimeError, match="is not permitted when a stream is capturing"),
+        ):
+            work(d, there, non_blocking)
+        assert is_batch(there) and is_batch(d) and is_batch(d.to(D0))
+
+    def test_a_device_is_not_tried_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        known = dict(device_module._capabilities)
+        monkeypatch.setattr(device_module, "_capabilities", {**known})
+        del device_module._capabilities[D0]
+        with strict.captured():
+            can = capabilities(D0)
+        assert can.accelerator and not can.streams and not can.pinned_memory, "an error would end the capture"
+        assert capabilities(D0) == known[D0]
 
 
 class TestPrefetch:
