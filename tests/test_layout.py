@@ -80,31 +80,23 @@ def test_specs_that_become_equal_are_one_run() -> None:
     assert mixed[0][1] == [0], "the groups are not changed"
 
 
-@given(group_lists(), st.integers(1, 300), st.integers(300, 600))
+@given(group_lists(), st.integers(1, 300), st.integers(400, 700))
 def test_buffers_keep_to_the_limits(groups: list[Group], largest: int, limit: int) -> None:
     parts = distribute(groups, largest, limit)
     sizes = {i: math.prod(shape) * dtype.itemsize for (dtype, shape, _), members in groups for i in members}
     taken = [i for part in parts for i in part.members]
     fit = {i for i, size in sizes.items() if 0 < size <= largest}
     assert len(set(taken)) == len(taken) and fit.issuperset(taken), "each once, none that is large"
-    if 2 * aligned(largest) <= limit:
+    if 2 * aligned(largest) <= limit - ALIGNMENT:
         assert len(fit.difference(taken)) <= 1, "only the last may have a buffer of its own"
     for part in parts:
-        assert part.nbytes <= aligned(limit) and len(part.members) > 1
+        assert with_spare(part.nbytes) <= aligned(limit) and len(part.members) > 1
 
 
 def test_a_buffer_is_filled_before_the_next() -> None:
     group: Group = ((torch.uint8, (64,), (1,)), list(range(9)))
-    assert [part.members for part in distribute([group], 64, 256)] == [[0, 1, 2, 3], [4, 5, 6, 7]], "8 is left alone"
-    assert distribute([], 64, 256) == distribute([group], 63, 256) == []
-
-
-@given(group_lists(), st.integers(1, 300), st.integers(400, 700))
-def test_spare_bytes_lie_behind_the_fields(groups: list[Group], largest: int, limit: int) -> None:
-    for part, plain in zip(
-        distribute(groups, largest, limit, spare=True), distribute(groups, largest, limit - ALIGNMENT), strict=True
-    ):
-        assert part.runs == plain.runs and part.nbytes == with_spare(plain.nbytes) <= aligned(limit)
+    assert [part.members for part in distribute([group], 64, 320)] == [[0, 1, 2, 3], [4, 5, 6, 7]], "8 is left alone"
+    assert distribute([], 64, 320) == distribute([group], 63, 320) == []
 
 
 @given(st.data())

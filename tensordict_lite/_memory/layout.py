@@ -18,6 +18,7 @@ Spec = tuple[torch.dtype, Sizes, Sizes]
 """The dtype, shape and stride of a tensor. The stride counts elements, as in torch."""
 Group = tuple[Spec, list[int]]
 """A spec, and the indices of the tensors that have it, ascending."""
+SavedGroup = tuple[torch.dtype, Sizes, Sizes, tuple[int, ...]]
 
 
 class Run(NamedTuple):
@@ -43,7 +44,7 @@ class Layout(NamedTuple):
 
     runs: tuple[Run, ...]
     nbytes: int
-    """The size of the buffer: the bytes up to the end of the last field, and the spare bytes if it has any."""
+    """The bytes up to the end of the last field."""
 
     @property
     def members(self) -> list[int]:
@@ -55,13 +56,17 @@ class Layout(NamedTuple):
         """The groups of specs. `lay_out` makes this layout from them."""
         return [((run.dtype, run.shape, run.stride), run.members) for run in self.runs]
 
+    @property
+    def saved(self) -> tuple[SavedGroup, ...]:
+        """The groups, for a pickle."""
+        return tuple([(run.dtype, run.shape, run.stride, tuple(run.members)) for run in self.runs])
 
-def lay_out(groups: Iterable[Group], spare: bool = False) -> Layout:
+
+def lay_out(groups: Iterable[Group]) -> Layout:
     """Compute the layout of these tensors: equal specs next to each other, dense strides, every field aligned.
 
     A layout depends on the specs alone. So `is_packed` can compare it with addresses, and a receiver can compute it.
-    Fields with equal specs are next to each other, so that one ``unbind`` makes views of all of them. ``spare``: the
-    buffer gets spare bytes, see `with_spare`.
+    Fields with equal specs are next to each other, so that one ``unbind`` makes views of all of them.
     """
     merged: dict[Spec, list[int]] = {}
     for (dtype, shape, stride), members in groups:
@@ -78,7 +83,7 @@ def lay_out(groups: Iterable[Group], spare: bool = False) -> Layout:
         if nbytes:
             end = start + step * (count - 1) + nbytes
             start += step * count
-    return Layout(tuple(runs), with_spare(end) if spare else end)
+    return Layout(tuple(runs), end)
 
 
 def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> list[Group]:
@@ -99,14 +104,14 @@ def with_spare(nbytes: int) -> int:
     return aligned(nbytes + 1)
 
 
-def distribute(groups: Iterable[Group], largest: int, limit: int, spare: bool = False) -> list[Layout]:
-    """Distribute the fields of 1 to ``largest`` bytes over buffers of at most ``limit`` bytes.
+def distribute(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
+    """Distribute the fields of 1 to ``largest`` bytes over buffers of at most ``limit`` bytes, spare bytes included.
 
     Three kinds of fields are left out: larger fields, fields without elements, and a field alone in its buffer.
-    ``limit`` must have room for a field of ``largest`` bytes. ``spare``: each buffer gets spare bytes (`with_spare`).
+    ``limit`` must have room for a field of ``largest`` bytes and for the spare bytes of `with_spare`.
     """
     parts: list[list[Group]] = [[]]
-    limit = limit - ALIGNMENT if spare else limit
+    limit -= ALIGNMENT
     room = limit
     for spec, members in groups:
         dtype, shape, _ = spec
@@ -122,7 +127,7 @@ def distribute(groups: Iterable[Group], largest: int, limit: int, spare: bool = 
             if left:
                 parts.append([])
                 room = limit
-    return [lay_out(part, spare) for part in parts if len(part) > 1 or (part and len(part[0][1]) > 1)]
+    return [lay_out(part) for part in parts if len(part) > 1 or (part and len(part[0][1]) > 1)]
 
 
 @lru_cache(maxsize=1024)  # every batch has the same few shapes, and the computation takes 2 us

@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function
 from .buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .device import capabilities, intercepted
 from .dtypes import PACKABLE
-from .layout import Group, Layout, Spec, cast_groups, dense_stride, lay_out
+from .layout import Group, Layout, SavedGroup, Spec, cast_groups, dense_stride, lay_out
 
 MAX_DIMENSIONS = 64
 """The most dimensions that torch's operations accept."""
@@ -33,8 +33,8 @@ class Packed(NamedTuple):
     """How a list of packed tensors lies in its buffer. The ints are indices in the list."""
 
     layout: Layout
-    specs: tuple[Any, ...]
-    """The groups of the layout, as (dtype, shape, stride, members)."""
+    saved: tuple[SavedGroup, ...]
+    """The groups of the layout, for a pickle."""
     unpackable: list[int]
     """The tensors outside the buffer."""
     repeats: dict[int, int]
@@ -63,16 +63,7 @@ def packable(t: Tensor) -> bool:
 
 def find_unpackable(tensors: Sequence[Tensor]) -> list[int]:
     """The indices of the tensors that are not `packable`."""
-    # The negated condition of `packable`, written out: a call for each tensor would double the time.
-    return [
-        i
-        for i, t in enumerate(tensors)
-        if type(t) is not Tensor
-        or t.layout is not _strided
-        or (t.requires_grad or t.is_nested or t.is_neg())
-        or (dtype := t.dtype) not in PACKABLE
-        or (dtype.is_complex and t.is_conj())
-    ]
+    return [i for i, t in enumerate(tensors) if not packable(t)]
 
 
 def repeats_of(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -85,19 +76,22 @@ def repeats_of(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 def arrange(tensors: Sequence[Tensor], skip: Collection[int] = ()) -> tuple[list[Group], list[int]]:
     """Group the packable tensors by spec; also list the indices of the others. ``skip``: indices to leave out."""
-    unpackable = find_unpackable(tensors)
-    if skip:
-        unpackable = [i for i in unpackable if i not in skip]
-    left_out = {*skip, *unpackable}
+    specs, unpackable = _specs(tensors, skip)
+    return _grouped(specs), unpackable
+
+
+def _specs(tensors: Sequence[Tensor], skip: Collection[int]) -> tuple[tuple[Spec | None, ...], list[int]]:
+    """The spec of each packable tensor, and the indices of the others. A tensor in ``skip`` is in neither."""
+    specs = [(t.dtype, t.shape, t.stride()) if packable(t) and i not in skip else None for i, t in enumerate(tensors)]
+    return tuple(specs), [i for i, spec in enumerate(specs) if spec is None and i not in skip]
+
+
+def _grouped(specs: Sequence[Spec | None]) -> list[Group]:
     groups: dict[Spec, list[int]] = {}
-    for i, t in enumerate(tensors):
-        if i in left_out:
-            continue
-        if (spec := (t.dtype, t.shape, t.stride())) in groups:
-            groups[spec].append(i)
-        else:
-            groups[spec] = [i]
-    return list(groups.items()), unpackable
+    for i, spec in enumerate(specs):
+        if spec is not None:
+            groups.setdefault(spec, []).append(i)
+    return list(groups.items())
 
 
 def may_be_packed(tensors: Sequence[Tensor], alone: bool = False) -> bool:
@@ -120,14 +114,12 @@ def find_buffer(tensors: Sequence[Tensor], device: torch.device | None, *, alone
     """
     if not (can_pack(device) and may_be_packed(tensors, alone)):
         return None
-    repeats, unpackable = repeats_of(tensors), find_unpackable(tensors)
-    if repeats:
-        unpackable = [i for i in unpackable if i not in repeats]
-    left_out = {*repeats, *unpackable}
-    found = _fields(tuple([None if i in left_out else (t.dtype, t.shape, t.stride()) for i, t in enumerate(tensors)]))
+    repeats = repeats_of(tensors)
+    specs, unpackable = _specs(tensors, repeats)
+    found = _fields(specs)
     if found is None:
         return None
-    layout, offsets, specs = found
+    layout, offsets, saved = found
     first = next(iter(offsets))
     storage = tensors[first].untyped_storage()
     if storage.nbytes() != layout.nbytes:
@@ -136,25 +128,21 @@ def find_buffer(tensors: Sequence[Tensor], device: torch.device | None, *, alone
     for i, offset in offsets.items():
         if tensors[i].data_ptr() - base != offset:
             return None
-    return Packed(layout, specs, unpackable, repeats)
+    return Packed(layout, saved, unpackable, repeats)
 
 
 @lru_cache(maxsize=64)  # a program mostly uses dicts with the same few specs
-def _fields(specs: tuple[Spec | None, ...]) -> tuple[Layout, dict[int, int], tuple[Any, ...]] | None:
-    """The layout of packed tensors with these specs, the offsets of those with elements, and its groups.
+def _fields(specs: tuple[Spec | None, ...]) -> tuple[Layout, dict[int, int], tuple[SavedGroup, ...]] | None:
+    """The layout of packed tensors with these specs, the offsets of those with elements, and its groups for a pickle.
 
     None if no tensor has elements, or if the strides of one are not those that `lay_out` gives.
     """
-    groups: dict[Spec, list[int]] = {}
-    for i, spec in enumerate(specs):
-        if spec is not None:
-            groups.setdefault(spec, []).append(i)
-    if any(dense_stride(shape, stride) != stride for _, shape, stride in groups):
+    groups = _grouped(specs)
+    if any(dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups):
         return None
-    layout = lay_out(groups.items())
+    layout = lay_out(groups)
     offsets = {i: run.offset + n * run.step for run in layout.runs if run.step for n, i in enumerate(run.members)}
-    saved = tuple([(*spec, tuple(members)) for spec, members in layout.groups])
-    return (layout, offsets, saved) if offsets else None
+    return (layout, offsets, layout.saved) if offsets else None
 
 
 def are_slices(tensors: Sequence[Tensor]) -> bool:

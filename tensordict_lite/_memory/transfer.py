@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .buffer import buffer_of, copy_into, new_buffer, regions, view_over, views_of
 from .cast import clone_each, copy_each
+from .dense import dense_bytes
 from .device import CPU, META, capabilities, intercepted, is_capturing
 from .dtypes import CASTS
-from .layout import Layout, cast_groups, dense_stride, distribute, lay_out
+from .layout import Layout, cast_groups, dense_stride, distribute, lay_out, with_spare
 from .packed import arrange, find_buffer, map_buffer, may_be_packed, pack_into, repeats_of
 from .staging import SLOT, Slot, staging_buffer, staging_of
 
@@ -68,14 +69,12 @@ def plan_copies(
     dtype: torch.dtype | None = None,
     non_blocking: bool = False,
     copy: bool = False,
-) -> CopyPlan | None:
-    """Plan how ``tensors``, all on ``source``, get to ``target``. None while operations on tensors are intercepted.
+) -> CopyPlan:
+    """Plan how ``tensors``, all on ``source``, get to ``target``. No operations on tensors may be intercepted.
 
     Small tensors are coalesced: on the host if they go to a device, else on their device. A ``non_blocking`` transfer
     to the host coalesces nothing, because the caller waits for the copies.
     """
-    if intercepted():
-        return None
     here, there = capabilities(source), capabilities(target)
     capturing = (there.accelerator and is_capturing(target)) or (here.accelerator and is_capturing(source))
     repeats = repeats_of(tensors)
@@ -101,7 +100,7 @@ def plan_copies(
         return one_by_one
     groups, unpackable = arrange(tensors, repeats)
     after = cast_groups(groups, casts) if casts else groups
-    coalesced = distribute(after, COALESCED_TENSOR, COALESCED_BUFFER, spare=True)
+    coalesced = distribute(after, COALESCED_TENSOR, COALESCED_BUFFER)
     rest = set(everything).difference(*[layout.members for layout in coalesced])
     staged: list[int] = []
     fetched: list[Layout] = []
@@ -185,19 +184,17 @@ def transfer(
 
     Cost: the copies of `plan_copies`. On the same device: a copy of each tensor that is cast, or of a packed buffer.
     """
+    if device is META or intercepted():
+        return copy_each(tensors, device, dtype, non_blocking, copy)
     if device is None or device == source:
-        if source is None or intercepted() or not may_be_packed(tensors):
+        if source is None or not may_be_packed(tensors):
             return copy_each(tensors, None, dtype, False, copy)
         if not copy and CASTS[dtype].keys().isdisjoint([t.dtype for t in tensors]):
             return list(tensors)
         device, non_blocking = source, False
-    if device is META:
-        return copy_each(tensors, device, dtype, non_blocking, copy)
     if source is None:
         return _from_each_device(tensors, device, dtype, non_blocking, copy)
     plan = plan_copies(tensors, source, device, dtype, non_blocking, copy)
-    if plan is None:
-        return copy_each(tensors, device, dtype, non_blocking, copy)
     return execute(plan, tensors, source, device, dtype, non_blocking, copy)
 
 
@@ -216,8 +213,6 @@ def _from_each_device(
     tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None, non_blocking: bool, copy: bool
 ) -> list[Tensor]:
     """Make one transfer from each device that has some of the tensors."""
-    if intercepted():
-        return copy_each(tensors, device, dtype, non_blocking, copy)
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(i)
@@ -273,9 +268,7 @@ def _stage(tensor: Tensor, dtype: torch.dtype, target: torch.device) -> Tensor:
     A copy from pageable memory waits for all earlier work on the stream. A copy through pinned memory does not.
     """
     shape, stride = tensor.shape, dense_stride(tensor.shape, tensor.stride())
-    if stride != tensor.stride():
-        tensor = torch.empty_strided(shape, stride, dtype=tensor.dtype).copy_(tensor)
-    elements = tensor.as_strided((tensor.numel(),), (1,))
+    elements = dense_bytes(tensor).view(tensor.dtype)
     moved = torch.empty(elements.numel(), dtype=dtype, device=target)
     count = SLOT // dtype.itemsize
     for start in range(0, elements.numel(), count):
@@ -287,8 +280,9 @@ def _stage(tensor: Tensor, dtype: torch.dtype, target: torch.device) -> Tensor:
 
 def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device, pins: bool) -> None:
     """Replace the tensors of the layout in ``out``, on the host, by copies on ``target``, which share a buffer."""
-    moved = new_buffer(layout.nbytes, target)
-    with staging_buffer(layout.nbytes, target, pins) as (staging, pinned):
+    nbytes = with_spare(layout.nbytes)
+    moved = new_buffer(nbytes, target)
+    with staging_buffer(nbytes, target, pins) as (staging, pinned):
         copy_into(staging, layout, out)
         moved.copy_(staging, non_blocking=pinned)
     views_of(layout, regions(moved, layout), out)
@@ -297,7 +291,7 @@ def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device,
 def _gathered(layout: Layout, out: list[Tensor], source: torch.device) -> Tensor | None:
     """A buffer on ``source`` with copies of the tensors of the layout. None if ``source`` has no memory for it."""
     try:
-        buffer = new_buffer(layout.nbytes, source)
+        buffer = new_buffer(with_spare(layout.nbytes), source)
     except torch.OutOfMemoryError:  # tensors may be moved because the device is full
         return None
     copy_into(buffer, layout, out)
@@ -336,9 +330,9 @@ def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[int]
             if buffer is None:
                 left += layout.members
             elif (memory := pinned(layout)) is not None:
-                memory.copy_(buffer, non_blocking=True)
+                memory.copy_(buffer[: layout.nbytes], non_blocking=True)
             else:
-                _own_memory(layout, new_buffer(layout.nbytes, CPU).copy_(buffer), out)
+                _own_memory(layout, buffer.to(CPU), out)
         for layout in plan.fetched:
             memory = pinned(layout)
             if memory is None:

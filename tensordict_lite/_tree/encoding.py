@@ -33,7 +33,7 @@ from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regio
 from .._memory.dense import dense_bytes
 from .._memory.device import CPU, canonical, intercepted, resolve
 from .._memory.dtypes import FOREACH_DTYPES
-from .._memory.layout import ALIGNMENT, Group, Layout, dense_stride, distribute, lay_out, with_spare
+from .._memory.layout import Group, Layout, dense_stride, distribute, lay_out, with_spare
 from .._memory.packed import (
     are_slices,
     arrange,
@@ -177,7 +177,7 @@ def in_storages(values: list[Any], device: torch.device | None, *, alone: bool =
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     found = find_buffer(tensors, device, alone=alone and len(tensors) == 1)
-    parts = [] if found is None else [(buffer_of(tensors, found.layout), found.specs)]
+    parts = [] if found is None else [(buffer_of(tensors, found.layout), found.saved)]
     numbers = {} if found is None else {id(tensors[i]): i for i in found.layout.members}
     for i, tensor in enumerate(tensors):
         if id(tensor) not in numbers and tensor.dtype not in FOREACH_DTYPES and packable(tensor):
@@ -204,7 +204,7 @@ def _out_of_band(values: list[Any]) -> Carried:
     tensors = values if only_tensors(values) else [value for value in values if isinstance(value, Tensor)]
     found = find_buffer(tensors, CPU)
     if found is not None and tensors is values and not (found.unpackable or found.repeats):
-        return [(_pickle_buffer(buffer_of(tensors, found.layout)), found.specs)], None
+        return [(_pickle_buffer(buffer_of(tensors, found.layout)), found.saved)], None
     groups, unpackable = arrange(tensors, repeats_of(tensors))
     if found is not None:
         parts = [(found.layout, buffer_of(tensors, found.layout))]
@@ -216,7 +216,7 @@ def _out_of_band(values: list[Any]) -> Carried:
         for tensor in tensors:
             if id(tensor) not in numbers and id(tensor) not in left_out:
                 numbers[id(tensor)] = _large_tensors.setdefault(id(tensor), LargeTensor(tensor))
-    return [(_pickle_buffer(buffer), _specs(layout)) for layout, buffer in parts], _leaves(values, numbers)
+    return [(_pickle_buffer(buffer), layout.saved) for layout, buffer in parts], _leaves(values, numbers)
 
 
 class LargeTensor:
@@ -238,7 +238,7 @@ contain a tensor: then pickle sees one object, and writes the tensor once."""
 
 def _small(groups: list[Group]) -> list[Layout]:
     """The layouts of the buffers into which small tensors and tensors without elements are copied."""
-    layouts = distribute(groups, COALESCED_TENSOR, COALESCED_BUFFER - ALIGNMENT)
+    layouts = distribute(groups, COALESCED_TENSOR, COALESCED_BUFFER)
     empty = [group for group in groups if 0 in group[0][1]]
     if empty:
         first = layouts.pop(0).groups if layouts else []
@@ -249,10 +249,6 @@ def _small(groups: list[Group]) -> list[Layout]:
 def _dense(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of a tensor, and its stride in `dense_bytes`."""
     return tuple(tensor.shape), dense_stride(tensor.shape, tensor.stride())
-
-
-def _specs(layout: Layout) -> tuple[Any, ...]:
-    return tuple([(*spec, tuple(members)) for spec, members in layout.groups])
 
 
 def _coalesced(tensors: list[Tensor], layout: Layout) -> Tensor:
