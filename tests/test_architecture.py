@@ -20,7 +20,7 @@ ORDER = [
     *(f"_tree.{name}" for name in ("missing", "policy", "columns", "walk", "convert", "compare", "pytree", "tree", "manifest", "encoding", "sendable")),
     *(f"_files.{name}" for name in ("atomic_write", "safetensors")),
     *(f"_tables.{name}" for name in ("format", "reader", "writer")),
-    *(f"_dict.{name}" for name in ("arguments", "display", "insert", "row_values", "row_index", "row_writes", "rows", "arithmetic", "fill", "torch_functions", "device_dict", "schema", "typed", "row_writer", "io")),
+    *(f"_dict.{name}" for name in ("arguments", "display", "insert", "row_values", "row_index", "row_assignment", "rows", "arithmetic", "fill", "torch_functions", "device_dict", "schema", "typed", "row_writer", "io")),
     "unpickle",
     *(f"_batch.{name}" for name in ("pad", "join", "fill", "collate", "containers", "prefetch")),
     *(f"distributed.{name}" for name in ("message", "channel", "verbs", "__init__")),

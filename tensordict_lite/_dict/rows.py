@@ -19,8 +19,8 @@ from .._memory.row_copies import group_equal, take_batch, take_rows
 from .._tree.missing import closest
 from .._tree.tree import TreeDict, tensor_paths
 from .._tree.walk import only_tensors
+from .row_assignment import assign_rows
 from .row_index import integers, row_index
-from .row_writes import write_rows
 
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -123,7 +123,7 @@ class Rows(Dataset[D]):
         """
         d = self._dict
         count = _row_count(d)
-        write_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
+        assign_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
     def __iter__(self) -> Iterator[D]:
         """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""

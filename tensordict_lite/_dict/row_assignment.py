@@ -1,10 +1,10 @@
-"""Write a mapping into rows of a dict. All values are validated before the first one is written."""
+"""``d.rows[index] = other``: write a mapping into rows. All values are validated before the first one is written."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from .._memory.row_copies import can_copy_rows, viewed_as_bits
 from .._tree.convert import find_tensor
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict
-from .._tree.walk import only_tensors
 from .row_index import integers
 from .row_values import fit_codes, refuse_encoders, refuse_unfit, row_value
 
@@ -25,16 +24,16 @@ RowIndex = int | slice | Tensor
 """The rows to write: one row, a slice, or int64[n] on the device of the dict."""
 
 
-def write_rows(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], count: int) -> None:
+def assign_rows(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], count: int) -> None:
     """Write ``other`` into the rows of ``d``, which has ``count`` rows. If a value does not fit, write nothing."""
     if not isinstance(other, Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
-    writes = _Writes(index, count)
-    writes.add_dict(d, other, ())
-    writes.run()
+    assignment = _Assignment(index, count)
+    assignment.add_dict(d, other, ())
+    assignment.run()
 
 
-class _Writes:
+class _Assignment:
     """The validated writes of one call: tensors with their values, and kept lists with their objects."""
 
     def __init__(self, index: RowIndex, count: int) -> None:
@@ -43,7 +42,7 @@ class _Writes:
             self.lead: tuple[int, ...] = (len(index),)
         else:
             self.lead = (len(range(count)[index]),) if isinstance(index, slice) else ()
-        self.paths: list[tuple[Path, str]] = []  # for each target: the path of its dict, and its key
+        self.paths: list[Path] = []  # of the targets
         self.targets: list[Tensor] = []
         self.values: list[Tensor] = []
         self.objects: list[tuple[list[Any], Any]] = []
@@ -51,37 +50,30 @@ class _Writes:
 
     def add_dict(self, d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:
         """Validate the values of ``other`` for all fields of ``d``, at the path ``at``."""
-        if list(d) == list(other):
-            values = list(other.values())
-        else:
+        if list(d) != list(other):
             refuse_other_keys(d, other, at, "the given mapping", f"this {type(d).__name__}")
-            values = [other[key] for key in d]
         refuse_encoders(d, other, at)
-        targets: list[Any] = list(d.values())
-        if self.fit(targets, values, d._device):
-            self.paths += [(at, key) for key in d]
-            self.targets += targets
-            self.values += values
-        else:
-            for key, target, value in zip(d, targets, values, strict=True):
+        for key, target in d.items():
+            value = other[key]
+            fits = (
+                type(value) is Tensor
+                and _is_simple(target)
+                and value.dtype is target.dtype
+                and value.device == d._device
+                and value.layout is torch.strided
+                and not value.is_nested
+                and not value.requires_grad
+                and value.shape == self.lead + target.shape[1:]
+            )
+            if fits:
+                self.add_tensor((*at, key), target, value)
+            else:
                 self.add(d, key, target, value, at)
 
-    def fit(self, targets: list[Any], values: list[Any], device: torch.device | None) -> bool:
-        """Whether all values are plain tensors that fit into the rows as they are, and no write can fail."""
-        # One comprehension for each attribute. A call for each field takes longer.
-        if not only_tensors((*targets, *values)):
-            return False
-        try:
-            return (
-                [t.dtype for t in targets] == [t.dtype for t in values]
-                and [self.lead + t.shape[1:] for t in targets] == [t.shape for t in values]
-                and [t.device for t in values].count(device) == len(values)
-                and [t.layout for t in values].count(torch.strided) == len(values)
-                and all(map(is_simple, targets))
-                and True not in [t.requires_grad for t in values]
-            )
-        except RuntimeError:  # nested tensors have no shape
-            return False
+    def add_tensor(self, path: Path, target: Tensor, value: Tensor) -> None:
+        self.paths.append(path)
+        self.targets.append(target)
+        self.values.append(value)
 
     def add(self, d: TreeDict[Any], key: str, target: Any, value: Any, at: Path) -> None:
         """Convert and validate one value for a field of ``d``."""
@@ -106,11 +98,9 @@ class _Writes:
                     raise
                 message = f"{dotted(path)}: expected {list(shape)} for these rows, got {list(value.shape)}"
                 raise ValueError(message) from error
-            self.paths.append((at, key))
-            self.targets.append(target)
             # The kernels for an index tensor do not cast. They would raise after some fields are written.
-            self.values.append(value.to(target.dtype) if isinstance(self.index, Tensor) else value)
-            self.can_fail = self.can_fail or not is_simple(target) or value.requires_grad
+            self.add_tensor(path, target, value.to(target.dtype) if isinstance(self.index, Tensor) else value)
+            self.can_fail = self.can_fail or not _is_simple(target) or value.requires_grad
         else:
             what = "a nested dict" if isinstance(target, TreeDict) else "a tensor"
             raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")
@@ -158,24 +148,18 @@ class _Writes:
         if not isinstance(index, Tensor) and targets and targets[0].is_cpu:
             torch._foreach_copy_([target[index] for target in targets], values)
             return  # the CUDA kernel of some versions misreads a list of mixed dtypes
-        at: Any = index
-        few: list[tuple[Tensor, Tensor]] = []
-        others: list[tuple[Tensor, Tensor]] = []
+        writes: list[partial[Any]] = []
         for target, value in map(viewed_as_bits, targets, values):
-            copies = isinstance(index, Tensor) and can_copy_rows(target, value)
-            (few if copies else others).append((target, value))
-        calls: list[Iterator[Any]] = []
-        if few:
-            calls.append(map(Tensor.index_copy_, [t for t, _ in few], repeat(0), repeat(at), [v for _, v in few]))
-        if others:
-            calls.append(map(Tensor.__setitem__, [t for t, _ in others], repeat(at), [v for _, v in others]))
+            if isinstance(index, Tensor) and can_copy_rows(target, value):
+                writes.append(partial(target.index_copy_, 0, index, value))
+            else:
+                writes.append(partial(target.__setitem__, index, value))
         # A loop in C: Python handles Ctrl-C after the last write, not between two of them.
-        deque(chain(*calls), 0)
+        deque(map(partial.__call__, writes), 0)
 
     def run_each(self, index: RowIndex, values: Sequence[Tensor]) -> None:
         """Write one field at a time. If a write fails, undo the writes before it."""
-        paths = [(*at, key) for at, key in self.paths]
-        for path, target in zip(paths, self.targets, strict=True):
+        for path, target in zip(self.paths, self.targets, strict=True):
             if target.layout is torch.strided and is_expanded(target):
                 raise RuntimeError(f"{dotted(path)}: the rows of an expanded tensor share memory; clone() it first")
             if target.is_inference() and not torch.is_inference_mode_enabled():  # torch raises after it has written
@@ -183,7 +167,7 @@ class _Writes:
         before = [target[index].clone() for target in self.targets]
         done = 0
         try:
-            for path, target, value in zip(paths, self.targets, values, strict=True):
+            for path, target, value in zip(self.paths, self.targets, values, strict=True):
                 done += 1  # first, because an interrupt may follow the write
                 try:
                     into, given = viewed_as_bits(target, value) if type(target) is Tensor else (target, value)
@@ -199,12 +183,13 @@ class _Writes:
             raise
 
 
-def is_simple(target: Tensor) -> bool:
+def _is_simple(target: object) -> bool:
     """Whether no write into a tensor can fail, as it can with autograd, inference mode and expanded tensors."""
     return (
         type(target) is Tensor
         and target.layout is torch.strided
+        and not target.is_nested
         and target.is_contiguous()
         and not target.requires_grad
-        and (torch.is_inference_mode_enabled() or not target.is_inference())
+        and (not target.is_inference() or torch.is_inference_mode_enabled())
     )
