@@ -176,11 +176,15 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     "nested": lambda d: d.copy() | {"p": {"q": DeviceDict({"s": "b"}, encoders=LETTERS)}},
     "unflattened": lambda d: DeviceDict.unflatten(d.flatten()),
     "copies": lambda d: [copy.copy(d), copy.deepcopy(d)],
-    **{f"pickle {n}": lambda d, n=n: [pickle.loads(pickle.dumps(one, n)) for one in (d, d.pack(), d.rows[1:])]
-       for n in range(2, pickle.HIGHEST_PROTOCOL + 1)},
+    **{
+        f"pickle {n}": lambda d, n=n: [pickle.loads(pickle.dumps(one, n)) for one in (d, d.pack(), d.rows[1:])]
+        for n in range(2, pickle.HIGHEST_PROTOCOL + 1)
+    },
     "pickle of rows": lambda d: pickle.loads(pickle.dumps(d.rows))[0],
     "pytree": lambda d: pytree.tree_map(torch.clone, d),
-    "pytree, pickled": lambda d: pytree.tree_unflatten(d._tensors(), pickle.loads(pickle.dumps(pytree.tree_flatten(d)[1]))),
+    "pytree, pickled": lambda d: pytree.tree_unflatten(
+        d._tensors(), pickle.loads(pickle.dumps(pytree.tree_flatten(d)[1]))
+    ),
     "torch.save": lambda d: [in_memory(d), in_memory(d.pack())],
     "save": lambda d: on_disk(save, d),
     "table": lambda d: on_disk(write_table, d),
@@ -188,9 +192,17 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     "rows written to": lambda d: [d.rows.__setitem__(0, d.rows[1]), d][1],
     "__getitems__": lambda d: collate(d.rows.__getitems__([0, 2])),
     "stack and cat": lambda d: [stack([d, d]), cat([d, d]), torch.stack([d, d]), torch.cat([d, d])],
-    "functions of torch": lambda d: [torch.zeros_like(d), torch.clone(d), torch.detach(d), *torch.split(d, 1), *torch.unbind(d)],
+    "functions of torch": lambda d: [
+        torch.zeros_like(d),
+        torch.clone(d),
+        torch.detach(d),
+        *torch.split(d, 1),
+        *torch.unbind(d),
+    ],
     "collate": lambda d: [collate([d, d]), collate(list(d.rows)), default_collate(list(d.rows))],
-    "collate with encoders": lambda d: collate([{**d.to_dict(), "s": [*"abb"], "t": "b"}] * 2, cls=Rebuilt, encoders={"s": LETTERS}),
+    "collate with encoders": lambda d: collate(
+        [{**d.to_dict(), "s": [*"abb"], "t": "b"}] * 2, cls=Rebuilt, encoders={"s": LETTERS}
+    ),
     "loader": lambda d: [in_a_worker(d), in_a_worker(d, collate_fn=collate)],
     "queues": lambda d: [through_queues(d), through_queues(d.pack())],
     "distributed": between_ranks,
@@ -198,7 +210,7 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     "to_device": lambda d: [to_device(d, "meta"), to_device([d], "meta")],
     "typed": own_class,
     "class": lambda d: [Rebuilt(dict(d)), type(Rebuilt(d))({"a": {"b": "text"}}), Rebuilt(d).double()],
-}  # fmt: skip
+}
 
 
 def dicts(found: Any) -> list[DeviceDict[Any]]:

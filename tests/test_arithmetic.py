@@ -62,26 +62,53 @@ class TestMap:
         three = d.map(lambda x, y, z: x + y * z, e, reordered(d))
         assert torch.equal(three["n", "b"], d["n", "b"] + e["n", "b"] * d["n", "b"])
 
-    @pytest.mark.parametrize(("change", "error", "text"), [
-        (lambda e: e["n"].pop("b"), ValueError, "the other mapping lacks 'n.b'"),
-        (lambda e: e.pop("d"), ValueError, "the other mapping lacks 'd'"),
-        (lambda e: e["n"]["m"].update(q=torch.ones(1)), ValueError, "the other mapping has 'n.m.q', which this DeviceDict lacks"),
-        (lambda e: e.update(d=1.5), TypeError, "'d' is a float in the other mapping, expected a tensor; DeviceDict(other) makes tensors of numbers"),
-        (lambda e: e.update(d={"x": 1}), TypeError, "'d' is a mapping in the other mapping, expected a tensor"),
-        (lambda e: e.update(n=torch.ones(1)), TypeError, "'n' is float32[1] in the other mapping, expected a mapping"),
-        (lambda e: e["n"].update(b=torch.ones(5, device="meta")), DeviceMismatchError, "'n.b' is on meta in the other mapping, this DeviceDict is on cpu; move it with .to('cpu')"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("change", "error", "text"),
+        [
+            (lambda e: e["n"].pop("b"), ValueError, "the other mapping lacks 'n.b'"),
+            (lambda e: e.pop("d"), ValueError, "the other mapping lacks 'd'"),
+            (
+                lambda e: e["n"]["m"].update(q=torch.ones(1)),
+                ValueError,
+                "the other mapping has 'n.m.q', which this DeviceDict lacks",
+            ),
+            (
+                lambda e: e.update(d=1.5),
+                TypeError,
+                "'d' is a float in the other mapping, expected a tensor; DeviceDict(other) makes tensors of numbers",
+            ),
+            (lambda e: e.update(d={"x": 1}), TypeError, "'d' is a mapping in the other mapping, expected a tensor"),
+            (
+                lambda e: e.update(n=torch.ones(1)),
+                TypeError,
+                "'n' is float32[1] in the other mapping, expected a mapping",
+            ),
+            (
+                lambda e: e["n"].update(b=torch.ones(5, device="meta")),
+                DeviceMismatchError,
+                "'n.b' is on meta in the other mapping, this DeviceDict is on cpu; move it with .to('cpu')",
+            ),
+        ],
+    )
     @pytest.mark.parametrize("method", ["map", "add_", "copy_", "lerp_"])
     def test_what_does_not_match(self, method: str, change: Any, error: type[Exception], text: str) -> None:
         d, other = sample(), sample(seed=1).to_dict()
         change(other)
         calls: dict[str, Callable[[], Any]] = {
-            "map": lambda: d.map(torch.add, other), "add_": lambda: d.add_(other), "copy_": lambda: d.copy_(other), "lerp_": lambda: d.lerp_(other, 0.5),
-        }  # fmt: skip
+            "map": lambda: d.map(torch.add, other),
+            "add_": lambda: d.add_(other),
+            "copy_": lambda: d.copy_(other),
+            "lerp_": lambda: d.lerp_(other, 0.5),
+        }
         unchanged(d, calls[method], error, text)
 
     def test_another_value_than_a_mapping(self) -> None:
-        unchanged(d := sample(), lambda: d.map(torch.add, 1), TypeError, "map takes mappings with the keys of this DeviceDict, got an int; bind any other value in a lambda")  # type: ignore[arg-type]  # fmt: skip
+        unchanged(
+            d := sample(),
+            lambda: d.map(torch.add, 1),
+            TypeError,
+            "map takes mappings with the keys of this DeviceDict, got an int; bind any other value in a lambda",
+        )  # type: ignore[arg-type]
         other = sample().to("meta")
         with pytest.raises(DeviceMismatchError, match=r"^'a' is on meta in the other mapping"):
             d.map(torch.add, other)
@@ -156,7 +183,12 @@ class TestAsALoop:
         unchanged(
             d, lambda: d.sub_(d), RuntimeError, "'mask' is bool[2]; torch refuses sub_ of it and bool[2]: Subtraction"
         )
-        unchanged(d, lambda: d.add_({**other, "count": torch.tensor(1.5)}), RuntimeError, "'count' is int64[]; torch refuses add_ of it and float32[]")  # fmt: skip
+        unchanged(
+            d,
+            lambda: d.add_({**other, "count": torch.tensor(1.5)}),
+            RuntimeError,
+            "'count' is int64[]; torch refuses add_ of it and float32[]",
+        )
 
     def test_an_average_of_a_model(self) -> None:
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1))
@@ -215,14 +247,26 @@ class TestAsALoop:
         d.mul_(2)
         assert d["odd"] is odd and d["odd"].tolist() == [2, 2] and d["s"].to_dense().tolist() == [[2, 0], [0, 2]]
         assert "mul_" in calls
-        unchanged(e := d.drop("s"), lambda: e.add_({"x": torch.ones(2), "odd": torch.ones(3)}), RuntimeError, "'odd' is float32[2]; torch refuses add_ of it and float32[3]")  # fmt: skip
+        unchanged(
+            e := d.drop("s"),
+            lambda: e.add_({"x": torch.ones(2), "odd": torch.ones(3)}),
+            RuntimeError,
+            "'odd' is float32[2]; torch refuses add_ of it and float32[3]",
+        )
 
 
 class TestPacked:
     def test_the_gaps_of_the_buffer_stay_zero(self) -> None:
         for change in (
-            lambda d: d.add_(1), lambda d: d.mul_(-1), lambda d: d.mul_(math.inf), lambda d: d.mul_(2), lambda d: d.div_(0), lambda d: d.div_(d), lambda d: d.mul_(0.0), lambda d: d.zero_(),
-        ):  # fmt: skip
+            lambda d: d.add_(1),
+            lambda d: d.mul_(-1),
+            lambda d: d.mul_(math.inf),
+            lambda d: d.mul_(2),
+            lambda d: d.div_(0),
+            lambda d: d.div_(d),
+            lambda d: d.mul_(0.0),
+            lambda d: d.zero_(),
+        ):
             d = DeviceDict({f"k{i}": torch.rand(1 + i % 3) + 1 for i in range(40)})
             expected = change(d.clone())
             packed = d.pack()
@@ -328,7 +372,12 @@ class TestAutograd:
 
     def test_leaves_and_views(self) -> None:
         d = DeviceDict({"x": torch.ones(2), "w": torch.ones(2, requires_grad=True)})
-        unchanged(d, lambda: d.add_(1), RuntimeError, "'w' is a leaf that requires grad; call add_ in torch.no_grad(), or detach() the dict first")  # fmt: skip
+        unchanged(
+            d,
+            lambda: d.add_(1),
+            RuntimeError,
+            "'w' is a leaf that requires grad; call add_ in torch.no_grad(), or detach() the dict first",
+        )
         with torch.no_grad():
             d.add_(1)
         assert d["w"].tolist() == [2, 2] and d["w"].requires_grad and d["w"].is_leaf
@@ -349,7 +398,12 @@ class TestAutograd:
         with torch.inference_mode():
             made = torch.ones(2)
         d = DeviceDict({"x": torch.ones(2), "i": made})
-        unchanged(d, lambda: d.mul_(2), RuntimeError, "'i' is an inference tensor; clone() it before mul_, or use torch.inference_mode()")  # fmt: skip
+        unchanged(
+            d,
+            lambda: d.mul_(2),
+            RuntimeError,
+            "'i' is an inference tensor; clone() it before mul_, or use torch.inference_mode()",
+        )
         with torch.inference_mode():
             d.mul_(2)
         assert made.tolist() == [2, 2]
@@ -360,8 +414,18 @@ class TestAutograd:
             d, lambda: d.add_(1), RuntimeError, "'e' is expanded: its elements share memory; clone() it before add_"
         )
         d = DeviceDict({"x": torch.ones(2), "n": {"y": torch.ones(3)}})
-        unchanged(d, lambda: d.add_({"x": torch.ones(2), "n": {"y": torch.ones(2, 3)}}), RuntimeError, "'n.y' is float32[3]; add_ cannot broadcast float32[2, 3] to it")  # fmt: skip
-        unchanged(d, lambda: d.lerp_(d.to(torch.float64), 0.5), RuntimeError, "'x' is float32[2]; torch refuses lerp_ of it and float64[2]: expected dtype")  # fmt: skip
+        unchanged(
+            d,
+            lambda: d.add_({"x": torch.ones(2), "n": {"y": torch.ones(2, 3)}}),
+            RuntimeError,
+            "'n.y' is float32[3]; add_ cannot broadcast float32[2, 3] to it",
+        )
+        unchanged(
+            d,
+            lambda: d.lerp_(d.to(torch.float64), 0.5),
+            RuntimeError,
+            "'x' is float32[2]; torch refuses lerp_ of it and float64[2]: expected dtype",
+        )
 
     def test_a_field_that_fails_late_leaves_a_mixed_dict_alone(self) -> None:
         d = DeviceDict({"i": torch.tensor(1), "x": torch.ones(2), "y": torch.ones(3)})
@@ -421,8 +485,12 @@ OPERANDS: dict[str, Callable[[Tensor], Tensor]] = {
     "more dimensions": lambda t: torch.ones(1, 2, 3),
     "itself": lambda t: t,
     "its first row": lambda t: t.detach()[:1],
-    "its next rows": lambda t: t.detach().as_strided((2, 3), (3, 1), 1) if t.layout is torch.strided and t.untyped_storage().nbytes() >= 7 * t.itemsize else t,
-}  # fmt: skip
+    "its next rows": lambda t: (
+        t.detach().as_strided((2, 3), (3, 1), 1)
+        if t.layout is torch.strided and t.untyped_storage().nbytes() >= 7 * t.itemsize
+        else t
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -465,7 +533,10 @@ def test_any_field_and_operand_as_a_loop_or_not_at_all(field: str, operand: str)
             assert values(d) == (unwritten if said else values(looped)), (method, error)
 
 
-@pytest.mark.parametrize("name", ["floor_", "ceil_", "round_", "trunc_", "frac_", "sign_", "sigmoid_", "lgamma_", "erf_", "exp_", "sqrt_", "rsqrt_", "reciprocal_", "neg_", "abs_", "log_"])  # fmt: skip
+UNARY = "floor_ ceil_ round_ trunc_ frac_ sign_ sigmoid_ lgamma_ erf_ exp_ sqrt_ rsqrt_ reciprocal_ neg_ abs_ log_"
+
+
+@pytest.mark.parametrize("name", UNARY.split())
 def test_a_new_operation_needs_no_list_of_dtypes(name: str) -> None:
     """Each function of torch takes other dtypes. A field that it refuses leaves all fields as they were."""
     each, many = getattr(Tensor, name), getattr(torch, f"_foreach_{name}")
@@ -486,7 +557,9 @@ def test_operands_that_overlap_their_field() -> None:
     x = torch.arange(6.0)
     d = DeviceDict({"a": torch.zeros(3), "n": {"x": x[:3]}})
     other = {"a": torch.ones(3), "n": {"x": x[1:4]}}
-    unchanged(d, lambda: d.add_(other), RuntimeError, "'n.x' overlaps its operand in memory; clone() the operand before add_")  # fmt: skip
+    unchanged(
+        d, lambda: d.add_(other), RuntimeError, "'n.x' overlaps its operand in memory; clone() the operand before add_"
+    )
     pairs = torch.arange(8.0).reshape(4, 2)  # not the same memory, though between each other
     assert DeviceDict({"x": pairs[:, 0]}).add_({"x": pairs[:, 1]})["x"].tolist() == [1, 5, 9, 13]
 
@@ -505,15 +578,30 @@ def test_out_of_memory_is_no_refusal() -> None:
         raise torch.OutOfMemoryError("no memory") if tensor.numel() else AssertionError
 
     d = DeviceDict({"x": torch.ones(2).as_subclass(Odd), "y": torch.ones(2)})
-    unchanged(d, lambda: arithmetic.write(d, arithmetic._Operation("fill_", full, full), None), torch.OutOfMemoryError, "no memory")  # fmt: skip
+    unchanged(
+        d,
+        lambda: arithmetic.write(d, arithmetic._Operation("fill_", full, full), None),
+        torch.OutOfMemoryError,
+        "no memory",
+    )
 
 
 def test_the_order_of_arguments_and_the_field_of_an_error() -> None:
     d = sample()
-    unchanged(d, lambda: d.lerp_(0.01, d), TypeError, "lerp_ takes the other mapping first and the weight second: lerp_(other, 0.01)")  # type: ignore[arg-type]  # fmt: skip
+    unchanged(
+        d,
+        lambda: d.lerp_(0.01, d),
+        TypeError,
+        "lerp_ takes the other mapping first and the weight second: lerp_(other, 0.01)",
+    )  # type: ignore[arg-type]
     wrong = d.to_dict()
     wrong["n"]["b"] = torch.ones(7)
-    unchanged(d, lambda: d.map(torch.add, wrong), RuntimeError, "'n.b': The size of tensor a (5) must match the size of tensor b (7)")  # fmt: skip
+    unchanged(
+        d,
+        lambda: d.map(torch.add, wrong),
+        RuntimeError,
+        "'n.b': The size of tensor a (5) must match the size of tensor b (7)",
+    )
 
     class Mine(RuntimeError):
         pass
@@ -548,7 +636,12 @@ class TestRefusals:
         unchanged(d, lambda: d.copy_(1), TypeError, "copy_ takes a mapping or a tensor, got an int")  # type: ignore[arg-type]
         unchanged(d, lambda: d.lerp_(d, torch.tensor(0.5)), TypeError, "weight is a number, got float32[]; use .item()")  # type: ignore[arg-type]
         unchanged(d, lambda: d.add_(d, alpha="2"), TypeError, "alpha is a number, got a str")  # type: ignore[arg-type]
-        unchanged(d, lambda: d.add_(torch.ones(1, device="meta")), DeviceMismatchError, "the other tensor is on meta, this DeviceDict is on cpu")  # fmt: skip
+        unchanged(
+            d,
+            lambda: d.add_(torch.ones(1, device="meta")),
+            DeviceMismatchError,
+            "the other tensor is on meta, this DeviceDict is on cpu",
+        )
         unchanged(d, lambda: d.mul_(1j), RuntimeError, "'a' is float32[2, 3]; torch refuses mul_ of it and 1j")
 
     def test_numbers_that_a_dtype_cannot_hold(self) -> None:
@@ -604,9 +697,17 @@ def test_total_norm() -> None:
 class TestToList:
     def test_every_kind(self) -> None:
         d = DeviceDict(
-            {"loss": 0.5, "n": {"ids": [[1, 2]], "ok": True}, "name": ["Ada", "Bo"], "kind": "b", "o": None, "h": torch.ones(1, dtype=torch.bfloat16)},
-            encoders={"kind": Vocabulary(["a", "b"])}, objects="keep",
-        )  # fmt: skip
+            {
+                "loss": 0.5,
+                "n": {"ids": [[1, 2]], "ok": True},
+                "name": ["Ada", "Bo"],
+                "kind": "b",
+                "o": None,
+                "h": torch.ones(1, dtype=torch.bfloat16),
+            },
+            encoders={"kind": Vocabulary(["a", "b"])},
+            objects="keep",
+        )
         got = d.tolist()
         expected = {
             "loss": 0.5,

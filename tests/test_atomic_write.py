@@ -31,9 +31,14 @@ safetensors = pytest.importorskip("safetensors")
 
 # Not in torch 2.7.
 FLOAT4: list[Any] = [
-    ({"n": {"f": torch.zeros(4, dtype=torch.uint8).view(getattr(torch, name))}}, TypeError, "'n.f' is torch.float4_e2m1fn_x2, which files do not hold; save .view(torch.uint8) of it")
-    for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)
-]  # fmt: skip
+    (
+        {"n": {"f": torch.zeros(4, dtype=torch.uint8).view(getattr(torch, name))}},
+        TypeError,
+        "'n.f' is torch.float4_e2m1fn_x2, which files do not hold; save .view(torch.uint8) of it",
+    )
+    for name in ("float4_e2m1fn_x2",)
+    if hasattr(torch, name)
+]
 
 
 class TestWriting:
@@ -76,7 +81,8 @@ class TestWriting:
         with pytest.raises(OSError) as caught:  # noqa: PT011
             save({"x": 2}, path)
         assert str(caught.value) == (
-            "[Errno 5] Input/output error; the new file is in place, and a crash of the machine may bring back the old file: "
+            "[Errno 5] Input/output error; the new file is in place, "
+            "and a crash of the machine may bring back the old file: "
             f"'{path}'"
         )
         assert os.listdir(tmp_path) == ["d"] and load(path)["x"] == 2
@@ -99,10 +105,12 @@ class TestWriting:
         path = saved({"x": 1}, tmp_path / "d")
         program = (
             "import resource, sys, torch\nfrom tensordict_lite import save\n"
-            "if sys.argv[2] == 'full': resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "if sys.argv[2] == 'full': resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); import signal; "
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "class Slow(dict):\n    pass\n"
             "from tensordict_lite._files import safetensors\nreal = safetensors.bytes_of\n"
-            "def slow(tensor):\n    if sys.argv[2] == 'kill': print('half', flush=True); import time; time.sleep(60)\n    return real(tensor)\n"
+            "def slow(tensor):\n    if sys.argv[2] == 'kill': print('half', flush=True); import time; time.sleep(60)\n"
+            "    return real(tensor)\n"
             "safetensors.bytes_of = slow\n"
             "save({'a': torch.ones(1 << 20), 'b': torch.ones(1 << 20)}, sys.argv[1])\n"
         )
@@ -164,13 +172,32 @@ class TestWriting:
                 save({"x": 2}, path)
         assert os.listdir(tmp_path) == ["d"] and load(path)["x"] in (1, 2)
 
-    @pytest.mark.parametrize(("data", "error", "message"), [
-        ({"o": object, "n": {"p": {1}}, "x": 1}, TypeError, "'o', 'n.p': kept objects cannot be saved, only tensors; d.drop('o', ('n', 'p')).save(path)"),
-        ({"n": {"m": torch.ones(1, device="meta")}}, TypeError, "'n.m' is on meta, without values, and files hold dense tensors; convert it first, or drop it"),
-        ({"m": torch.eye(2).to_sparse()}, TypeError, "'m' is sparse, nested or quantized, and files hold dense tensors"),
-        *FLOAT4,
-        ({"f": torch.zeros(4, dtype=torch.uint8).view(torch.uint7)}, TypeError, "'f' is torch.uint7, which files do not hold"),  # pyright: ignore[reportAttributeAccessIssue]
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("data", "error", "message"),
+        [
+            (
+                {"o": object, "n": {"p": {1}}, "x": 1},
+                TypeError,
+                "'o', 'n.p': kept objects cannot be saved, only tensors; d.drop('o', ('n', 'p')).save(path)",
+            ),
+            (
+                {"n": {"m": torch.ones(1, device="meta")}},
+                TypeError,
+                "'n.m' is on meta, without values, and files hold dense tensors; convert it first, or drop it",
+            ),
+            (
+                {"m": torch.eye(2).to_sparse()},
+                TypeError,
+                "'m' is sparse, nested or quantized, and files hold dense tensors",
+            ),
+            *FLOAT4,
+            (
+                {"f": torch.zeros(4, dtype=torch.uint8).view(torch.uint7)},
+                TypeError,
+                "'f' is torch.uint7, which files do not hold",
+            ),  # pyright: ignore[reportAttributeAccessIssue]
+        ],
+    )
     def test_what_cannot_be_saved(self, tmp_path: Path, data: Any, error: type[Exception], message: str) -> None:
         d = DeviceDict(data, objects="keep")
         with pytest.raises(error) as caught:
@@ -181,7 +208,8 @@ class TestWriting:
         d = DeviceDict({"n": {"s": "a"}}, encoders={"s": lambda strings: torch.zeros(len(strings))})
         with pytest.raises(
             TypeError,
-            match=r"^'n\.s': .* has no JSON form; register its class with register_encoder; or save\(d.to_dict\(\), path\), the tensors alone$",
+            match=r"^'n\.s': .* has no JSON form; register its class with register_encoder; or save\(d.to_dict\(\), "
+            r"path\), the tensors alone$",
         ):
             d.save(tmp_path / "d")
         assert load(saved(d.to_dict(), tmp_path / "d")) == d.to_dict()

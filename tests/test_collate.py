@@ -21,9 +21,22 @@ class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"
 
 
 def plain_samples(n: int = 4) -> list[dict[str, Any]]:
-    return [{"x": torch.full((3,), float(i)), "y": i, "f": i / 2, "flag": bool(i % 2), "c": 1j * i, "a": np.full((2, 2), i, dtype=np.int16),
-             "scalar": np.float64(i), "list": [i, i + 1], "name": "n" * i, "words": ["a", "b" * i], "n": {"z": torch.tensor(i), "t": f"t{i}"}}
-            for i in range(n)]  # fmt: skip
+    return [
+        {
+            "x": torch.full((3,), float(i)),
+            "y": i,
+            "f": i / 2,
+            "flag": bool(i % 2),
+            "c": 1j * i,
+            "a": np.full((2, 2), i, dtype=np.int16),
+            "scalar": np.float64(i),
+            "list": [i, i + 1],
+            "name": "n" * i,
+            "words": ["a", "b" * i],
+            "n": {"z": torch.tensor(i), "t": f"t{i}"},
+        }
+        for i in range(n)
+    ]
 
 
 class TestCollate:
@@ -145,16 +158,29 @@ class TestCollate:
     @pytest.mark.parametrize(
         ("samples", "error", "message"),
         [
-            ([], ValueError, "collate takes a list of at least one sample, got an empty list"), ({"x": 1}, TypeError, "collate takes a list of samples, got a mapping; for one sample write [sample]"),
-            ([{"x": 1}, (1, 2)], TypeError, "collate takes samples that are mappings, sample 1 is a tuple; torch's default_collate"),
+            ([], ValueError, "collate takes a list of at least one sample, got an empty list"),
+            ({"x": 1}, TypeError, "collate takes a list of samples, got a mapping; for one sample write [sample]"),
+            (
+                [{"x": 1}, (1, 2)],
+                TypeError,
+                "collate takes samples that are mappings, sample 1 is a tuple; torch's default_collate",
+            ),
             ([{"x": 1}, {"x": None}], TypeError, "sample 1: 'x' is NoneType, expected a tensor"),
             ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has an int, sample 0 has a str"),
-            ([{"x": np.zeros(2)}, {"x": np.zeros(3)}], ValueError, "'x': sample 1 has float64[3], sample 0 has float64[2]"),
-            ([{"x": np.zeros(2)}, {"x": np.zeros(2, dtype=np.int64)}], ValueError, "'x': sample 1 has int64[2], sample 0 has float64[2]"),
+            (
+                [{"x": np.zeros(2)}, {"x": np.zeros(3)}],
+                ValueError,
+                "'x': sample 1 has float64[3], sample 0 has float64[2]",
+            ),
+            (
+                [{"x": np.zeros(2)}, {"x": np.zeros(2, dtype=np.int64)}],
+                ValueError,
+                "'x': sample 1 has int64[2], sample 0 has float64[2]",
+            ),
             ([{"x": torch.ones(1)}, {"x": torch.ones(1, device="meta")}], DeviceMismatchError, "'x' is on meta"),
             ([{"x": torch.ones(1), "y": torch.ones(1, device="meta")}], DeviceMismatchError, "'y' is on meta"),
         ],
-    )  # fmt: skip
+    )
     def test_samples_that_are_none(self, samples: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             collate(samples)
@@ -166,11 +192,19 @@ class TestCollate:
             ([{"x": np.ma.array([1.0, 2.0], mask=[0, 1])}] * 2, TypeError, "sample 0: 'x' is a masked array"),  # pyright: ignore[reportArgumentType, reportCallIssue]
             ([{1: 2.0}, {1: 3.0}], TypeError, "keys are str, got 1"),
             ([{1: 2.0, "a": 1}, {"b": 3.0}], ValueError, "sample 1 lacks"),
-            ([{"x": np.int64(1)}, {"x": np.float32(0.1)}], ValueError, "'x': sample 1 has float32[], sample 0 has int64[]"),
-            ([{"x": np.str_("a")}, {"x": np.float64(1)}], ValueError, "'x': sample 1 has a float64, sample 0 has a str_"),
+            (
+                [{"x": np.int64(1)}, {"x": np.float32(0.1)}],
+                ValueError,
+                "'x': sample 1 has float32[], sample 0 has int64[]",
+            ),
+            (
+                [{"x": np.str_("a")}, {"x": np.float64(1)}],
+                ValueError,
+                "'x': sample 1 has a float64, sample 0 has a str_",
+            ),
             ([{"x": "a"}, {"x": 1}], ValueError, "'x': sample 1 has an int, sample 0 has a str"),
         ],
-    )  # fmt: skip
+    )
     def test_what_a_dict_would_not_take_either(self, samples: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             collate(samples)

@@ -1,4 +1,4 @@
-"""`collate` decides as the constructor does: what it makes of samples is the stack of what their class makes of each."""
+"""`collate` decides as the constructor does: its batch is the stack of what the class makes of each sample."""
 
 from __future__ import annotations
 

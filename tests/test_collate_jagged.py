@@ -82,18 +82,58 @@ class TestJagged:
     @pytest.mark.parametrize(
         ("given", "options", "error", "message"),
         [
-            ([{"x": [1]}], {"jagged": "x"}, TypeError, r"collate takes a list of keys or paths as jagged=, as \[\"box\"\], got 'x'"),
+            (
+                [{"x": [1]}],
+                {"jagged": "x"},
+                TypeError,
+                r"collate takes a list of keys or paths as jagged=, as \[\"box\"\], got 'x'",
+            ),
             ([{"x": [1]}], {"jagged": [3]}, TypeError, "jagged= of collate takes keys and paths, got 3"),
-            ([{"x": [1]}], {"jagged": ["x"], "pad": {"x": 0}}, ValueError, "'x' stands in pad= and in jagged=; a field is either padded or jagged"),
-            ([{"x": [1]}], {"jagged": [("x",)], "pad": {"x": 0}}, ValueError, r"\('x',\) stands in pad= and in jagged=; a field is either padded or jagged"),
-            ([{"x": [1]}], {"jagged": ["x"], "pad": {("x",): 0}}, ValueError, "'x' stands in pad= and in jagged=; a field is either padded or jagged"),
-            ([{"x": 1}], {"jagged": ["x"]}, ValueError, r"'x': a jagged field takes dense samples of at least one dimension, sample 0 has int64\[\]"),
-            ([{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}], {"jagged": ["x"]}, ValueError,
-             r"'x': sample 1 has float32\[1, 3\], sample 0 has float32\[1, 2\]; jagged= lets the first dimension differ only"),
-            ([{"x": torch.ones(1)}, {"x": torch.ones(1).long()}], {"jagged": ["x"]}, ValueError, r"'x': sample 1 has int64\[1\]"),
-            ([{"x": torch.ones(1)}, {"x": torch.ones(1, device="meta")}], {"jagged": ["x"]}, DeviceMismatchError, "'x' is on meta"),
+            (
+                [{"x": [1]}],
+                {"jagged": ["x"], "pad": {"x": 0}},
+                ValueError,
+                "'x' stands in pad= and in jagged=; a field is either padded or jagged",
+            ),
+            (
+                [{"x": [1]}],
+                {"jagged": [("x",)], "pad": {"x": 0}},
+                ValueError,
+                r"\('x',\) stands in pad= and in jagged=; a field is either padded or jagged",
+            ),
+            (
+                [{"x": [1]}],
+                {"jagged": ["x"], "pad": {("x",): 0}},
+                ValueError,
+                "'x' stands in pad= and in jagged=; a field is either padded or jagged",
+            ),
+            (
+                [{"x": 1}],
+                {"jagged": ["x"]},
+                ValueError,
+                r"'x': a jagged field takes dense samples of at least one dimension, sample 0 has int64\[\]",
+            ),
+            (
+                [{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}],
+                {"jagged": ["x"]},
+                ValueError,
+                r"'x': sample 1 has float32\[1, 3\], sample 0 has float32\[1, 2\]; "
+                r"jagged= lets the first dimension differ only",
+            ),
+            (
+                [{"x": torch.ones(1)}, {"x": torch.ones(1).long()}],
+                {"jagged": ["x"]},
+                ValueError,
+                r"'x': sample 1 has int64\[1\]",
+            ),
+            (
+                [{"x": torch.ones(1)}, {"x": torch.ones(1, device="meta")}],
+                {"jagged": ["x"]},
+                DeviceMismatchError,
+                "'x' is on meta",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_errors(self, given: Any, options: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             collate(given, **options)

@@ -1,4 +1,4 @@
-"""`collate` of any samples: the packed batch has the values of the batch without a buffer, and raises the same errors."""
+"""`collate` of any samples: a packed batch has the values of a batch without a buffer, and raises the same errors."""
 
 from __future__ import annotations
 
@@ -76,30 +76,94 @@ def conjugate() -> Tensor:
 
 
 VALUES: list[Callable[[], Any]] = [
-    lambda: torch.ones(2), lambda: torch.zeros(2), lambda: torch.ones(2).double(), lambda: torch.ones(3), lambda: torch.ones(2, 3),
-    lambda: torch.ones(3, 2).T, lambda: torch.ones(()), lambda: torch.ones(0), lambda: torch.ones(16), lambda: torch.arange(2),
-    lambda: torch.ones(2, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(2)), conjugate, lambda: conjugate().imag,
-    lambda: torch.ones(2, dtype=torch.complex64), lambda: torch.eye(2).to_sparse(), lambda: torch.ones(2, device="meta"),
-    lambda: torch.ones(2).expand(3, 2), lambda: torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last)[0],
-    lambda: 1, lambda: 2, lambda: True, lambda: 1.5, lambda: 1e300, lambda: float("nan"), lambda: 1 << 70, lambda: 1j, lambda: None,
-    lambda: "a", lambda: "bc", lambda: [1, 2], lambda: [3, 4], lambda: [1.5, 2], lambda: [1.5, 2.5], list, lambda: [[1], [2]],
-    lambda: ["a", "b"], lambda: [torch.ones(1)], lambda: [np.float32(1), np.float32(2)], lambda: (1, 2), lambda: [True, False],
-    lambda: np.ones(2), lambda: np.ones(2, np.float32), lambda: np.ones((2, 2)).T, lambda: np.arange(6).reshape(2, 3).T,
-    lambda: np.float32(0.1), lambda: np.float64(0.1), lambda: np.int8(3), lambda: np.bool_(True), lambda: np.ones(2, ">f4"),
-    lambda: np.array(["a", "b"]), lambda: np.ones(3, np.uint16), lambda: np.ma.array([1.0], mask=[True]), lambda: np.float16(2),
-    dict, lambda: {"x": 1}, lambda: {"x": torch.ones(2), "y": 2}, lambda: DeviceDict({"x": torch.ones(2), "y": 2}),
-    lambda: DeviceDict({"x": 1.0}, encoders={"x": Vocabulary(["a"])}), lambda: Halves({"x": 1.0}), lambda: {1: 2},
-    lambda: DeviceDict({"s": "a"}), object,
-]  # fmt: skip
+    lambda: torch.ones(2),
+    lambda: torch.zeros(2),
+    lambda: torch.ones(2).double(),
+    lambda: torch.ones(3),
+    lambda: torch.ones(2, 3),
+    lambda: torch.ones(3, 2).T,
+    lambda: torch.ones(()),
+    lambda: torch.ones(0),
+    lambda: torch.ones(16),
+    lambda: torch.arange(2),
+    lambda: torch.ones(2, requires_grad=True),
+    lambda: torch.nn.Parameter(torch.ones(2)),
+    conjugate,
+    lambda: conjugate().imag,
+    lambda: torch.ones(2, dtype=torch.complex64),
+    lambda: torch.eye(2).to_sparse(),
+    lambda: torch.ones(2, device="meta"),
+    lambda: torch.ones(2).expand(3, 2),
+    lambda: torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last)[0],
+    lambda: 1,
+    lambda: 2,
+    lambda: True,
+    lambda: 1.5,
+    lambda: 1e300,
+    lambda: float("nan"),
+    lambda: 1 << 70,
+    lambda: 1j,
+    lambda: None,
+    lambda: "a",
+    lambda: "bc",
+    lambda: [1, 2],
+    lambda: [3, 4],
+    lambda: [1.5, 2],
+    lambda: [1.5, 2.5],
+    list,
+    lambda: [[1], [2]],
+    lambda: ["a", "b"],
+    lambda: [torch.ones(1)],
+    lambda: [np.float32(1), np.float32(2)],
+    lambda: (1, 2),
+    lambda: [True, False],
+    lambda: np.ones(2),
+    lambda: np.ones(2, np.float32),
+    lambda: np.ones((2, 2)).T,
+    lambda: np.arange(6).reshape(2, 3).T,
+    lambda: np.float32(0.1),
+    lambda: np.float64(0.1),
+    lambda: np.int8(3),
+    lambda: np.bool_(True),
+    lambda: np.ones(2, ">f4"),
+    lambda: np.array(["a", "b"]),
+    lambda: np.ones(3, np.uint16),
+    lambda: np.ma.array([1.0], mask=[True]),
+    lambda: np.float16(2),
+    dict,
+    lambda: {"x": 1},
+    lambda: {"x": torch.ones(2), "y": 2},
+    lambda: DeviceDict({"x": torch.ones(2), "y": 2}),
+    lambda: DeviceDict({"x": 1.0}, encoders={"x": Vocabulary(["a"])}),
+    lambda: Halves({"x": 1.0}),
+    lambda: {1: 2},
+    lambda: DeviceDict({"s": "a"}),
+    object,
+]
 
 
 RAGGED: list[Callable[[int], Any]] = [
-    torch.arange, torch.ones, lambda n: torch.ones(n, 2), lambda n: torch.ones(2 * n)[::2],
-    lambda n: torch.arange(4 * n).view(n, 2, 2), lambda n: torch.ones(n, 0), lambda n: torch.arange(2 * n).view(2, n).T,
-    lambda n: torch.ones(n, dtype=torch.complex64).conj(), lambda n: torch.ones(n, requires_grad=True), lambda n: torch.ones(n).bool(),
-    lambda n: list(range(n)), lambda n: [0.5] * n, lambda n: [True] * n, lambda n: [[1, 2]] * n, lambda n: (1,) * n, lambda n: "a" * n,
-    lambda n: "é" * n, np.arange, lambda n: torch.ones(n, device="meta"), lambda n: {"a": [1] * n, "n": 3},
-]  # fmt: skip
+    torch.arange,
+    torch.ones,
+    lambda n: torch.ones(n, 2),
+    lambda n: torch.ones(2 * n)[::2],
+    lambda n: torch.arange(4 * n).view(n, 2, 2),
+    lambda n: torch.ones(n, 0),
+    lambda n: torch.arange(2 * n).view(2, n).T,
+    lambda n: torch.ones(n, dtype=torch.complex64).conj(),
+    lambda n: torch.ones(n, requires_grad=True),
+    lambda n: torch.ones(n).bool(),
+    lambda n: list(range(n)),
+    lambda n: [0.5] * n,
+    lambda n: [True] * n,
+    lambda n: [[1, 2]] * n,
+    lambda n: (1,) * n,
+    lambda n: "a" * n,
+    lambda n: "é" * n,
+    np.arange,
+    lambda n: torch.ones(n, device="meta"),
+    lambda n: {"a": [1] * n, "n": 3},
+]
 
 
 @st.composite
@@ -170,18 +234,33 @@ class TestWhatCouldFool:
     @pytest.mark.parametrize(
         "change",
         [
-            lambda sample: dict(sample, x=torch.ones(16).double()), lambda sample: dict(sample, x=torch.ones(4, 4)),
-            lambda sample: dict(sample, x=torch.ones(0)), lambda sample: dict(sample, x=np.ones(16, np.float32)),
-            lambda sample: dict(sample, x=torch.ones(16, device="meta")), lambda sample: dict(sample, y=1.0),
-            lambda sample: dict(sample, y=True), lambda sample: dict(sample, y=1 << 70), lambda sample: dict(sample, y="a"),
-            lambda sample: dict(sample, y=[1]), lambda sample: dict(sample, y=np.int64(1)), lambda sample: dict(sample, y=None),
-            lambda sample: dict(sample, z=1), lambda sample: dict(sample, z=1e300), lambda sample: dict(sample, a=np.ones(2)),
-            lambda sample: dict(sample, a=np.arange(3)), lambda sample: dict(sample, a=np.arange(2, dtype=np.uint16)),
-            lambda sample: dict(sample, a=np.arange(4)[::2]), lambda sample: dict(reversed(sample.items())),
-            lambda sample: dict(sample, more=1), lambda sample: dict(list(sample.items())[1:]), lambda sample: dict(sample, x={"y": 1}),
-            DeviceDict, OrderedDict, lambda sample: defaultdict(int, sample),
+            lambda sample: dict(sample, x=torch.ones(16).double()),
+            lambda sample: dict(sample, x=torch.ones(4, 4)),
+            lambda sample: dict(sample, x=torch.ones(0)),
+            lambda sample: dict(sample, x=np.ones(16, np.float32)),
+            lambda sample: dict(sample, x=torch.ones(16, device="meta")),
+            lambda sample: dict(sample, y=1.0),
+            lambda sample: dict(sample, y=True),
+            lambda sample: dict(sample, y=1 << 70),
+            lambda sample: dict(sample, y="a"),
+            lambda sample: dict(sample, y=[1]),
+            lambda sample: dict(sample, y=np.int64(1)),
+            lambda sample: dict(sample, y=None),
+            lambda sample: dict(sample, z=1),
+            lambda sample: dict(sample, z=1e300),
+            lambda sample: dict(sample, a=np.ones(2)),
+            lambda sample: dict(sample, a=np.arange(3)),
+            lambda sample: dict(sample, a=np.arange(2, dtype=np.uint16)),
+            lambda sample: dict(sample, a=np.arange(4)[::2]),
+            lambda sample: dict(reversed(sample.items())),
+            lambda sample: dict(sample, more=1),
+            lambda sample: dict(list(sample.items())[1:]),
+            lambda sample: dict(sample, x={"y": 1}),
+            DeviceDict,
+            OrderedDict,
+            lambda sample: defaultdict(int, sample),
         ],
-    )  # fmt: skip
+    )
     def test_samples_that_differ(self, names: Any, change: Any) -> None:
         usual = [{name: sample[name] for name in names} for sample in FLAT]
         for places in ({0}, {1}, {3}, set(range(4))):
@@ -252,10 +331,19 @@ class TestWhatCouldFool:
 
     @pytest.mark.parametrize(
         "odd",
-        [torch.ones(16).double(), torch.ones(17), torch.ones(16, requires_grad=True), torch.nn.Parameter(torch.ones(16)),
-         torch.ones(32)[::2], torch.ones(16, device="meta"), torch.ones(16, dtype=torch.complex64).conj().imag,
-         torch.ones(16).to_sparse(), 1.0, None],
-    )  # fmt: skip
+        [
+            torch.ones(16).double(),
+            torch.ones(17),
+            torch.ones(16, requires_grad=True),
+            torch.nn.Parameter(torch.ones(16)),
+            torch.ones(32)[::2],
+            torch.ones(16, device="meta"),
+            torch.ones(16, dtype=torch.complex64).conj().imag,
+            torch.ones(16).to_sparse(),
+            1.0,
+            None,
+        ],
+    )
     @pytest.mark.parametrize("place", range(4))
     def test_one_sample_that_differs(self, odd: Any, place: int) -> None:
         same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(PLAIN)])
@@ -309,11 +397,35 @@ class TestWhatCouldFool:
 
 @pytest.mark.parametrize(
     "odd",
-    [torch.ones(3).double(), torch.ones(2, 1), torch.ones(()), torch.ones(0, 3), torch.ones(3, requires_grad=True),
-     torch.nn.Parameter(torch.ones(3)), torch.ones(6)[::2], torch.ones(3, device="meta"), torch.ones(3).to_sparse(),
-     torch.ones(3, dtype=torch.complex64).conj().imag, [1.0, 2.0], [1], [], [True], [None], ["a"], np.ones(3), 1.0, None, "ab",
-     torch.ones(0), torch.ones(2, 2), torch.ones(0, 2), torch.ones(2, 0), torch.ones(2, 2).T, torch.ones(1, 2).double()],
-)  # fmt: skip
+    [
+        torch.ones(3).double(),
+        torch.ones(2, 1),
+        torch.ones(()),
+        torch.ones(0, 3),
+        torch.ones(3, requires_grad=True),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(6)[::2],
+        torch.ones(3, device="meta"),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+        [1.0, 2.0],
+        [1],
+        [],
+        [True],
+        [None],
+        ["a"],
+        np.ones(3),
+        1.0,
+        None,
+        "ab",
+        torch.ones(0),
+        torch.ones(2, 2),
+        torch.ones(0, 2),
+        torch.ones(2, 0),
+        torch.ones(2, 2).T,
+        torch.ones(1, 2).double(),
+    ],
+)
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("pad", [0, Pad(1, "left", 4, "lengths", "mask")])
 def test_one_padded_sample_that_differs(odd: Any, place: int, pad: Any) -> None:

@@ -39,8 +39,12 @@ def test_every_common_change_has_its_tests() -> None:
 def encoders() -> list[type[StringEncoder]]:
     """The encoder classes of the package, except the wrapper of other objects."""
     found = [cls for cls in StringEncoder.__subclasses__() if cls.__module__ == "tensordict_lite"]
-    inside = {node.name for path in (PACKAGE / "_encoders").glob("*.py") for node in ast.parse(page(str(path))).body
-              if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "StringEncoder" for base in node.bases)}  # fmt: skip
+    inside = {
+        node.name
+        for path in (PACKAGE / "_encoders").glob("*.py")
+        for node in ast.parse(page(str(path))).body
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "StringEncoder" for base in node.bases)
+    }
     assert inside - {cls.__name__ for cls in found} == {"WrappedEncoder"}, "export the class in __init__.py"
     return found
 

@@ -1,7 +1,7 @@
-"""What only a real accelerator can show: copies under a busy stream, pinned memory that is used again, a captured graph.
+"""What only a real accelerator can show: copies under a busy stream, reuse of pinned memory, a captured graph.
 
-While the simulated device is registered, it is the current accelerator of torch, and CUDA goes the safe way. So one test
-runs this file again in a process without it. By hand, on any accelerator:
+While the simulated device is registered, it is the current accelerator of torch, and CUDA goes the safe way. So one
+test runs this file again in a process without it. By hand, on any accelerator:
 
     python -m pytest --noconftest tests/test_cuda.py
 """

@@ -1,4 +1,4 @@
-"""No reference cycle holds a tensor: without the garbage collector, every public call frees what it used, errors too."""
+"""No reference cycle holds a tensor: without the garbage collector, every public call and error frees what it used."""
 
 from __future__ import annotations
 

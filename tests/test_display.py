@@ -14,9 +14,15 @@ from tensordict_lite import DeviceDict, Vocabulary
 
 def test_the_tree() -> None:
     d = DeviceDict(
-        {"image": torch.zeros(2, 3, dtype=torch.uint8), "species": ["a", "b"], "obs": {"q": 1.0, "deep": {"e": {}}}, "id": object},
-        encoders={"species": Vocabulary(["a", "b"])}, objects="keep",
-    )  # fmt: skip
+        {
+            "image": torch.zeros(2, 3, dtype=torch.uint8),
+            "species": ["a", "b"],
+            "obs": {"q": 1.0, "deep": {"e": {}}},
+            "id": object,
+        },
+        encoders={"species": Vocabulary(["a", "b"])},
+        objects="keep",
+    )
     assert repr(d) == (
         "DeviceDict(cpu, 4 fields, 26 B)\n"
         "├─ image    uint8[2, 3]\n"

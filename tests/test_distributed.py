@@ -37,9 +37,16 @@ class Typed(TypedDeviceDict):
 
 def sample(rank: int) -> DeviceDict:
     return DeviceDict(
-        {"x": torch.arange(6.0).reshape(2, 3) + rank, "s": ["a", "bb"], "n": {"y": torch.ones(2) * rank, "e": {}}, "b": [True, rank > 0], "i": [rank, 7]},
-        encoders={"q": Vocabulary(["z"])}, dtype=torch.float32,
-    )  # fmt: skip
+        {
+            "x": torch.arange(6.0).reshape(2, 3) + rank,
+            "s": ["a", "bb"],
+            "n": {"y": torch.ones(2) * rank, "e": {}},
+            "b": [True, rank > 0],
+            "i": [rank, 7],
+        },
+        encoders={"q": Vocabulary(["z"])},
+        dtype=torch.float32,
+    )
 
 
 def text(call: Callable[[], Any], kind: Any) -> str:
@@ -148,8 +155,8 @@ def errors(rank: int, world: int) -> None:
     kept = DeviceDict({"n": {"o": object}}, objects="keep")
     told = text(lambda: d_.all_reduce(DeviceDict({"x": torch.ones(2 + (rank == 1)), "y": 1.0})), RuntimeError)
     assert (
-        told
-        == f"rank {rank}: all_reduce needs one schema, and rank 1 differs from rank 0: 'x' is float32[3], expected float32[2]"
+        told == f"rank {rank}: all_reduce needs one schema, and rank 1 differs from rank 0: 'x' is float32[3], "
+        "expected float32[2]"
     )
     told = text(lambda: d_.all_reduce(DeviceDict({"x": 1.0} if rank else {"x": 1.0, "z": {"y": 1}})), RuntimeError)
     assert told.endswith("rank 1 differs from rank 0: 'z.y' is not there, expected int64[]")
@@ -182,10 +189,16 @@ def errors(rank: int, world: int) -> None:
         DeviceDict({"s": "a"}, encoders={"s": lambda strings: torch.ones(len(strings))}),
     )
     cases: list[tuple[Any, type[Exception], str]] = [
-        (kept, TypeError, "'n.o': kept objects cannot be sent"), (None, TypeError, "broadcast takes a DeviceDict on the rank that sends, got NoneType"),
-        (sparse, TypeError, "'m' cannot be sent: a torch.sparse_coo Tensor of torch.float32 has more state than its bytes"), (hook, TypeError, "'s': <lambda> has no JSON form"),
+        (kept, TypeError, "'n.o': kept objects cannot be sent"),
+        (None, TypeError, "broadcast takes a DeviceDict on the rank that sends, got NoneType"),
+        (
+            sparse,
+            TypeError,
+            "'m' cannot be sent: a torch.sparse_coo Tensor of torch.float32 has more state than its bytes",
+        ),
+        (hook, TypeError, "'s': <lambda> has no JSON form"),
         (DeviceDict({"x": torch.ones(2, device="meta")}), TypeError, "a dict on meta has no values to send"),
-    ]  # fmt: skip
+    ]
     for bad, kind, message in cases:
         told = text(lambda bad=bad: d_.broadcast(bad if rank == 0 else None), kind if rank == 0 else RuntimeError)
         assert message in told and (
@@ -476,8 +489,10 @@ def dies(rank: int) -> None:
     time.sleep(1)
     start = time.monotonic()
     calls: list[tuple[str, Callable[[], Any]]] = [
-        ("broadcast from rank 1 among ranks 0, 1", lambda: d_.broadcast(None, 1)), ("all_reduce among ranks 0, 1", lambda: d_.all_reduce(sample(0), "max")), ("receive from rank 1", lambda: d_.recv(1)),
-    ]  # fmt: skip
+        ("broadcast from rank 1 among ranks 0, 1", lambda: d_.broadcast(None, 1)),
+        ("all_reduce among ranks 0, 1", lambda: d_.all_reduce(sample(0), "max")),
+        ("receive from rank 1", lambda: d_.recv(1)),
+    ]
     for what, call in calls:
         with pytest.raises(RuntimeError, match=f"^rank 0: {what}: "):
             call()
@@ -501,8 +516,22 @@ class TestHeaders:
         )
         with pytest.raises(ValueError, match=r"^not a valid message: the header does not match its announced digest"):
             read_header(schema.text + b" ", schema.digest)
-        for wrong in (b"", b"{}", b"[1]", b'{"manifest":{},"specs":[]}', schema.text.replace(b"float32", b"float99"), schema.text.replace(b"[2,3]", b"[2,-3]"), schema.text.replace(b"[2,3]", b"[4611686018427387904,4]"),
-                      schema.text.replace(b'"version":1', b'"version":2'), schema.text.replace(b"[0]", b"[1]"), schema.text.replace(b"[0]", b"[true]"), b"[" * 100_000, schema.text.replace(b"[0]", b"[]"), schema.text.replace(b"[3,1]", b"[1]"), schema.text.replace(b'["x",0]', b'["x",1]').replace(b'["s",1]', b'["s",0]')):  # fmt: skip
+        for wrong in (
+            b"",
+            b"{}",
+            b"[1]",
+            b'{"manifest":{},"specs":[]}',
+            schema.text.replace(b"float32", b"float99"),
+            schema.text.replace(b"[2,3]", b"[2,-3]"),
+            schema.text.replace(b"[2,3]", b"[4611686018427387904,4]"),
+            schema.text.replace(b'"version":1', b'"version":2'),
+            schema.text.replace(b"[0]", b"[1]"),
+            schema.text.replace(b"[0]", b"[true]"),
+            b"[" * 100_000,
+            schema.text.replace(b"[0]", b"[]"),
+            schema.text.replace(b"[3,1]", b"[1]"),
+            schema.text.replace(b'["x",0]', b'["x",1]').replace(b'["s",1]', b'["s",0]'),
+        ):
             with pytest.raises(ValueError, match=r"^not a valid message: a damaged header: "):
                 read_header(wrong, _digest(wrong))
 

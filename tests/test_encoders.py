@@ -126,29 +126,72 @@ class TestErrors:
         [
             (Utf8(), "a\0b", ValueError, "'n.s': 'a\\x00b' holds a NUL character, which UTF-8 codes use as padding"),
             (Utf8(), "\ud800", ValueError, "'n.s': '\\ud800' is not valid Unicode text (a lone surrogate)"),
-            (Utf8(3), ["é", "éé"], ValueError,
-             "'n.s': 'éé' is 4 bytes in UTF-8, over max_length=3; raise max_length, strings are never cut"),
-            (Vocabulary(["a", "b"]), ["a", "c"], ValueError,
-             "'n.s': 'c' is not among the 2 tokens of Vocabulary(['a', 'b']); add it, or give unknown="),
-            (Utf8(), ["a", None], TypeError,
-             "'n.s': item [1] is NoneType, expected str as for the others; fill missing values first"),
-            (Utf8(), ["a", float("nan")], TypeError,
-             "'n.s': item [1] is float, expected str as for the others; fill missing values first"),
-            (Utf8(), [None, "a"], TypeError,
-             "'n.s': item [0] is NoneType, expected str as for the others; fill missing values first"),
+            (
+                Utf8(3),
+                ["é", "éé"],
+                ValueError,
+                "'n.s': 'éé' is 4 bytes in UTF-8, over max_length=3; raise max_length, strings are never cut",
+            ),
+            (
+                Vocabulary(["a", "b"]),
+                ["a", "c"],
+                ValueError,
+                "'n.s': 'c' is not among the 2 tokens of Vocabulary(['a', 'b']); add it, or give unknown=",
+            ),
+            (
+                Utf8(),
+                ["a", None],
+                TypeError,
+                "'n.s': item [1] is NoneType, expected str as for the others; fill missing values first",
+            ),
+            (
+                Utf8(),
+                ["a", float("nan")],
+                TypeError,
+                "'n.s': item [1] is float, expected str as for the others; fill missing values first",
+            ),
+            (
+                Utf8(),
+                [None, "a"],
+                TypeError,
+                "'n.s': item [0] is NoneType, expected str as for the others; fill missing values first",
+            ),
             (Utf8(), ["a", 3], TypeError, "'n.s': item [1] is int, expected str as for the others"),
-            (Utf8(), [1.0, 2.0, "n/a"], TypeError, "'n.s': item [2] is the str 'n/a', expected a number as for the others"),
-            (Utf8(), [[1, 2], ["-", 3, 4]], TypeError, "'n.s': item [1][0] is the str '-', expected a number as for the others"),
+            (
+                Utf8(),
+                [1.0, 2.0, "n/a"],
+                TypeError,
+                "'n.s': item [2] is the str 'n/a', expected a number as for the others",
+            ),
+            (
+                Utf8(),
+                [[1, 2], ["-", 3, 4]],
+                TypeError,
+                "'n.s': item [1][0] is the str '-', expected a number as for the others",
+            ),
             (Utf8(), np.array(["a", None], dtype=object), TypeError, "'n.s': item [1] is NoneType, expected str"),
-            (Utf8(), [["a", "b"], ["c"]], ValueError,
-             "'n.s': item [1] has length 1, expected 2: nested lists must be rectangular"),
+            (
+                Utf8(),
+                [["a", "b"], ["c"]],
+                ValueError,
+                "'n.s': item [1] has length 1, expected 2: nested lists must be rectangular",
+            ),
             (Utf8(), [["a"], "b"], TypeError, "'n.s': item [1] is str, expected a list of 1"),
-            (lambda strings: [1], "a", TypeError, "encode gave list, expected a Tensor or a mapping of tensors "
-             "(wrap a Hugging Face tokenizer in Tokenizer)"),
-            (lambda strings: torch.zeros(3), ["a", "b"], TypeError, "encode gave shape [3] for 2 strings; the first "
-             "dimension must be 2"),
+            (
+                lambda strings: [1],
+                "a",
+                TypeError,
+                "encode gave list, expected a Tensor or a mapping of tensors "
+                "(wrap a Hugging Face tokenizer in Tokenizer)",
+            ),
+            (
+                lambda strings: torch.zeros(3),
+                ["a", "b"],
+                TypeError,
+                "encode gave shape [3] for 2 strings; the first dimension must be 2",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_encoding(self, encoder: Any, value: Any, error: type[Exception], message: str) -> None:
         d = DeviceDict({"n": {"x": 1}}, encoders={"s": encoder})
         with pytest.raises(error, match=re.escape(message)):
@@ -278,10 +321,17 @@ class TestEncoderValues:
 
     @pytest.mark.parametrize(
         "data",
-        [None, "utf8", {"name": "vocabulary"}, {"name": "vocabulary", "tokens": None}, {"name": "vocabulary", "tokens": "abc"},
-         {"name": "utf8", "max_length": 3, "more": 1}, {"name": "hashing", "buckets": "4"},
-         {"name": "vocabulary", "tokens": ["a"], "unknown": ["b"]}],
-    )  # fmt: skip
+        [
+            None,
+            "utf8",
+            {"name": "vocabulary"},
+            {"name": "vocabulary", "tokens": None},
+            {"name": "vocabulary", "tokens": "abc"},
+            {"name": "utf8", "max_length": 3, "more": 1},
+            {"name": "hashing", "buckets": "4"},
+            {"name": "vocabulary", "tokens": ["a"], "unknown": ["b"]},
+        ],
+    )
     def test_json_of_the_wrong_form_is_refused(self, data: Any) -> None:
         with pytest.raises(ValueError, match=r"the JSON form of|buckets is a whole number"):
             encoder_from_json(data)

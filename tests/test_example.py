@@ -124,8 +124,8 @@ def test_a_checkpoint_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert state["average"] != state["model"] and state["average"]["1.num_batches_tracked"] == 30
 
 
-# The gallery. Each example runs in this process, which has imported torch already. `plain_NAME` does the same with plain
-# dicts.
+# The gallery. Each example runs in this process, which has imported torch already. `plain_NAME` does the same with
+# plain dicts.
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery.md"
 CPU = torch.device("cpu")
 # The arguments of `run`. FOLDER stands for a new folder.

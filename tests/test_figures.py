@@ -48,7 +48,7 @@ def test_every_table_is_on_a_page_and_every_marker_has_a_table() -> None:
 
 
 def test_no_measured_number_stands_outside_a_table() -> None:
-    """Times and ratios are in tables that are made of the results. Text can name none that a new result would make wrong."""
+    """Times and ratios stand in tables made of the results. A new result would make a number in the text wrong."""
     measured = re.compile(r"\d+ ?(x our|x faster|times (as|our|their|faster)|µs|ms|%)(?!\w)")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -76,26 +76,87 @@ class TestForgery:
         assert load(forged(tmp_path / "d", plan())) == {"x": torch.ones(2)}
         assert load(forged(tmp_path / "d", nested(DEPTH - 1)))["n", "n"]
 
-    @pytest.mark.parametrize(("wrong", "message"), [
-        ("", "Expecting value"), ("[" * 100_000, ""), ("[" * 600_000, "its manifest takes 600000 characters"), ("null", "it does not list its tensors"), (" " * (17 << 20), "its manifest takes"),
-        ('{"version": 1e999}', "it does not list its tensors"), ("[]", "it does not list its tensors"), (plan(version=2), "its version is 2, and this package reads version 1; update the package"),
-        (plan(version="1"), "it has no version"), (plan(version=True), "it has no version"), (plan(extra=1), "expected a manifest with the fields version, root, policies, encoders"),
-        (plan(root=[]), "'root' of a manifest is not a dict"), (plan(root={}), "expected a dict with the fields policy, items"), (plan(policies={}), "'policies' of a manifest is not a list"),
-        (plan(root={"policy": 0, "items": [["x"]]}), "an item of a dict is not a pair of key and value"), (plan(root={"policy": 0, "items": [[1, 0]]}), "an item of a dict is not a pair of key and value"),
-        (plan(root={"policy": 0, "items": [["x", "y"]]}), "'x' is neither a tensor nor a dict"), (plan(root={"policy": 0, "items": [["x", 0.0]]}), "'x' is neither"), (plan(root={"policy": 0, "items": [["x", True]]}), "'x' is neither"),
-        (plan(root={"policy": 0, "items": [["x", 1]]}), "its tree does not contain each of the 1 tensors exactly once"), (plan(root={"policy": 0, "items": [["x", 0], ["y", 0]]}), "its tree does not contain each of the 1 tensors exactly once"),
-        (plan(root={"policy": 0, "items": []}), "its tree does not contain each of the 1 tensors exactly once"), (plan(root={"policy": 0, "items": [["x", 0], ["x", {"policy": 0, "items": []}]]}), "a dict has a key twice"),
-        (plan(root={"policy": 1, "items": [["x", 0]]}), "it has no policy 1"), (plan(root={"policy": -1, "items": [["x", 0]]}), "it has no policy -1"), (nested(DEPTH), f"it is nested {DEPTH} levels deep or more"),
-        (nested(300), f"it is nested {DEPTH} levels deep or more"), (plan(tensors=["y"]), "its tree and its tensors have different names"), (plan(tensors=["x", "x"]), "its tree and its tensors have different names"),
-        (plan(tensors=[["x", "float32"]]), "its list of tensors is damaged"), (plan(tensors=[["x"]]), "its list of tensors is damaged"), (plan(tensors=[["x", []]]), "its list of tensors is damaged"),
-        (plan(tensors=[["x", "complex128"]]), "complex128 is stored as pairs of torch.float64, got torch.float32 of shape [2]"), (plan(tensors=[[{}, None]]), "its tree and its tensors have different names"), (plan(tensors=["x", [3, None]]), "its tree and its tensors have different names"),
-        (with_policy(on_mismatch="explode"), "on_mismatch is 'error' or 'move', got 'explode'"), (with_policy(objects=3), "objects is 'error' or 'keep', got 3"), (with_policy(dtype="int64"), "'int64' is not a floating-point dtype"),
-        (with_policy(dtype=[]), "[] is not a floating-point dtype"), (with_policy(encoders={"x": 0}), "it has no encoder 0"), (with_policy(default="x"), "it has no encoder 'x'"), (with_policy(encoders=[]), "'encoders' of a policy is not a dict"),
-        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "os.system"}]}, "the encoder of 'x': no encoder is registered as 'os.system'; known are"),
-        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": ["utf8"]}]}, "the encoder of 'x': no encoder is registered as ['utf8']"), ({**with_policy(encoders={"x": 0}), "encoders": ["utf8"]}, "its entry for 'x' is not an encoder"),
-        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "utf8", "max_length": "x"}]}, "the encoder of 'x':"), ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "vocabulary", "tokens": 3, "unknown": None}]}, "the encoder of 'x':"),
-        ({**with_policy(encoders={"x": 0}), "encoders": [{"name": "tokenizer", "files": {}, "call": {}}]}, "'x' was encoded with a tokenizer; load does not build it, since that would run code that the file names; pass it: load(..., encoders={'x': ...})"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ("", "Expecting value"),
+            ("[" * 100_000, ""),
+            ("[" * 600_000, "its manifest takes 600000 characters"),
+            ("null", "it does not list its tensors"),
+            (" " * (17 << 20), "its manifest takes"),
+            ('{"version": 1e999}', "it does not list its tensors"),
+            ("[]", "it does not list its tensors"),
+            (plan(version=2), "its version is 2, and this package reads version 1; update the package"),
+            (plan(version="1"), "it has no version"),
+            (plan(version=True), "it has no version"),
+            (plan(extra=1), "expected a manifest with the fields version, root, policies, encoders"),
+            (plan(root=[]), "'root' of a manifest is not a dict"),
+            (plan(root={}), "expected a dict with the fields policy, items"),
+            (plan(policies={}), "'policies' of a manifest is not a list"),
+            (plan(root={"policy": 0, "items": [["x"]]}), "an item of a dict is not a pair of key and value"),
+            (plan(root={"policy": 0, "items": [[1, 0]]}), "an item of a dict is not a pair of key and value"),
+            (plan(root={"policy": 0, "items": [["x", "y"]]}), "'x' is neither a tensor nor a dict"),
+            (plan(root={"policy": 0, "items": [["x", 0.0]]}), "'x' is neither"),
+            (plan(root={"policy": 0, "items": [["x", True]]}), "'x' is neither"),
+            (
+                plan(root={"policy": 0, "items": [["x", 1]]}),
+                "its tree does not contain each of the 1 tensors exactly once",
+            ),
+            (
+                plan(root={"policy": 0, "items": [["x", 0], ["y", 0]]}),
+                "its tree does not contain each of the 1 tensors exactly once",
+            ),
+            (plan(root={"policy": 0, "items": []}), "its tree does not contain each of the 1 tensors exactly once"),
+            (
+                plan(root={"policy": 0, "items": [["x", 0], ["x", {"policy": 0, "items": []}]]}),
+                "a dict has a key twice",
+            ),
+            (plan(root={"policy": 1, "items": [["x", 0]]}), "it has no policy 1"),
+            (plan(root={"policy": -1, "items": [["x", 0]]}), "it has no policy -1"),
+            (nested(DEPTH), f"it is nested {DEPTH} levels deep or more"),
+            (nested(300), f"it is nested {DEPTH} levels deep or more"),
+            (plan(tensors=["y"]), "its tree and its tensors have different names"),
+            (plan(tensors=["x", "x"]), "its tree and its tensors have different names"),
+            (plan(tensors=[["x", "float32"]]), "its list of tensors is damaged"),
+            (plan(tensors=[["x"]]), "its list of tensors is damaged"),
+            (plan(tensors=[["x", []]]), "its list of tensors is damaged"),
+            (
+                plan(tensors=[["x", "complex128"]]),
+                "complex128 is stored as pairs of torch.float64, got torch.float32 of shape [2]",
+            ),
+            (plan(tensors=[[{}, None]]), "its tree and its tensors have different names"),
+            (plan(tensors=["x", [3, None]]), "its tree and its tensors have different names"),
+            (with_policy(on_mismatch="explode"), "on_mismatch is 'error' or 'move', got 'explode'"),
+            (with_policy(objects=3), "objects is 'error' or 'keep', got 3"),
+            (with_policy(dtype="int64"), "'int64' is not a floating-point dtype"),
+            (with_policy(dtype=[]), "[] is not a floating-point dtype"),
+            (with_policy(encoders={"x": 0}), "it has no encoder 0"),
+            (with_policy(default="x"), "it has no encoder 'x'"),
+            (with_policy(encoders=[]), "'encoders' of a policy is not a dict"),
+            (
+                {**with_policy(encoders={"x": 0}), "encoders": [{"name": "os.system"}]},
+                "the encoder of 'x': no encoder is registered as 'os.system'; known are",
+            ),
+            (
+                {**with_policy(encoders={"x": 0}), "encoders": [{"name": ["utf8"]}]},
+                "the encoder of 'x': no encoder is registered as ['utf8']",
+            ),
+            ({**with_policy(encoders={"x": 0}), "encoders": ["utf8"]}, "its entry for 'x' is not an encoder"),
+            (
+                {**with_policy(encoders={"x": 0}), "encoders": [{"name": "utf8", "max_length": "x"}]},
+                "the encoder of 'x':",
+            ),
+            (
+                {**with_policy(encoders={"x": 0}), "encoders": [{"name": "vocabulary", "tokens": 3, "unknown": None}]},
+                "the encoder of 'x':",
+            ),
+            (
+                {**with_policy(encoders={"x": 0}), "encoders": [{"name": "tokenizer", "files": {}, "call": {}}]},
+                "'x' was encoded with a tokenizer; load does not build it, "
+                "since that would run code that the file names; pass it: load(..., encoders={'x': ...})",
+            ),
+        ],
+    )
     def test_every_part_is_checked(self, tmp_path: Path, wrong: Any, message: str) -> None:
         with pytest.raises(InvalidFileError) as caught:
             load(forged(tmp_path / "d", wrong))
@@ -123,11 +184,24 @@ class TestForgery:
         only = forged(tmp_path / "only", {**with_policy(encoders={"x": 0}), "encoders": [{"name": "tokenizer"}]})
         assert load(only, encoders={"x": Utf8(7)}).encoders["x"] == Utf8(7)
 
-    @pytest.mark.parametrize("content", [b"", b"\0", b"\xff" * 8, (1 << 62).to_bytes(8, "little"), (200 << 20).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"{}x", pickle.dumps({"x": 1}),
-        (80).to_bytes(8, "little") + b'{"x":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,4]}}'.ljust(80) + b"\0" * 4,
-        (80).to_bytes(8, "little") + b'{"x":{"dtype":"F32","shape":[0,9223372036854775807],"data_offsets":[0,0]}}'.ljust(80),
-        (80).to_bytes(8, "little") + b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'.ljust(80) + b"\0" * 2,
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"",
+            b"\0",
+            b"\xff" * 8,
+            (1 << 62).to_bytes(8, "little"),
+            (200 << 20).to_bytes(8, "little") + b"{}",
+            (2).to_bytes(8, "little") + b"{}x",
+            pickle.dumps({"x": 1}),
+            (80).to_bytes(8, "little")
+            + b'{"x":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,4]}}'.ljust(80)
+            + b"\0" * 4,
+            (80).to_bytes(8, "little")
+            + b'{"x":{"dtype":"F32","shape":[0,9223372036854775807],"data_offsets":[0,0]}}'.ljust(80),
+            (80).to_bytes(8, "little") + b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'.ljust(80) + b"\0" * 2,
+        ],
+    )
     def test_what_is_no_safetensors_file(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "d"
         path.write_bytes(content)
@@ -140,7 +214,7 @@ class TestForgery:
 
     @pytest.mark.slow
     def test_mutated_files(self, tmp_path: Path) -> None:
-        """Bits, cuts, repeats and numbers in 2,400 files: each is read, or is one error, soon and without much memory."""
+        """Bits, cuts, repeats and numbers in 2,400 files: each is read, or is one error, soon and in little memory."""
         resource = pytest.importorskip("resource")
         rng = random.Random(0)
         originals = [(GOLDEN / name).read_bytes() for name in make.MAKE] + [
@@ -203,10 +277,15 @@ class TestAlignment:
     """Kernels crash on complex128 that does not lie on a multiple of 16, and may on any other."""
 
     def test_files_of_writers_that_align_less(self, tmp_path: Path) -> None:
-        d = DeviceDict({
-            "a": torch.ones(3, dtype=torch.float64), "c": torch.arange(5).to(torch.complex128), "e": torch.zeros(0, 2, dtype=torch.complex128),
-            "s": torch.tensor(2j, dtype=torch.complex128), "x": torch.ones(2),
-        })  # fmt: skip
+        d = DeviceDict(
+            {
+                "a": torch.ones(3, dtype=torch.float64),
+                "c": torch.arange(5).to(torch.complex128),
+                "e": torch.zeros(0, 2, dtype=torch.complex128),
+                "s": torch.tensor(2j, dtype=torch.complex128),
+                "x": torch.ones(2),
+            }
+        )
         path = saved(d, tmp_path / "d")
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata()

@@ -62,11 +62,24 @@ class TestRoundTrip:
     def test_unusual_tensors(self, tmp_path: Path) -> None:
         base = torch.arange(24.0).reshape(2, 3, 4)
         c = torch.tensor([1 + 2j, 3j])
-        d = DeviceDict({
-            "t": base.transpose(0, 2), "part": base[:, 1], "same": base, "again": base, "overlap": base.flatten()[3:9], "wide": base[:1].expand(5, 3, 4),
-            "grad": torch.ones(2, requires_grad=True), "parameter": torch.nn.Parameter(torch.ones(1)), "conj": c.conj(), "neg": c.conj().imag,
-            "empty": torch.zeros(0, 2), "scalar": torch.tensor(True), "channels": torch.rand(1, 3, 2, 2).to(memory_format=torch.channels_last), "c128": c.to(torch.complex128)[None],
-        })  # fmt: skip
+        d = DeviceDict(
+            {
+                "t": base.transpose(0, 2),
+                "part": base[:, 1],
+                "same": base,
+                "again": base,
+                "overlap": base.flatten()[3:9],
+                "wide": base[:1].expand(5, 3, 4),
+                "grad": torch.ones(2, requires_grad=True),
+                "parameter": torch.nn.Parameter(torch.ones(1)),
+                "conj": c.conj(),
+                "neg": c.conj().imag,
+                "empty": torch.zeros(0, 2),
+                "scalar": torch.tensor(True),
+                "channels": torch.rand(1, 3, 2, 2).to(memory_format=torch.channels_last),
+                "c128": c.to(torch.complex128)[None],
+            }
+        )
         again = load(saved(d, tmp_path / "d"))
         again._check()
         assert again == d and not any(t.requires_grad for t in again.values()) and again["t"].is_contiguous()

@@ -112,21 +112,41 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("changes", "kind", "message"),
         [
-            ({"x": torch.ones(3, 3)}, ValueError, r"'x' is float32\[2, 3\] in this DeviceDict, got float32\[3, 3\]; "
-             "fill_ casts and broadcasts nothing. For a last batch that is smaller, give the loader drop_last=True"),
-            ({"x": torch.ones(3)}, ValueError, r"'x' is float32\[2, 3\] in this DeviceDict, got float32\[3\]; fill_ casts"),
-            ({"x": torch.ones(2, 3).half()}, ValueError, r"'x' is float32\[2, 3\] in this DeviceDict, got float16\[2, 3\]"),
+            (
+                {"x": torch.ones(3, 3)},
+                ValueError,
+                r"'x' is float32\[2, 3\] in this DeviceDict, got float32\[3, 3\]; "
+                "fill_ casts and broadcasts nothing. For a last batch that is smaller, give the loader drop_last=True",
+            ),
+            (
+                {"x": torch.ones(3)},
+                ValueError,
+                r"'x' is float32\[2, 3\] in this DeviceDict, got float32\[3\]; fill_ casts",
+            ),
+            (
+                {"x": torch.ones(2, 3).half()},
+                ValueError,
+                r"'x' is float32\[2, 3\] in this DeviceDict, got float16\[2, 3\]",
+            ),
             ({"n": {"y": 3}}, ValueError, r"'n\.y' is int64\[2\] in this DeviceDict, got int64\[\]; fill_ casts"),
             ({"n": torch.ones(2)}, ValueError, r"'n' is a mapping in this DeviceDict, got float32\[2\]$"),
             ({"n": {}}, ValueError, r"the given mapping lacks 'n\.y', which this DeviceDict has$"),
             ({"z": 1}, ValueError, "the given mapping has 'z', which this DeviceDict lacks$"),
-            ({"s": ["A", "Bernadette"]}, ValueError, r"'s': a string takes 10 codes of Utf8\(\), the rows of this field "
-             "have 5; shorten the string, or make the field anew, wide enough for it$"),
+            (
+                {"s": ["A", "Bernadette"]},
+                ValueError,
+                r"'s': a string takes 10 codes of Utf8\(\), the rows of this field "
+                "have 5; shorten the string, or make the field anew, wide enough for it$",
+            ),
             ({"s": torch.zeros(2, 5, dtype=torch.uint8)}, None, ""),
-            ({"x": torch.ones(2, 3).to_sparse()}, ValueError, "'x' is sparse, nested or quantized; fill_ copies dense tensors"),
+            (
+                {"x": torch.ones(2, 3).to_sparse()},
+                ValueError,
+                "'x' is sparse, nested or quantized; fill_ copies dense tensors",
+            ),
             ({"x": torch.ones(2, 3, device="meta")}, DeviceMismatchError, "'x'|'n.y'"),
         ],
-    )  # fmt: skip
+    )
     def test_nothing_is_written(self, changes: Any, kind: Any, message: str) -> None:
         d = static()
         if kind is None:

@@ -18,9 +18,16 @@ class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"
 
 
 def batch(n: int = 6) -> Batch:
-    return Batch({"x": torch.arange(2.0 * n).reshape(n, 2), "s": ["a", "b", "c"] * (n // 3), "name": [f"n{i}" for i in range(n)],
-                  "n": {"id": torch.arange(n), "file": [f"f{i}" * (1 + i) for i in range(n)], "e": {}}, "o": [None] * (n - 1) + [{1}],
-                  "meta": object})  # fmt: skip
+    return Batch(
+        {
+            "x": torch.arange(2.0 * n).reshape(n, 2),
+            "s": ["a", "b", "c"] * (n // 3),
+            "name": [f"n{i}" for i in range(n)],
+            "n": {"id": torch.arange(n), "file": [f"f{i}" * (1 + i) for i in range(n)], "e": {}},
+            "o": [None] * (n - 1) + [{1}],
+            "meta": object,
+        }
+    )
 
 
 class TestStackAndCat:
@@ -50,17 +57,31 @@ class TestStackAndCat:
     @pytest.mark.parametrize(
         ("dicts", "error", "message"),
         [
-            ([], ValueError, "needs at least one dict"), ({"x": 1}, TypeError, "takes several dicts, in a list or another iterable"),
+            ([], ValueError, "needs at least one dict"),
+            ({"x": 1}, TypeError, "takes several dicts, in a list or another iterable"),
             ([{"x": [1]}, {"y": [1]}], ValueError, "dict 1 lacks 'x', which dict 0 has"),
             ([{"n": {"x": [1]}}, {"n": {"x": [1], "y": [1]}}], ValueError, "dict 1 has 'n.y', which dict 0 lacks"),
             ([{"n": {"x": [1]}}, {"n": [1]}], ValueError, "'n': dict 1 has int64[1], dict 0 has a mapping"),
-            ([{"n": {"x": [[1, 2]]}}] * 2 + [{"n": {"x": [[1, 2, 3]]}}], ValueError, "'n.x': dict 2 has int64[1, 3], dict 0 has int64[1, 2]"),
-            ([DeviceDict({"x": [1]}), DeviceDict({"x": [1]}, device="meta")], DeviceMismatchError,
-             "dict 1 is on meta, others are on cpu; move it with .to('cpu')"),
-            ([DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["a"])}), DeviceDict({"s": ["b"]}, encoders={"s": Vocabulary(["b"])})],
-             ValueError, "'s': dict 1 encodes it with Vocabulary(['b']), dict 0 with Vocabulary(['a'])"),
+            (
+                [{"n": {"x": [[1, 2]]}}] * 2 + [{"n": {"x": [[1, 2, 3]]}}],
+                ValueError,
+                "'n.x': dict 2 has int64[1, 3], dict 0 has int64[1, 2]",
+            ),
+            (
+                [DeviceDict({"x": [1]}), DeviceDict({"x": [1]}, device="meta")],
+                DeviceMismatchError,
+                "dict 1 is on meta, others are on cpu; move it with .to('cpu')",
+            ),
+            (
+                [
+                    DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["a"])}),
+                    DeviceDict({"s": ["b"]}, encoders={"s": Vocabulary(["b"])}),
+                ],
+                ValueError,
+                "'s': dict 1 encodes it with Vocabulary(['b']), dict 0 with Vocabulary(['a'])",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_dicts_that_disagree(self, join: Any, dicts: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             join(dicts)

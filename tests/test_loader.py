@@ -80,8 +80,14 @@ class TestLoader:
     @pytest.mark.slow
     @pytest.mark.parametrize("context", ["fork", "forkserver"])
     def test_persistent_workers_and_a_partial(self, context: str) -> None:
-        loader = DataLoader(Samples(), batch_size=5, num_workers=1, collate_fn=partial(collate, encoders={"name": Utf8(12)}),
-                            multiprocessing_context=context, persistent_workers=True)  # fmt: skip
+        loader = DataLoader(
+            Samples(),
+            batch_size=5,
+            num_workers=1,
+            collate_fn=partial(collate, encoders={"name": Utf8(12)}),
+            multiprocessing_context=context,
+            persistent_workers=True,
+        )
         self.check(loader, 1)
 
     @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
@@ -100,7 +106,11 @@ class TestLoader:
         with pytest.raises(ValueError, match=r"'x': sample 1 has float32\[4\], sample 0 has float32\[3\]; to fill"):
             list(DataLoader(Samples(bad=5), batch_size=4, num_workers=1, collate_fn=collate))
 
-    @pytest.mark.parametrize("encoders", [{"name": lambda strings: torch.zeros(len(strings))}, lambda strings: torch.zeros(len(strings))], ids=["key", "all"])  # fmt: skip
+    @pytest.mark.parametrize(
+        "encoders",
+        [{"name": lambda strings: torch.zeros(len(strings))}, lambda strings: torch.zeros(len(strings))],
+        ids=["key", "all"],
+    )
     def test_an_encoder_that_cannot_leave_a_worker_is_named(self, encoders: Any) -> None:
         made = partial(collate, encoders=encoders)
         assert made([Samples()[0]])["name"].tolist() == [0], "in the main process it may"

@@ -73,8 +73,12 @@ class TestTo:
         d = DeviceDict({"x": [1.5], "id": [1], "mask": [True], "u": np.ones(1, np.uint8), "c": [1j]})
         cast = d.to(torch.complex128)
         assert {k: str(v.dtype) for k, v in cast.items()} == {
-            "x": "torch.complex128", "id": "torch.int64", "mask": "torch.bool", "u": "torch.uint8", "c": "torch.complex128",
-        }  # fmt: skip
+            "x": "torch.complex128",
+            "id": "torch.int64",
+            "mask": "torch.bool",
+            "u": "torch.uint8",
+            "c": "torch.complex128",
+        }
         half = d.drop("c").half()
         assert half["x"].dtype == torch.float16 and half["id"] is d["id"]
         assert [getattr(d.drop("c"), name)()["x"].dtype for name in ("float", "double", "bfloat16")] == [
@@ -125,8 +129,16 @@ class TestTo:
         assert d.to(torch.float64)["w"].grad_fn is not None and d.clone()["w"].grad_fn is not None
 
     def test_special_tensors_move(self, device: torch.device) -> None:
-        d = DeviceDict({"p": nn.Parameter(torch.ones(2)), "c": torch.tensor([1j]).conj(), "z": torch.zeros(0, 3), "s": 1,
-                        "t": torch.ones(2, 3).t(), "l": torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last)})  # fmt: skip
+        d = DeviceDict(
+            {
+                "p": nn.Parameter(torch.ones(2)),
+                "c": torch.tensor([1j]).conj(),
+                "z": torch.zeros(0, 3),
+                "s": 1,
+                "t": torch.ones(2, 3).t(),
+                "l": torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last),
+            }
+        )
         moved = d.to(device)
         assert moved.cpu() == d
         assert moved["t"].stride() == d["t"].stride() and moved["l"].is_contiguous(memory_format=torch.channels_last)

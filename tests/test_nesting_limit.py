@@ -167,8 +167,13 @@ class TestWithoutACheckAtTheInsert:
             node["n"] = {}
             node = node["n"]
         leave: list[Callable[[Any], Any]] = [
-            pickle.dumps, ForkingPickler.dumps, saved, lambda d: save(d, tmp_path / "d"), DeviceDict, lambda d: collate([d]),
-        ]  # fmt: skip
+            pickle.dumps,
+            ForkingPickler.dumps,
+            saved,
+            lambda d: save(d, tmp_path / "d"),
+            DeviceDict,
+            lambda d: collate([d]),
+        ]
         for use in leave:
             with pytest.raises(ValueError, match=DEEPER):
                 use(d)

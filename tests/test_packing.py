@@ -158,8 +158,14 @@ class TestPack:
     def test_a_tensor_under_two_keys_stays_one(self, device: torch.device) -> None:
         t = torch.ones(3)
         d = DeviceDict({"a": t, "b": torch.zeros(2), "n": {"c": t}})
-        for again in (d.pack(), d.pack().to(device), d.to(device), pickle.loads(pickle.dumps(d.pack())), d.pack().clone(),
-                      d.pack().to(device, torch.float64).to(torch.float32)):  # fmt: skip
+        for again in (
+            d.pack(),
+            d.pack().to(device),
+            d.to(device),
+            pickle.loads(pickle.dumps(d.pack())),
+            d.pack().clone(),
+            d.pack().to(device, torch.float64).to(torch.float32),
+        ):
             assert again["a"] is again["n", "c"] and again["b"] is not again["a"] and again.cpu() == d
         assert d.pack().is_packed and d.pack().to(device).is_packed
 
@@ -300,8 +306,24 @@ def transposed(d: DeviceDict) -> None:
     d["x"].t_()
 
 
-CHANGES = [replaced, deleted, added, reordered, swapped, nested_replaced, given_data, given_data_of_another_dtype,
-           set_to_other_storage, set_within_the_storage, set_to_another_stride, set_to_overlap, storage_grown, set_to_another_shape, resized, transposed]  # fmt: skip
+CHANGES = [
+    replaced,
+    deleted,
+    added,
+    reordered,
+    swapped,
+    nested_replaced,
+    given_data,
+    given_data_of_another_dtype,
+    set_to_other_storage,
+    set_within_the_storage,
+    set_to_another_stride,
+    set_to_overlap,
+    storage_grown,
+    set_to_another_shape,
+    resized,
+    transposed,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -315,10 +337,16 @@ class TestNothingStaleIsSent:
         assert not packed.is_packed
         truth = {key: value.clone() for key, value in packed.flatten().items() if isinstance(value, Tensor)}
         for sent in (
-            packed.to("sim").cpu(), packed.to("sim", torch.float64).cpu().to(torch.float32), packed.clone(),
-            packed.to(copy=True), packed.pack(), pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed), packed.copy(),
+            packed.to("sim").cpu(),
+            packed.to("sim", torch.float64).cpu().to(torch.float32),
+            packed.clone(),
+            packed.to(copy=True),
+            packed.pack(),
+            pickle.loads(pickle.dumps(packed)),
+            copy.deepcopy(packed),
+            packed.copy(),
             packed.pack().to("sim").cpu(),
-        ):  # fmt: skip
+        ):
             sent._check()
             fields = {key: value for key, value in sent.flatten().items() if isinstance(value, Tensor)}
             assert list(fields) == list(truth)
@@ -427,9 +455,20 @@ class TestWhatCostsOneTensor:
 
     def test_what_only_looks_at_the_tensors_keeps_it_packed(self) -> None:
         packed = Batch(sample()).pack()
-        for again in (packed.copy(), packed.detach(), packed.contiguous(), copy.copy(packed), copy.deepcopy(packed),
-                      Batch(packed), packed.flatten(), DeviceDict.unflatten(packed.flatten()), type(packed)(dict(packed)),
-                      pytree.tree_map(lambda t: t, packed), packed | {}, packed.map(lambda t: t)):  # fmt: skip
+        for again in (
+            packed.copy(),
+            packed.detach(),
+            packed.contiguous(),
+            copy.copy(packed),
+            copy.deepcopy(packed),
+            Batch(packed),
+            packed.flatten(),
+            DeviceDict.unflatten(packed.flatten()),
+            type(packed)(dict(packed)),
+            pytree.tree_map(lambda t: t, packed),
+            packed | {},
+            packed.map(lambda t: t),
+        ):
             assert again.is_packed
         assert not packed.select("x", "id").is_packed and not packed.drop("x").is_packed
         assert copy.deepcopy(packed)["x"].data_ptr() != packed["x"].data_ptr()

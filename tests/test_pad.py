@@ -86,19 +86,35 @@ class TestCollate:
     @pytest.mark.parametrize("pack", [True, False])
     @pytest.mark.parametrize(
         "make",
-        [torch.arange, lambda n: list(range(n)), lambda n: torch.arange(n).expand(1, n)[0], lambda n: torch.zeros(n, 60000).long()],
+        [
+            torch.arange,
+            lambda n: list(range(n)),
+            lambda n: torch.arange(n).expand(1, n)[0],
+            lambda n: torch.zeros(n, 60000).long(),
+        ],
         ids=["tensors", "lists", "views", "large"],
-    )  # fmt: skip
+    )
     def test_large_numbers_stay_exact(self, value: int, pack: bool, make: Any) -> None:
         d = collate([{"x": make(n)} for n in (2, 3, 1)], pad={"x": Pad(value, multiple_of=4)}, pack=pack)
         assert d["x"].eq(value).view(3, 4, -1)[:, :, -1].tolist() == [[i >= n for i in range(4)] for n in (2, 3, 1)]
 
     @pytest.mark.parametrize(
         ("dtype", "fits", "too_large"),
-        [(torch.uint8, 255, 256), (torch.uint8, 0, -1), (torch.uint16, 65535, -1), (torch.uint64, 2**64 - 1, 2**64), (torch.int8, -128, -129),
-         (torch.int64, 16777217.0, 0.5), (torch.bool, True, 2), (torch.float16, 65504, 1e10), (torch.float32, float("inf"), 1e39),
-         (torch.bfloat16, float("nan"), 1e39), (torch.float64, 1 << 70, 1 << 2000), (torch.complex64, 0.5, 1e39)],
-    )  # fmt: skip
+        [
+            (torch.uint8, 255, 256),
+            (torch.uint8, 0, -1),
+            (torch.uint16, 65535, -1),
+            (torch.uint64, 2**64 - 1, 2**64),
+            (torch.int8, -128, -129),
+            (torch.int64, 16777217.0, 0.5),
+            (torch.bool, True, 2),
+            (torch.float16, 65504, 1e10),
+            (torch.float32, float("inf"), 1e39),
+            (torch.bfloat16, float("nan"), 1e39),
+            (torch.float64, 1 << 70, 1 << 2000),
+            (torch.complex64, 0.5, 1e39),
+        ],
+    )
     @pytest.mark.parametrize("pack", [True, False])
     def test_what_a_dtype_holds(self, dtype: torch.dtype, fits: float, too_large: float, pack: bool) -> None:
         samples = [{"x": torch.zeros(n, dtype=dtype)} for n in (1, 2)]
@@ -106,7 +122,10 @@ class TestCollate:
         value = float(fits) if dtype.is_floating_point or dtype.is_complex else fits
         assert padded.dtype is dtype
         assert repr(padded[0, 1:].tolist()) == repr(torch.full((1,), value, dtype=dtype).tolist())
-        for join in (lambda pad: collate(samples, pad=pad, pack=pack), lambda pad: cat([collate(samples[:1]), collate(samples[1:])], pad=pad)):  # fmt: skip
+        for join in (
+            lambda pad: collate(samples, pad=pad, pack=pack),
+            lambda pad: cat([collate(samples[:1]), collate(samples[1:])], pad=pad),
+        ):
             with pytest.raises(ValueError, match=rf"^'x': pad=\{{'x': .*\}} does not fit {dtype}$"):
                 join({"x": too_large})
 
@@ -118,12 +137,24 @@ class TestCollate:
         samples = [{"ids": [1] * n, "k": {"box": [0.5], "n": n}} for n in (1, 2)]
         plain = [{"ids": [1] * n} for n in (1, 2)]
         for options, message in (
-            ({"pad": {"ids": 0, "id": 0}}, "pad= names 'id', which no sample has; did you mean 'ids'? Or allow it with Pad(0, optional=True)"),
-            ({"pad": {"ids": 0, ("k", "bos"): 0}}, "pad= names ('k', 'bos'), which no sample has; did you mean 'k.box'? Or allow"),
-            ({"pad": {"ids": 0, "other": 0}}, "pad= names 'other', which no sample has; its keys are 'ids', 'k', 'box', 'n'. Or allow"),
+            (
+                {"pad": {"ids": 0, "id": 0}},
+                "pad= names 'id', which no sample has; did you mean 'ids'? Or allow it with Pad(0, optional=True)",
+            ),
+            (
+                {"pad": {"ids": 0, ("k", "bos"): 0}},
+                "pad= names ('k', 'bos'), which no sample has; did you mean 'k.box'? Or allow",
+            ),
+            (
+                {"pad": {"ids": 0, "other": 0}},
+                "pad= names 'other', which no sample has; its keys are 'ids', 'k', 'box', 'n'. Or allow",
+            ),
             ({"jagged": ["ids", "boxes"]}, "jagged= names 'boxes', which no sample has; did you mean 'box'?"),
-            ({"pad": {"ids": 0}, "encoders": {"id": Vocabulary(["a"])}}, "encoders= names 'id', which no sample has; did you mean 'ids'?"),
-        ):  # fmt: skip
+            (
+                {"pad": {"ids": 0}, "encoders": {"id": Vocabulary(["a"])}},
+                "encoders= names 'id', which no sample has; did you mean 'ids'?",
+            ),
+        ):
             with pytest.raises(ValueError, match="which no sample has") as caught:
                 collate(samples, **options)  # type: ignore[arg-type]
             assert str(caught.value).startswith(message)
@@ -166,18 +197,59 @@ class TestCollate:
     @pytest.mark.parametrize(
         ("samples", "pad", "error", "message"),
         [
-            ([{"x": [1]}, {"x": [1, 2]}], {"x": "0"}, TypeError, "pad= of collate maps keys to real numbers or Pad objects; got '0' for 'x'"),
-            ([{"x": [1]}, {"x": [1, 2]}], {"x": 1j}, TypeError, "pad= of collate maps keys to real numbers or Pad objects; got 1j for 'x'"),
-            ([{"x": [1], "n": 1}] * 2, {"x": FULL}, ValueError, "'x': pad= puts its lengths at 'n', which the samples have too; choose another key"),
-            ([{"k": {"x": [1], "y": [1]}}] * 2, {"x": FULL, "y": FULL}, ValueError, "'k.y': pad= puts its lengths at 'n', which the samples have"),
-            ([{"x": 1}, {"x": 2}], {"x": FULL}, ValueError, "'x': Pad(-1, side='left', multiple_of=4, lengths='n', mask='m') pads the first dimension, and the samples are single numbers"),
+            (
+                [{"x": [1]}, {"x": [1, 2]}],
+                {"x": "0"},
+                TypeError,
+                "pad= of collate maps keys to real numbers or Pad objects; got '0' for 'x'",
+            ),
+            (
+                [{"x": [1]}, {"x": [1, 2]}],
+                {"x": 1j},
+                TypeError,
+                "pad= of collate maps keys to real numbers or Pad objects; got 1j for 'x'",
+            ),
+            (
+                [{"x": [1], "n": 1}] * 2,
+                {"x": FULL},
+                ValueError,
+                "'x': pad= puts its lengths at 'n', which the samples have too; choose another key",
+            ),
+            (
+                [{"k": {"x": [1], "y": [1]}}] * 2,
+                {"x": FULL, "y": FULL},
+                ValueError,
+                "'k.y': pad= puts its lengths at 'n', which the samples have",
+            ),
+            (
+                [{"x": 1}, {"x": 2}],
+                {"x": FULL},
+                ValueError,
+                "'x': Pad(-1, side='left', multiple_of=4, lengths='n', mask='m') pads the first dimension, "
+                "and the samples are single numbers",
+            ),
             ([{"x": [1]}, {"x": [1, 2]}], {"x": Pad(1.5)}, ValueError, "'x': pad={'x': 1.5} does not fit torch.int64"),
-            ([{"x": [1]}, {"x": [1, 2]}], {"x": Pad(1.5, side="left")}, ValueError, "'x': pad={'x': Pad(1.5, side='left')} does not fit torch.int64"),
-            ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 3)}], {"x": FULL}, ValueError, "'x': sample 1 has float32[2, 3], sample 0 has float32[1, 2]; pad= fills up the first dimension only"),
-            ([{"x": torch.ones(2)}, {"x": torch.ones(())}], {"x": FULL}, ValueError, "'x': sample 1 has float32[], sample 0 has float32[2]"),
+            (
+                [{"x": [1]}, {"x": [1, 2]}],
+                {"x": Pad(1.5, side="left")},
+                ValueError,
+                "'x': pad={'x': Pad(1.5, side='left')} does not fit torch.int64",
+            ),
+            (
+                [{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 3)}],
+                {"x": FULL},
+                ValueError,
+                "'x': sample 1 has float32[2, 3], sample 0 has float32[1, 2]; pad= fills up the first dimension only",
+            ),
+            (
+                [{"x": torch.ones(2)}, {"x": torch.ones(())}],
+                {"x": FULL},
+                ValueError,
+                "'x': sample 1 has float32[], sample 0 has float32[2]",
+            ),
             ([{"x": "a"}, {"x": "bc"}], {"x": FULL}, ValueError, "the encoder of these strings pads its codes itself"),
         ],
-    )  # fmt: skip
+    )
     def test_errors(self, samples: Any, pad: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             collate(samples, pad=pad)
@@ -224,10 +296,14 @@ class TestCat:
     def test_errors(self) -> None:
         batches = [{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}]
         for arguments, error, message in (
-            ({"pad": {"x": 0}, "dim": 1}, ValueError, "pad= fills up the second dimension for cat along dim=0, got dim=1"),
+            (
+                {"pad": {"x": 0}, "dim": 1},
+                ValueError,
+                "pad= fills up the second dimension for cat along dim=0, got dim=1",
+            ),
             ({"pad": 3}, TypeError, "cat takes a mapping from keys to fill values as pad="),
             ({"pad": {"x": None}}, TypeError, "pad= of cat maps keys to real numbers or Pad objects; got None for 'x'"),
-        ):  # fmt: skip
+        ):
             with pytest.raises(error, match=message):
                 cat(batches, **arguments)  # type: ignore[arg-type]
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The options of a dict that is made of another one: the class's, the other's, and those that are given, in this order."""
+"""The options of a dict made of another dict: those of the class, of the other dict, and of the call, in this order."""
 
 from __future__ import annotations
 
@@ -216,11 +216,24 @@ class TestPolicyItself:
             ({"on_mismatch": "mvoe"}, ValueError, "on_mismatch is 'error' or 'move', got 'mvoe'"),
             ({"on_mismatch": "keep"}, ValueError, "on_mismatch is 'error' or 'move', got 'keep'"),
             ({"objects": "move"}, ValueError, "objects is 'error' or 'keep', got 'move'"),
-            ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64"),
-            ({"dtype": "float32"}, TypeError, "dtype must be a floating-point torch.dtype (for floating-point host values), got 'float32'"),
-            ({"encoders": {1: A}}, TypeError, "encoders= maps keys, which are str, to encoders; got the key 1. A key's encoder serves that key in nested dicts too"),
+            (
+                {"dtype": torch.int64},
+                TypeError,
+                "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64",
+            ),
+            (
+                {"dtype": "float32"},
+                TypeError,
+                "dtype must be a floating-point torch.dtype (for floating-point host values), got 'float32'",
+            ),
+            (
+                {"encoders": {1: A}},
+                TypeError,
+                "encoders= maps keys, which are str, to encoders; got the key 1. "
+                "A key's encoder serves that key in nested dicts too",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_a_wrong_option(self, options: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=f"^{re.escape(message)}$"):
             Policy().override(**options)

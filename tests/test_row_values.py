@@ -21,8 +21,38 @@ from tensordict_lite import DeviceDict, RowWriter, StringEncoder, Utf8, Vocabula
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 DTYPES = [torch.bool, *UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64,
           torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]  # fmt: skip
-EDGES = [0, 1, -1, 127, 128, 255, 256, 300, 2**15, 2**16, 2**31, 2**32, 2**53 + 1, 2**63 - 1, -(2**63), 2**63, 2**70,
-         1700000000.123, 0.1, -0.0, 1e10, 1e39, 1e300, float("inf"), float("nan"), 1.5, 1j, 1e39j, True, False]  # fmt: skip
+EDGES = [
+    0,
+    1,
+    -1,
+    127,
+    128,
+    255,
+    256,
+    300,
+    2**15,
+    2**16,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**63 - 1,
+    -(2**63),
+    2**63,
+    2**70,
+    1700000000.123,
+    0.1,
+    -0.0,
+    1e10,
+    1e39,
+    1e300,
+    float("inf"),
+    float("nan"),
+    1.5,
+    1j,
+    1e39j,
+    True,
+    False,
+]
 NUMBERS = st.sampled_from(EDGES) | st.integers(-(2**64), 2**64) | st.floats() | st.booleans() | st.complex_numbers()
 
 
@@ -56,7 +86,9 @@ def test_a_number_is_stored_as_by_torch(number: Any, dtype: torch.dtype, index: 
         assert same(d["x"][1], expected) and not d["x"][0].any() and d["y"][1] == 1
 
 
-@pytest.mark.parametrize("value", [1700000000.123, [1700000000.123], np.float64(1700000000.123), np.array([1700000000.123])])  # fmt: skip
+@pytest.mark.parametrize(
+    "value", [1700000000.123, [1700000000.123], np.float64(1700000000.123), np.array([1700000000.123])]
+)
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_a_time_keeps_its_digits(value: Any, dtype: torch.dtype | None, tmp_path: Path) -> None:
     """It went through the default dtype."""
@@ -71,16 +103,25 @@ def test_a_time_keeps_its_digits(value: Any, dtype: torch.dtype | None, tmp_path
         assert (stored.values() if stored.is_nested else stored).item() == 1700000000.123
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (300, "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
-    ([[1, 300]], "'x': uint8 cannot hold [[1, 300]]; torch says: value cannot be converted to type uint8 without overflow"),
-    (-1, "'x': uint8 cannot hold the negative numbers of -1"),
-    ([[0, -1]], "'x': uint8 cannot hold the negative numbers of [[0, -1]]"),
-    (np.int64(300), "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
-    (1.5, "'x': float32 cannot be written into uint8; convert it first"),
-    ("ab", "'x' is a field of numbers, got strings; encode them first"),
-    (torch.eye(2).to_sparse(), "'x' has dense rows, got a sparse tensor; convert it first"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (300, "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
+        (
+            [[1, 300]],
+            "'x': uint8 cannot hold [[1, 300]]; torch says: value cannot be converted to type uint8 without overflow",
+        ),
+        (-1, "'x': uint8 cannot hold the negative numbers of -1"),
+        ([[0, -1]], "'x': uint8 cannot hold the negative numbers of [[0, -1]]"),
+        (
+            np.int64(300),
+            "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow",
+        ),
+        (1.5, "'x': float32 cannot be written into uint8; convert it first"),
+        ("ab", "'x' is a field of numbers, got strings; encode them first"),
+        (torch.eye(2).to_sparse(), "'x' has dense rows, got a sparse tensor; convert it first"),
+    ],
+)
 def test_rows_and_tables_refuse_the_same_values(value: Any, text: str, tmp_path: Path) -> None:
     d = DeviceDict({"y": torch.zeros(1, 2), "x": torch.zeros(1, 2, dtype=torch.uint8)})
     with RowWriter(tmp_path, like=d) as writer:
@@ -128,7 +169,10 @@ def test_encoders_that_decode_alike_fit() -> None:
 @pytest.mark.parametrize("index", [2, slice(1, 3), [1, 3], [True, False, True, False]])
 def test_ctrl_c_leaves_all_fields_or_none_written(index: Any) -> None:
     d = DeviceDict({f"k{i}": torch.zeros(4, 1 + i, dtype=torch.uint16 if i % 3 else torch.float32) for i in range(40)})
-    step = {key: torch.ones_like(value[index if isinstance(index, int) else torch.arange(4)[index]]) for key, value in d.items()}  # fmt: skip
+    step = {
+        key: torch.ones_like(value[index if isinstance(index, int) else torch.arange(4)[index]])
+        for key, value in d.items()
+    }
     armed = False
 
     def interrupt(*_: Any) -> None:

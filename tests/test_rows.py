@@ -19,9 +19,16 @@ class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"
 
 
 def batch(n: int = 6) -> Batch:
-    return Batch({"x": torch.arange(2.0 * n).reshape(n, 2), "s": ["a", "b", "c"] * (n // 3), "name": [f"n{i}" for i in range(n)],
-                  "n": {"id": torch.arange(n), "file": [f"f{i}" * (1 + i) for i in range(n)], "e": {}}, "o": [None] * (n - 1) + [{1}],
-                  "meta": object})  # fmt: skip
+    return Batch(
+        {
+            "x": torch.arange(2.0 * n).reshape(n, 2),
+            "s": ["a", "b", "c"] * (n // 3),
+            "name": [f"n{i}" for i in range(n)],
+            "n": {"id": torch.arange(n), "file": [f"f{i}" * (1 + i) for i in range(n)], "e": {}},
+            "o": [None] * (n - 1) + [{1}],
+            "meta": object,
+        }
+    )
 
 
 class TestRows:
@@ -84,18 +91,39 @@ class TestRows:
     @pytest.mark.parametrize(
         ("index", "error", "message"),
         [
-            (6, IndexError, "row 6 is out of range, there are 6"), (-7, IndexError, "row -7 is out of range"),
-            ([9], IndexError, "out of"), (True, TypeError, "got one bool"), (np.bool_(True), TypeError, "got one bool"),
-            ((1, 2), TypeError, "rows are indexed by int, slice, mask or indices (a tensor, array or list), got tuple; use d[key] for a field"),
-            ("x", TypeError, "rows are indexed by int, slice, mask or indices (a tensor, array or list), got str; use d[key] for a field"),
-            (None, TypeError, "got NoneType"), (1.5, TypeError, "got float"), (torch.tensor([1.0]), TypeError, "got float32[1]"),
+            (6, IndexError, "row 6 is out of range, there are 6"),
+            (-7, IndexError, "row -7 is out of range"),
+            ([9], IndexError, "out of"),
+            (True, TypeError, "got one bool"),
+            (np.bool_(True), TypeError, "got one bool"),
+            (
+                (1, 2),
+                TypeError,
+                "rows are indexed by int, slice, mask or indices (a tensor, array or list), got tuple; "
+                "use d[key] for a field",
+            ),
+            (
+                "x",
+                TypeError,
+                "rows are indexed by int, slice, mask or indices (a tensor, array or list), got str; "
+                "use d[key] for a field",
+            ),
+            (None, TypeError, "got NoneType"),
+            (1.5, TypeError, "got float"),
+            (torch.tensor([1.0]), TypeError, "got float32[1]"),
             (torch.zeros(2, 2).long(), TypeError, "got int64[2, 2]"),
-            (["a"], TypeError, "a list of ints"), ([[1], [2, 3]], TypeError, "a list of ints"),
+            (["a"], TypeError, "a list of ints"),
+            ([[1], [2, 3]], TypeError, "a list of ints"),
             ([True], IndexError, "a mask for 6 rows has the shape [6], got [1]"),
-            (torch.tensor([1, 0, 0, 1, 0, 1], dtype=torch.uint8), TypeError, "an index of dtype uint8[6] may be a mask or row numbers; use .bool() for a mask, and .long() for row numbers"),
+            (
+                torch.tensor([1, 0, 0, 1, 0, 1], dtype=torch.uint8),
+                TypeError,
+                "an index of dtype uint8[6] may be a mask or row numbers; use .bool() for a mask, "
+                "and .long() for row numbers",
+            ),
             (np.array([1, 0], dtype=np.uint8), TypeError, "an index of dtype uint8[2] may be a mask or row numbers"),
         ],
-    )  # fmt: skip
+    )
     def test_what_is_no_index(self, index: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             batch().rows[index]
@@ -155,7 +183,8 @@ class TestRows:
         assert d.decode("name") == ["X", "Y"]
         with pytest.raises(
             ValueError,
-            match=r"'name': a string takes 6 codes of Utf8\(\), the rows of this field have 5; shorten the string, or make",
+            match=r"'name': a string takes 6 codes of Utf8\(\), the rows of this field have 5; shorten the string, "
+            r"or make",
         ):
             d.rows[0] = {"name": "Gracie", "s": "a"}
         with pytest.raises(ValueError, match="'s' is encoded with"):
@@ -188,14 +217,18 @@ class TestRows:
         ("other", "error", "message"),
         [
             ({"x": torch.ones(2)}, ValueError, "the given mapping lacks 'n', which this DeviceDict has"),
-            ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError, "the given mapping has 'n.z', which this DeviceDict lacks"),
+            (
+                {"x": torch.ones(2), "n": {"y": 1, "z": 2}},
+                ValueError,
+                "the given mapping has 'n.z', which this DeviceDict lacks",
+            ),
             ({"x": torch.ones(3), "n": {"y": 1}}, ValueError, "'x': expected [2] for these rows, got [3]"),
             ({"x": torch.ones(2), "n": {"y": [1, 2]}}, ValueError, "'n.y': expected [] for these rows, got [2]"),
             ({"x": torch.ones(2), "n": 1}, ValueError, "'n' is a nested dict; its rows cannot be set from an int"),
             ({"x": torch.ones(2, device="meta"), "n": {"y": 1}}, DeviceMismatchError, "'x' is on meta"),
             ([1], TypeError, "rows are set from a mapping with the keys of the dict, got list"),
         ],
-    )  # fmt: skip
+    )
     def test_what_cannot_be_set_leaves_the_dict_as_it_was(
         self, other: Any, error: type[Exception], message: str
     ) -> None:

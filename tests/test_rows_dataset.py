@@ -302,8 +302,15 @@ class Numbers(StringEncoder):
 
 class TestGroups:
     def test_by_numbers_and_strings(self) -> None:
-        d = DeviceDict({"s": ["dog", "cat", "dog", "ox"], "i": [3, 1, 3, 2], "v": [1.0, 2, 3, 4], "n": {"c": ["b", "a", "b", "b"]}},
-                       encoders={"c": Vocabulary(["b", "a"])})  # fmt: skip
+        d = DeviceDict(
+            {
+                "s": ["dog", "cat", "dog", "ox"],
+                "i": [3, 1, 3, 2],
+                "v": [1.0, 2, 3, 4],
+                "n": {"c": ["b", "a", "b", "b"]},
+            },
+            encoders={"c": Vocabulary(["b", "a"])},
+        )
         groups = d.rows.group_by("s")
         assert {key: part["v"].tolist() for key, part in groups.items()} == {"cat": [2], "dog": [1, 3], "ox": [4]}
         assert list(d.rows.group_by("i")) == [1, 2, 3] and d.rows.group_by("i")[3] == groups["dog"]
@@ -416,14 +423,29 @@ class TestRollouts:
     @pytest.mark.parametrize(
         ("d", "dims", "error", "message"),
         [
-            (DeviceDict({"x": torch.zeros(2, 3), "n": {"y": torch.zeros(2)}}), 2, ValueError,
-             "'n.y' has the shape [2]; flatten(2) needs fields that agree on their first 2 dimensions, the first field has [2, 3]"),
-            (DeviceDict({"x": torch.zeros(2, 3), "s": ["a", "b"]}), 2, ValueError, "'s' has the shape [2, 1]; flatten(2) needs"),
+            (
+                DeviceDict({"x": torch.zeros(2, 3), "n": {"y": torch.zeros(2)}}),
+                2,
+                ValueError,
+                "'n.y' has the shape [2]; flatten(2) needs fields that agree on their first 2 dimensions, "
+                "the first field has [2, 3]",
+            ),
+            (
+                DeviceDict({"x": torch.zeros(2, 3), "s": ["a", "b"]}),
+                2,
+                ValueError,
+                "'s' has the shape [2, 1]; flatten(2) needs",
+            ),
             (DeviceDict({"x": torch.zeros(2, 3)}), 0, ValueError, "flatten takes at least 1 dimension, got 0"),
             (DeviceDict({"x": torch.zeros(2, 3)}), "2", TypeError, "flatten takes a number of dimensions, got '2'"),
-            (Kept({"x": torch.zeros(2, 3), "o": [None, 1]}), 2, TypeError, "'o' is a kept list, which has no dimensions to flatten"),
+            (
+                Kept({"x": torch.zeros(2, 3), "o": [None, 1]}),
+                2,
+                TypeError,
+                "'o' is a kept list, which has no dimensions to flatten",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_what_cannot_be_flattened(self, d: Any, dims: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             d.rows.flatten(dims)

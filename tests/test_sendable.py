@@ -1,4 +1,4 @@
-"""Dicts that cannot be pickled: a DataLoader or a queue raises an error that names the field, and never waits for ever."""
+"""Dicts that cannot be pickled: a DataLoader or a queue raises an error that names the field, and never hangs."""
 
 from __future__ import annotations
 

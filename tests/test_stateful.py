@@ -1,4 +1,4 @@
-"""Random programs: DeviceDict against a plain nested dict, over all operations, on two devices, checked at every step."""
+"""Random programs: DeviceDict against a plain nested dict, all operations, two devices, checked at every step."""
 
 from __future__ import annotations
 

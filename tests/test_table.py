@@ -239,20 +239,34 @@ class TestRefused:
             ({"x": torch.zeros(3, 3)}, r"^'x': expected rows \[..., 2\] or one row \[2\], got float32\[3, 3\]$"),
             ({"x": torch.zeros(4, 2)}, r"^'name' has 3 rows, and 'x' has 4 rows$"),
             ({"x": torch.zeros(2)}, r"^'name' has 3 rows, and 'x' has no dimension for rows$"),
-            ({"x": torch.zeros(3, 2, dtype=torch.complex64)}, "^'x': complex64 cannot be written into float32; convert it first$"),
+            (
+                {"x": torch.zeros(3, 2, dtype=torch.complex64)},
+                "^'x': complex64 cannot be written into float32; convert it first$",
+            ),
             ({"x": {"y": 1}}, "^'x' is a column in this table, got a mapping$"),
             ({"n": [1, 2, 3]}, r"^'n' is a nested dict in this table, got int64\[3\]$"),
             ({"n": {"z": [1, 2, 3]}}, "^the given mapping lacks 'n.empty', which the table has$"),
             ({"y": [1]}, "^the given mapping has 'y', which the table lacks$"),
-            ({"name": ["a", "b", "thirteen bytes"]}, r"^'name': 'thirteen bytes' is 14 bytes in UTF-8, over max_length=12; raise max_length, strings are never cut$"),
-            ({"name": torch.zeros(3, 14, dtype=torch.uint8)}, r"^'name': a string takes 14 codes of Utf8\(12\), the rows of this field have 12; shorten the string, or make the field anew, wide enough for it$"),
+            (
+                {"name": ["a", "b", "thirteen bytes"]},
+                r"^'name': 'thirteen bytes' is 14 bytes in UTF-8, over max_length=12; raise max_length, "
+                r"strings are never cut$",
+            ),
+            (
+                {"name": torch.zeros(3, 14, dtype=torch.uint8)},
+                r"^'name': a string takes 14 codes of Utf8\(12\), the rows of this field have 12; shorten the string, "
+                r"or make the field anew, wide enough for it$",
+            ),
             ({"species": ["cat", "dog", "cow"]}, "^'species': 'cow' is not among the 2 tokens"),
             ({"n": {"z": None, "empty": {}}}, "'n.z'"),
             ({"x": torch.zeros(3, 2).to_sparse()}, "^'x' has dense rows, got a sparse tensor; convert it first$"),
             ({"x": torch.zeros(3, 2, device="meta")}, "^'x' is on meta, without values; make it on another device$"),
-            ({"x": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, "^'x' has dense rows, got a nested tensor"),
+            (
+                {"x": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)},
+                "^'x' has dense rows, got a nested tensor",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_a_batch_that_does_not_fit_is_refused_whole(self, tmp_path: Path, change: Any, message: str) -> None:
         with RowWriter(tmp_path / "t", like=sample()) as writer:
             writer.write(sample())
@@ -276,15 +290,30 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("encoders", "error", "message"),
         [
-            ({"species": Vocabulary(["dog", "cat"])}, ValueError, "'species' of this table is encoded with {'tokens': ['cat', 'dog'], 'unknown': None, 'name': 'vocabulary'}, encoders= has {'tokens': ['dog', 'cat'], 'unknown': None, 'name': 'vocabulary'}; leave it out: load reads all rows of a column with one encoder"),
+            (
+                {"species": Vocabulary(["dog", "cat"])},
+                ValueError,
+                "'species' of this table is encoded with {'tokens': ['cat', 'dog'], 'unknown': None, 'name': "
+                "'vocabulary'}, encoders= has {'tokens': ['dog', 'cat'], 'unknown': None, 'name': 'vocabulary'}; "
+                "leave it out: load reads all rows of a column with one encoder",
+            ),
             ({"name": Utf8(20)}, ValueError, "'name' of this table is encoded with"),
-            (Vocabulary(["dog", "cat"]), ValueError, "'x' of this table is encoded with Utf8(), encoders= has {'tokens': ['dog', 'cat']"),
+            (
+                Vocabulary(["dog", "cat"]),
+                ValueError,
+                "'x' of this table is encoded with Utf8(), encoders= has {'tokens': ['dog', 'cat']",
+            ),
             ({"x": Hashing(4)}, ValueError, "'x' of this table is encoded with Utf8(), encoders= has {'buckets': 4"),
             ({"z": Hashing(4)}, ValueError, "'n.z' of this table is encoded with Utf8(), encoders= has"),
-            ({"name": lambda s: torch.zeros(len(s))}, ValueError, "'name' of this table is encoded with {'max_length': 12, 'name': 'utf8'}, encoders= has {'name': '<lambda>'}; leave it out"),
+            (
+                {"name": lambda s: torch.zeros(len(s))},
+                ValueError,
+                "'name' of this table is encoded with {'max_length': 12, 'name': 'utf8'}, encoders= has {'name': "
+                "'<lambda>'}; leave it out",
+            ),
             ({"spcies": SPECIES}, KeyError, "'spcies' is not in this table; did you mean 'species'?"),
         ],
-    )  # fmt: skip
+    )
     def test_appending_with_another_encoder(
         self, tmp_path: Path, encoders: Any, error: type[Exception], message: str
     ) -> None:
@@ -310,7 +339,8 @@ class TestRefused:
         for like in (sample(), sample().rows, DeviceDict({"m": {"d": sample()}})):
             with pytest.raises(
                 ValueError,
-                match=r"species' of like= is encoded with Vocabulary\(\['cat', 'dog'\]\), encoders= has Hashing\(buckets=4, seed=0\); leave it out, or give like= with the strings$",
+                match=r"species' of like= is encoded with Vocabulary\(\['cat', 'dog'\]\), "
+                r"encoders= has Hashing\(buckets=4, seed=0\); leave it out, or give like= with the strings$",
             ):
                 RowWriter(tmp_path / "t", like=like, encoders={"species": Hashing(4)})
             with pytest.raises(KeyError, match="'nam' is not in the batch that RowWriter got as like="):
@@ -790,9 +820,13 @@ class TestDamaged:
 
     @pytest.mark.parametrize(
         ("column", "message"),
-        [({"name": "y"}, "header of 'x.safetensors' does not describe 3 rows"), ({"dtype": "int32"}, "describe 3 rows of int32"),
-         ({"shape": [1, 2]}, "does not describe"), ({"shape": [1]}, "does not describe")],
-    )  # fmt: skip
+        [
+            ({"name": "y"}, "header of 'x.safetensors' does not describe 3 rows"),
+            ({"dtype": "int32"}, "describe 3 rows of int32"),
+            ({"shape": [1, 2]}, "does not describe"),
+            ({"shape": [1]}, "does not describe"),
+        ],
+    )
     def test_a_column_of_another_table(self, tmp_path: Path, column: Any, message: str) -> None:
         folder = written(tmp_path / "t", sample())
         edited(folder, lambda index: index["columns"][0].update(column))

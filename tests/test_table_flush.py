@@ -1,7 +1,7 @@
 """How a writer makes rows durable: threads flush the columns at the same time, then the index is replaced.
 
-After an error of a flush to disk, Linux may have dropped the rows, and the next flush may raise no error. PostgreSQL lost
-data so until 2018. So such an error is final.
+After an error of a flush to disk, Linux may have dropped the rows, and the next flush may raise no error. PostgreSQL
+lost data so until 2018. So such an error is final.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def test_a_failed_flush_to_disk_is_final(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(OSError) as caught:  # noqa: PT011
             call()
         assert str(caught.value) == (
-            "[Errno 5] Input/output error; the table keeps the 10 rows of the last flush, and the system may have dropped "
+            "[Errno 5] Input/output error; the table keeps the 10 rows of the last flush, "
+            "and the system may have dropped "
             "later rows that it could not flush to disk; close this RowWriter, and open the table again with "
             f"append=True: '{tmp_path / 't'}'"
         )

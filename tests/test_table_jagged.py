@@ -306,21 +306,45 @@ class TestRefused:
             ({"text": ["a", "b\0", "c"]}, r"^'text': 'b\\x00' holds a NUL character"),
             ({"text": ["a", "b"]}, "^'n.ids' has 3 rows, and 'text' has 2 rows$"),
             ({"text": torch.zeros(3).byte()}, r"^'n.ids' has 3 rows, and 'text' has no dimension for rows$"),
-            ({"text": torch.zeros(3, 1, 1).byte()}, r"^'text': expected rows \[..., \*\] or one row \[\*\], got uint8\[3, 1, 1\]$"),
-            ({"n": {"ids": [[1], [2], [3]], "box": torch.zeros(3, 1, 3)}}, r"^'n.box': expected rows \[..., \*, 2\] or one row \[\*, 2\], got float32\[3, 1, 3\]$"),
-            ({"n": {"ids": [[1], 2, [3]], "box": torch.zeros(3, 1, 2)}}, r"^'n.ids': expected rows \[\*\], row 1 is int64\[\]$"),
-            ({"n": {"ids": [[1], [[2]], [3]], "box": torch.zeros(3, 1, 2)}}, r"^'n.ids': expected rows \[\*\], row 1 is int64\[1, 1\]$"),
-            ({"n": {"ids": [[1], [0.5], [3]], "box": torch.zeros(3, 1, 2)}}, "^'n.ids': float32 cannot be written into int64; convert it first$"),
-            ({"n": {"ids": ["a", "b", "c"], "box": torch.zeros(3, 1, 2)}}, "^'n.ids' is a field of numbers, got strings; encode them first$"),
-            ({"n": {"ids": [["a"], ["b"], ["c"]], "box": torch.zeros(3, 1, 2)}}, "^'n.ids' is a field of numbers, got strings; encode them first$"),
+            (
+                {"text": torch.zeros(3, 1, 1).byte()},
+                r"^'text': expected rows \[..., \*\] or one row \[\*\], got uint8\[3, 1, 1\]$",
+            ),
+            (
+                {"n": {"ids": [[1], [2], [3]], "box": torch.zeros(3, 1, 3)}},
+                r"^'n.box': expected rows \[..., \*, 2\] or one row \[\*, 2\], got float32\[3, 1, 3\]$",
+            ),
+            (
+                {"n": {"ids": [[1], 2, [3]], "box": torch.zeros(3, 1, 2)}},
+                r"^'n.ids': expected rows \[\*\], row 1 is int64\[\]$",
+            ),
+            (
+                {"n": {"ids": [[1], [[2]], [3]], "box": torch.zeros(3, 1, 2)}},
+                r"^'n.ids': expected rows \[\*\], row 1 is int64\[1, 1\]$",
+            ),
+            (
+                {"n": {"ids": [[1], [0.5], [3]], "box": torch.zeros(3, 1, 2)}},
+                "^'n.ids': float32 cannot be written into int64; convert it first$",
+            ),
+            (
+                {"n": {"ids": ["a", "b", "c"], "box": torch.zeros(3, 1, 2)}},
+                "^'n.ids' is a field of numbers, got strings; encode them first$",
+            ),
+            (
+                {"n": {"ids": [["a"], ["b"], ["c"]], "box": torch.zeros(3, 1, 2)}},
+                "^'n.ids' is a field of numbers, got strings; encode them first$",
+            ),
             ({"n": {"ids": None, "box": torch.zeros(3, 1, 2)}}, "^'n.ids' is NoneType"),
             ({"s": [["cat"], ["cow"], []]}, "^'s': 'cow' is not among the 2 tokens"),
             ({"text": {"a": 1}}, "^'text' is a column in this table, got a mapping$"),
             ({"text": torch.zeros(3, 2).to_sparse()}, "^'text' has dense rows, got a sparse tensor"),
             ({"text": torch.zeros(3, 2, device="meta")}, "^'text' is on meta"),
-            ({"y": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, "^'y' has dense rows, got a nested tensor; convert it first$"),
+            (
+                {"y": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)},
+                "^'y' has dense rows, got a nested tensor; convert it first$",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_a_batch_that_does_not_fit_is_refused_whole(self, tmp_path: Path, change: Any, message: str) -> None:
         with new(tmp_path / "t") as writer:
             writer.write(sample(3))
@@ -340,13 +364,21 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"jagged": "text"}, TypeError, r"^RowWriter takes a list of keys or paths as jagged=, as \[\"box\"\], got 'text'$"),
+            (
+                {"jagged": "text"},
+                TypeError,
+                r"^RowWriter takes a list of keys or paths as jagged=, as \[\"box\"\], got 'text'$",
+            ),
             ({"jagged": [3]}, TypeError, "^jagged= of RowWriter takes keys and paths, got 3$"),
             ({"jagged": ["txt"]}, KeyError, "'txt'.*text"),
             ({"jagged": ["y"]}, ValueError, r"^'y': rows of a jagged column have a dimension, like= has int64\[1\]$"),
-            ({"jagged": ["text"], "like": None, "append": True}, TypeError, "^RowWriter takes jagged= with like=; a table that exists knows its jagged columns$"),
+            (
+                {"jagged": ["text"], "like": None, "append": True},
+                TypeError,
+                "^RowWriter takes jagged= with like=; a table that exists knows its jagged columns$",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_options(self, tmp_path: Path, options: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             RowWriter(tmp_path / "t", **{"like": LIKE, **options})

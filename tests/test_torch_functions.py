@@ -32,7 +32,8 @@ from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vo
 LOST = pytest.mark.xfail(
     torch.__version__ >= "2.15",
     strict=True,
-    reason="under fullgraph=True torch 2.15 does not find the __torch_function__ of a subclass of dict that it has read",
+    reason="under fullgraph=True torch 2.15 does not find the __torch_function__ of a subclass of dict that it has "
+    "read",
 )
 
 
@@ -132,14 +133,32 @@ class TestTable:
 
 
 class TestEverythingElse:
-    @pytest.mark.parametrize(("call", "text"), [
-        (torch.relu, "torch.relu takes no DeviceDict; call it for every field: d.map(torch.relu), or for one field: d[key]"),
-        (F.relu, "torch.nn.functional.relu takes no DeviceDict; call it for every field: d.map(lambda t: torch.nn.functional.relu(t, ...))"),
-        (lambda d: torch.add(d, 1), "torch.add takes no DeviceDict; call it for every field: d.map(lambda t: torch.add(t, ...))"),
-        (nn.Linear(2, 1), "torch.nn.functional.linear takes no DeviceDict"), (torch.sum, "d.map(torch.sum)"),
-        (lambda d: torch.ones(2).add_(d), "torch.Tensor.add_ takes no DeviceDict; call it for every field: d.map(lambda t: t.add_(...))"),
-        (lambda d: torch.ones(2)[d], "torch.Tensor.__getitem__ takes no DeviceDict"), (lambda d: torch.lerp(torch.ones(2), d, 0.5), "torch.lerp takes no"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("call", "text"),
+        [
+            (
+                torch.relu,
+                "torch.relu takes no DeviceDict; call it for every field: d.map(torch.relu), or for one field: d[key]",
+            ),
+            (
+                F.relu,
+                "torch.nn.functional.relu takes no DeviceDict; call it for every field: d.map(lambda t: "
+                "torch.nn.functional.relu(t, ...))",
+            ),
+            (
+                lambda d: torch.add(d, 1),
+                "torch.add takes no DeviceDict; call it for every field: d.map(lambda t: torch.add(t, ...))",
+            ),
+            (nn.Linear(2, 1), "torch.nn.functional.linear takes no DeviceDict"),
+            (torch.sum, "d.map(torch.sum)"),
+            (
+                lambda d: torch.ones(2).add_(d),
+                "torch.Tensor.add_ takes no DeviceDict; call it for every field: d.map(lambda t: t.add_(...))",
+            ),
+            (lambda d: torch.ones(2)[d], "torch.Tensor.__getitem__ takes no DeviceDict"),
+            (lambda d: torch.lerp(torch.ones(2), d, 0.5), "torch.lerp takes no"),
+        ],
+    )
     def test_functions(self, call: Callable[[Any], Any], text: str) -> None:
         d = sample()
         with pytest.raises(TypeError) as caught:
@@ -222,7 +241,10 @@ class TestEveryFunctionOfTorch:
                     if str(error).startswith(f"{name} takes no DeviceDict; call it for every field: "):
                         continue
                 implemented.add(name)
-        names = "stack cat concat concatenate zeros_like ones_like empty_like full_like allclose equal chunk unbind where clone detach functional.split"
+        names = (
+            "stack cat concat concatenate zeros_like ones_like empty_like full_like allclose equal chunk unbind "
+            "where clone detach functional.split"
+        )
         assert implemented - RANDOM == {f"torch.{name}" for name in names.split()}
 
     @pytest.mark.filterwarnings("ignore")
@@ -323,7 +345,10 @@ class TestFunctionsThatDoNotCompute:
             module.weight = d
         with pytest.raises(TypeError, match=r"cannot assign 'tensordict_lite\.DeviceDict' object to parameter 's'"):
             module.register_parameter("s", d)
-        refused = r"'is_floating_point'; use d\[key\]\.is_floating_point\(\); a buffer of a module is one field$|object to buffer 's'"
+        refused = (
+            r"'is_floating_point'; use d\[key\]\.is_floating_point\(\); "
+            r"a buffer of a module is one field$|object to buffer 's'"
+        )
         with pytest.raises((AttributeError, TypeError), match=refused):
             hold(module, d).to(torch.float64)
         module = nn.Linear(2, 1)

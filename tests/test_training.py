@@ -90,7 +90,7 @@ def test_the_error_of_a_worker_reaches_the_user_with_its_message() -> None:
 
 
 def test_both_ways_a_loader_pins() -> None:
-    """torch to 2.9 copies and updates a Mapping, later ones call ``pin_memory`` if there is one, maybe with a device."""
+    """torch to 2.9 copies and updates a Mapping. Later ones call ``pin_memory`` if it exists, maybe with a device."""
     d = DeviceDict({"x": torch.ones(2), "n": {"y": 1}})
     before = d.copy()
     clone = copy.copy(d)

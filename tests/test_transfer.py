@@ -368,8 +368,11 @@ class TestHowStreamsAreUsed:
         streams.log.clear()
         back = transfer(there, CPU, source=SIM)
         assert streams.log == [
-            f"{SLOT} pinned on sim:0", *[f"{SMALL + 4} d2h"] * 3, "host waits for main", f"{FETCHED_TENSOR + 4} d2h and waits",
-        ]  # fmt: skip
+            f"{SLOT} pinned on sim:0",
+            *[f"{SMALL + 4} d2h"] * 3,
+            "host waits for main",
+            f"{FETCHED_TENSOR + 4} d2h and waits",
+        ]
         assert means(back) == [0, 1, 2, 7] and all(t.untyped_storage().nbytes() == t.nbytes for t in back)
 
     def test_small_and_large_ones_to_the_host_wait_once(self, streams: simulated.Streams) -> None:

@@ -68,6 +68,7 @@ class Loose(TypedDeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b"
 
 
 dict_keys = type({}.keys())
+OPTIONAL = Optional[Tensor]  # noqa: UP045  (the form before Python 3.10)
 
 
 class Tree(TypedDeviceDict):
@@ -188,26 +189,68 @@ class TestAttributes:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(("change", "error", "message"), [
-        ({"label": None}, TypeError, "Batch.label: expected Int[Tensor, 'batch'], got None"), ({"label": object()}, TypeError, "'label' is object, expected a tensor"),
-        ({"image": {"a": 1}}, TypeError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got DeviceDict"),
-        ({"obs": torch.ones(2)}, TypeError, "Batch.obs: expected Obs, got float32[2]"),
-        ({"obs": {}}, TypeError, "'obs': 'state' is missing; the fields of Obs are state, goal"),
-        ({"obs": {"state": torch.ones(2, 5), "gaol": 1}}, TypeError, "'obs': Obs has no field 'gaol', did you mean 'goal'? Its fields are state, goal"),
-        ({"lable": torch.ones(2)}, TypeError, "Batch has no field 'lable', did you mean 'label'? Its fields are image, label, obs, weight"),
-        ({"qq": object(), 5: 2}, TypeError, "Batch has no field 'qq'. Its fields are"), ({5: 2}, TypeError, "keys are str, got 5 of type int; use '5'"),
-        ({"label": torch.ones(2)}, ValueError, "Batch.label: expected Int[Tensor, 'batch'], got float32[2]: this array has dtype float32"),
-        ({"image": torch.ones(2, 1, 4, 4)}, ValueError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got float32[2, 1, 4, 4]: the dimension size 1 does not equal 3"),
-        ({"image": torch.ones(2, 3)}, ValueError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got float32[2, 3]: this array has 2 dimensions, not the 4 expected"),
-        ({"label": torch.arange(5)}, ValueError, "Batch.label: expected Int[Tensor, 'batch'], got int64[5]: the size of dimension batch is 5 which does not equal the existing value of 2, from Batch.image, which is float32[2, 3, 4, 4]"),
-        ({"obs": {"state": torch.ones(7, 5)}}, ValueError, "Batch.obs.state: expected Float[Tensor, 'batch n'], got float32[7, 5]: the size of dimension batch is 7 which does not equal the existing value of 2, from Batch.image, which is float32[2, 3, 4, 4]"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"label": None}, TypeError, "Batch.label: expected Int[Tensor, 'batch'], got None"),
+            ({"label": object()}, TypeError, "'label' is object, expected a tensor"),
+            ({"image": {"a": 1}}, TypeError, "Batch.image: expected Float[Tensor, 'batch 3 h w'], got DeviceDict"),
+            ({"obs": torch.ones(2)}, TypeError, "Batch.obs: expected Obs, got float32[2]"),
+            ({"obs": {}}, TypeError, "'obs': 'state' is missing; the fields of Obs are state, goal"),
+            (
+                {"obs": {"state": torch.ones(2, 5), "gaol": 1}},
+                TypeError,
+                "'obs': Obs has no field 'gaol', did you mean 'goal'? Its fields are state, goal",
+            ),
+            (
+                {"lable": torch.ones(2)},
+                TypeError,
+                "Batch has no field 'lable', did you mean 'label'? Its fields are image, label, obs, weight",
+            ),
+            ({"qq": object(), 5: 2}, TypeError, "Batch has no field 'qq'. Its fields are"),
+            ({5: 2}, TypeError, "keys are str, got 5 of type int; use '5'"),
+            (
+                {"label": torch.ones(2)},
+                ValueError,
+                "Batch.label: expected Int[Tensor, 'batch'], got float32[2]: this array has dtype float32",
+            ),
+            (
+                {"image": torch.ones(2, 1, 4, 4)},
+                ValueError,
+                "Batch.image: expected Float[Tensor, 'batch 3 h w'], got float32[2, 1, 4, 4]: "
+                "the dimension size 1 does not equal 3",
+            ),
+            (
+                {"image": torch.ones(2, 3)},
+                ValueError,
+                "Batch.image: expected Float[Tensor, 'batch 3 h w'], got float32[2, 3]: this array has 2 dimensions, "
+                "not the 4 expected",
+            ),
+            (
+                {"label": torch.arange(5)},
+                ValueError,
+                "Batch.label: expected Int[Tensor, 'batch'], got int64[5]: "
+                "the size of dimension batch is 5 which does not equal the existing value of 2, from Batch.image, "
+                "which is float32[2, 3, 4, 4]",
+            ),
+            (
+                {"obs": {"state": torch.ones(7, 5)}},
+                ValueError,
+                "Batch.obs.state: expected Float[Tensor, 'batch n'], got float32[7, 5]: "
+                "the size of dimension batch is 7 which does not equal the existing value of 2, from Batch.image, "
+                "which is float32[2, 3, 4, 4]",
+            ),
+        ],
+    )
     def test_wherever_values_come_in(self, change: dict[Any, Any], error: type[Exception], message: str) -> None:
         d = batch()
         ways: list[Callable[[], Any]] = [
-            lambda: d.update(change), lambda: d.__ior__(change), lambda: d | change, lambda: Batch({**items(), **change}),
+            lambda: d.update(change),
+            lambda: d.__ior__(change),
+            lambda: d | change,
+            lambda: Batch({**items(), **change}),
             lambda: Batch.from_dict([*items().items(), *change.items()]),
-        ]  # fmt: skip
+        ]
         if len(change) == 1:
             ((key, value),) = change.items()
             ways += [lambda: d.__setitem__(key, value), lambda: d.__setitem__((key,), value)]
@@ -223,7 +266,8 @@ class TestRefusals:
         for given_items in ({}, (), None, {"obs": None}, {"obs": {"state": torch.ones(2, 5)}}):
             with pytest.raises(
                 TypeError,
-                match=r"^'\w+', .* are missing; the fields of Batch are image, label, obs, weight$|^Batch\.obs: expected Obs, got None$",
+                match=r"^'\w+', .* are missing; the fields of Batch are image, label, obs, weight$|^Batch\.obs: "
+                r"expected Obs, got None$",
             ):
                 Batch(given_items)
         with pytest.raises(
@@ -236,9 +280,17 @@ class TestRefusals:
         d = batch()
         nested: Any = DeviceDict({"b": d})
         for way in (
-            lambda: d.__delitem__("label"), lambda: d.__delattr__("label"), lambda: d.pop("label"), lambda: d.pop("label", None), lambda: d.__delitem__(("label",)),
-            d.clear, lambda: d.__delitem__(("obs", "state")), lambda: d.pop(("obs", "state")), d.popitem, lambda: nested.__delitem__(("b", "obs", "state")),
-        ):  # fmt: skip
+            lambda: d.__delitem__("label"),
+            lambda: d.__delattr__("label"),
+            lambda: d.pop("label"),
+            lambda: d.pop("label", None),
+            lambda: d.__delitem__(("label",)),
+            d.clear,
+            lambda: d.__delitem__(("obs", "state")),
+            lambda: d.pop(("obs", "state")),
+            d.popitem,
+            lambda: nested.__delitem__(("b", "obs", "state")),
+        ):
             caught = unchanged(d, way)
             assert caught.type is TypeError
             assert str(caught.value).startswith(
@@ -250,7 +302,7 @@ class TestRefusals:
             d.pop("nope")
         with pytest.raises(KeyError):
             del d["nope"]
-        optional = type("AllOptional", (TypedDeviceDict,), {"__annotations__": {"x": Optional[Tensor]}, "x": None})(x=1)  # noqa: UP045
+        optional = type("AllOptional", (TypedDeviceDict,), {"__annotations__": {"x": OPTIONAL}, "x": None})(x=1)
         optional.clear()
         assert optional == {}
 
@@ -293,18 +345,32 @@ class TestRefusals:
 
 
 class TestDeclaring:
-    @pytest.mark.parametrize(("fields", "message"), [
-        ({"items": Tensor}, "Bad.items: a field cannot have the name of a method or property of DeviceDict; rename it"),
-        ({"rows": Tensor}, "Bad.rows: a field cannot have the name of a method"), ({"from_dict": Tensor}, "Bad.from_dict: a field cannot have the name of a method"),
-        ({"dtype": Tensor}, "Bad.dtype: a field cannot have the name of a constructor option; rename it"), ({"device": Tensor}, "Bad.device: a field cannot"),
-        ({"_x": Tensor}, "Bad._x: a field cannot start with an underscore; rename it"),
-        ({"x": int}, "Bad.x: values of int are stored as tensors; annotate it as Tensor"), ({"x": np.ndarray}, "Bad.x: values of ndarray are stored as tensors"),
-        ({"x": str}, "Bad.x: values of str are stored as tensors"), ({"x": dict[str, Tensor]}, "Bad.x: mappings are stored as DeviceDicts; annotate it as"),
-        ({"x": Float[np.ndarray, "a"]}, "Bad.x: arrays are stored as tensors; annotate it as Float[Tensor, ...]"),
-        ({"x": Literal["a"]}, "Bad.x: a field cannot be annotated with typing.Literal; use Tensor, a jaxtyping annotation of a tensor"),
-        ({"x": Tensor | None}, "Bad.x: declare an optional field as `x: ... | None = None`"),
-        ({"x": Obs | Batch}, "Bad.x: a field takes one class of nested dicts, and this annotation names several"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            (
+                {"items": Tensor},
+                "Bad.items: a field cannot have the name of a method or property of DeviceDict; rename it",
+            ),
+            ({"rows": Tensor}, "Bad.rows: a field cannot have the name of a method"),
+            ({"from_dict": Tensor}, "Bad.from_dict: a field cannot have the name of a method"),
+            ({"dtype": Tensor}, "Bad.dtype: a field cannot have the name of a constructor option; rename it"),
+            ({"device": Tensor}, "Bad.device: a field cannot"),
+            ({"_x": Tensor}, "Bad._x: a field cannot start with an underscore; rename it"),
+            ({"x": int}, "Bad.x: values of int are stored as tensors; annotate it as Tensor"),
+            ({"x": np.ndarray}, "Bad.x: values of ndarray are stored as tensors"),
+            ({"x": str}, "Bad.x: values of str are stored as tensors"),
+            ({"x": dict[str, Tensor]}, "Bad.x: mappings are stored as DeviceDicts; annotate it as"),
+            ({"x": Float[np.ndarray, "a"]}, "Bad.x: arrays are stored as tensors; annotate it as Float[Tensor, ...]"),
+            (
+                {"x": Literal["a"]},
+                "Bad.x: a field cannot be annotated with typing.Literal; use Tensor, "
+                "a jaxtyping annotation of a tensor",
+            ),
+            ({"x": Tensor | None}, "Bad.x: declare an optional field as `x: ... | None = None`"),
+            ({"x": Obs | Batch}, "Bad.x: a field takes one class of nested dicts, and this annotation names several"),
+        ],
+    )
     def test_what_is_refused(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(TypeError) as caught:
             type("Bad", (TypedDeviceDict,), {"__annotations__": fields})
@@ -363,7 +429,8 @@ class TestDeclaring:
             assert Pair[int](a=1, b=object, c=1.0, d=d, e={1}.copy() and None).d is d
         with pytest.raises(
             ValueError,
-            match=r"^Pair\.d: expected Float\[Tensor, 'n'\] \| Int\[Tensor, 'n m'\], got float32\[2, 3\]: this array has 2 dimensions",
+            match=r"^Pair\.d: expected Float\[Tensor, 'n'\] \| Int\[Tensor, 'n m'\], got float32\[2, 3\]: "
+            r"this array has 2 dimensions",
         ):
             Pair(a=1, b=1, c=1, d=torch.ones(2, 3))
 
@@ -371,18 +438,20 @@ class TestDeclaring:
     def test_of_strings_and_of_what_comes_later(self, future: str) -> None:
         source = future + (
             "import typing\nfrom torch import Tensor\nfrom tensordict_lite import TypedDeviceDict\n"
-            "class A(TypedDeviceDict):\n    n: typing.ClassVar[int] = 1\n    b: 'B'\n    x: 'typing.Optional[Tensor]' = None\n    m: 'typing.ClassVar[int]' = 2\n"
+            "class A(TypedDeviceDict):\n    n: typing.ClassVar[int] = 1\n    b: 'B'\n"
+            "    x: 'typing.Optional[Tensor]' = None\n    m: 'typing.ClassVar[int]' = 2\n"
             "early = None\ntry:\n    A(b={'y': 1})\nexcept NameError as error:\n    early = str(error)\n"
             "class B(TypedDeviceDict):\n    y: Tensor\n"
-            "def local():\n    class Inner(TypedDeviceDict):\n        z: Tensor\n    class Outer(TypedDeviceDict):\n        inner: Inner\n    return Outer\n"
+            "def local():\n    class Inner(TypedDeviceDict):\n        z: Tensor\n    class Outer(TypedDeviceDict):\n"
+            "        inner: Inner\n    return Outer\n"
         )
         module = types.ModuleType("schemas")
         sys.modules["schemas"] = module
         try:
             exec(compile(source, "schemas", "exec", dont_inherit=True), vars(module))
             assert (
-                module.early
-                == "A: an annotation uses 'B', which is not defined in schemas; define or import it at the top level of that module, not only under TYPE_CHECKING"
+                module.early == "A: an annotation uses 'B', which is not defined in schemas; "
+                "define or import it at the top level of that module, not only under TYPE_CHECKING"
             )
             assert type(module.A(b={"y": 1}).b) is module.B and list(module.A._optional) == ["b", "x"]
             outer = module.local()
@@ -463,12 +532,14 @@ class TestShapes:
         assert Shapes(**some, d=torch.ones(4)).d is not None
         with pytest.raises(
             ValueError,
-            match=r"^Shapes\.d: expected .* the dimension size 3 does not equal the existing value of m\+1=4, from Shapes\.m, which is float32\[3\]$",
+            match=r"^Shapes\.d: expected .* the dimension size 3 does not equal the existing value of m\+1=4, "
+            r"from Shapes\.m, which is float32\[3\]$",
         ):
             Shapes(**some, d=torch.ones(3))
         with pytest.raises(
             ValueError,
-            match=r"^Shapes\.b: expected Bool\[Tensor, '\*batch n-1'\], got bool\[2, 3, 4\]: the dimension size 4 does not equal",
+            match=r"^Shapes\.b: expected Bool\[Tensor, '\*batch n-1'\], got bool\[2, 3, 4\]: "
+            r"the dimension size 4 does not equal",
         ):
             Shapes(a=torch.ones(2, 3, 4), b=torch.ones(2, 3, 4, dtype=torch.bool))
         with pytest.raises(
@@ -507,13 +578,36 @@ class TestShapes:
 
 
 class TestSurvival:
-    @pytest.mark.parametrize("make", [
-        lambda d: pickle.loads(pickle.dumps(d)), lambda d: pickle.loads(pickle.dumps(d.pack())), copy.copy, copy.deepcopy, lambda d: d.copy(),
-        lambda d: type(d)({k: v.clone() for k, v in d.items()}), lambda d: type(d)(tuple(d.items())), lambda d: tree_map(lambda t: t, d),
-        lambda d: d.to("cpu", copy=True), lambda d: d.pack(), lambda d: d.clone(), lambda d: d | {}, lambda d: {} | d, lambda d: d.rows[:], Batch, lambda d: d.detach(),
-        lambda d: collate(list(d.rows)), lambda d: collate([r.to_dict() for r in d.rows], cls=Batch), lambda d: stack(list(d.rows)), lambda d: cat([d.rows[:1], d.rows[1:]]),
-        lambda d: default_collate(list(d.rows)), lambda d: d.map(torch.clone), lambda d: Batch.unflatten(d.flatten()), lambda d: d.contiguous(), lambda d: d.double().float(),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda d: pickle.loads(pickle.dumps(d)),
+            lambda d: pickle.loads(pickle.dumps(d.pack())),
+            copy.copy,
+            copy.deepcopy,
+            lambda d: d.copy(),
+            lambda d: type(d)({k: v.clone() for k, v in d.items()}),
+            lambda d: type(d)(tuple(d.items())),
+            lambda d: tree_map(lambda t: t, d),
+            lambda d: d.to("cpu", copy=True),
+            lambda d: d.pack(),
+            lambda d: d.clone(),
+            lambda d: d | {},
+            lambda d: {} | d,
+            lambda d: d.rows[:],
+            Batch,
+            lambda d: d.detach(),
+            lambda d: collate(list(d.rows)),
+            lambda d: collate([r.to_dict() for r in d.rows], cls=Batch),
+            lambda d: stack(list(d.rows)),
+            lambda d: cat([d.rows[:1], d.rows[1:]]),
+            lambda d: default_collate(list(d.rows)),
+            lambda d: d.map(torch.clone),
+            lambda d: Batch.unflatten(d.flatten()),
+            lambda d: d.contiguous(),
+            lambda d: d.double().float(),
+        ],
+    )
     def test_it_stays_what_it_is(self, make: Callable[[Any], Any]) -> None:
         d = make(batch())
         d._check()
@@ -581,9 +675,14 @@ class TestSurvival:
         d._check()
         assert type(d.obs) is Obs and d.is_packed and d.label.tolist() == [0, 1, 2] and d.weight is None
         for change, error, message in (
-            ({"label": 1.5}, ValueError, r"^Batch\.label: expected Int\[Tensor, 'batch'\], got float32\[3\]: this array has dtype float32"),
-            ({"lable": 1}, TypeError, "^Batch has no field 'lable', did you mean 'label'"), ({"obs": {}}, TypeError, "^'state' is missing; the fields of Obs are state, goal$"),
-        ):  # fmt: skip
+            (
+                {"label": 1.5},
+                ValueError,
+                r"^Batch\.label: expected Int\[Tensor, 'batch'\], got float32\[3\]: this array has dtype float32",
+            ),
+            ({"lable": 1}, TypeError, "^Batch has no field 'lable', did you mean 'label'"),
+            ({"obs": {}}, TypeError, "^'state' is missing; the fields of Obs are state, goal$"),
+        ):
             with pytest.raises(error, match=message):
                 collate([{**sample, **change} for sample in samples], cls=Batch)
         with pytest.raises(ValueError, match=r"^sample 1 lacks 'weight', which sample 0 has$"):
@@ -735,9 +834,15 @@ class TestDefaults:
         DeviceDict({"x": x}).save(tmp_path / "d")
         torch.save(Scaled(x=x), tmp_path / "t")
         for d in (
-            Scaled(x=x), Scaled({"x": x}), Scaled.from_dict({"x": [1.0, 1.0]}), Scaled.wrap(DeviceDict({"x": x})), Scaled.load(tmp_path / "d"),
-            torch.load(tmp_path / "t", weights_only=True), Outer(inner={"x": x}).inner, Outer.from_dict({"inner": {"x": x}}).inner,
-        ):  # fmt: skip
+            Scaled(x=x),
+            Scaled({"x": x}),
+            Scaled.from_dict({"x": [1.0, 1.0]}),
+            Scaled.wrap(DeviceDict({"x": x})),
+            Scaled.load(tmp_path / "d"),
+            torch.load(tmp_path / "t", weights_only=True),
+            Outer(inner={"x": x}).inner,
+            Outer.from_dict({"inner": {"x": x}}).inner,
+        ):
             d._check()
             assert type(d) is Scaled and set(d) == {"x", "scale", "mean", "unit"} and d.scale == 0.5
             assert d.mean.shape == (3,) and d.decode("unit") == "cm" and torch.equal(d.x, x)
@@ -780,19 +885,31 @@ class TestDefaults:
             Other(x=1.0)
         assert Other(x=1.0, scale=1.0).mean == 3 and Other(x=1.0, scale=1.0).decode("unit") == "cm"
 
-    @pytest.mark.parametrize(("make", "message"), [
-        (field, "field takes either default= or default_factory="), (lambda: field(default=1, default_factory=dict), "field takes either"),
-        (lambda: field(default=[1]), "the default is a list, which all instances would share; use default_factory="), (lambda: field(default=torch.ones(1)), "the default is float32[1], which"),
-        (lambda: field(default_factory=3), "default_factory is a function without arguments, got an int"),
-        (lambda: type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Optional[Tensor]}, "x": field(default=1)}), "Bad.x: declare an optional field as `x: ... | None = None`; a field with another default takes no None"),  # noqa: UP045
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (field, "field takes either default= or default_factory="),
+            (lambda: field(default=1, default_factory=dict), "field takes either"),
+            (
+                lambda: field(default=[1]),
+                "the default is a list, which all instances would share; use default_factory=",
+            ),
+            (lambda: field(default=torch.ones(1)), "the default is float32[1], which"),
+            (lambda: field(default_factory=3), "default_factory is a function without arguments, got an int"),
+            (
+                lambda: type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": OPTIONAL}, "x": field(default=1)}),
+                "Bad.x: declare an optional field as `x: ... | None = None`; "
+                "a field with another default takes no None",
+            ),
+        ],
+    )
     def test_what_is_refused(self, make: Any, message: str) -> None:
         with pytest.raises(TypeError) as caught:
             make()
         assert str(caught.value).startswith(message)
 
     def test_none_as_a_default_is_an_optional_field(self) -> None:
-        made = type("Made", (TypedDeviceDict,), {"__annotations__": {"x": Optional[Tensor]}, "x": field(default=None)})  # noqa: UP045
+        made = type("Made", (TypedDeviceDict,), {"__annotations__": {"x": OPTIONAL}, "x": field(default=None)})
         assert made().x is None and "x" not in made()
 
     def test_a_default_is_validated(self) -> None:

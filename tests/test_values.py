@@ -47,7 +47,8 @@ class TestTensors:
             d["y"] = torch.ones(2, device=device)
         error = caught.value
         assert str(error) == (
-            f"'y' is on {device}, this DeviceDict is on cpu; move it with .to('cpu'), or build with on_mismatch=\"move\""
+            f"'y' is on {device}, this DeviceDict is on cpu; move it with .to('cpu'), "
+            'or build with on_mismatch="move"'
         )
         assert isinstance(error, RuntimeError)
         assert (error.key, error.expected, error.actual) == ("y", torch.device("cpu"), device)
@@ -175,9 +176,21 @@ class TestNumbers:
 
     def test_dtype_is_for_host_values_with_floating_point_content(self) -> None:
         d = DeviceDict(
-            {"a": np.ones(2), "l": [0.1], "n": 0.1, "s": np.float64(0.5), "i": [1], "j": np.arange(2), "b": True, "c": 1j,
-             "t": torch.ones(1, dtype=torch.float16), "d": {"x": 1.0}, "e": np.ones(1, np.float16)}, dtype=torch.float64,
-        )  # fmt: skip
+            {
+                "a": np.ones(2),
+                "l": [0.1],
+                "n": 0.1,
+                "s": np.float64(0.5),
+                "i": [1],
+                "j": np.arange(2),
+                "b": True,
+                "c": 1j,
+                "t": torch.ones(1, dtype=torch.float16),
+                "d": {"x": 1.0},
+                "e": np.ones(1, np.float16),
+            },
+            dtype=torch.float64,
+        )
         got = {key: str(t.dtype).removeprefix("torch.") for key, t in d.flatten().items()}
         assert got == {"a": "float64", "l": "float64", "n": "float64", "s": "float64", "i": "int64", "j": "int64",
                        "b": "bool", "c": "complex64", "t": "float16", "d.x": "float64", "e": "float64"}  # fmt: skip
@@ -212,24 +225,42 @@ REFUSED = {
     "bytes": (b"ab", f"'n.x' is bytes, expected {ACCEPTED}; convert it first, {KEEP}"),
     "range": (range(3), f"'n.x' is range, expected {ACCEPTED}; convert it first, {KEEP}"),
     "set": ({1, 2}, f"'n.x' is set, expected {ACCEPTED}; convert it first, {KEEP}"),
-    "list of None": ([1, None], f"'n.x' is list of NoneType, int, expected {ACCEPTED}; fill missing values first, {KEEP}"),
-    "list of dicts": ([{"a": 1}], f"'n.x' is list of dict, expected {ACCEPTED}; convert it to numbers or strings, {KEEP}"),
-    "datetimes": (np.array(["2020-01-01"], dtype="M8[D]"),
-                  f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}"),
-    "datetime": (np.datetime64("2020-01-01"),
-                 f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}"),
-    "records": (np.zeros(1, dtype=[("a", "i4")]),
-                f"'n.x' is array of dtype [('a', '<i4')], expected {ACCEPTED}; convert it first, {KEEP}"),
+    "list of None": (
+        [1, None],
+        f"'n.x' is list of NoneType, int, expected {ACCEPTED}; fill missing values first, {KEEP}",
+    ),
+    "list of dicts": (
+        [{"a": 1}],
+        f"'n.x' is list of dict, expected {ACCEPTED}; convert it to numbers or strings, {KEEP}",
+    ),
+    "datetimes": (
+        np.array(["2020-01-01"], dtype="M8[D]"),
+        f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}",
+    ),
+    "datetime": (
+        np.datetime64("2020-01-01"),
+        f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}",
+    ),
+    "records": (
+        np.zeros(1, dtype=[("a", "i4")]),
+        f"'n.x' is array of dtype [('a', '<i4')], expected {ACCEPTED}; convert it first, {KEEP}",
+    ),
     "bytes array": (np.array([b"a"]), f"'n.x' is array of dtype |S1, expected {ACCEPTED}; convert it first, {KEEP}"),
-    "longdouble": (np.ones(1, np.longdouble),
-                   f"'n.x' is array of dtype {np.dtype(np.longdouble)}, expected {ACCEPTED}; convert it first, {KEEP}"),
-    "list of tensors": ([torch.ones(1), torch.ones(1)],
-                        f"'n.x' is a list that holds a tensor at [0], which would escape the device rule; expected {ACCEPTED}. "
-                        "Join it with torch.stack or pad_sequence, or store it as a mapping"),
-    "tensor deep in a list": ([[1.0, torch.ones(())]],
-                              f"'n.x' is a list that holds a tensor at [0][1], which would escape the device rule; expected "
-                              f"{ACCEPTED}. Join it with torch.stack or pad_sequence, or store it as a mapping"),
-}  # fmt: skip
+    "longdouble": (
+        np.ones(1, np.longdouble),
+        f"'n.x' is array of dtype {np.dtype(np.longdouble)}, expected {ACCEPTED}; convert it first, {KEEP}",
+    ),
+    "list of tensors": (
+        [torch.ones(1), torch.ones(1)],
+        f"'n.x' is a list that holds a tensor at [0], which would escape the device rule; expected {ACCEPTED}. "
+        "Join it with torch.stack or pad_sequence, or store it as a mapping",
+    ),
+    "tensor deep in a list": (
+        [[1.0, torch.ones(())]],
+        f"'n.x' is a list that holds a tensor at [0][1], which would escape the device rule; expected "
+        f"{ACCEPTED}. Join it with torch.stack or pad_sequence, or store it as a mapping",
+    ),
+}
 
 
 @pytest.mark.parametrize(("value", "message"), REFUSED.values(), ids=REFUSED)
@@ -423,13 +454,21 @@ class TestPolicy:
         [
             ({"on_mismatch": "copy"}, ValueError, "on_mismatch is 'error' or 'move', got 'copy'"),
             ({"objects": True}, ValueError, "objects is 'error' or 'keep', got True"),
-            ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64"),
+            (
+                {"dtype": torch.int64},
+                TypeError,
+                "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64",
+            ),
             ({"dtype": "float32"}, TypeError, "got 'float32'"),
-            ({"encoders": {("a", "b"): Utf8()}}, TypeError, "encoders= maps keys, which are str, to encoders; got the key "
-             "('a', 'b'). A key's encoder serves that key in nested dicts too"),
+            (
+                {"encoders": {("a", "b"): Utf8()}},
+                TypeError,
+                "encoders= maps keys, which are str, to encoders; got the key "
+                "('a', 'b'). A key's encoder serves that key in nested dicts too",
+            ),
             ({"encoders": {"a": 3}}, TypeError, "an encoder has encode and decode, or is a callable; got int: 3"),
         ],
-    )  # fmt: skip
+    )
     def test_bad_options(self, options: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=re.escape(message)):
             DeviceDict(**options)

@@ -1,7 +1,8 @@
 """The program of one host of `test_two_hosts`: ``python host.py RANK WHAT TIMEOUT``.
 
-``WHAT`` is "ends", "loop" or the name of a call. First every call is made, and "ready" is printed. "loop" then makes all
-calls again and again. The name of a call waits for a line, and makes this call. An error is printed with its seconds.
+``WHAT`` is "ends", "loop" or the name of a call. First every call is made, and "ready" is printed. "loop" then makes
+all calls again and again. The name of a call waits for a line, and makes this call. An error is printed with its
+seconds.
 """
 
 from __future__ import annotations

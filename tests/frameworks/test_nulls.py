@@ -85,14 +85,24 @@ class TestArrow:
     @pytest.mark.parametrize(
         ("columns", "nulls", "error", "message"),
         [
-            (["i"], "error", ValueError, "column 'i': 1 of 3 values are null; give nulls=\"mask\" or a fill value, as nulls={'i': 0}"),
+            (
+                ["i"],
+                "error",
+                ValueError,
+                "column 'i': 1 of 3 values are null; give nulls=\"mask\" or a fill value, as nulls={'i': 0}",
+            ),
             (["s"], 0, TypeError, "column 's': nulls of string cannot become 0: "),
             (["b"], -1, TypeError, "column 'b': nulls of bool cannot become -1: "),
             (["i"], {"q": 0}, ValueError, "nulls= names 'q', which is not a column; the columns are 'i'"),
-            (["i"], None, TypeError, 'nulls= takes "error", "mask", a fill value, or a mapping from columns to these, got None'),
+            (
+                ["i"],
+                None,
+                TypeError,
+                'nulls= takes "error", "mask", a fill value, or a mapping from columns to these, got None',
+            ),
             (["l"], 0, TypeError, "column 'l': nulls of list<"),
         ],
-    )  # fmt: skip
+    )
     def test_errors(self, columns: list[str], nulls: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             DeviceDict.from_arrow(table().select(columns), nulls=nulls)

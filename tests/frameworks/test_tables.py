@@ -72,10 +72,15 @@ class TestPandas:
         assert d["more"].dtype == torch.float64
         assert DeviceDict({"f": frame["f"]}, dtype=torch.float32)["f"].dtype == torch.float32
 
-    @pytest.mark.parametrize(("make", "message"), [
-        (lambda pd: {"s": ["x", None]}, "'s': item [1] is"), (lambda pd: {"n": pd.array([1, None], dtype="Int64")}, "'n' is list of NAType, int"),
-        (lambda pd: {"d": pd.to_datetime(["2020-01-01"])}, "'d' is array of dtype datetime64"), (lambda pd: {0: [1]}, "keys are str, got 0 of type int; use '0'"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda pd: {"s": ["x", None]}, "'s': item [1] is"),
+            (lambda pd: {"n": pd.array([1, None], dtype="Int64")}, "'n' is list of NAType, int"),
+            (lambda pd: {"d": pd.to_datetime(["2020-01-01"])}, "'d' is array of dtype datetime64"),
+            (lambda pd: {0: [1]}, "keys are str, got 0 of type int; use '0'"),
+        ],
+    )
     def test_what_no_tensor_can_hold(self, make: Any, message: str) -> None:
         pd = pytest.importorskip("pandas")
         with pytest.raises(TypeError) as caught:
@@ -119,8 +124,10 @@ class TestArrow:
 
 def test_nothing_is_imported() -> None:
     program = (
-        "import sys, torch, tensordict_lite as t\nd = t.DeviceDict({'x': [1], 's': 'a'}, objects='keep')\nd['o'] = object()\n"
-        "for name in ('pandas', 'pyarrow', 'tensordict', 'transformers', 'datasets', 'safetensors', 'jaxtyping', 'accelerate', 'lightning'): assert name not in sys.modules, name"
+        "import sys, torch, tensordict_lite as t\nd = t.DeviceDict({'x': [1], 's': 'a'}, objects='keep')\n"
+        "d['o'] = object()\n"
+        "for name in ('pandas', 'pyarrow', 'tensordict', 'transformers', 'datasets', 'safetensors', 'jaxtyping', "
+        "'accelerate', 'lightning'): assert name not in sys.modules, name"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -1,4 +1,4 @@
-"""What torch itself does to a batch: parallel modules on real ranks, scatter and gather, functional transforms, export."""
+"""What torch itself does to a batch: parallel modules on real ranks, scatter, gather, functional transforms, export."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def ddp(rank: int, mode: str, typed: bool) -> None:
         assert model.module.used.weight.grad.tolist() == [[1.5, float(step)]], (mode, rank)
 
 
-@pytest.mark.parametrize(("mode", "typed"), [("plain", False), ("find_unused_parameters", False), ("find_unused_parameters", True), ("static_graph", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "typed"),
+    [("plain", False), ("find_unused_parameters", False), ("find_unused_parameters", True), ("static_graph", False)],
+)
 def test_ddp_with_a_device_dict_in_and_out(mode: str, typed: bool) -> None:
     on_ranks(ddp, mode, typed)
 

@@ -1,4 +1,4 @@
-"""torchdata: a run that is resumed from ``prefetch(StatefulDataLoader(...)).state_dict()`` repeats and skips nothing."""
+"""torchdata: a run resumed from ``prefetch(StatefulDataLoader(...)).state_dict()`` repeats and skips nothing."""
 
 from __future__ import annotations
 

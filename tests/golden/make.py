@@ -23,7 +23,16 @@ HERE = Path(__file__).parent
 
 def plain() -> DeviceDict:
     """Every dtype, odd shapes, odd keys."""
-    d = DeviceDict({"x": torch.arange(6.0).reshape(2, 3), "empty": torch.zeros(0, 3), "zero-d": 7, "a.b": {"c": 1, "": 2}, "a": {"b.c": 3}, "ü": {}})  # fmt: skip
+    d = DeviceDict(
+        {
+            "x": torch.arange(6.0).reshape(2, 3),
+            "empty": torch.zeros(0, 3),
+            "zero-d": 7,
+            "a.b": {"c": 1, "": 2},
+            "a": {"b.c": 3},
+            "ü": {},
+        }
+    )
     names = (
         "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
         "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
