@@ -23,6 +23,7 @@ from tensordict_lite import (
     Tokenizer,
     Utf8,
     Vocabulary,
+    collate,
     encoder_from_json,
     encoder_to_json,
     register_encoder,
@@ -34,6 +35,10 @@ SIM = torch.device("sim", 0)
 
 class Tokens(Vocabulary):
     """At module level, as what is pickled must be."""
+
+
+class Copies(DeviceDict[Any], encoders={"s": Vocabulary(["c"])}):
+    """A copy of another dict keeps the encoders of that dict."""
 
 
 class Words:
@@ -500,6 +505,28 @@ class TestWhereAnEncoderGoes:
         assert d["a"].item() == 0 and d.decode(("n", "b")) == ["y"]
         hooked = DeviceDict({"a": ["x", "yy"]}, encoders=lambda strings: torch.tensor([len(s) for s in strings]))
         assert hooked["a"].tolist() == [1, 2]
+
+    @pytest.mark.parametrize("make", [DeviceDict, Copies, lambda d, **options: collate([d], **options)])  # pyright: ignore[reportUnknownLambdaType]
+    def test_codes_are_not_read_by_another_encoder(self, make: Any) -> None:
+        """They were: the copy decoded other strings."""
+        old, new = Vocabulary(["a", "b"]), Vocabulary(["b", "a"])
+        d = DeviceDict({"s": ["a"], "x": [1.0]}, encoders={"s": old})
+        with pytest.raises(ValueError, match=r"^'s' is encoded with ") as caught:
+            make(d, encoders={"s": new})
+        assert str(caught.value) == (
+            "'s' is encoded with Vocabulary(['a', 'b']), encoders= has Vocabulary(['b', 'a']); "
+            "leave it out, or give the strings: decode it first"
+        )
+        with pytest.raises(ValueError, match=r"^'c' is encoded with "):  # codes of the encoder for every key
+            make(DeviceDict({"c": torch.tensor([1])}, encoders=old), encoders={"c": new})
+        for encoders in ({"s": Vocabulary(["a", "b"])}, {"x": new}, new):
+            again = make(d, encoders=encoders)
+            assert again["s"].flatten().tolist() == [0] and again.encoders["s"] == old
+        both = make(DeviceDict({"c": torch.tensor([1])}, encoders=old), encoders=new)
+        assert both.encoders["c"] == old
+        names = DeviceDict({"s": "Ada"})
+        assert make(names, encoders={"s": Utf8(8)})["s"].shape[-1] == 3, "every Utf8 decodes the codes of every other"
+        assert DeviceDict({"s": d.decode("s")}, encoders={"s": new})["s"].tolist() == [1]
 
     def test_a_nested_dict_with_its_own_encoders_keeps_them(self) -> None:
         inner = DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["b", "a"])})

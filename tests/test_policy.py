@@ -76,8 +76,8 @@ class TestMadeOfAnother:
 
     def test_what_is_given_wins_over_both(self) -> None:
         d = DeviceDict({"t": "b"}, encoders={"t": B}, dtype=torch.float16)
-        made = Own(d, encoders={"t": C}, on_mismatch="error", objects="error", dtype=torch.bfloat16)
-        assert options(made) == ("error", "error", torch.bfloat16) and made.encoders == {"s": A, "t": C}
+        made = Own(d, encoders={"s": C}, on_mismatch="error", objects="error", dtype=torch.bfloat16)
+        assert options(made) == ("error", "error", torch.bfloat16) and made.encoders == {"s": C, "t": B}
         for name, value in (("on_mismatch", "move"), ("objects", "keep"), ("dtype", torch.float64), ("encoders", C)):
             policy = DeviceDict(d, **{name: value})._policy  # pyright: ignore[reportArgumentType]
             changed = policy.default_encoder if name == "encoders" else getattr(policy, name)

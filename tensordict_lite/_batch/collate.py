@@ -133,7 +133,8 @@ def collate(
         _require_mappings(given)
         kind, policy = _kind_of(given, cls)
     if not (encoders is objects is None):
-        policy = policy.override(encoders, objects=objects)
+        keys = () if is_plain_dict else next(iter(_trees(given)), ())
+        policy = policy.override_of_copy(keys, encoders, objects=objects)
     device = _device_of(given[0])
     batch = kind._new((), device, policy)
     walk = _Walk(len(given), device, policy.on_mismatch == "move", pack and can_pack(device), pads, ragged)

@@ -88,7 +88,8 @@ class DeviceDict(TreeDict[V]):
             nested dicts without tensors, put the dict on torch's default device; give ``device=`` to choose another.
         encoders: a mapping from key to string encoder, or a single encoder for all keys. The encoder of a key serves
             that key at any depth. Copies, pickles and the results of methods keep the encoders. The default encoder is
-            `Utf8`. A bare callable can encode, but not decode.
+            `Utf8`. A bare callable can encode, but not decode. Values of a `DeviceDict` that are encoded, also nested
+            ones, keep their encoder.
         on_mismatch: ``"error"``: a tensor on another device raises. ``"move"``: the tensor is moved to the device of
             the dict.
         objects: ``"error"``: an object of any other type raises. ``"keep"``: the dict keeps the object on the host and
@@ -104,6 +105,7 @@ class DeviceDict(TreeDict[V]):
         DeviceMismatchError: for a tensor on another device.
         TypeError, ValueError: for a key or value that cannot be stored. Every message names the path. The dict is
             unchanged.
+        ValueError: if ``data`` is a `DeviceDict`, for a key in ``encoders`` whose value another encoder encoded.
 
     Cost: a check per field. Tensors that are on the device already are not copied. No synchronization.
 
@@ -156,7 +158,8 @@ class DeviceDict(TreeDict[V]):
             for name in options:
                 if name not in OPTIONS:
                     refuse_option(type(self).__name__, name)
-            policy = policy.override(**options)
+            keys = data if isinstance(data, TreeDict) else ()
+            policy = policy.override_of_copy(keys, **options)
         self._policy = policy
         self._device = target
 

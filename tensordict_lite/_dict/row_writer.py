@@ -255,10 +255,10 @@ def _no_rows(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> De
     data: Any = _data(like)
     d = data
     if encoders is not None or not isinstance(data, DeviceDict):
-        d = DeviceDict[Any](data, encoders=encoders)
-        refuse_unknown_keys(d, encoders, _LIKE)
         if encoders is not None:
             _refuse_other_encoders(data, encoders, Policy().override(encoders), ())
+        d = DeviceDict[Any](data, encoders=encoders)
+        refuse_unknown_keys(d, encoders, _LIKE)
     len(d.rows)  # raises if the fields disagree
     found: set[Any] = set()
     tensors: list[Tensor] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypedDict, Ty
 import torch
 
 from .._encoders.builtin import Utf8
-from .._encoders.protocol import StringEncoder, as_encoder
+from .._encoders.protocol import StringEncoder, as_encoder, decode_alike
 from .._errors import dtype_name
 from .._memory.dtypes import DTYPES
 from .missing import closest
@@ -111,6 +111,23 @@ class Policy:
         elif encoders is not None:
             changes["default_encoder"] = as_encoder(encoders)
         return replace(self, **changes) if changes else self
+
+    def override_of_copy(self, keys: Iterable[str], encoders: Encoders | None = None, **options: Any) -> Policy:
+        """`override` for a copy of a dict with these keys. Values that are encoded keep their encoder.
+
+        Raises ``ValueError`` if ``encoders`` has another encoder for such a key: it would decode other strings.
+        """
+        if encoders is None:
+            return self.override(**options)
+        own = self.carried(keys)
+        out = self.with_encoders(own).override(encoders, **options)
+        for key in keys:
+            if key in own and not decode_alike(own[key], out.encoders[key]):
+                raise ValueError(
+                    f"{key!r} is encoded with {own[key]!r}, encoders= has {out.encoders[key]!r}; "
+                    "leave it out, or give the strings: decode it first"
+                )
+        return out
 
     def with_encoders(self, encoders: Mapping[str, StringEncoder]) -> Policy:
         """A policy with these encoders set. Returns this policy if the encoders are already set."""
