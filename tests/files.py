@@ -24,7 +24,10 @@ _DTYPES = (
     "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES.split() if hasattr(torch, name)}
-"""The dtypes of whole bytes that are copied by value, by name. `pack` takes each of them."""
+"""The dtypes of whole bytes that are copied by value, by name. `pack` takes each of them, and files hold them."""
+_OPAQUE = "float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2"
+OPAQUE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _OPAQUE.split() if hasattr(torch, name)}
+"""The dtypes that `pack` takes too, and that files do not hold."""
 
 
 class Batch(DeviceDict, on_mismatch="move", encoders={"s": Vocabulary(["a", "b"])}):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from files import DTYPES
+from files import DTYPES, OPAQUE
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -48,10 +48,10 @@ PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_in_every_protocol(name: str) -> None:
-    """torch writes pickles of unsigned and float8 tensors, and cannot read them."""
-    tensor = torch.arange(48, dtype=torch.uint8).remainder(2).view(DTYPES[name])
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), *OPAQUE.values()], ids=str)
+def test_every_dtype_in_every_protocol(dtype: torch.dtype) -> None:
+    """torch writes pickles of unsigned, float8, float4 and bits tensors, and cannot read them."""
+    tensor = torch.arange(48, dtype=torch.uint8).remainder(2).view(dtype)
     d = DeviceDict({"x": tensor[:2], "n": {"y": tensor.reshape(1, -1), "again": tensor[:2]}, "z": torch.ones(3)})
     d["same"] = d["x"]
     strided = DeviceDict({"t": tensor[:2].repeat(3).reshape(3, 2).t(), "0-d": tensor[0], "none": tensor[:0]})

@@ -254,10 +254,11 @@ class TestRows:
             before = target.clone()
             target.rows[index] = part
             for key in ("x", "y"):
-                got, at = target[key], torch.arange(5)[index if not isinstance(index, list) else torch.tensor(index)]
-                assert torch.equal(got[at].reshape(-1).view(torch.uint8), part[key].reshape(-1).view(torch.uint8))
+                got, old = (t.reshape(5, -1).view(torch.uint8) for t in (target[key], before[key]))
+                at = torch.arange(5)[index if not isinstance(index, list) else torch.tensor(index)]
+                assert torch.equal(got[at].reshape(-1), part[key].reshape(-1).view(torch.uint8))
                 rest = [i for i in range(5) if i not in at.reshape(-1).tolist()]
-                assert torch.equal(got[rest].view(torch.uint8), before[key][rest].view(torch.uint8))
+                assert torch.equal(got[rest], old[rest])
 
     def test_values_that_share_memory_are_copied_first(self) -> None:
         """Storages may share memory without being one storage, and an index may be a field of the dict."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from .._encoders.protocol import StringEncoder
 from .._errors import InvalidFileError, Path, dotted, dtype_name, not_dense
 from .._memory.device import CPU
-from .._memory.dtypes import DTYPES, PACKABLE
+from .._memory.dtypes import STORED
 from .._memory.layout import ALIGNMENT, row_major
 from .._memory.mapped import map_file
 from .._memory.packed import MAX_DIMENSIONS
@@ -67,7 +67,7 @@ def import_library() -> Any:
 def _codes() -> dict[torch.dtype, str]:
     """The name of each dtype in safetensors files."""
     spec = import_library().TensorSpec
-    names = {dtype: name for name, dtype in DTYPES.items() if name not in PAIRS}
+    names = {dtype: name for name, dtype in STORED.items() if name not in PAIRS}
     return {dtype: spec(dtype=name, shape=[], data_ptr=0, data_len=0).dtype for dtype, name in names.items()}
 
 
@@ -132,7 +132,7 @@ def refuse_unwritable(leaves: Sequence[tuple[Path, Any]], way_out: str = "d.drop
     for path, tensor in leaves:
         if reason := not_dense(tensor):
             raise TypeError(f"{dotted(path)} is {reason}, and files hold dense tensors; convert it first, or drop it")
-        if tensor.dtype not in PACKABLE:
+        if tensor.dtype not in STORED.values():
             raise TypeError(f"{dotted(path)} is {tensor.dtype}, which files do not hold; save .view(torch.uint8) of it")
     if sys.byteorder != "little":
         raise NotImplementedError("files are written on little-endian machines only")

@@ -7,11 +7,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_NAMES = (
+_STORED = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
     "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 )
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)}
+_OPAQUE = "float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2"
+
+
+def _named(names: str) -> dict[str, torch.dtype]:
+    """The dtypes with these names that this version of torch has."""
+    return {name: getattr(torch, name) for name in names.split() if hasattr(torch, name)}
+
+
+STORED: Mapping[str, torch.dtype] = _named(_STORED)
+"""The dtypes that files and tables hold, by name."""
+DTYPES: Mapping[str, torch.dtype] = {**STORED, **_named(_OPAQUE)}
 """The dtypes of `PACKABLE` by name."""
 PACKABLE = frozenset(DTYPES.values())
 """The dtypes that a buffer can hold: whole bytes, copied by value. Quantized dtypes have parameters besides."""

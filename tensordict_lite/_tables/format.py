@@ -26,7 +26,7 @@ import torch
 
 from .._errors import dtype_name
 from .._files.safetensors import MAX_MANIFEST, is_too_long, stored_as
-from .._memory.dtypes import DTYPES
+from .._memory.dtypes import STORED
 from .._memory.packed import MAX_DIMENSIONS
 from .._tree.manifest import invalid
 
@@ -172,12 +172,12 @@ def _column(entry: Any) -> Column:
         invalid("a column is not described by file, name, dtype and shape")
     dtype, shape = given["dtype"], given["shape"]
     file, name = _file_and_name(given["file"], given["name"])
-    if type(dtype) is not str or dtype not in DTYPES:
+    if type(dtype) is not str or dtype not in STORED:
         invalid(f"{dtype!r:.60} is no dtype of a column")
     sizes: list[Any] = shape if isinstance(shape, list) else [None]
     if len(sizes) >= MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
         invalid(f"the shape of the column {name[:60]!r} is damaged")
-    column = Column(file, name, DTYPES[dtype], tuple(sizes))
+    column = Column(file, name, STORED[dtype], tuple(sizes))
     if "offsets" not in given:
         return column
     offsets: Any = given["offsets"]
