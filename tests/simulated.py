@@ -94,7 +94,7 @@ class _Module:
         return True
 
     def is_available(self) -> bool:
-        return True
+        return AVAILABLE
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -124,10 +124,13 @@ sim = _Module()
 _register: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 AVAILABLE = _register is not None
 """Whether this version of torch has backends in Python: 2.10 has, 2.7 has not. Without, there is a name and no device."""
+NO_DEVICE = ("from the 'sim' backend", "with support for sim devices")
+"""What torch says then of a tensor on the device."""
 if AVAILABLE:
     _register("sim", backend_module=sim)
 else:
     torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", sim)
 _ops = torch.library.Library("aten", "IMPL", "PrivateUse1")
 _rest = torch.library.Library("_", "IMPL")
 

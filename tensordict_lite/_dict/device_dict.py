@@ -147,7 +147,9 @@ class DeviceDict(TreeDict[V]):
 
     def _begin(self, data: Items | None, device: DeviceLike | None, options: Mapping[str, Any]) -> None:
         """Set the device and the policy of a new dict, before ``data`` is inserted."""
-        if self or (hasattr(self, "_device") and self._device is not None):
+        # Up to torch 2.10, Dynamo puts the data into the new dict before it calls `__init__`.
+        used = self or (hasattr(self, "_device") and self._device is not None)
+        if used and not torch.compiler.is_compiling():
             raise TypeError(f"this {type(self).__name__} is already constructed; use update to add items")
         policy = self._class_policy
         target = None if device is None else resolve(device)
