@@ -49,14 +49,6 @@ def described(value: Any) -> str:
     return f"{'an' if name.startswith(tuple('aeioAEIO')) else 'a'} {name}"
 
 
-def not_dense(tensor: Tensor) -> str:
-    """The reason why a tensor has no dense values; ``""`` if it has."""
-    if tensor.is_meta:
-        return "on meta, without values"
-    dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return "" if dense else "sparse, nested or quantized"
-
-
 def with_path(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:
     """Create the error to raise from an ``error`` without a path: put ``path`` in front of its message."""
     kind = TypeError if isinstance(error, TypeError) else ValueError

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._memory.buffer import in_shared_memory, new_batch_buffer, new_batch_storage, without_elements
+from .._memory.buffer import in_shared_memory, new_batch_buffer, without_elements
 from .._memory.device import CPU
 from .._memory.layout import Layout, Sizes, lay_out, row_major
 from .pad import Padded
@@ -53,8 +53,6 @@ class BatchLayout(NamedTuple):
 
     layout: Layout
     regions: tuple[_Region, ...]
-    has_gaps: bool
-    """Whether there are gaps between the fields."""
     is_one_stack: bool
     """Whether one ``torch.stack`` makes the whole batch."""
 
@@ -72,9 +70,8 @@ def layout_of(specs: tuple[Spec, ...], count: int, device: torch.device, inferen
             sizes, strides = (sizes[0] * sizes[1], *sizes[2:]), strides[1:]
         empty = without_elements(run.dtype, device, inference)
         found.append(_Region(empty, offset, sizes, strides, tuple(run.members), is_dense))
-    has_gaps = any(run.step > run.nbytes for run in layout.runs)
     is_one_stack = len(found) == 1 and found[0].is_dense and device == CPU and all(spec[2] for spec in specs)
-    return BatchLayout(layout, tuple(found), has_gaps, is_one_stack)
+    return BatchLayout(layout, tuple(found), is_one_stack)
 
 
 def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequence[Tensor]:
@@ -96,10 +93,7 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
         return [whole(value, device) for value in values]
     if len(values) == 1 and device == CPU and not in_shared_memory(layout.nbytes):
         return [whole(values[0], CPU).clone()]  # torch aligns memory better than NumPy
-    if device == CPU:
-        storage = new_batch_storage(layout, known.has_gaps)
-    else:
-        storage = new_batch_buffer(layout, device).untyped_storage()
+    storage = new_batch_buffer(layout, device).untyped_storage()
     out: list[Any] = [None] * len(values)
     for place in known.regions:
         region, members, is_dense = place.over(storage), place.members, place.is_dense

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import decode_alike, short
-from .._errors import Path, described, dotted, dtype_name, not_dense
+from .._errors import Path, described, dotted, dtype_name
 from .._memory.buffer import copy_to
+from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.overlap import is_expanded, share_memory
 from .._memory.transfer import transfer

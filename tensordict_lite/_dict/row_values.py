@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .._encoders.protocol import decode_alike, padding, short
 from .._errors import DeviceMismatchError, Path, dotted, dtype_name
+from .._memory.dense import is_dense
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.tree import TreeDict
@@ -55,7 +56,7 @@ def refuse_encoders(d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> Non
 
 def refuse_unfit(field: Tensor, value: Tensor, path: Path) -> None:
     """Raise ``ValueError`` for a layout or dtype that rows of ``field`` cannot hold."""
-    if field.layout is torch.strided and (value.layout is not torch.strided or value.is_nested or value.is_quantized):
+    if field.layout is torch.strided and not is_dense(value):
         what = "a nested" if value.is_nested else "a quantized" if value.is_quantized else "a sparse"
         raise ValueError(f"{dotted(path)} has dense rows, got {what} tensor; convert it first")
     if value.is_meta and not field.is_meta:

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from .._encoders.protocol import StringEncoder, encode_jagged, padding
 from .._errors import Path, described, dotted, with_path
 from .._files.atomic_write import FilePath
+from .._memory.dense import is_dense
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, values_and_lengths
 from .._memory.transfer import transfer
@@ -291,7 +292,7 @@ def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:
     if is_jagged(tensor):
         _refuse_other_jagged(tensor, path)
         return JaggedRows.of(tensor.dtype, tensor.values().shape[1:])
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+    if not is_dense(tensor):
         return tensor  # refused by `create_table`, which names the field
     if jagged and tensor.dim() < 2:
         raise ValueError(f"{dotted(path)}: rows of a jagged column have a dimension, like= has {described(tensor)}")

@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
-from .._errors import InvalidFileError, Path, dotted, dtype_name, not_dense
+from .._errors import InvalidFileError, Path, dotted, dtype_name
+from .._memory.buffer import view_over
+from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.dtypes import STORED
 from .._memory.layout import ALIGNMENT, row_major
@@ -197,7 +199,7 @@ def read_file(
             if paths is not None:
                 reader.keep(paths, of)
             names = {stored[i][0] for i in reader.numbers}
-            found = _mapped(file, opened, names) if linked else _read_each(file, names)
+            found = _mapped(file, opened, names) if linked else {name: file.get_tensor(name) for name in names}
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with invalid_file(of, library.SafetensorError):
@@ -237,10 +239,6 @@ def _refuse_irregular(found: os.stat_result, path: str) -> None:
         raise OSError(f"{path!r} is not a regular file; only regular files can be loaded")
 
 
-def _read_each(file: Any, names: set[Any]) -> dict[Any, Tensor]:
-    return {name: file.get_tensor(name) for name in names}
-
-
 def _mapped(file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
     """Map the named tensors of a file into memory. The library has validated the file.
 
@@ -257,15 +255,14 @@ def _mapped(file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
         if len(shape) > MAX_DIMENSIONS:
             invalid(f"{name[:60]!r} has {len(shape)} dimensions")
         if dtype is None:  # only the library knows the item size of this dtype
-            return _read_each(file, names)
+            return {each: file.get_tensor(each) for each in names}
         end = start + prod(shape) * dtype.itemsize
         if name not in names:
             pass
         elif end == start:
             out[name] = file.get_tensor(name)
         else:
-            empty: Any = torch.empty(0, dtype=dtype, device="cpu")
-            out[name] = empty.set_(memory[start:end], 0, shape, row_major(shape))
+            out[name] = view_over(memory[start:end], dtype, shape, row_major(shape), 0, CPU)
         start = end
     return out
 

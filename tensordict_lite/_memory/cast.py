@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from .._errors import dtype_name
+from .dense import is_dense
 from .dtypes import CASTS
+from .overlap import is_expanded
 
 _CAST = {
     torch.float16: Tensor.half,
@@ -73,10 +75,8 @@ def clone_each(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
 
 def pin(tensor: Tensor) -> Tensor:
     """``Tensor.pin_memory``, also for an expanded tensor: its copy is dense. torch pins its strides, and fails."""
-    if tensor.layout is torch.strided and not tensor.is_nested:
-        expanded = any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if expanded and not tensor.is_pinned():
-            tensor = tensor.contiguous()
+    if is_dense(tensor) and is_expanded(tensor) and not tensor.is_pinned():
+        tensor = tensor.contiguous()
     return tensor.pin_memory()
 
 

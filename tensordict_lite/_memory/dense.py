@@ -1,4 +1,4 @@
-"""The bytes of one tensor, without the rest of its storage."""
+"""Dense tensors, which have one value for each element in memory, and the bytes of one tensor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import torch
 from torch import Tensor
 
 from .layout import dense_stride
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether a tensor is neither sparse, nested nor quantized."""
+    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
+
+
+def not_dense(t: Tensor) -> str:
+    """The reason why a tensor has no dense values; ``""`` if it has."""
+    if t.is_meta:
+        return "on meta, without values"
+    return "" if is_dense(t) else "sparse, nested or quantized"
 
 
 def dense_bytes(t: Tensor) -> Tensor:

@@ -187,18 +187,10 @@ def record_stream(tensors: Iterable[Tensor], stream: torch.Stream) -> None:
     The allocator knows whole blocks of memory, so a second call for a storage would change nothing.
     """
     seen: set[int] = set()
-    # The addresses of the last storage. Most tensors of a batch share one storage, and to ask each tensor for its
-    # storage takes longer than to record.
-    start = end = 0
     for tensor in tensors:
-        if type(tensor) is not Tensor:  # a wrapper of other tensors may have no storage of its own
-            tensor.record_stream(stream)
-            continue
-        if start <= tensor.data_ptr() < end:
-            continue
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        end = start + storage.nbytes()
-        if start not in seen:
+        if type(tensor) is Tensor:  # a wrapper of other tensors may have no storage of its own
+            start = tensor.untyped_storage().data_ptr()
+            if start in seen:
+                continue
             seen.add(start)
-            tensor.record_stream(stream)
+        tensor.record_stream(stream)

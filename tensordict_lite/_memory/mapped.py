@@ -18,6 +18,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from .buffer import view_over
+from .device import CPU
 from .jagged import is_jagged, is_plain_jagged, over_jagged
 from .layout import row_major
 
@@ -74,8 +76,7 @@ def map_append_only(descriptor: int, path: str, offset: int, dtype: torch.dtype,
     # A slice of the mapping is a storage of its own, so pickle does not write the rest of the file.
     memory: Any = map_file(descriptor, offset + nbytes)[offset : offset + nbytes]
     found = os.fstat(descriptor)
-    out: Any = torch.empty(0, dtype=dtype, device="cpu")
-    out = out.set_(memory, 0, shape, row_major(shape))
+    out = view_over(memory, dtype, shape, row_major(shape), 0, CPU)
     memory._mapped = Handle(os.path.realpath(path), found.st_dev, found.st_ino, offset, nbytes), ref(out), out._version
     return out
 

@@ -227,11 +227,9 @@ def _itself(tensor: Any) -> Any:
 
 def is_saved_group(group: Any) -> bool:
     """Whether ``group``, from an untrusted source, is a valid (dtype, shape, stride, members)."""
-    if type(group) is not tuple or len(group) != 4:
+    if type(group) is not tuple or list(map(type, group[1:])) != [tuple, tuple, list]:
         return False
     dtype, shape, stride, members = group
-    if type(shape) is not tuple or type(stride) is not tuple or type(members) is not list:
-        return False
     numbers = (*shape, *stride, *members)
     return (
         set(map(type, numbers)) == {int}
