@@ -392,17 +392,16 @@ def _with_rows(d: D, made: Sequence[Tensor], pick: Callable[[list[Any]], Any], c
     """
     if only_tensors(d.values()):
         return d._new(zip(d, made, strict=True), d._device, d._policy)
-    left = iter(made)
+    return _rebuilt(d, iter(made), pick, count)
 
-    def rebuilt(node: Any) -> Any:
-        items: dict[str, Any] = {}
-        for key, value in node.items():
-            if isinstance(value, Tensor):
-                items[key] = next(left)
-            elif isinstance(value, TreeDict):
-                items[key] = rebuilt(value)
-            else:
-                items[key] = pick(value) if isinstance(value, list) and len(value) == count else value
-        return node._new(items, node._device, node._policy)
 
-    return rebuilt(d)
+def _rebuilt(d: Any, made: Iterator[Tensor], pick: Callable[[list[Any]], Any], count: int) -> Any:
+    items: dict[str, Any] = {}
+    for key, value in d.items():
+        if isinstance(value, Tensor):
+            items[key] = next(made)
+        elif isinstance(value, TreeDict):
+            items[key] = _rebuilt(value, made, pick, count)
+        else:
+            items[key] = pick(value) if isinstance(value, list) and len(value) == count else value
+    return d._new(items, d._device, d._policy)
