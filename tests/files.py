@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +17,11 @@ from tensordict_lite import (
     save,
 )
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+compiles = pytest.mark.skipif(
+    TORCH < (2, 10), reason="this version of torch does not compile a DeviceDict in one graph"
+)
+OLD_DYNAMO = pytest.mark.xfail(TORCH < (2, 11), reason="Dynamo of torch 2.10", strict=True)
 GOLDEN = Path(__file__).parent / "golden"
 DEPTH = 64
 """The documented limit of nesting."""
