@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -305,27 +304,12 @@ def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, 
     """Convert and validate the values for the columns below ``fields``. Append them to ``found``."""
     refuse_other_keys(fields, given, at, "the given mapping", "the table")
     refuse_encoders(fields, given, at)
-    tensors, count = found.tensors, found.count
     for key, column in fields.items():
         value = given[key]
-        # Fast path for most values: a plain tensor that fits the column, with as many rows as the first field.
-        if (
-            type(value) is Tensor
-            and type(column) is Tensor
-            and value.dtype is column.dtype
-            and value.is_cpu
-            and not value.is_nested
-            and value.shape == _with_rows(column.shape, count)
-            and value.layout is torch.strided
-            and not value.requires_grad
-        ):
-            tensors.append(value)
-            continue
         path = (*at, key)
         encoder = fields._policy.encoders.get(key)
         if isinstance(column, JaggedRows) and not isinstance(value, Mapping):
             _add_jagged(fields, key, value, at, found)
-            count = found.count
             continue
         if not isinstance(value, Tensor) and not (isinstance(value, Mapping) and isinstance(column, TreeDict)):
             value = row_value(fields, key, value, at, move=True)
@@ -333,22 +317,16 @@ def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, 
             _convert_columns(column, value, path, found)
         elif isinstance(column, Tensor) and isinstance(value, Tensor):
             _append_column(column, value, encoder, path, found)
-            count = found.count
         else:
             what = "a nested dict" if isinstance(column, TreeDict) else "a column"
             raise ValueError(f"{dotted(path)} is {what} in this table, got {described(value)}")
 
 
-@lru_cache(maxsize=1024)  # takes 0.4x the time of comparing two slices of shapes
-def _with_rows(shape: torch.Size, count: int | None) -> tuple[int | None, ...]:
-    """The shape of ``count`` rows of a column with the shape [0, *shape of a row]."""
-    return (count, *shape[1:])
-
-
 def _append_column(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path, found: _Found) -> None:
     """Validate a tensor for ``column``, which is [0, *shape of a row], and append it to ``found``."""
     refuse_unfit(column, value, path)
-    value = value.detach()
+    if value.requires_grad:
+        value = value.detach()
     shape = column.shape[1:]
     lead = value.dim() - len(shape)
     if lead in (0, 1) and value.shape[lead:] != shape:
