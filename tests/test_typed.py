@@ -255,7 +255,7 @@ class TestRefusals:
         if len(change) == 1:
             ((key, value),) = change.items()
             ways += [lambda: d.__setitem__(key, value), lambda: d.__setitem__((key,), value)]
-            if key in Batch._optional:
+            if key in Batch._declared:
                 ways.append(lambda: setattr(d, key, value))
             else:
                 ways.append(lambda: d.setdefault(key, value))
@@ -393,7 +393,7 @@ class TestDeclaring:
             type("Bad", (helper,), {"__annotations__": {"mean": Tensor}})
 
     def test_inheritance(self) -> None:
-        assert list(More._optional) == ["image", "label", "obs", "weight", "extra"] and issubclass(More, Batch)
+        assert list(More._declared) == ["image", "label", "obs", "weight", "extra"] and issubclass(More, Batch)
         with pytest.raises(
             TypeError, match=r"^'weight', 'extra' are missing; the fields of More are image, label, obs, weight, extra$"
         ):
@@ -454,7 +454,7 @@ class TestDeclaring:
                 module.early == "A: an annotation uses 'B', which is not defined in schemas; "
                 "define or import it at the top level of that module, not only under TYPE_CHECKING"
             )
-            assert type(module.A(b={"y": 1}).b) is module.B and list(module.A._optional) == ["b", "x"]
+            assert type(module.A(b={"y": 1}).b) is module.B and list(module.A._declared) == ["b", "x"]
             outer = module.local()
             derived = type("Derived", (outer,), {"__module__": "schemas"})
             for cls in (outer, derived):

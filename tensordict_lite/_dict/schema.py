@@ -137,36 +137,39 @@ class Schema:
                 raise TypeError(f"{self.name}.{name}: expected {field.shown}, got {_called(value)}")
 
 
-def names_of(cls: type) -> tuple[dict[str, bool], dict[str, Default]]:
-    """The fields that ``cls`` itself declares, without its bases; True for an optional field. Also the defaults.
+class Declared(NamedTuple):
+    """A field as its class declares it, before its annotation is evaluated."""
 
-    Evaluates no annotation. Raises ``TypeError`` for a default other than None and `field`.
+    optional: bool
+    default: Default | None
+
+
+def declared_by(cls: type) -> dict[str, Declared]:
+    """The fields that ``cls`` itself declares, without its bases. Evaluates no annotation.
+
+    Raises ``TypeError`` for a default other than None and `field`.
     """
-    names: dict[str, bool] = {}
-    defaults: dict[str, Default] = {}
+    found: dict[str, Declared] = {}
     for name, annotation in get_annotations(cls, format=Format.FORWARDREF).items():
         text = getattr(annotation, "__forward_arg__", annotation)  # a string, if Python did not evaluate it
         if _CLASS_VAR.match(text) if isinstance(text, str) else ClassVar in (text, get_origin(text)):
             continue
         given = cls.__dict__.get(name)
-        if isinstance(given, Default) and (given.factory is not None or given.value is not None):
-            names[name] = False
-            defaults[name] = given
-            continue
-        names[name] = name in cls.__dict__
         if given is not None and not isinstance(given, Default):
             raise TypeError(
                 f"{cls.__name__}.{name} has the default {given!r}; declare it as "
                 f"`{name}: ... = field(default=...)`, or `{name}: ... | None = None` for an optional field"
             )
-    return names, defaults
+        default = None if given is None or (given.factory is None and given.value is None) else given
+        found[name] = Declared(name in cls.__dict__ and default is None, default)
+    return found
 
 
-def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str, Any]) -> dict[str, Field]:
-    """Evaluate the annotations that ``cls`` itself declares.
+def read_annotations(cls: type, declared: Mapping[str, Declared], names: Mapping[str, Any]) -> dict[str, Field]:
+    """Evaluate the annotations of the fields that ``cls`` itself declares.
 
     Args:
-        optional: the names of the fields; True for an optional field.
+        declared: the result of `declared_by`.
         names: local names that annotations may use, in addition to the names of the module.
 
     Raises: ``NameError`` while an annotation uses an undefined name; ``TypeError`` for an annotation that a field
@@ -174,9 +177,9 @@ def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str
     """
     annotations = get_annotations(cls)
     # `get_type_hints(cls)` would include the bases, and evaluate the annotations of DeviceDict in the wrong module.
-    own = SimpleNamespace(__annotations__={name: annotations[name] for name in optional})
+    own = SimpleNamespace(__annotations__={name: annotations[name] for name in declared})
     module = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
-    inside = {name: value for name, value in vars(cls).items() if name not in optional}
+    inside = {name: value for name, value in vars(cls).items() if name not in declared}
     try:
         hints = get_type_hints(own, {**module, **names, cls.__name__: cls}, inside, include_extras=True)
     except NameError as error:
@@ -184,13 +187,13 @@ def read_annotations(cls: type, optional: Mapping[str, bool], names: Mapping[str
             f"{cls.__name__}: an annotation uses {error.name!r}, which is not defined in {cls.__module__}; "
             "define or import it at the top level of that module, not only under TYPE_CHECKING"
         ) from error
-    return {name: _field(f"{cls.__name__}.{name}", hints[name], absent) for name, absent in optional.items()}
+    return {name: _field(f"{cls.__name__}.{name}", hints[name], one.optional) for name, one in declared.items()}
 
 
-def _field(where: str, hint: Any, absent: bool) -> Field:
-    """The field of an evaluated annotation. ``absent``: whether the field is optional."""
+def _field(where: str, hint: Any, optional: bool) -> Field:
+    """The field of an evaluated annotation."""
     kinds = tuple(dict.fromkeys(_kinds(where, hint)))
-    if (NoneType in kinds) != absent and object not in kinds:
+    if (NoneType in kinds) != optional and object not in kinds:
         raise TypeError(
             f"{where}: declare an optional field as `{where.split('.')[-1]}: ... | None = None`; "
             "a field with another default takes no None"
@@ -198,7 +201,7 @@ def _field(where: str, hint: Any, absent: bool) -> Field:
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if sum(map(_is_tree, kinds)) > 1:
         raise TypeError(f"{where}: a field takes one class of nested dicts, and this annotation names several")
-    return Field(kinds, absent, " | ".join(kind.__name__ for kind in kinds))
+    return Field(kinds, optional, " | ".join(kind.__name__ for kind in kinds))
 
 
 def _kinds(where: str, hint: Any) -> Iterator[Any]:

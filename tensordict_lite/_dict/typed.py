@@ -22,7 +22,7 @@ from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in  # pyright: ignore[reportUnusedImport]  (used in the `else` branch)
 from .device_dict import DeviceDict
 from .insert import insert
-from .schema import Default, Field, Schema, Shaped, field, names_of, read_annotations, shape_error
+from .schema import Declared, Field, Schema, Shaped, declared_by, field, read_annotations, shape_error
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
@@ -109,10 +109,8 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     __slots__ = ()
     __module__ = "tensordict_lite"
     # No annotations here: they would be evaluated in the public module, where these names are missing.
-    _own = cast("Mapping[str, bool]", {})  # fields that this class itself declares; True if the field is optional
-    _optional = cast("Mapping[str, bool]", {})  # the fields of this class and its bases; True if optional
-    _own_defaults = cast("Mapping[str, Default]", {})
-    _defaults = cast("Mapping[str, Default]", {})  # of this class and its bases
+    _own = cast("Mapping[str, Declared]", {})  # the fields that this class itself declares
+    _declared = cast("Mapping[str, Declared]", {})  # the fields of this class and its bases
     _evaluated = cast("Schema | None", None)  # the schema; None until the annotations can be evaluated
 
     if TYPE_CHECKING:  # pragma: no cover
@@ -136,19 +134,14 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._own, cls._own_defaults = names_of(cls)
-        optional: dict[str, bool] = {}
-        defaults: dict[str, Default] = {}
+        cls._own = declared_by(cls)
+        declared: dict[str, Declared] = {}
         for base in reversed(cls.__mro__):
-            own = base.__dict__.get("_own", {})
-            optional |= own
-            for name in own:
-                defaults.pop(name, None)  # a field that is declared again has the default of this declaration
-            defaults |= base.__dict__.get("_own_defaults", {})
-        cls._optional, cls._defaults = optional, defaults
+            declared |= base.__dict__.get("_own", {})
+        cls._declared = declared
         _refuse_collisions(cls)
-        for name, absent in cls._own.items():
-            setattr(cls, name, _attribute(name, absent))
+        for name, one in cls._own.items():
+            setattr(cls, name, _attribute(name, one.optional))
         cls._evaluated = None
 
     @classmethod
@@ -238,9 +231,8 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
             return
         super()._validate(before, shapes=shapes)
-        absent = [name for name in self._defaults if name not in self]
-        if absent:
-            insert(self, self._made_defaults(absent, self))
+        if defaults := self._absent_defaults(self):
+            insert(self, defaults)
         self._schema().check_names(self)
         self._check_fields(self, before, shapes)
 
@@ -260,25 +252,27 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        given = cls._without_none(data)
-        absent = [name for name in cls._defaults if name not in data]
-        return {**given, **cls._made_defaults(absent, data)} if absent else given
+        given, defaults = cls._without_none(data), cls._absent_defaults(data)
+        return {**given, **defaults} if defaults else given
 
     @classmethod
     def _without_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         if not any(value is None for value in data.values()):
             return data
-        return {key: value for key, value in data.items() if value is not None or not cls._optional.get(key, False)}
+        return {key: value for key, value in data.items() if value is not None or not cls._is_optional(key)}
 
     @classmethod
-    def _made_defaults(cls, names: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
-        """The defaults of these fields, on the device of the tensors in ``data``."""
-        made = {name: cls._defaults[name].make() for name in names}
-        if any(isinstance(value, Tensor) for value in made.values()):
-            tensors = tensors_in(data)
-            if tensors:
-                device = tensors[0].device
-                made = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
+    def _is_optional(cls, key: Any) -> bool:
+        return key in cls._declared and cls._declared[key].optional
+
+    @classmethod
+    def _absent_defaults(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults of the fields that ``data`` lacks, on the device of the tensors in ``data``."""
+        absent = {name: one.default for name, one in cls._declared.items() if one.default and name not in data}
+        made = {name: default.make() for name, default in absent.items()}
+        if any(isinstance(value, Tensor) for value in made.values()) and (tensors := tensors_in(data)):
+            device = tensors[0].device
+            made = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
         return made
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
@@ -318,7 +312,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         super().clear()
 
     def _refuse_without(self, key: Any) -> None:
-        if key in self and self._optional.get(key) is False:
+        if key in self and key in self._declared and not self._is_optional(key):
             name = f"{type(self).__name__}.{key}"
             raise TypeError(f"{name} is required and cannot be deleted; drop({key!r}) gives a DeviceDict without it")
 
@@ -355,7 +349,7 @@ def _attribute(name: str, optional: bool) -> Any:
 
 def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
     """Raise ``TypeError`` for a field whose name has another meaning in the class."""
-    for name in cls._optional:
+    for name in cls._declared:
         where = f"{cls.__name__}.{name}"
         if name.startswith("_"):
             raise TypeError(f"{where}: a field cannot start with an underscore; rename it")
