@@ -689,9 +689,12 @@ def test_total_norm() -> None:
     assert leaf["x"].grad is not None and leaf["x"].grad.tolist() == [pytest.approx(0.6)]
     with pytest.raises(TypeError, match=r"^'i' is int64, a norm needs floating-point or complex fields; leave it out"):
         DeviceDict({"i": 1}).total_norm()
-    for bad in (0, -1, -math.inf, "2", math.nan):
-        with pytest.raises(ValueError, match=r"^ord is a number above 0, or inf, got"):
-            d.total_norm(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [0, -1, -math.inf, "2", math.nan], ids=repr)
+def test_what_is_no_order_of_a_norm(order: Any) -> None:
+    with pytest.raises(ValueError, match=r"^ord is a number above 0, or inf, got"):
+        DeviceDict({"x": [3.0]}).total_norm(order)
 
 
 class TestToList:

@@ -218,15 +218,23 @@ class TestCollate:
             collate(pad={"x": 0})
         with pytest.raises(ValueError, match=r"give pad=\{'x': 0\}; to keep the lengths, jagged=\['x'\]$"):
             collate(samples)
-        for arguments, expected in (
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
             ({"pad": 5}, "a mapping from keys to fill values as pad="),
             ({"cls": dict}, "a DeviceDict class as cls="),
-        ):
-            with pytest.raises(TypeError, match=f"^collate takes {expected}"):
-                collate(samples, **arguments)  # pyright: ignore[reportArgumentType]
-        for fill in (1.5, 1 << 70, float("nan")):
-            with pytest.raises(ValueError, match=r"'x': pad={'x': .*} does not fit torch.int64"):
-                collate(samples, pad={"x": fill})
+        ],
+        ids=["pad", "cls"],
+    )
+    def test_arguments_of_another_type(self, arguments: Any, expected: str) -> None:
+        with pytest.raises(TypeError, match=f"^collate takes {expected}"):
+            collate([{"x": [1]}, {"x": [1, 2]}], **arguments)
+
+    @pytest.mark.parametrize("fill", [1.5, 1 << 70, float("nan")], ids=repr)
+    def test_a_fill_value_that_does_not_fit(self, fill: float) -> None:
+        with pytest.raises(ValueError, match=r"'x': pad={'x': .*} does not fit torch.int64"):
+            collate([{"x": [1]}, {"x": [1, 2]}], pad={"x": fill})
 
     def test_an_encoders_own_error_and_only_once(self) -> None:
         calls: list[Any] = []

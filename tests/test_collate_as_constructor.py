@@ -175,14 +175,18 @@ class TestMoving:
 
 
 class TestObjects:
-    def test_kept(self) -> None:
-        for values in ([{1}, {2}], [None, {3}], [[None], [1]], [np.array([None]), np.array([{1}])]):
-            samples = [{"o": value} for value in values]
-            got = collate(samples, cls=Keeps)
-            assert type(got["o"]) is list and all(a is b for a, b in zip(got["o"], values, strict=True))
-            assert got.rows[0:0]["o"] == [] if got._tensors() else True
-            with pytest.raises(TypeError):
-                collate(samples)
+    @pytest.mark.parametrize(
+        "values",
+        [[{1}, {2}], [None, {3}], [[None], [1]], [np.array([None]), np.array([{1}])]],
+        ids=["sets", "None and a set", "lists", "arrays"],
+    )
+    def test_kept_or_refused(self, values: list[Any]) -> None:
+        samples = [{"o": value} for value in values]
+        got = collate(samples, cls=Keeps)
+        assert type(got["o"]) is list and all(a is b for a, b in zip(got["o"], values, strict=True))
+        assert got.rows[0:0]["o"] == [] if got._tensors() else True
+        with pytest.raises(TypeError):
+            collate(samples)
 
     def test_a_number_and_none_stay_host_values(self) -> None:
         assert collate([{"y": 1}, {"y": None}], cls=Keeps)["y"] == [1, None]

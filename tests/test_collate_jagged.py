@@ -171,11 +171,11 @@ def test_a_stream_is_recorded_for_each_part(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen[2:] == [4, 5, 3], "once for each storage"
 
 
-def test_rows_of_a_nested_tensor_cannot_be_set() -> None:
+@pytest.mark.parametrize("index", [0, slice(0, 1), [0]], ids=repr)
+def test_rows_of_a_nested_tensor_cannot_be_set(index: Any) -> None:
     d = collate([{"x": 1, "b": torch.ones(2)}, {"x": 2, "b": torch.ones(3)}], jagged=["b"])
-    for index in (0, slice(0, 1), [0]):
-        with pytest.raises(
-            ValueError, match=r"^'b' is a nested tensor, whose rows cannot be set; replace the whole field$"
-        ):
-            d.rows[index] = d.rows[index]
+    with pytest.raises(
+        ValueError, match=r"^'b' is a nested tensor, whose rows cannot be set; replace the whole field$"
+    ):
+        d.rows[index] = d.rows[index]
     assert d["x"].tolist() == [1, 2]

@@ -506,6 +506,35 @@ def test_a_peer_that_dies() -> None:
         on_ranks(dies)
 
 
+# By what is wrong with it: a header, made of a valid one.
+HEADERS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda text: b"",
+    "an empty dict": lambda text: b"{}",
+    "a list": lambda text: b"[1]",
+    "an empty manifest": lambda text: b'{"manifest":{},"specs":[]}',
+    "a dtype": lambda text: text.replace(b"float32", b"float99"),
+    "a negative size": lambda text: text.replace(b"[2,3]", b"[2,-3]"),
+    "a huge size": lambda text: text.replace(b"[2,3]", b"[4611686018427387904,4]"),
+    "a newer version": lambda text: text.replace(b'"version":1', b'"version":2'),
+    "members out of range": lambda text: text.replace(b"[0]", b"[1]"),
+    "a bool for a member": lambda text: text.replace(b"[0]", b"[true]"),
+    "deep brackets": lambda text: b"[" * 100_000,
+    "no members": lambda text: text.replace(b"[0]", b"[]"),
+    "too few strides": lambda text: text.replace(b"[3,1]", b"[1]"),
+    "swapped tensors": lambda text: text.replace(b'["x",0]', b'["x",1]').replace(b'["s",1]', b'["s",0]'),
+}
+# By what is wrong with it: the numbers of a prefix, with the magic number.
+PREFIXES: dict[str, Callable[[int], list[int]]] = {
+    "no magic number": lambda magic: [0, 0, 0, 0, 0, 0],
+    "a flag that is no bool": lambda magic: [2, 0, 0, 0, 0, magic],
+    "text of a negative size": lambda magic: [0, 0, -1, 0, 0, magic],
+    "text of a huge size": lambda magic: [0, 0, 1 << 40, 0, 0, magic],
+    "a buffer of a negative size": lambda magic: [0, 0, 0, -1, 0, magic],
+    "a negative number of parts": lambda magic: [0, 0, 0, 8, -1, magic],
+    "too many parts": lambda magic: [0, 0, 0, 8, 2, magic],
+}
+
+
 class TestHeaders:
     def test_a_header_is_checked(self) -> None:
         schema = message_of(sample(0)).schema
@@ -516,24 +545,12 @@ class TestHeaders:
         )
         with pytest.raises(ValueError, match=r"^not a valid message: the header does not match its announced digest"):
             read_header(schema.text + b" ", schema.digest)
-        for wrong in (
-            b"",
-            b"{}",
-            b"[1]",
-            b'{"manifest":{},"specs":[]}',
-            schema.text.replace(b"float32", b"float99"),
-            schema.text.replace(b"[2,3]", b"[2,-3]"),
-            schema.text.replace(b"[2,3]", b"[4611686018427387904,4]"),
-            schema.text.replace(b'"version":1', b'"version":2'),
-            schema.text.replace(b"[0]", b"[1]"),
-            schema.text.replace(b"[0]", b"[true]"),
-            b"[" * 100_000,
-            schema.text.replace(b"[0]", b"[]"),
-            schema.text.replace(b"[3,1]", b"[1]"),
-            schema.text.replace(b'["x",0]', b'["x",1]').replace(b'["s",1]', b'["s",0]'),
-        ):
-            with pytest.raises(ValueError, match=r"^not a valid message: a damaged header: "):
-                read_header(wrong, _digest(wrong))
+
+    @pytest.mark.parametrize("name", HEADERS)
+    def test_a_damaged_header(self, name: str) -> None:
+        wrong = HEADERS[name](message_of(sample(0)).schema.text)
+        with pytest.raises(ValueError, match=r"^not a valid message: a damaged header: "):
+            read_header(wrong, _digest(wrong))
 
     def test_a_prefix_is_checked(self) -> None:
         cpu = torch.device("cpu")
@@ -542,18 +559,12 @@ class TestHeaders:
             read_prefix(prefix_of(schema, 3, cpu)) == (False, schema.digest, 3, schema.nbytes, 1)
             and read_prefix(prefix_of(None, 1, cpu))[0]
         )
-        magic = int(prefix_of(None, 0, cpu)[-1])
-        for wrong in (
-            [0, 0, 0, 0, 0, 0],
-            [2, 0, 0, 0, 0, magic],
-            [0, 0, -1, 0, 0, magic],
-            [0, 0, 1 << 40, 0, 0, magic],
-            [0, 0, 0, -1, 0, magic],
-            [0, 0, 0, 8, -1, magic],
-            [0, 0, 0, 8, 2, magic],
-        ):
-            with pytest.raises(ValueError, match=r"the message is not from tensordict_lite"):
-                read_prefix(torch.tensor(wrong))
+
+    @pytest.mark.parametrize("name", PREFIXES)
+    def test_a_damaged_prefix(self, name: str) -> None:
+        magic = int(prefix_of(None, 0, torch.device("cpu"))[-1])
+        with pytest.raises(ValueError, match=r"the message is not from tensordict_lite"):
+            read_prefix(torch.tensor(PREFIXES[name](magic)))
 
     def test_without_a_group(self) -> None:
         with pytest.raises((RuntimeError, ValueError), match=r"process.group"):

@@ -203,13 +203,9 @@ class TestErrors:
             d["n", "s"] = value
         assert list(d["n"]) == ["x"]
 
-    def test_decoding(self) -> None:
-        d = DeviceDict(
-            {"v": ["a"], "h": ["a"], "f": ["a"], "x": [1.5], "o": None}, objects="keep",
-            encoders={"v": Vocabulary(["a", "b"]), "h": Hashing(4), "f": lambda strings: torch.zeros(len(strings))},
-        )  # fmt: skip
-        d["v"] = torch.tensor([0, -1])
-        for key, error, message in (
+    @pytest.mark.parametrize(
+        ("key", "error", "message"),
+        [
             ("v", ValueError, "'v': code -1 is outside Vocabulary(['a', 'b']), whose codes are 0 to 1"),
             ("h", TypeError, "'h': Hashing(buckets=4, seed=0) is one way and cannot be decoded"),
             ("f", TypeError, "'f': <lambda> only encodes; give an object with encode and decode to get strings back"),
@@ -219,11 +215,20 @@ class TestErrors:
                 "'x': Utf8() decodes uint8 codes, got float32; 'x' has no encoder of its own, give one as encoders=",
             ),
             ("o", TypeError, "'o' is a kept NoneType, not encoded strings"),
-        ):
-            with pytest.raises(error, match=re.escape(message)):
-                d.decode(key)
-        with pytest.raises(KeyError):
-            d.decode("nope")
+            ("nope", KeyError, "'nope' is not in this DeviceDict"),
+        ],
+    )
+    def test_decoding(self, key: str, error: type[Exception], message: str) -> None:
+        d = DeviceDict(
+            {"v": ["a"], "h": ["a"], "f": ["a"], "x": [1.5], "o": None},
+            objects="keep",
+            encoders={"v": Vocabulary(["a", "b"]), "h": Hashing(4), "f": lambda strings: torch.zeros(len(strings))},
+        )
+        d["v"] = torch.tensor([0, -1])
+        with pytest.raises(error, match=re.escape(message)):
+            d.decode(key)
+
+    def test_decoding_floats(self) -> None:
         with pytest.raises(TypeError, match="decodes integer codes, got float32"):
             DeviceDict({"v": 1.0}, encoders={"v": Vocabulary(["a", "b"])}).decode("v")
 
@@ -248,24 +253,28 @@ class TestErrors:
     def test_tokens_are_strings(self) -> None:
         with pytest.raises(TypeError, match="tokens are str, got int: 3"):
             Vocabulary(["a", 3])  # type: ignore[list-item]
-        for missing in (None, float("nan")):
-            with pytest.raises(TypeError, match=r"tokens are str, got .*; fill missing values first"):
-                Vocabulary.fit(["a", missing])  # type: ignore[list-item]
         assert "a" in Vocabulary(["a"]) and "b" not in Vocabulary(["a"])
         with pytest.raises(TypeError, match="expected a Hugging Face tokenizer, got int"):
             Tokenizer(3)
         with pytest.raises(TypeError, match="return_tensors is always 'pt' here"):
             Tokenizer(Words("a"), return_tensors="np")
 
+    @pytest.mark.parametrize("missing", [None, float("nan")])
+    def test_missing_tokens(self, missing: Any) -> None:
+        with pytest.raises(TypeError, match=r"tokens are str, got .*; fill missing values first"):
+            Vocabulary.fit(["a", missing])
+
     def test_a_key_error_in_an_encoder_names_the_field(self) -> None:
         with pytest.raises(ValueError, match=r"^'s': 'q'$"):
             DeviceDict({"s": "q"}, encoders={"s": lambda strings: torch.tensor([{"a": 1}[s] for s in strings])})
 
-    def test_decoding_a_nested_dict_that_holds_no_codes(self) -> None:
+    @pytest.mark.parametrize(
+        ("key", "message"), [("e", "not codes"), ("n", "not codes"), ("t", "decodes a tensor of codes, got dict")]
+    )
+    def test_decoding_a_nested_dict_that_holds_no_codes(self, key: str, message: str) -> None:
         d = DeviceDict({"e": {}, "n": {"m": {"x": 1}}, "t": {"x": torch.zeros(2, dtype=torch.uint8)}})
-        for key, message in (("e", "not codes"), ("n", "not codes"), ("t", "decodes a tensor of codes, got dict")):
-            with pytest.raises(TypeError, match=f"^'{key}': .*{message}"):
-                d.decode(key)
+        with pytest.raises(TypeError, match=f"^'{key}': .*{message}"):
+            d.decode(key)
 
     def test_a_class_is_not_an_encoder(self) -> None:
         with pytest.raises(TypeError, match=r"an encoder is an instance, got the class Utf8; call it: Utf8\(\.\.\.\)"):

@@ -57,29 +57,34 @@ class TestOptions:
             'DeviceDict({"x": ...})',
             lambda: make(x=torch.ones(1)),
         )
-        for name, option in (("devise", "device"), ("encoder", "encoders"), ("on_mismach", "on_mismatch")):
-            with pytest.raises(TypeError, match=rf"^DeviceDict\(\) has no option '{name}', did you mean '{option}'\?"):
-                make({"x": 1}, **{name: "cpu"})
 
-    def test_options_are_given_by_name(self) -> None:
-        text = "takes one positional argument, the data; name the options: "
-        for make, given, shown in (
+    @pytest.mark.parametrize(
+        ("name", "option"), [("devise", "device"), ("encoder", "encoders"), ("on_mismach", "on_mismatch")]
+    )
+    def test_a_misspelled_option(self, name: str, option: str) -> None:
+        make: Any = DeviceDict
+        with pytest.raises(TypeError, match=rf"^DeviceDict\(\) has no option '{name}', did you mean '{option}'\?"):
+            make({"x": 1}, **{name: "cpu"})
+
+    @pytest.mark.parametrize(
+        ("cls", "given", "shown"),
+        [
             (DeviceDict, ("cpu",), "'cpu'"),
             (DeviceDict, (torch.device("cuda", 1), True), "..."),
             (DeviceDict, (0,), "0"),
             (DeviceDict, ({},), "..."),
             (Batch, ("cpu",), "'cpu'"),
-            (Batch.from_dict, ("cpu",), None),
-        ):
-            call: Any = make
-            if shown is None:
-                with pytest.raises(TypeError, match="positional argument"):
-                    call({"image": 1}, *given)
-            else:
-                refused(
-                    TypeError, f"{make.__name__}() {text}device={shown}",
-                    lambda call=call, given=given: call({"image": 1}, *given),
-                )  # fmt: skip
+        ],
+        ids=["a name", "two arguments", "a number", "a dict", "a typed class"],
+    )
+    def test_options_are_given_by_name(self, cls: Any, given: tuple[Any, ...], shown: str) -> None:
+        text = f"takes one positional argument, the data; name the options: device={shown}"
+        refused(TypeError, f"{cls.__name__}() {text}", lambda: cls({"image": 1}, *given))
+
+    def test_options_of_from_dict_are_given_by_name(self) -> None:
+        make: Any = Batch.from_dict
+        with pytest.raises(TypeError, match="positional argument"):
+            make({"image": 1}, "cpu")
 
     def test_a_subclass_is_named_by_its_own_name(self) -> None:
         class Named(DeviceDict):
@@ -112,12 +117,11 @@ class TestOptions:
 
         assert Named.tag == "t"  # pyright: ignore[reportAttributeAccessIssue]
 
-    def test_of_a_typed_class(self) -> None:
+    @pytest.mark.parametrize(("name", "text"), [("devise", "the option 'device'"), ("imge", "'image'")])
+    def test_of_a_typed_class(self, name: str, text: str) -> None:
         make: Any = Batch
-        x = torch.ones(1)
-        for name, text in (("devise", "the option 'device'"), ("imge", "'image'")):
-            with pytest.raises(TypeError, match=rf"^Batch has no field '{name}', did you mean {text}\? Its fields are"):
-                make(image=x, **{name: "cpu"})
+        with pytest.raises(TypeError, match=rf"^Batch has no field '{name}', did you mean {text}\? Its fields are"):
+            make(image=torch.ones(1), **{name: "cpu"})
 
 
 def adam() -> torch.optim.Optimizer:
@@ -265,27 +269,35 @@ class TestIndices:
         refused(KeyError, message, lambda: d[index])
         refused(KeyError, message, lambda: d.__delitem__(index))
 
-    def test_write(self) -> None:
-        for d in (nested(), Batch(image=torch.ones(2))):
-            for index, message in (
-                (0, "keys are str, got 0 of type int; use '0'; rows are d.rows[0]"),
-                (slice(1, 3), "keys are str, got slice(1, 3, None) of type slice; rows are d.rows[1:3]"),
-                (slice(None, 8, 2), "keys are str, got slice(None, 8, 2) of type slice; rows are d.rows[:8:2]"),
-                (torch.tensor([0]), "keys are str, got Tensor; rows are d.rows[mask_or_indices]"),
-            ):
-                refused(TypeError, message, lambda d=d, index=index: d.__setitem__(index, 1))  # pyright: ignore[reportArgumentType]
+    @pytest.mark.parametrize("make", [nested, lambda: Batch(image=torch.ones(2))], ids=["plain", "typed"])
+    @pytest.mark.parametrize(
+        ("index", "message"),
+        [
+            (0, "keys are str, got 0 of type int; use '0'; rows are d.rows[0]"),
+            (slice(1, 3), "keys are str, got slice(1, 3, None) of type slice; rows are d.rows[1:3]"),
+            (slice(None, 8, 2), "keys are str, got slice(None, 8, 2) of type slice; rows are d.rows[:8:2]"),
+            (torch.tensor([0]), "keys are str, got Tensor; rows are d.rows[mask_or_indices]"),
+        ],
+    )
+    def test_write(self, index: Any, message: str, make: Callable[[], DeviceDict[Any]]) -> None:
+        refused(TypeError, message, lambda: make().__setitem__(index, 1))
 
-    def test_lists(self) -> None:
-        """Reads are those of `dict`, which asks a list for its hash first."""
-        d: Any = nested()
-        keys = "keys are str, got list; several keys are d.select('image', 'n')"
-        for index, message in (
-            (["image", "n"], keys),
+    @pytest.mark.parametrize(
+        ("index", "message"),
+        [
+            (["image", "n"], "keys are str, got list; several keys are d.select('image', 'n')"),
             ([0, 1], "keys are str, got list; rows are d.rows[mask_or_indices]"),
             (np.array([0]), "keys are str, got ndarray; rows are d.rows[mask_or_indices]"),
-        ):
-            refused(TypeError, message, lambda index=index: d.__setitem__(index, 1))
-            refused(TypeError, message, lambda index=index: d.__delitem__(index))
+        ],
+    )
+    def test_lists(self, index: Any, message: str) -> None:
+        """Reads are those of `dict`, which asks a list for its hash first."""
+        d: Any = nested()
+        refused(TypeError, message, lambda: d.__setitem__(index, 1))
+        refused(TypeError, message, lambda: d.__delitem__(index))
+
+    def test_a_list_for_select(self) -> None:
+        d: Any = nested()
         refused(
             TypeError, "pass keys one by one, each a str or a path; got a list: ['image']", lambda: d.select(["image"])
         )

@@ -151,14 +151,28 @@ class TestRoundTrip:
         part._check()
         assert list(part) == ["name", "n"] and list(part["n"]) == ["m"] and part.decode("name") == ["Ada", "Bo"]
         assert load(path, keys=[("n", "e")]).to_dict() == {"n": {"e": {}}} and load(path, keys=[]) == {}
-        for keys in (["nope"], [("n", "nope")], [("x", "y")]):
-            with pytest.raises(KeyError):
-                load(path, keys=keys)  # type: ignore[arg-type]
-        for keys in ([()], [["x"]], 5, [5]):
-            with pytest.raises(TypeError, match=r"^keys= is a list of keys and paths"):
-                load(path, keys=keys)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"^keys= is a list of keys and paths, got 'x'; write \['x'\]$"):
-            load(path, keys="x")
+
+    @pytest.mark.parametrize(
+        ("keys", "error", "message"),
+        [
+            (["nope"], KeyError, "'nope'"),
+            ([("n", "nope")], KeyError, "nope"),
+            ([("x", "y")], KeyError, "y"),
+            ([()], TypeError, "^keys= is a list of keys and paths"),
+            ([["x"]], TypeError, "^keys= is a list of keys and paths"),
+            (5, TypeError, "^keys= is a list of keys and paths"),
+            ([5], TypeError, "^keys= is a list of keys and paths"),
+            ("x", TypeError, r"^keys= is a list of keys and paths, got 'x'; write \['x'\]$"),
+        ],
+        ids=["a key", "a path", "a path below a tensor", "an empty path", "a list", "a number", "numbers", "one key"],
+    )
+    def test_keys_that_are_none(self, tmp_path: Path, keys: Any, error: type[Exception], message: str) -> None:
+        path = saved(sample(), tmp_path / "d")
+        with pytest.raises(error, match=message):
+            load(path, keys=keys)
+
+    def test_an_encoder_that_is_a_class(self, tmp_path: Path) -> None:
+        path = saved(sample(), tmp_path / "d")
         with pytest.raises(TypeError, match=r"^an encoder is "):
             load(path, encoders={"x": Utf8})
 

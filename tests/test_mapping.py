@@ -413,11 +413,14 @@ class TestShaping:
         assert list(picked) == ["n", "x"] and list(picked["n"]) == ["b", "a"] and list(picked["n", "b"]) == ["c"]
         picked._check()
         assert d.drop(("n", "b", "c"), "x").flatten().keys() == {"n.a", "n.b.d"}
-        for bad in ("nope", ("n", "nope"), ("x", "y")):
-            with pytest.raises(KeyError):
-                d.select("x", bad)
-            with pytest.raises(KeyError):
-                d.drop("x", bad)
+
+    @pytest.mark.parametrize("key", ["nope", ("n", "nope"), ("x", "y")], ids=repr)
+    def test_select_and_drop_of_a_missing_key(self, key: Any) -> None:
+        d = DeviceDict({"x": 1, "n": {"a": 2}})
+        with pytest.raises(KeyError):
+            d.select("x", key)
+        with pytest.raises(KeyError):
+            d.drop("x", key)
         assert "x" in d
 
     def test_flatten_and_unflatten_are_inverse(self) -> None:
