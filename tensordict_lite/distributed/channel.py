@@ -96,6 +96,12 @@ class Errors:
             self.first = error
         return True
 
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """The result of ``make``, or None after an error."""
+        with self:
+            return make()
+        return None
+
     def raise_first(self, told: Exception | None = None) -> None:
         """Raise the first error, if any. Or raise ``told``, with the first error as its cause.
 
@@ -309,10 +315,7 @@ def agreed(
     """
     device, ranks = comm_device(group), ranks_of(group)
     invalid = errors.first is not None
-    made: Any = None
-    with errors:
-        if not invalid:
-            made = make()
+    made: Any = None if invalid else errors.attempt(make)
     text = b"" if errors.first is None else failure(errors.first)
     prefix = prefix_of(getattr(made, "schema", made), mark, device)
     prefixes = [torch.empty_like(prefix) for _ in ranks]

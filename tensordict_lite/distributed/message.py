@@ -21,7 +21,6 @@ from .._memory.layout import Group, Layout, lay_out
 from .._memory.packed import arrange, find_buffer, is_saved_group
 from .._tree.manifest import Manifest, Outline, Reader, choose_from, encoder_entry, paths_of, with_encoders
 from .._tree.tree import TreeDict
-from .._tree.walk import leaves
 
 PREFIX = 6
 """The number of int64 values in the prefix of a message: a failure flag, the digest of the schema, the size of the text
@@ -194,17 +193,18 @@ def _with_header(d: TreeDict[Any]) -> tuple[list[Tensor], Header]:
     tensors = [tensor.detach() for tensor in d._tensors()]
     groups, unpackable = arrange(tensors)
     if unpackable or len(outline.values) != len(tensors):
-        _refuse(d, *unpackable[:1])
+        _refuse(outline, *unpackable[:1])
     specs = tuple([(spec, tuple(members)) for spec, members in groups])
     return tensors, _header(outline.head(), tuple(outline.encoders.entries), specs)
 
 
-def _refuse(d: TreeDict[Any], unpackable: int = 0) -> NoReturn:
+def _refuse(outline: Outline, unpackable: int = 0) -> NoReturn:
     """Raise ``TypeError`` for the kept objects of a dict, or for the tensor with the number ``unpackable``."""
-    kept = [dotted(path) for path, value in leaves(d) if not isinstance(value, Tensor)]
+    leaves = list(zip(paths_of(json.loads(outline.text())), outline.values, strict=True))
+    kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
     if kept:
         raise TypeError(f"{', '.join(kept)}: kept objects cannot be sent, only tensors; drop them first")
-    path, tensor = list(leaves(d))[unpackable]
+    path, tensor = leaves[unpackable]
     raise TypeError(
         f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} has more "
         "state than its bytes; convert it first"

@@ -64,9 +64,7 @@ def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None
     ``wait()`` raises the errors of `send`.
     """
     errors = Errors()
-    message: Message | None = None
-    with errors:
-        message = message_of(_checked(d, "send"))
+    message = errors.attempt(lambda: message_of(_checked(d, "send")))
     return _started(message, errors, dst, tag, group, f"send to rank {dst}")
 
 
@@ -139,10 +137,10 @@ def _receiving(
     """Start to receive a message. ``what``: the call and the peer, for the errors of torch."""
     channel = Channel(group, "from", src, tag)
     errors = Errors()
-    target, expected = None, None
-    with errors:
-        target = Destination(cls, device)
-        expected = None if like is None else header_for(_checked(like, "like=", "the rank that receives"))
+    target = errors.attempt(lambda: Destination(cls, device))
+    expected = errors.attempt(
+        lambda: None if like is None else header_for(_checked(like, "like=", "the rank that receives"))
+    )
     prefix = channel.empty_prefix()
 
     def post() -> Any:
@@ -201,17 +199,13 @@ def broadcast(
         together(lambda part: dist.broadcast(part, src, group=group, async_op=True), parts)
 
     if dist.get_rank() == src:
-        message: Message | None = None
-        with errors:
-            message = message_of(_checked(d, "broadcast"))
+        message = errors.attempt(lambda: message_of(_checked(d, "broadcast")))
         with error_context(f"broadcast from rank {src}", group):
             share(channel.tensors_of(message, errors))
         errors.raise_first()
         return cast(D, d)
-    target: Any = None
+    target: Any = errors.attempt(lambda: Destination(cls, device))
     received: Any = None
-    with errors:
-        target = Destination(cls, device)
     with errors, error_context(f"broadcast from rank {src}", group):
         prefix = channel.empty_prefix()
         share([prefix])
@@ -277,7 +271,8 @@ def gather(
         if here:
             Destination(kind, device)
     with error_context(f"gather to rank {dst}", group):
-        made, _ = agreed(lambda: _message_or_header(d, "gather", here), errors, group)
+        make: Any = header_to_send if here else message_of  # the dict of rank ``dst`` stays there
+        made, _ = agreed(lambda: make(_checked(d, "gather", _ALL)), errors, group)
     if isinstance(made, Message):
         _started(made, errors, dst, _TAG, group, f"gather to rank {dst}").wait()
         return None
@@ -305,9 +300,7 @@ def all_gather(
     equal, each tensor of 1 MiB or more then has a collective of its own, and is not copied.
     """
     channel, errors = Channel(group, "all"), Errors()
-    target: Any = None
-    with errors:
-        target = Destination(_class_of(d, cls), device)
+    target: Any = errors.attempt(lambda: Destination(_class_of(d, cls), device))
     with error_context("all_gather", group):
         message, announced = agreed(lambda: message_of(_checked(d, "all_gather", _ALL)), errors, group)
         schemas: list[Any] = [channel.known.get(digest) for digest, _ in announced]
@@ -419,11 +412,6 @@ def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[A
     if not isinstance(d, DeviceDict):
         raise TypeError(f"{verb} takes a DeviceDict on {on}, got {type(d).__name__}")
     return d
-
-
-def _message_or_header(d: Any, verb: str, here: bool) -> Message | Header:
-    """The message of a dict. ``here``: the dict stays on this rank, so return its header only."""
-    return header_to_send(_checked(d, verb, _ALL)) if here else message_of(_checked(d, verb, _ALL))
 
 
 def _class_of(d: Any, cls: Any) -> Any:
