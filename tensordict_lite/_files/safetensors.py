@@ -16,11 +16,11 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from io import BufferedReader
-from itertools import chain
+from itertools import chain, count
 from math import prod
 from typing import Any, BinaryIO
 
@@ -141,18 +141,16 @@ def refuse_unwritable(leaves: Sequence[tuple[Path, Any]], way_out: str = "d.drop
 
 
 def field_names(paths: Sequence[Path]) -> list[str]:
-    """A name for each tensor: its dotted path, with a number if another tensor already has the same name."""
+    """A name for each tensor: its dotted path, made distinct."""
     taken = {"__metadata__"}
-    counts: dict[str, int] = {}
-    names: list[str] = []
-    for path in paths:
-        plain = name = ".".join(path).encode("utf-8", "replace").decode()
-        while name in taken:
-            counts[plain] = counts.get(plain, 1) + 1
-            name = f"{plain}~{counts[plain]}"
-        taken.add(name)
-        names.append(name)
-    return names
+    return [distinct(".".join(path).encode("utf-8", "replace").decode(), taken) for path in paths]
+
+
+def distinct(name: str, taken: set[str], fold: Callable[[str], str] = str) -> str:
+    """``name``, with a number if it is in ``taken``. Names are compared after ``fold``, and added to ``taken``."""
+    out = next(one for n in count(1) if fold(one := name if n == 1 else f"{name}~{n}") not in taken)
+    taken.add(fold(out))
+    return out
 
 
 def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -21,9 +21,9 @@ _CAST = {
     torch.float32: Tensor.float,
     torch.float64: Tensor.double,
 }
-"""Faster methods: ``t.double()`` takes 1.4 us and ``t.to(torch.float64)`` 2.3."""
+"""Faster than ``t.to(dtype)`` for small tensors: ``to(float64)`` of ``make guard``."""
 _clone_list: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)
-"""None in older versions of torch. This function takes 0.75x the time of a loop of clones."""
+"""None in older versions of torch. Faster than a loop of clones: ``clone`` of ``make guard``."""
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -39,8 +39,6 @@ def copy_each(
     if dtype is None:
         if device is None:
             return clone_each(tensors) if copy else list(tensors)
-        if not copy and not non_blocking:
-            return [t.to(device) for t in tensors]
         return [t.to(device, non_blocking=non_blocking, copy=copy) for t in tensors]
     casts = CASTS[dtype]
     if device is None and not copy:

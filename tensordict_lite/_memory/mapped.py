@@ -21,7 +21,7 @@ from torch import Tensor
 from .buffer import view_over
 from .device import CPU
 from .jagged import is_jagged, is_plain_jagged, over_jagged
-from .layout import row_major
+from .layout import Sizes, row_major
 
 _SMALLEST = 1 << 20
 """The smallest tensor in bytes that is sent as a handle of its file. A smaller tensor is sent by value."""
@@ -104,7 +104,9 @@ def by_file(tensor: Tensor) -> Any:
     # A view shares the version counter of its base. Other tensors over the memory, as of `.data`, have their own.
     if (tensor is not base and tensor._base is not base) or tensor._version != version or not handle.is_current():
         return tensor
-    return _Again(map_again, (*handle, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()))
+    return _Again(
+        map_again, (tuple(handle), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    )
 
 
 class _Again:
@@ -117,21 +119,12 @@ class _Again:
         return self._reduced
 
 
-def map_again(
-    path: str,
-    device: int,
-    inode: int,
-    offset: int,
-    nbytes: int,
-    dtype: torch.dtype,
-    first: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-) -> Tensor:
+def map_again(handle: tuple[Any, ...], dtype: torch.dtype, first: int, shape: Sizes, stride: Sizes) -> Tensor:
     """The tensor of a `Handle`, in the process that receives it.
 
     Raises ``OSError`` if the file was removed or replaced since the tensor was sent.
     """
+    path, device, inode, offset, nbytes = handle
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
         if (found.st_dev, found.st_ino) != (device, inode) or found.st_size < offset + nbytes:

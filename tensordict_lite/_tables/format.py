@@ -18,14 +18,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from itertools import count
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from .._errors import dtype_name
-from .._files.safetensors import MAX_MANIFEST, is_too_long, stored_as
+from .._files.safetensors import MAX_MANIFEST, distinct, is_too_long, stored_as
 from .._memory.dtypes import STORED
 from .._memory.packed import MAX_DIMENSIONS
 from .._tree.manifest import invalid
@@ -107,9 +106,7 @@ def choose_names(names: Sequence[str]) -> list[str]:
     for name in names:
         plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:100]
         plain = plain if re.match(r"\w", plain, re.ASCII) else f"_{plain}"
-        file = next(f for n in count(1) if (f := plain if n == 1 else f"{plain}~{n}").casefold() not in taken)
-        taken.add(file.casefold())
-        files.append(f"{file}.safetensors")
+        files.append(f"{distinct(plain, taken, str.casefold)}.safetensors")
     return files
 
 

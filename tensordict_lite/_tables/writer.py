@@ -178,16 +178,14 @@ class TableWriter:
         self._rooms = [max(1, share // max(1, size if i in ragged else row)) for i, size in enumerate(self._sizes)]
         self._buffers: list[Tensor] = []
         self._flushed = rows
-        self._set_extent(_Extent(rows, tuple(lengths)))
+        extent = _Extent(rows, tuple(lengths))
+        self._extents = (extent, extent)
+        """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
+        since an interrupt may come between any two steps."""
         self._touched = False  # whether bytes were written after the last `flush`
         self._failed: OSError | None = None
         """The error of a flush to disk, without its traceback."""
         self.closed = False
-
-    def _set_extent(self, extent: _Extent) -> None:
-        self._extents = (extent, extent)
-        """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
-        since an interrupt may come between any two steps."""
 
     @property
     def rows(self) -> int:
@@ -284,7 +282,8 @@ class TableWriter:
             lengths[i - 1] = int(offsets[-1])
         for file, column, length in zip(self._folder.files, self._columns, lengths, strict=True):
             check_file(file, column, length)
-        self._set_extent(_Extent(self.rows, tuple(lengths)))
+        extent = _Extent(self.rows, tuple(lengths))
+        self._extents = extent, extent
         for i in range(len(self._columns)):
             self._describe(i)
 
@@ -426,11 +425,9 @@ def _new_columns(leaves: Sequence[tuple[Path, Any]]) -> list[Column]:
     left = iter(zip(choose_names(names), names, strict=True))
     columns: list[Column] = []
     for _, tensor in leaves:
-        if isinstance(tensor, JaggedRows):
-            column = Column(*next(left), tensor.dtype, tuple(tensor.shape[2:]))
-            columns.append(column._replace(offsets=offsets_column(*next(left))))
-        else:
-            columns.append(Column(*next(left), tensor.dtype, tuple(tensor.shape[1:])))
+        jagged = isinstance(tensor, JaggedRows)
+        column = Column(*next(left), tensor.dtype, tuple(tensor.shape[1 + jagged :]))
+        columns.append(column._replace(offsets=offsets_column(*next(left))) if jagged else column)
     return columns
 
 
