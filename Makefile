@@ -84,21 +84,21 @@ guard-update: .venv/tests
 bench: .venv-bench/benchmarks
 	@mkdir -p $(RESULTS)
 	$(BENCH)/bench_peers.py --json $(RESULTS)/peers-cpu.json
-	$(BENCH)/plot_peers.py $(RESULTS)/peers-cpu.json $(RESULTS)/peers-cpu.svg
+	$(BENCH)/plot.py $(RESULTS)/peers-cpu.json $(RESULTS)/peers-cpu.svg
 	@echo "The picture is $(RESULTS)/peers-cpu.svg."
 
-# Each part by itself, in several sizes, beside its limit and its goals.
+# Each part by itself, in several sizes, without a GPU.
+bench-more: export CUDA_VISIBLE_DEVICES =
 bench-more: .venv-bench/benchmarks
 	@mkdir -p $(RESULTS)
 	$(BENCH)/bench_core.py --json $(RESULTS)/core-cpu.json
-	$(BENCH)/bench_whole.py --json $(RESULTS)/whole-cpu.json
-	$(BENCH)/bench_transfer.py --device cpu --json $(RESULTS)/transfer-cpu.json
-	$(BENCH)/plot_transfer.py $(RESULTS)/transfer-cpu.json $(RESULTS)/transfer-cpu.svg
+	$(BENCH)/bench_transfer.py --json $(RESULTS)/transfer-cpu.json
+	$(BENCH)/plot.py $(RESULTS)/transfer-cpu.json $(RESULTS)/transfer-cpu.svg
 	$(BENCH)/bench_loader.py --json $(RESULTS)/loader-cpu.json
-	$(BENCH)/plot_transfer.py $(RESULTS)/loader-cpu.json $(RESULTS)/loader-cpu.svg
+	$(BENCH)/plot.py $(RESULTS)/loader-cpu.json $(RESULTS)/loader-cpu.svg
 	$(BENCH)/bench_disk.py --json $(RESULTS)/disk-cpu.json
 	$(BENCH)/bench_rows.py --json $(RESULTS)/rows-cpu.json
-	$(BENCH)/plot_transfer.py $(RESULTS)/rows-cpu.json $(RESULTS)/rows-cpu.svg
+	$(BENCH)/plot.py $(RESULTS)/rows-cpu.json $(RESULTS)/rows-cpu.svg
 	$(BENCH)/bench_table.py --json $(RESULTS)/table-cpu.json
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/bench_engines.py --json $(RESULTS)/engines-cpu.json
@@ -116,17 +116,17 @@ bench-gpu:
 	@mkdir -p $(RESULTS)
 	$(PYTHON) benchmarks/bench_transfer.py --json $(RESULTS)/transfer-gpu.json
 	$(PYTHON) benchmarks/bench_transfer.py --sweep
-	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/transfer-gpu.json $(RESULTS)/transfer-gpu.svg
+	-$(PYTHON) benchmarks/plot.py $(RESULTS)/transfer-gpu.json $(RESULTS)/transfer-gpu.svg
 	$(PYTHON) benchmarks/bench_loader.py --json $(RESULTS)/loader-gpu.json
-	-$(PYTHON) benchmarks/plot_transfer.py $(RESULTS)/loader-gpu.json $(RESULTS)/loader-gpu.svg
+	-$(PYTHON) benchmarks/plot.py $(RESULTS)/loader-gpu.json $(RESULTS)/loader-gpu.svg
 
 # The tables and charts of README.md and docs/performance.md, from the committed results. Nothing is measured.
 figures: .venv/tests
 	$(BIN)/python benchmarks/figures.py
-	$(BIN)/python benchmarks/plot_peers.py benchmarks/results/peers-cpu.json docs/charts/peers-cpu.svg
-	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/transfer-cpu.json docs/charts/transfer-cpu.svg
-	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/loader-cpu.json docs/charts/loader-cpu.svg
-	$(BIN)/python benchmarks/plot_transfer.py benchmarks/results/rows-cpu.json docs/charts/rows-cpu.svg
+	$(BIN)/python benchmarks/plot.py benchmarks/results/peers-cpu.json docs/charts/peers-cpu.svg
+	$(BIN)/python benchmarks/plot.py benchmarks/results/transfer-cpu.json docs/charts/transfer-cpu.svg
+	$(BIN)/python benchmarks/plot.py benchmarks/results/loader-cpu.json docs/charts/loader-cpu.svg
+	$(BIN)/python benchmarks/plot.py benchmarks/results/rows-cpu.json docs/charts/rows-cpu.svg
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,145 +1,123 @@
-"""Send whole dicts between two gloo ranks. Compare with a loop over the fields, pickled objects and TensorDict.
+"""Send whole dicts between two gloo ranks. Compare with a loop over the fields.
 
-    python benchmarks/bench_distributed.py [--quick] [--rounds N] [--json PATH]
+    python benchmarks/bench_distributed.py [--quick] [--rounds N] [--only TEXT] [--json PATH]
 
-Rank 0 times many calls between two barriers, the contenders one after the other. A ratio is taken in every round.
+Both ranks make many calls between two barriers, and rank 0 times them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import in_turn, parser, ratio, ratio_table, same, setting, write
+from harness import OURS, Case, Fields, Helpers, Prepare, Run, folder, main, plain
+from torch import Tensor
 
 from tensordict_lite import DeviceDict
-from tensordict_lite import distributed as ours_
+from tensordict_lite import distributed as ours
 
-try:
-    from tensordict import TensorDict
-except ImportError:
-    TensorDict = None
-
-OURS, LOOP, OBJECTS, PEER = "ours", "loop", "objects", "TensorDict"
-SIZES = {"10 x 64 B": (10, 16), "100 x 64 B": (100, 16), "4 x 512 KiB": (4, 1 << 17), "4 x 4 MB": (4, 1_000_000)}
-GOALS = {"100 x 64 B": 10, "4 x 4 MB": 1}  # the least time of the loop, as a multiple of ours
-Calls = dict[str, Callable[[], Any]]
+LOOP = "loop"
+SIZES = {"10 of 64 B": (10, 16), "100 of 64 B": (100, 16), "4 of 4 MB": (4, 1_000_000)}
+VERBS = ("`broadcast`", "`send`, `recv`", "`all_gather`", "`all_reduce`")
 
 
-def calls(rank: int, count: int, size: int) -> dict[str, Calls]:
-    """The contenders of every operation. All ranks call them."""
+# --- on the ranks ---
+
+
+def join(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2)
+
+
+@cache
+def calls(size: str) -> dict[tuple[str, str], Callable[[], Any]]:
+    """By verb and contender: a function that both ranks call."""
+    count, length = SIZES[size]
+    rank, root = dist.get_rank(), dist.get_rank() == 0
     torch.manual_seed(rank)
-    tensors = {f"k{i}": torch.rand(size) for i in range(count)}
-    rows = {key: tensor.view(2, -1) for key, tensor in tensors.items()}
-    d, many, root = DeviceDict(tensors), DeviceDict(rows), rank == 0
+    tensors: Fields = {f"k{i}": torch.rand(length) for i in range(count)}
+    received = tensors if root else {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+    d = DeviceDict(tensors)
 
-    def each(call: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
-        return lambda: {key: call(tensor) for key, tensor in tensors.items()}
+    def each(call: Callable[[Tensor], Any], fields: Fields = tensors) -> Callable[[], Any]:
+        return lambda: {key: call(tensor) for key, tensor in fields.items()}
 
-    def objects() -> Any:
-        box = [tensors if root else None]
-        dist.broadcast_object_list(box, 0)
-        return box[0]
+    def broadcast(tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, 0)
+        return tensor
 
-    def one_by_one(tensor: torch.Tensor) -> torch.Tensor:
+    def send(tensor: Tensor) -> Tensor:
         (dist.send if root else dist.recv)(tensor, 1 - rank)
         return tensor
 
-    def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(tensor: Tensor) -> list[Tensor]:
         out = [torch.empty_like(tensor) for _ in range(2)]
         dist.all_gather(out, tensor)
         return out
 
-    def gathered_on_root(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        out = [torch.empty_like(tensor) for _ in range(2)] if root else None
-        dist.gather(tensor, out, 0)
-        return out
-
-    def scattered() -> dict[str, torch.Tensor]:
-        out = {key: torch.empty(1, tensor.shape[1]) for key, tensor in rows.items()}
-        for key, tensor in rows.items():
-            dist.scatter(out[key], list(tensor.split(1)) if root else None, 0)
-        return out
-
-    def reduced(tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(tensor: Tensor) -> Tensor:
         out = tensor.clone()
         dist.all_reduce(out)
         return out
 
-    out: dict[str, Calls] = {
-        "broadcast": {
-            OURS: lambda: ours_.broadcast(d if root else None),
-            LOOP: each(lambda t: dist.broadcast(t, 0)),
-            OBJECTS: objects,
-        },
-        "send, recv": {OURS: lambda: ours_.send(d, 1) if root else ours_.recv(0), LOOP: each(one_by_one)},
-        "scatter": {OURS: lambda: ours_.scatter(many if root else None), LOOP: scattered},
-        "gather": {OURS: lambda: ours_.gather(d), LOOP: each(gathered_on_root)},
-        "all_gather": {OURS: lambda: ours_.all_gather(d), LOOP: each(gathered)},
-        "all_reduce": {OURS: lambda: ours_.all_reduce(d), LOOP: each(reduced)},
+    return {
+        ("`broadcast`", OURS): lambda: ours.broadcast(d if root else None),
+        ("`broadcast`", LOOP): each(broadcast, received),
+        ("`send`, `recv`", OURS): lambda: ours.send(d, 1) if root else ours.recv(0),
+        ("`send`, `recv`", LOOP): each(send, received),
+        ("`all_gather`", OURS): lambda: ours.all_gather(d),
+        ("`all_gather`", LOOP): each(all_gather),
+        ("`all_reduce`", OURS): lambda: ours.all_reduce(d),
+        ("`all_reduce`", LOOP): each(all_reduce),
     }
-    if TensorDict is not None:
-        td = TensorDict(tensors, batch_size=[])
-        out["send, recv"][PEER] = lambda: td.send(1) if root else td.recv(0)
-    expected = {key: t.clone() for key, t in tensors.items()}
-    for tensor in expected.values():
-        dist.all_reduce(tensor)
-    assert same(dict(ours_.all_reduce(d).items()), expected), "another sum"
-    return out
 
 
-def measure(rank: int, port: int, rounds: int, path: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    lines: list[dict[str, Any]] = []
-    for fields, (count, size) in SIZES.items():
-        for operation, contenders in calls(rank, count, size).items():
-            often = 40 if size < 1000 else 8
-            times = {who: often if who == OURS else often // 4 for who in contenders}
-            seconds: dict[str, list[float]] = {who: [] for who in contenders}
-            for i in range(rounds):
-                for who in in_turn(contenders, i):
-                    contenders[who]()
-                    dist.barrier()
-                    start = time.perf_counter()
-                    for _ in range(times[who]):
-                        contenders[who]()
-                    dist.barrier()
-                    seconds[who].append((time.perf_counter() - start) / times[who])
-            ratios = {who: ratio(taken, seconds[OURS]) for who, taken in seconds.items() if who != OURS}
-            met = ratios[LOOP]["median"] >= GOALS[fields] if fields in GOALS else None
-            lines.append({"operation": operation, "fields": fields, "ratios": ratios, "met": met})
-    if rank == 0:
-        Path(path).write_text(json.dumps(lines))
+def result_of(verb: str, who: str, size: str) -> Any:
+    """The result as a dict, on the rank that has called this. The gathered dicts become a dict of lists."""
+    result = calls(size)[verb, who]()
+    if isinstance(result, list):
+        return {key: [d[key] for d in result] for key in result[0]}
+    return None if result is None else plain(result)
+
+
+def seconds_of(verb: str, who: str, size: str, often: int) -> float:
+    call = calls(size)[verb, who]
     dist.barrier()
-    dist.destroy_process_group()
+    start = perf_counter()
+    for _ in range(often):
+        call()
+    dist.barrier()
+    return (perf_counter() - start) / often
 
 
-def main() -> None:
-    args = parser("Dicts between two ranks, beside a loop over the fields, objects and TensorDict.").parse_args()
-    measured = setting(tensordict=TensorDict)
-    print(", ".join(f"{what} {name or 'is not installed, it is left out'}" for what, name in measured.items()))
-    print(f"median (least..greatest) of {args.rounds} ratios of times; above 1 ours is faster\n", flush=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/lines.json"
-        mp.start_processes(measure, args=(port, args.rounds, path), nprocs=2, start_method="spawn")
-        lines = json.loads(Path(path).read_text())
-    print(ratio_table(lines, "contender / ours", "goal", LOOP))
-    write(args.json, {**measured, "rounds": args.rounds, "results": lines})
+# --- in the process that measures ---
+
+
+@cache
+def ranks() -> Helpers:
+    return Helpers(2, join, str(folder()))
+
+
+def on_ranks(verb: str, who: str, size: str) -> Prepare:
+    often = (40 if SIZES[size][1] < 1000 else 8) // (1 if who == OURS else 4)
+
+    def prepare(_: Any) -> Run:
+        return Run(
+            lambda: ranks().ask(result_of, verb, who, size)[1],  # on rank 1, which receives
+            lambda: ranks().ask(seconds_of, verb, who, size, often)[0],
+        )
+
+    return prepare
+
+
+def cases() -> list[Case]:
+    return [
+        Case(verb, size, {who: on_ranks(verb, who, size) for who in (OURS, LOOP)}) for size in SIZES for verb in VERBS
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, cases)

@@ -1,268 +1,227 @@
 """Compare every operation of DeviceDict with other containers of a batch: one table of ratios, on this machine.
 
-    python benchmarks/bench_peers.py [--fields 40] [--times] [--quick] [--rounds N] [--json PATH]
+    python benchmarks/bench_peers.py [--fields 40] [--quick] [--rounds N] [--only TEXT] [--json PATH]
 
-The batch has 32 rows; a field is float32[32, 16]. Before the timing, an assertion checks that all contenders give equal
-results. The cell of an operation that a contender does not have is empty. In every round, the contenders are timed one
-right after the other. The ratio of their times cancels other load on the machine. All contenders use one thread.
-Packages that are not installed are left out and named. Only safetensors is required, for the files.
+The batch has 32 rows; a field is float32[32, 16]. Each container uses its own fastest way. All contenders use one
+thread. Packages that are not installed are left out and named.
 """
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import chain
-from math import isnan, nan
-from pathlib import Path
+from copy import copy, deepcopy
+from functools import cache, partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+import bench_loader
+import numpy as np
 import torch
-import torch.multiprocessing
+from containers import BATCH, CONTAINERS, FEATURE, Batch, BatchFeature, TensorDict, as_tensordict
+from harness import DICT, OURS, PEER, Case, Fields, Helpers, Prepare, Run, fresh, main, optional, statements
 from torch import Tensor
-from torch.utils.benchmark import Compare, Measurement, TaskSpec, Timer
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-sys.path.insert(0, str(Path(__file__).parent))  # a spawned process does not have the folder of the script in sys.path
-import bench_loader
-import peers
-from common import Seconds, aligned, cause, fresh, in_turn, interleaved, parser, ratio, same, setting, write
-from memory import peak_growth
-from peers import OURS, ROWS, Contender, Row, make, names, plain, scope
+from tensordict_lite import DeviceDict, collate, stack
 
-WIDTH = 16
-AROUND = "around it"  # the key of the table of times that are not operations of the container
-LARGE = 32768  # the width of a field of 4 MiB, for peak memory
-FRESH = 3  # the most rounds of imports, which take seconds
+send_to_device = optional("accelerate.utils", "send_to_device")
+
+ROWS, WIDTH = 32, 16
 MESSAGES = 20  # batches through the queue in one round
+JOINED = "dict, packed"  # packed by hand, which is possible for fields of one dtype
+SENT, TREE = "send_to_device", "pytree"
+MAKERS = {**CONTAINERS, JOINED: dict, SENT: dict, TREE: dict}
 
 
-IMPORTING = """
-import torch
-from time import perf_counter
-from memory import peak_growth
-start = perf_counter()
-grown = peak_growth({!r}, {{}})
-print(perf_counter() - start, "nan" if grown is None else grown)
-"""
+def packed_by_hand(fields: Mapping[str, Tensor]) -> Fields:
+    """The fields in one storage. For fields of one dtype, this takes two calls of torch."""
+    together = torch.cat([v.flatten() for v in fields.values()])
+    parts = together.split([v.numel() for v in fields.values()])
+    return {k: part.view(v.shape) for part, (k, v) in zip(parts, fields.items(), strict=True)}
 
 
-class Bench:
-    """Run the parts. Keep the measurements, and the contenders that were left out."""
-
-    def __init__(self, count: int, rounds: int, folder: str) -> None:
-        self.rounds, self.folder = rounds, folder
-        self.size = bench_loader.Size(count, (WIDTH,))
-        self.batch: dict[str, Tensor] = default_collate(self.size.samples(ROWS))
-        self.left_out: dict[str, str] = {}
-        self.times: list[Measurement] = []
-        self.lines: list[dict[str, Any]] = []
-        self.scopes: dict[Contender, dict[str, Any]] = {}
-        for one in peers.CONTENDERS:
-            try:
-                self.scopes[one] = scope(one, self.batch, folder)
-            except ImportError as error:
-                self.left_out[one.name] = str(error)
-
-    def present(self, row: Row) -> dict[Contender, str]:
-        return {one: code for one, code in row.codes.items() if one in self.scopes}
-
-    def leave_out(self, row: Row, one: Contender, error: Exception) -> None:
-        """Leave out a peer that fails, and report the reason. An error of our own contender is raised."""
-        if one is OURS:
-            raise error
-        self.left_out[f"{one.name} in {row.name!r}"] = cause(error)
-
-    def statements(self, rows: Sequence[Row], label: str) -> None:
-        """The operations that a timer can repeat."""
-        cases: dict[str, dict[str, Timer]] = {}
-        for row in rows:
-            cases[row.name], expected = {}, None
-            for one, code in self.present(row).items():
-                known = self.scopes[one]
-                try:
-                    if row.result:
-                        exec(code, known)
-                    result = plain(eval(row.result or code, known))
-                    expected = result if expected is None else expected
-                    assert same(expected, result), "gives another result"
-                except Exception as error:
-                    self.leave_out(row, one, error)
-                else:
-                    cases[row.name][one.name] = Timer(code, globals=known)
-        for name, seconds in interleaved(cases, self.rounds).items():
-            self.keep(name, seconds, label)
-
-    def container(self) -> None:
-        self.statements((*peers.CONTAINER, *peers.STRINGS), "the container")
-
-    def files(self) -> None:
-        self.statements(peers.FILES, AROUND)
-
-    def loader(self) -> None:
-        """The seconds per batch that a worker collates from samples in memory."""
-        loaders: dict[str, Any] = {}
-        for one, code in self.present(peers.COLLATED).items():
-            known = self.scopes[one]
-            sample = partial(make, one, known, batch_size=())
-            contender = bench_loader.Contender(one.name, sample, eval(code, known))
-            batches = bench_loader.batches_of(contender, self.size, workers=1)
-            try:
-                assert same(plain(self.batch), plain(next(batches))), "gives another batch"
-            except Exception as error:
-                self.leave_out(peers.COLLATED, one, error)
-            else:
-                loaders[one.name] = batches
-        self.keep(peers.COLLATED.name, bench_loader.seconds_of(loaders, self.rounds, workers=1))
-
-    def queue(self) -> None:
-        """The seconds until another process has received a new batch and confirmed it."""
-        context = torch.multiprocessing.get_context("spawn")
-        there, back = context.SimpleQueue(), context.SimpleQueue()
-        receiver = context.Process(target=receive, args=(there, back), daemon=True)
-        receiver.start()
-
-        def send(one: Contender, code: str, checked: bool = False) -> float:
-            known = {
-                **self.scopes[one],
-                "x": make(one, self.scopes[one], {k: v.clone() for k, v in self.batch.items()}),
-            }
-            start = perf_counter()
-            there.put((checked, eval(code, known)))
-            answer = back.get()
-            seconds = perf_counter() - start
-            assert not checked or same(plain(self.batch), plain(answer)), "gives another batch"
-            return seconds
-
-        senders: dict[str, Callable[[], float]] = {}
-        for one, code in self.present(peers.QUEUED).items():
-            try:
-                send(one, code, checked=True)
-            except Exception as error:
-                self.leave_out(peers.QUEUED, one, error)
-            else:
-                senders[one.name] = partial(send, one, code)
-        seconds: Seconds = {who: [] for who in senders}
-        for i in range(self.rounds):
-            for who in in_turn(senders, i):
-                seconds[who].append(median(senders[who]() for _ in range(MESSAGES)))
-        there.put(None)
-        receiver.join()
-        self.keep(peers.QUEUED.name, seconds)
-
-    def imports(self) -> None:
-        """The time and the memory of importing each package after torch, in a new interpreter."""
-        codes = {one.name: code for one, code in self.present(peers.IMPORT).items()}
-        measured: dict[str, list[list[float]]] = {who: [] for who in codes}
-        for i in range(-1, min(self.rounds, FRESH)):  # the first call fills file caches
-            for who in in_turn(measured, i):
-                numbers = fresh("-c", IMPORTING.format(codes[who]))
-                measured[who] += [numbers] if i >= 0 else []
-        self.keep(peers.IMPORT.name, {who: [seconds for seconds, _ in each] for who, each in measured.items()})
-        memory = {who: [grown for _, grown in each] for who, each in measured.items()}
-        if not any(map(isnan, chain(*memory.values()))):
-            self.keep(f"{peers.IMPORT.name}, peak memory", memory, unit="bytes")
-
-    def memory(self) -> None:
-        """The peak growth of the resident memory while a statement runs, in a new interpreter."""
-        for row in peers.MEASURED:
-            grown: dict[str, list[float]] = {}
-            for one in self.present(row):
-                try:  # once, because it hardly varies
-                    grown[one.name] = fresh(__file__, "--fields", str(len(self.batch)), "--peak", row.name, one.name)
-                except subprocess.CalledProcessError as error:
-                    self.leave_out(row, one, error)
-            if any(map(isnan, chain(*grown.values()))):
-                self.left_out["peak memory"] = "this system does not report it"
-                return
-            self.keep(f"{row.name}, peak memory", grown, unit="bytes")
-
-    def keep(
-        self, name: str, measured: Mapping[str, Sequence[float]], label: str = AROUND, unit: str = "seconds"
-    ) -> None:
-        ratios = {who: ratio(values, measured[OURS.name]) for who, values in measured.items()}
-        medians = {who: median(values) for who, values in measured.items()}
-        self.lines.append({"operation": name, "unit": unit, "medians": medians, "ratios": ratios})
-        if unit == "seconds":
-            for who, values in measured.items():
-                spec = TaskSpec("", "", label=label, sub_label=name, description=who)
-                self.times.append(Measurement(1, list(values), spec))
+def beside(ours: str, loop: str, peer: str, batch: str, **others: str) -> dict[str, str]:
+    """The code of each contender. ``loop``: the expression for a field ``v``, in a plain loop and in torch's pytree."""
+    by_hand = {DICT: f"{{k: {loop} for k, v in x.items()}}", TREE: f"tree_map(lambda v: {loop}, x)"}
+    return {OURS: ours, **by_hand, PEER: peer, BATCH: batch, **others}
 
 
-def receive(there: Any, back: Any) -> None:
-    """Run in the other process: hold each batch until the next one arrives, and send it back if asked."""
-    while (message := there.get()) is not None:
-        checked, batch = message
-        back.put(batch if checked else None)
+def everywhere(code: str) -> dict[str, str]:
+    return dict.fromkeys(CONTAINERS, code)
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each operation: the times of the others as multiples of our time."""
-    columns = [
-        one.name for one in peers.CONTENDERS if one is not OURS and any(one.name in line["ratios"] for line in lines)
+CAST = beside(
+    "x.to(torch.float64)",
+    "v.to(torch.float64)",
+    "x.to(torch.float64)",
+    "x.to_torch(dtype=torch.float64)",
+    BatchFeature="copy(x).to(torch.float64)",  # because `to` changes it in place
+)
+MOVE = beside(
+    'x.to("cpu")',
+    'v.to("cpu")',
+    'x.to("cpu")',
+    'x.to_torch(device="cpu")',
+    BatchFeature='x.to("cpu")',
+    send_to_device='send_to_device(x, "cpu")',
+)
+PACK = {OURS: "x.pack()", JOINED: "packed_by_hand(x)", PEER: "x.consolidate()"}
+BUILD = {OURS: "DeviceDict(s)", DICT: "dict(s)", PEER: f"TensorDict(s, batch_size=[{ROWS}], device='cpu')"}
+# By operation: the code of each contender. ``x`` is the container.
+OPERATIONS = {
+    "construct": {**BUILD, BATCH: "Batch(s)", FEATURE: "BatchFeature(s)"},
+    "read one field": everywhere('x["k0"]'),
+    "write {n} fields": everywhere("for k, v in others: x[k] = v\nfor k, v in fields: x[k] = v"),
+    "iterate": everywhere("for k, v in x.items(): pass"),
+    "`.to()` on the current device": MOVE,
+    "cast of every tensor": CAST,
+    "`numpy`": beside("x.numpy()", "v.numpy()", "x.numpy()", "x.to_numpy()"),
+    "clone": beside("x.clone()", "v.clone()", "x.clone()", "deepcopy(x)", BatchFeature="deepcopy(x)"),
+    "pack": PACK,
+    "rows 8 to 16": beside("x.rows[8:16]", "v[8:16]", "x[8:16]", "x[8:16]"),
+    "one row": beside("x.rows[3]", "v[3]", "x[3]", "x[3]"),
+}
+# For code that is no expression: what must be equal after it.
+RESULTS = {"write {n} fields": "x", "iterate": "dict(x.items())"}
+STACK = {
+    OURS: "stack(x)",
+    DICT: "{k: torch.stack([d[k] for d in x]) for k in x[0]}",
+    PEER: "torch.stack(x)",
+    BATCH: "Batch.stack(x)",
+    TREE: "tree_map(lambda *vs: torch.stack(vs), *x)",
+}
+# Strings to padded bytes, and back.
+STRINGS = {
+    "1000 strings in": {OURS: 'DeviceDict({"k": x})["k"]', DICT: "as_bytes(x)"},
+    "1000 strings out": {OURS: 'texts.decode("k")', DICT: "as_strings(encoded)"},
+}
+# Functions that make a batch of samples, in a worker.
+COLLATED: dict[str, Callable[[list[Any]], Any]] = {
+    OURS: collate,
+    DICT: default_collate,
+    JOINED: lambda samples: packed_by_hand({k: torch.stack([s[k] for s in samples]) for k in samples[0]}),
+    PEER: bench_loader.consolidated,
+    BATCH: Batch.stack,
+    FEATURE: default_collate,
+}
+# What is put into the queue, made anew for every message.
+QUEUED: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(CONTAINERS, lambda x: x),
+    OURS: DeviceDict.pack,
+    JOINED: packed_by_hand,
+    PEER: lambda x: x.consolidate(),
+}
+IMPORTS = {
+    OURS: "from tensordict_lite import DeviceDict, collate, load, stack",
+    PEER: "from tensordict import TensorDict",
+    BATCH: "from tianshou.data import Batch",
+    FEATURE: "from transformers import BatchFeature",
+    SENT: "from accelerate.utils import send_to_device",
+}
+
+
+def as_bytes(strings: Sequence[str]) -> Tensor:
+    """uint8 ``[n, L]``, padded by NumPy. A NUL at the end of a string would be lost."""
+    array = np.array([string.encode() for string in strings])
+    return torch.from_numpy(array.view(np.uint8).reshape(len(strings), -1))
+
+
+def as_strings(codes: Tensor) -> list[str]:
+    return [string.decode() for string in codes.numpy().view(f"S{codes.shape[1]}").ravel().tolist()]
+
+
+NAMES: dict[str, Any] = {
+    **{one.__name__: one for one in (DeviceDict, copy, deepcopy, stack, tree_map)},
+    **{one.__name__: one for one in (packed_by_hand, as_bytes, as_strings)},
+    "TensorDict": TensorDict,
+    "Batch": Batch,
+    "BatchFeature": BatchFeature,
+    "send_to_device": send_to_device,
+}
+
+
+def samples_of(who: str, batch: Fields) -> list[Any]:
+    make = partial(as_tensordict, batch_dims=0) if who == PEER else MAKERS[who]
+    return [make({k: v[i] for k, v in batch.items()}) for i in range(ROWS)]
+
+
+def container_cases(batch: Fields) -> list[Case]:
+    """The operations of the container."""
+    names: dict[str, Any] = {**NAMES, "s": batch, "fields": list(batch.items())}
+    names["others"] = [(k, torch.rand_like(v)) for k, v in batch.items()]
+    strings = [f"image {i} of {i**2}" for i in range(1000)]
+    names |= {"texts": DeviceDict({"k": strings}), "encoded": as_bytes(strings)}
+
+    def case(operation: str, codes: Mapping[str, str], makers: Mapping[str, Any] = MAKERS, data: Any = batch) -> Case:
+        contenders = statements(codes, makers, result=RESULTS.get(operation, ""), **names)
+        return Case(operation.format(n=2 * len(batch)), "", contenders, lambda: data)
+
+    return [
+        *(case(operation, codes) for operation, codes in OPERATIONS.items()),
+        case("stack 32 dicts", STACK, {who: partial(samples_of, who) for who in STACK}),
+        *(case(operation, codes, dict.fromkeys(MAKERS, list), strings) for operation, codes in STRINGS.items()),
     ]
-    rows = [["", *columns]]
-    for line in lines:
-        shown = (line["ratios"].get(who) for who in columns)
-        cells = [r and f"{short(r['median'])} ({short(r['min'])}..{short(r['max'])})" for r in shown]
-        rows.append([line["operation"], *(cell or "" for cell in cells)])
-    return aligned(rows)
 
 
-def short(value: float) -> str:
-    """Format a number with two digits, or with all digits before the point."""
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+def loader_case(count: int) -> Case:
+    """The seconds per batch that a worker collates from samples in memory."""
+    size = bench_loader.Size(count, (WIDTH,))
+    makers = {**MAKERS, PEER: partial(as_tensordict, batch_dims=0)}
+    contenders = {
+        who: bench_loader.loading(bench_loader.Contender(makers[who], function), size, workers=1)
+        for who, function in COLLATED.items()
+    }
+    return Case("receive a batch from a DataLoader worker", "", contenders)
 
 
-def main() -> None:
-    options = parser("Every operation beside what else holds a batch, as ratios.")
-    options.add_argument("--fields", type=int, default=40, help="how many the batch has (40)")
-    options.add_argument("--times", action="store_true", help="print the times too, as torch.utils.benchmark.Compare")
-    options.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)  # an operation and a contender, for `memory`
-    args = options.parse_args()
-    if args.fields < 2:
-        options.error("a batch has at least two fields here, as one is packed already")
-    torch.set_num_threads(1)
-    if args.peak:
-        print(peak(*args.peak, args.fields))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args.fields, args.rounds, folder)
-        versions = {one.package: torch if one in bench.scopes else None for one in peers.CONTENDERS if one.package}
-        measured = setting(**versions)
-        print(", ".join(f"{what} {name or 'is not installed, it is left out'}" for what, name in measured.items()))
-        for part in (bench.container, bench.files, bench.loader, bench.queue, bench.imports, bench.memory):
-            print(f"measuring: {part.__name__}", file=sys.stderr)
-            part()
-    if args.times:
-        times = Compare(bench.times)
-        times.highlight_warnings()
-        print(times)
-    print(f"\nA batch of {args.fields} fields of float32[{ROWS}, {WIDTH}]. What the others take, as a multiple of what")
-    print(f"{OURS.name} takes: the median (least..greatest) of {args.rounds} rounds; above 1 {OURS.name} is faster,")
-    print("or takes less memory. Empty: they do not have it. What each runs stands in benchmarks/peers.py.\n")
-    print(table(bench.lines))
-    for what, reason in bench.left_out.items():
-        print(f"left out: {what}: {reason}")
-    results = {"fields": args.fields, "rounds": args.rounds, "left_out": bench.left_out, "results": bench.lines}
-    write(args.json, {**measured, **results})
+held: list[Any] = []
 
 
-def peak(operation: str, who: str, count: int) -> float:
-    """The peak memory of a statement in bytes, without the container of large fields itself."""
-    code = next(row for row in peers.MEASURED if row.name == operation).codes
-    one = next(one for one in code if one.name == who)
-    known = names(one)
-    known["x"] = make(one, known, {f"k{i}": torch.ones(ROWS, LARGE) for i in range(count)})
-    grown = peak_growth(f"result = {code[one]}", known)
-    return nan if grown is None else grown
+def receive(batch: Any, answer: bool) -> Any:
+    """Run in the other process: hold each batch until the next one arrives, and send it back if asked."""
+    held[:] = [batch]
+    return batch if answer else None
+
+
+@cache
+def receiver() -> Helpers:
+    return Helpers(1)
+
+
+def queue_case(batch: Fields) -> Case:
+    """The seconds until another process has received a new batch and confirmed it."""
+
+    def queued(who: str) -> Prepare:
+        def send(answer: bool) -> tuple[Any, float]:
+            x = MAKERS[who]({k: v.clone() for k, v in batch.items()})
+            start = perf_counter()
+            (got,) = receiver().ask(receive, QUEUED[who](x), answer)
+            return got, perf_counter() - start
+
+        return lambda _: Run(lambda: send(True)[0], lambda: median(send(False)[1] for _ in range(MESSAGES)))
+
+    return Case("send a batch through a queue", "", {who: queued(who) for who in QUEUED})
+
+
+# Prints the seconds of an import, in a new interpreter.
+IMPORT = "import torch; from time import perf_counter; a = perf_counter(); {}; print(perf_counter() - a)"
+
+
+def import_case() -> Case:
+    """The time of imports after torch."""
+
+    def contender(code: str) -> Prepare:
+        return lambda _: Run(lambda: None, lambda: fresh("-c", IMPORT.format(code))[0])
+
+    return Case("import after torch", "", {who: contender(code) for who, code in IMPORTS.items()}, at_most=3)
+
+
+def cases(fields: int = 40) -> list[Case]:
+    batch = default_collate(bench_loader.Size(fields, (WIDTH,)).samples(ROWS))
+    return [*container_cases(batch), loader_case(fields), queue_case(batch), import_case()]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, cases, ["tensordict", "tianshou", "transformers", "accelerate"], fields=40)

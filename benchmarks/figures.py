@@ -2,7 +2,7 @@
 
     python benchmarks/figures.py
 
-A table stands behind a line ``<!-- figures: NAME -->``. The function of that name in this file makes the table.
+A table stands behind a line ``<!-- figures: NAME -->``. TABLES in this file has its rows and columns, by that name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,26 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("perfor
 CHART = ROOT / "docs" / "charts" / "loader-bars.svg"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)((?:\|.*\n)*)\n?")
 
+OURS, DICT, PEER = "DeviceDict", "dict", "TensorDict"
 Rows = list[list[str]]
+Line = dict[str, Any]
 
 
 @cache
 def results(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}-cpu.json").read_text(encoding="utf-8"))
+
+
+def lines(name: str, operations: Iterable[str] = (), fields: Iterable[str] = ()) -> list[Line]:
+    """The lines of a result file for these operations, in this order, and for these fields. Without them, all lines."""
+    every: list[Line] = results(name)["results"]
+    found = [line for operation in operations for line in every if line["operation"] == operation] or every
+    return [line for line in found if not fields or line["fields"] in fields]
+
+
+def line(name: str, operation: str, *fields: str) -> Line:
+    (only,) = lines(name, [operation], fields)
+    return only
 
 
 def number(value: float) -> str:
@@ -38,10 +53,6 @@ def number(value: float) -> str:
     return f"{rounded:.1f}" if rounded >= 1 else f"{rounded:.2g}"
 
 
-def micro(seconds: float) -> str:
-    return number(1e6 * seconds)
-
-
 def span(values: Iterable[float]) -> str:
     """The smallest and the largest value; one number if both are shown alike."""
     found = sorted(values)
@@ -49,165 +60,198 @@ def span(values: Iterable[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def rows_of(name: str, operation: str, fields: Iterable[Any] | None = None) -> list[dict[str, Any]]:
-    """The results of one operation, in the order of ``fields``."""
-    found = [row for row in results(name)["results"] if row["operation"] == operation]
-    return found if fields is None else [row for field in fields for row in found if row["fields"] == field]
+# --- tables with a row for each line of the results, and a column for each contender ---
+
+PER_SECOND = {"(µs)": 1e6, "(ms)": 1e3}
 
 
-def peer(operation: str) -> dict[str, Any]:
-    (row,) = (row for row in results("peers")["results"] if row["operation"] == operation)
-    return row
+def cell(line: Line, header: str, *whos: str) -> str:
+    """The median of a contender in the unit that ends the header; without a unit, its ratio to the reference.
+
+    Of several contenders it is the first one of the line. A cell without a contender is empty.
+    """
+    scale = PER_SECOND.get(header.rpartition(" ")[2])
+    for who in whos:
+        if who in line["ratios"]:
+            return number(line["ratios"][who]["median"] if scale is None else scale * line["medians"][who])
+    return ""
 
 
-def times(operation: str, whos: Iterable[str]) -> list[str]:
-    """The times of several containers as multiples of the time of DeviceDict. A missing contender has an empty cell."""
-    ratios = peer(operation)["ratios"]
-    return [number(ratios[who]["median"]) if who in ratios else "" for who in whos]
+@dataclass(frozen=True)
+class Table:
+    """The results of a file, or of some of its operations and fields."""
+
+    results: str
+    labels: Mapping[str, str]
+    """The columns on the left: by the header, the entry of a line."""
+    columns: Mapping[str, str | tuple[str, ...]]
+    """By the header: the contender, or the contenders of which a line has one."""
+    operations: Sequence[str] = ()
+    fields: Sequence[str] = ()
+
+    def __call__(self) -> Rows:
+        found = [[*self.labels, *self.columns]]
+        for line in lines(self.results, self.operations, self.fields):
+            cells = (cell(line, head, *([who] if isinstance(who, str) else who)) for head, who in self.columns.items())
+            found.append([*(line[entry] for entry in self.labels.values()), *cells])
+        return found
 
 
-def against(name: str, operation: str, who: str, ours: str, fields: Any) -> str:
-    """The time of another contender as a multiple of our time, of the results with two levels of ratios."""
-    (row,) = rows_of(name, operation, [fields])
-    return number(row["ratios"][ours][who]["median"]) if who in row["ratios"][ours] else ""
-
-
-SPEED = {
-    "`.to()` on the current device": "to(same device)",
-    "read one field": "read",
-    "write 80 fields": "write",
-    "construct": "construct",
-    "stack 32 dicts": "stack 32",
-    "receive a batch from a DataLoader worker": "loader, 1 worker",
+OPERATION = {"operation": "operation"}
+OPERATION_FIELDS = {"operation": "operation", "fields": "fields"}
+CONSOLIDATED = {"TensorDict, consolidated (x)": "TensorDict consolidated"}
+IN_README = (
+    "`.to()` on the current device", "read one field", "write 80 fields", "construct", "stack 32 dicts",
+    "receive a batch from a DataLoader worker",
+)  # fmt: skip
+ON_PAGE = (
+    "`.to()` on the current device", "cast of every tensor", "`numpy`", "clone", "read one field", "write 80 fields",
+    "construct", "one row", "stack 32 dicts", "1000 strings in", "1000 strings out", "import after torch",
+)  # fmt: skip
+LOADED = ("8 x 64 float32", "40 x 16 float32", "200 x 4 float32", "4 images")
+FROM_RESULTS = {
+    "speed": Table(
+        "peers",
+        OPERATION,
+        {"DeviceDict (µs)": OURS, "plain dict and a loop (µs)": DICT, "tensordict (µs)": PEER},
+        IN_README,
+    ),
+    "operations": Table(
+        "peers",
+        OPERATION,
+        {"DeviceDict (µs)": OURS, "plain dict (x)": DICT, "TensorDict (x)": PEER}
+        | {"tianshou's Batch (x)": "tianshou Batch", "BatchFeature (x)": "BatchFeature"},
+        ON_PAGE,
+    ),
+    "processes": Table(
+        "peers",
+        OPERATION,
+        {"plain dict (x)": DICT, "dict joined by hand (x)": "dict, packed", "TensorDict, consolidated (x)": PEER},
+        ("receive a batch from a DataLoader worker", "send a batch through a queue"),
+    ),
+    "packing": Table(
+        "transfer",
+        OPERATION_FIELDS,
+        {"loop or unpacked (x)": ("loop of clones", OURS), **CONSOLIDATED},
+        fields=("40 x 2 KB", "200 x 2 KB"),
+    ),
+    "loader": Table(
+        "loader",
+        {"fields": "fields"},
+        {"plain dicts and `default_collate` (x)": DICT, **CONSOLIDATED},
+        ("load, 1 worker",),
+        LOADED,
+    ),
+    "disk": Table(
+        "disk",
+        OPERATION_FIELDS,
+        {f"{who} (x)": who for who in ("safetensors", "`torch.save`", "TensorDict `memmap`")},
+    ),
+    "rows": Table(
+        "rows",
+        {"operation": "operation", "rows": "fields"},
+        {"loop of `index_select` (x)": "loop", "TensorDict (x)": PEER, "tianshou's Batch (x)": "tianshou Batch"}
+        | {"NumPy structured (x)": "NumPy structured", "HF datasets (x)": "HF datasets"},
+    ),
+    "tables": Table(
+        "table",
+        {"operation": "operation", f"table of {results('table')['mib']} MiB": "fields"},
+        {
+            "`memmap_like` (x)": "TensorDict memmap_like",
+            "with fsync (x)": "TensorDict memmap_like, synced",
+            "`append_memmap` (x)": "TensorDict append_memmap",
+            **{f"{who} (x)": who for who in ("NumPy memmap", "h5py", "zarr", "HF datasets")},
+        },
+        fields=("12 columns", "images"),
+    ),
+    "texts": Table(
+        "table",
+        OPERATION,
+        {f"{who} (x)": who for who in ("index of every byte", "a slice for each row")},
+        fields=("texts",),
+    ),
+    "engines": Table(
+        "engines",
+        {"operation": "operation", "tensors": "fields"},
+        {
+            "packed DeviceDict (ms)": "DeviceDict, packed",
+            "not packed (x)": OURS,
+            "dict of NumPy arrays (x)": "NumPy arrays",
+            "dict of tensors (x)": "tensors",
+            "TensorDict (x)": PEER,
+        },
+    ),
+    "gallery": Table(
+        "gallery",
+        {"part": "operation"},
+        {"DeviceDict (µs)": OURS, "plain dicts (µs)": DICT, "ratio": OURS},
+        fields=("part",),
+    ),
 }
 
 
-def speed() -> Rows:
-    whos = ["DeviceDict", "dict", "TensorDict"]
-    head = ["operation", "DeviceDict (µs)", "plain dict and a loop (µs)", "tensordict (µs)"]
-    return [head, *([label, *(micro(peer(name)["medians"][who]) for who in whos)] for label, name in SPEED.items())]
-
-
-OPERATIONS = {
-    "`.to()` on the current device": "to(same device)",
-    "cast of every tensor": "to(torch.float64)",
-    "`numpy`": "numpy",
-    "clone": "clone",
-    "read one field": "read",
-    "write 80 fields": "write",
-    "construct": "construct",
-    "one row": "one row",
-    "stack 32 dicts": "stack 32",
-    "1000 strings in": "1000 strings in",
-    "1000 strings out": "1000 strings out",
-    "import after torch": "import, beside torch",
-}
-
-
-def operations() -> Rows:
-    whos = ["dict", "TensorDict", "tianshou Batch", "BatchFeature"]
-    head = [
-        "operation",
-        "DeviceDict (µs)",
-        "plain dict (x)",
-        "TensorDict (x)",
-        "tianshou's Batch (x)",
-        "BatchFeature (x)",
-    ]
-    lines = [
-        [label, micro(peer(name)["medians"]["DeviceDict"]), *times(name, whos)] for label, name in OPERATIONS.items()
-    ]
-    return [head, *lines]
-
-
-def packing() -> Rows:
-    lines = [["operation", "fields", "loop or unpacked (x)", "TensorDict, consolidated (x)"]]
-    for label, operation, loop, fields in [
-        ("pack", "pack", "loop of clones", "40 x 2 KB"),
-        ("pack", "pack", "loop of clones", "200 x 2 KB"),
-        ("unpickle from another process", "unpickle from another process", "ours unpacked", "40 x 2 KB"),
-        ("unpickle from another process", "unpickle from another process", "ours unpacked", "200 x 2 KB"),
-    ]:
-        cells = [
-            against("transfer", operation, who, "ours packed", fields) for who in (loop, "TensorDict consolidated")
-        ]
-        lines.append([label, fields.partition(" ")[0], *cells])
-    return lines
-
-
-def loader() -> Rows:
-    lines = [["fields", "plain dicts and `default_collate` (x)", "TensorDict, consolidated (x)"]]
-    for label, fields in [("8", "8 x 64 float32"), ("40", "40 x 16 float32"), ("200", "200 x 4 float32"),
-                          ("4 images", "4 images")]:  # fmt: skip
-        cells = [
-            against("loader", "load, 1 worker", who, "ours", fields) for who in ("dict", "TensorDict consolidated")
-        ]
-        lines.append([label, *cells])
-    return lines
-
-
-def processes() -> Rows:
-    whos = ["dict", "dict, packed", "TensorDict"]
-    head = ["through", "plain dict (x)", "dict joined by hand (x)", "TensorDict, consolidated (x)"]
-    names = {"a DataLoader worker": "loader, 1 worker", "a queue": "through a queue"}
-    return [head, *([label, *times(name, whos)] for label, name in names.items())]
+# --- other tables ---
 
 
 def descriptors() -> Rows:
-    growth = results("loader")["file_descriptors"]["growth"]
-    named = {"packed batches of `collate`": "ours", "plain dicts": "dict"}
-    return [
-        ["64 held batches of 50 fields", "file descriptors"],
-        *([label, str(growth[who])] for label, who in named.items()),
-    ]
+    growth = line("loader", "hold 64 batches")["medians"]
+    named = {"packed batches of `collate`": OURS, "plain dicts": DICT}
+    head = ["64 held batches of 50 fields", "file descriptors"]
+    return [head, *([label, f"{growth[who]:.0f}"] for label, who in named.items())]
 
 
-def disk() -> Rows:
-    lines = [["operation", "fields", "safetensors (x)", "`torch.save` (x)", "TensorDict `memmap` (x)"]]
-    for operation in ("save", "load and read"):
-        for row in rows_of("disk", operation, ["200 x 2 KB", "4 x 40 MB"]):
-            ratios = [1 / row["ratios"][who]["median"] for who in ("safetensors", "torch.save", "TensorDict memmap")]
-            lines.append([operation, row["fields"].replace(" x ", " of "), *map(number, ratios)])
-    return lines
+def ranks() -> Rows:
+    """The times of the loop, with a column for each operation."""
+    verbs = list(dict.fromkeys(line["operation"] for line in results("distributed")["results"]))
+    found = [["fields", *(f"{verb} (x)" for verb in verbs)]]
+    for fields in ("10 of 64 B", "100 of 64 B", "4 of 4 MB"):
+        found.append(
+            [fields, *(number(line("distributed", verb, fields)["ratios"]["loop"]["median"]) for verb in verbs)]
+        )
+    return found
 
 
-def tables() -> Rows:
-    """Times of other formats as multiples of ours, for each operation on each of the two tables."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for line in results("table")["lines"]:
-        if line["fields"] == "texts":
-            continue
-        operation = line["operation"].partition(",")[0].replace("write 256 at a time", "write")
-        cells = found.setdefault((operation.replace("gather 256", "256 rows").replace("gather 4096", "4096 rows"),
-                                  line["fields"]), {})  # fmt: skip
-        cells |= {who: number(r["median"]) for who, r in line["ratios"].items()}
-    whos = {
-        "`memmap_like` (x)": ("TensorDict memmap_like", "TensorDict memmap"),
-        "with fsync (x)": ("TensorDict memmap_like, synced",),
-        "`append_memmap` (x)": ("TensorDict append_memmap",),
-        "NumPy memmap (x)": ("NumPy memmap",),
-        "h5py (x)": ("h5py",),
-        "zarr (x)": ("zarr",),
-        "HF datasets (x)": ("HF datasets",),
-    }
-    lines = [["operation", f"table of {results('table')['mib']} MiB", *whos]]
-    for (operation, table), cells in found.items():
-        lines.append([operation, table, *("".join(cells.get(who, "") for who in any_of) for any_of in whos.values())])
-    return lines
+OUTCOMES = {
+    "trains": "trains",
+    "has no gradients": "no error, but no gradients",
+    "gradients are not synchronised": "no error, but gradients are **not synchronized**",
+}
 
 
-def texts() -> Rows:
-    """Rows of a jagged column of texts, beside two ways to read the same bytes by hand."""
-    lines = [["operation", "index of every byte (x)", "a slice for each row (x)"]]
-    for count in (256, 4096):
-        found = {
-            who: number(ratio["median"])
-            for line in results("table")["lines"]
-            if line["operation"].startswith(f"gather {count} and decode")
-            for who, ratio in line["ratios"].items()
-        }
-        lines.append([f"{count} texts", found["index_select of bytes"], found["a slice for each row"]])
-    return lines
+def outputs() -> Rows:
+    """A row for each way to train, a column for all containers with the same outcomes."""
+    found = results("outputs")["results"]
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for who in found["DDP"]:
+        said: list[str] = [shown[who] for shown in found.values()]
+        outcomes = tuple(OUTCOMES.get(one, one.partition(":")[0]) for one in said)
+        columns.setdefault(outcomes, []).append(who)
+    lines = [["trained with", *(", ".join(whos) for whos in columns.values())]]
+    return lines + [[way, *cells] for way, *cells in zip(found, *columns, strict=True)]
+
+
+# Where other code takes less time than ours: the label, what the other code is and its contender, and the operations.
+SLOWER: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("`DeviceDict(d)`: every value is validated", "a plain dict", DICT, "core", ("construct",)),
+    ('`d["x"] = tensor`: the tensor is validated', "a plain dict", DICT, "core", ("write",)),
+    ('`"x" in d`: paths are accepted', "a plain dict", DICT, "core", ("membership",)),
+    ('`d["x"]`: as in every subclass of dict', "a plain dict", DICT, "core", ("read",)),
+    ("`d.x` of a typed dict", '`d["x"]`', "by key", "core", ("attribute, typed",)),
+    ("`rows[i]`, `rows[a:b]`: sizes are compared", "a loop", DICT, "core", ("rows 8 to 16", "one row")),
+    ("`collate` in the main process", "`default_collate`", DICT, "loader", ("load, 0 workers",)),
+    ("`lerp_`: all fields are checked first, 8 small fields", "a loop", DICT, "core", ("lerp_",)),
+    ("`add_`, `copy_`, `zero_`, 400 small fields", "a loop", DICT, "core", ("add_", "copy_", "zero_")),
+    ("`pack`", "a loop of clones", "loop of clones", "transfer", ("pack",)),
+]
+
+
+def slower() -> Rows:
+    """Our time as a multiple of the time of the other code, on all sizes."""
+    found = [["operation", "beside", "our time (x)"]]
+    for label, beside, who, name, operations in SLOWER:
+        ratios = [line["ratios"][who]["median"] for line in lines(name, operations)]
+        found.append([label, beside, span(1 / ratio for ratio in ratios)])
+    return found
 
 
 def definitions(path: Path) -> dict[str, tuple[int, set[str]]]:
@@ -280,133 +324,20 @@ PROGRAMS = {
 
 def programs() -> Rows:
     """Whole examples beside the same programs with plain dicts: lines of code, and time."""
-    measured = {row["program"]: row for row in results("gallery")["programs"]}
     head = ["example", "lines with DeviceDict", "lines with plain dicts", "plain dicts (s)"]
-    lines = [[*head, "time with DeviceDict (x)", "plain dicts again (x)"]]
+    found = [[*head, "time with DeviceDict (x)", "plain dicts again (x)"]]
     for label, name in PROGRAMS.items():
-        row, counts = measured[name], map(str, lines_of(name))
-        noise = f"{row['noise']['low']:.2f} to {row['noise']['high']:.2f}"
-        seconds = number(row["median_seconds"]["dict"])
-        lines.append([label, *counts, seconds, f"{row['ratios']['dict']['median']:.2f}", noise])
-    return lines
-
-
-def gallery() -> Rows:
-    """Parts of the gallery's examples: our time as a multiple of that of plain dicts."""
-    lines = [["part", "DeviceDict (µs)", "plain dicts (µs)", "ratio"]]
-    for row in results("gallery")["results"]:
-        seconds, middle = row["median_seconds"], row["ratios"]["dict"]["median"]
-        lines.append([row["operation"], micro(seconds["ours"]), micro(seconds["dict"]), number(middle)])
-    return lines
-
-
-def rows() -> Rows:
-    """Times of other containers as multiples of ours, for rows of a table in memory."""
-    whos = {
-        "loop of `index_select` (x)": "loop",
-        "TensorDict (x)": "TensorDict",
-        "tianshou's Batch (x)": "Batch",
-        "NumPy structured (x)": "NumPy structured",
-        "HF datasets (x)": "HF datasets",
-    }
-    lines = [["operation", "rows", *whos]]
-    for row in results("rows")["results"]:
-        ratios = row["ratios"]["ours"]
-        cells = [number(ratios[who]["median"]) if who in ratios else "" for who in whos.values()]
-        operation = re.sub(r"rows\[.*?\]( = \w+)?", r"`\g<0>`", row["operation"])
-        lines.append([operation, row["fields"], *cells])
-    return lines
-
-
-def ranks() -> Rows:
-    verbs = ["broadcast", "send, recv", "all_gather", "all_reduce"]
-    lines = [["fields", *(f"`{verb}` (x)".replace(", ", "`, `") for verb in verbs)]]
-    for fields in ("10 x 64 B", "100 x 64 B", "4 x 4 MB"):
-        cells = [rows_of("distributed", verb, [fields])[0]["ratios"]["loop"]["median"] for verb in verbs]
-        lines.append([fields.replace(" x ", " of "), *map(number, cells)])
-    return lines
-
-
-ENGINES = {
-    "pickle protocol 5, out of band": ("pickle, out of band", "ours packed"),
-    "pickle protocol 5, in band": ("pickle, in band", "ours packed"),
-    "`ray.put`": ("ray.put", "ours packed"),
-    "`ray.get`": ("ray.get", "ours packed"),
-    "`ray.get` in `view_read_only`": ("ray.get", "ours packed, read-only"),
-    "Dask: `scatter`, `gather(direct=True)`": ("Dask, direct", "ours packed"),
-    "Dask: `scatter`, `gather`": ("Dask", "ours packed"),
-}
-
-
-def engines() -> Rows:
-    """The time of a packed dict, and the times of other containers as multiples of it."""
-    whos = ["ours", "NumPy arrays", "tensors", "TensorDict"]
-    others = ["not packed (x)", "dict of NumPy arrays (x)", "dict of tensors (x)", "TensorDict (x)"]
-    lines = [["operation", "tensors", "packed DeviceDict (ms)", *others]]
-    for label, (operation, ours) in ENGINES.items():
-        for row in rows_of("engines", operation):
-            to_packed = {who: 1 / ratio["median"] for who, ratio in row["ratios"].items()} | {"ours packed": 1}
-            cells = [number(to_packed[who] / to_packed[ours]) if who in to_packed else "" for who in whos]
-            lines.append([label, row["fields"].replace(" x ", " of "), number(1e3 * row["medians"][ours]), *cells])
-    return lines
-
-
-OUTCOMES = {
-    "trains": "trains",
-    "has no gradients": "no error, but no gradients",
-    "gradients are not synchronised": "no error, but gradients are **not synchronized**",
-}
-
-
-def outputs() -> Rows:
-    """A row for each way to train, a column for all containers with the same outcomes."""
-    found = results("outputs")["results"]
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for who in found["DDP"]:
-        outcomes = tuple(OUTCOMES.get(shown[who], shown[who].partition(":")[0]) for shown in found.values())
-        columns.setdefault(outcomes, []).append(who)
-    lines = [["trained with", *(", ".join(whos) for whos in columns.values())]]
-    return lines + [[way, *cells] for way, *cells in zip(found, *columns, strict=True)]
-
-
-def slower() -> Rows:
-    """Our time as a multiple of that of a plain dict or a loop."""
-    lines = [["operation", "beside", "our time (x)"]]
-    core = {
-        "`DeviceDict(d)`: every value is validated": "construct",
-        '`d["x"] = tensor`: the tensor is validated': "write",
-        '`"x" in d`: paths are accepted': "membership",
-        '`d["x"]`: as in every subclass of dict': "read",
-    }
-    for label, operation in core.items():
-        found = rows_of("core", operation, [8, 100])
-        lines.append([label, "a plain dict", span(row["ratios"]["dict"]["median"] for row in found)])
-    found = rows_of("core", "attribute, typed", [8, 100])
-    lines.append(["`d.x` of a typed dict", '`d["x"]`', span(row["ratios"]["ours[key]"]["median"] for row in found)])
-    views = rows_of("loader", "rows 8 to 16") + rows_of("loader", "one row")
-    shown = span(1 / row["ratios"]["ours"]["dict"]["median"] for row in views)
-    lines.append(["`rows[i]`, `rows[a:b]`: sizes are compared", "a loop", shown])
-    shown = span(1 / row["ratios"]["ours"]["dict"]["median"] for row in rows_of("loader", "load, 0 workers"))
-    lines.append(["`collate` in the main process", "`default_collate`", shown])
-    for label, operations, fields in [
-        ("`lerp_`: all fields are checked first", ["lerp_ (EMA)"], 8),
-        ("`add_`, `copy_`, `zero_`", ["add_ (mapping)", "copy_", "zero_"], 400),
-    ]:
-        chosen = [row for name in operations for row in rows_of("whole", name, [fields])
-                  if row["ours"] == "DeviceDict" and row["size"] == "small"]  # fmt: skip
-        lines.append(
-            [f"{label}, {fields} small fields", "a loop", span(row["ratios"]["dict"]["median"] for row in chosen)]
-        )
-    shown = span(1 / row["ratios"]["ours packed"]["loop of clones"]["median"] for row in rows_of("transfer", "pack"))
-    lines.append(["`pack`", "a loop of clones", shown])
-    return lines
+        of = line("gallery", name)
+        counts, noise = map(str, lines_of(name)), of["ratios"]["dict again"]
+        times = [number(of["medians"][DICT]), f"{of['ratios'][OURS]['median']:.2f}"]
+        found.append([label, *counts, *times, f"{noise['low']:.2f} to {noise['high']:.2f}"])
+    return found
 
 
 TABLES: dict[str, Callable[[], Rows]] = {
-    table.__name__: table
-    for table in (speed, operations, packing, loader, processes, descriptors, disk, rows, tables, texts, ranks, engines,
-                  programs, gallery, outputs, slower)
-}  # fmt: skip
+    **FROM_RESULTS,
+    **{table.__name__: table for table in (descriptors, ranks, outputs, slower, programs)},
+}
 
 
 def markdown(rows: Rows) -> str:
@@ -424,9 +355,9 @@ def with_figures(page: str) -> str:
 
 
 BARS = {
-    "DeviceDict": "DeviceDict",
-    "tensordict, consolidated": "TensorDict",
-    "plain dict": "dict",
+    "DeviceDict": OURS,
+    "tensordict, consolidated": PEER,
+    "plain dict": DICT,
     "BatchFeature": "BatchFeature",
     "tianshou Batch": "tianshou Batch",
 }
@@ -438,7 +369,7 @@ def bars() -> str:
 
     The chart has a background of its own, so that it is legible on light and dark pages.
     """
-    medians = peer("loader, 1 worker")["medians"]
+    medians = line("peers", "receive a batch from a DataLoader worker")["medians"]
     most = max(medians[who] for who in BARS.values())
     height = TOP + STEP * len(BARS) + 8
     out = [
@@ -453,7 +384,7 @@ def bars() -> str:
     ]
     for i, (label, who) in enumerate(BARS.items()):
         y, width = TOP + STEP * i, (WIDTH - LEFT - 90) * medians[who] / most
-        kind = "u" if who == "DeviceDict" else "o"
+        kind = "u" if who == OURS else "o"
         out += [
             f'  <text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">{label}</text>',
             f'  <rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2" />',

@@ -22,8 +22,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from common import aligned
 from count_instructions import BLOCKS, CALLS, EMPTY, OPERATIONS
+from harness import aligned
 
 HERE = Path(__file__).parent
 COMMITTED = HERE / "results" / "instructions.json"

@@ -12,8 +12,8 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -21,41 +21,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import aligned, setting, write
-from peers import BATCH, DICT, FEATURE, OURS, PEER, Contender, make, names
-from torch import Tensor, nn
+from containers import CONTAINERS
+from harness import Fields, Missing, aligned, optional, setting, write
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-OUTPUT_CLASS = """
-from dataclasses import dataclass
-from transformers.utils import ModelOutput
+ModelOutput = optional("transformers.utils", "ModelOutput")
 
-@dataclass
-class Output(ModelOutput):
-    y: object = None
-    extra: object = None
-"""
-OUTPUT = Contender("ModelOutput", "transformers", OUTPUT_CLASS, "Output(**s)")
-CONTAINERS = (OURS, DICT, PEER, BATCH, FEATURE, OUTPUT)
+
+def as_model_output(fields: Fields) -> Any:
+    if isinstance(ModelOutput, Missing):
+        return ModelOutput()
+
+    @dataclass
+    class Output(ModelOutput):
+        y: object = None
+        extra: object = None
+
+    return Output(**fields)
+
+
+RETURNED = {**CONTAINERS, "ModelOutput": as_model_output}
 STEPS = 2
 
 
 class Net(nn.Module):
     """Returns ``{"y": [2, 1], "extra": [2, 1]}`` for an input ``[2, 2]``."""
 
-    def __init__(self, contain: Callable[[dict[str, Tensor]], Any]) -> None:
+    def __init__(self, contain: Callable[[Fields], Any]) -> None:
         super().__init__()
         self.layer, self.other, self.contain = nn.Linear(2, 1), nn.Linear(2, 1), contain
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.contain({"y": self.layer(x), "extra": self.other(x)})
 
 
 def sharded(net: Net) -> nn.Module:
     """A model that contains the net. FSDP frees the parameters of the net after its forward."""
     fully_shard(net, reshard_after_forward=True)
-    return fully_shard(nn.Sequential(net))
+    model = nn.Sequential(net)
+    fully_shard(model)
+    return model
 
 
 UNUSED = "DDP, find_unused_parameters"  # there, the other layer is not part of the loss
@@ -67,10 +74,9 @@ WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
 }
 
 
-def verdict(rank: int, wrapper: str, one: Contender) -> str:
+def verdict(rank: int, wrapper: str, who: str) -> str:
     torch.manual_seed(0)
-    known = names(one)
-    net = Net(lambda fields: make(one, known, fields, [2]))
+    net = Net(RETURNED[who])
     model = WRAPPERS[wrapper](net)
     for step in range(STEPS):
         model.zero_grad()
@@ -89,9 +95,8 @@ def verdict(rank: int, wrapper: str, one: Contender) -> str:
 def on_rank(rank: int, wrapper: str, who: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
-    one = next(one for one in CONTAINERS if one.name == who)
     try:
-        said = verdict(rank, wrapper, one)
+        said = verdict(rank, wrapper, who)
     except ImportError:
         said = "not installed"
     except Exception as error:
@@ -100,10 +105,10 @@ def on_rank(rank: int, wrapper: str, who: str, folder: str) -> None:
     os._exit(0)  # the other rank may wait for this rank forever
 
 
-def tried(wrapper: str, one: Contender) -> str:
+def tried(wrapper: str, who: str) -> str:
     """The results of the ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.start_processes(on_rank, (wrapper, one.name, folder), nprocs=2, join=False, start_method="spawn")
+        ranks: Any = mp.start_processes(on_rank, (wrapper, who, folder), nprocs=2, join=False, start_method="spawn")
         for process in ranks.processes:
             process.join(60)
             process.kill()
@@ -115,12 +120,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Containers as a module's outputs under DDP and FSDP2.")
     parser.add_argument("--json", type=Path, help="write the results there too")
     args = parser.parse_args()
-    said = {wrapper: {one.name: tried(wrapper, one) for one in CONTAINERS} for wrapper in WRAPPERS}
+    said = {wrapper: {who: tried(wrapper, who) for who in RETURNED} for wrapper in WRAPPERS}
     for wrapper, by in said.items():
         print(wrapper)
         print(aligned([["", who, what] for who, what in by.items()]), flush=True)
-    versions = setting(**{one.package: find_spec(one.package) for one in CONTAINERS if one.package})
-    write(args.json, {**versions, "results": said})
+    write(args.json, {**setting(["tensordict", "tianshou", "transformers"]), "results": said})
 
 
 if __name__ == "__main__":

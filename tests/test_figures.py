@@ -66,12 +66,11 @@ def test_the_chart_of_the_readme_is_that_of_the_results() -> None:
 def test_the_charts_are_those_of_the_results(name: str, tmp_path: Path) -> None:
     """Equal results give equal files, with the version of Matplotlib that drew them."""
     matplotlib = pytest.importorskip("matplotlib")
-    drawn, script = (
-        ROOT / "docs" / "charts" / f"{name}-cpu.svg",
-        "plot_peers.py" if name == "peers" else "plot_transfer.py",
-    )
+    drawn = ROOT / "docs" / "charts" / f"{name}-cpu.svg"
     if f"Matplotlib v{matplotlib.__version__}," not in drawn.read_text(encoding="utf-8"):
         pytest.skip("another version of Matplotlib drew the chart")
     again = tmp_path / drawn.name
-    subprocess.run([sys.executable, BENCHMARKS / script, RESULTS / f"{name}-cpu.json", again], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "plot.py", RESULTS / f"{name}-cpu.json", again], check=True, timeout=60
+    )
     assert again.read_bytes() == drawn.read_bytes(), f"{drawn.name}{AGAIN}"

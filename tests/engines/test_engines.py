@@ -77,10 +77,10 @@ def test_examples_are_short() -> None:
 SMALL = """
 import sys
 sys.path.append(sys.argv.pop(1))
-import bench_engines, common
-bench_engines.SIZES = {"40 x 2 KB": (4, 8)}
-common.SECONDS = 0.001
-bench_engines.main()
+import bench_engines, harness
+bench_engines.SIZES = {"40 of 2 KB": (4, 8)}
+harness.SECONDS = 0.001
+harness.main(None, bench_engines.cases)
 """
 
 
@@ -90,7 +90,8 @@ def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     subprocess.run([*command, str(tmp_path / "out.json")], check=True, timeout=300)
     lines = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]
     operations = [line["operation"] for line in lines]
-    expected = ["pickle, out of band", "pickle, in band"]
-    expected += ["ray.put", "ray.get"] if find_spec("ray") else []
-    assert operations == expected + (["Dask", "Dask, direct"] if find_spec("distributed") else [])
-    assert all({"ours", "NumPy arrays", "tensors"} <= set(line["ratios"]) for line in lines)
+    expected = ["pickle protocol 5, out of band", "pickle protocol 5, in band"]
+    expected += ["`ray.put`", "`ray.get`", "`ray.get` in `view_read_only`"] if find_spec("ray") else []
+    dask = ["Dask: `scatter`, `gather(direct=True)`", "Dask: `scatter`, `gather`"]
+    assert operations == expected + (dask if find_spec("distributed") else [])
+    assert all({"DeviceDict, packed", "DeviceDict", "NumPy arrays", "tensors"} <= set(line["ratios"]) for line in lines)
