@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import OURS, Case, Fields, Helpers, Prepare, Run, folder, main, plain
+from harness import OURS, Case, Fields, Prepare, Run, main, plain, two_ranks
 from torch import Tensor
 
 from tensordict_lite import DeviceDict
@@ -26,10 +26,6 @@ VERBS = ("`broadcast`", "`send`, `recv`", "`all_gather`", "`all_reduce`")
 
 
 # --- on the ranks ---
-
-
-def join(rank: int, path: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2)
 
 
 @cache
@@ -96,18 +92,13 @@ def seconds_of(verb: str, who: str, size: str, often: int) -> float:
 # --- in the process that measures ---
 
 
-@cache
-def ranks() -> Helpers:
-    return Helpers(2, join, str(folder()))
-
-
 def on_ranks(verb: str, who: str, size: str) -> Prepare:
     often = (40 if SIZES[size][1] < 1000 else 8) // (1 if who == OURS else 4)
 
     def prepare(_: Any) -> Run:
         return Run(
-            lambda: ranks().ask(result_of, verb, who, size)[1],  # on rank 1, which receives
-            lambda: ranks().ask(seconds_of, verb, who, size, often)[0],
+            lambda: two_ranks().ask(result_of, verb, who, size)[1],  # on rank 1, which receives
+            lambda: two_ranks().ask(seconds_of, verb, who, size, often)[0],
         )
 
     return prepare

@@ -17,14 +17,14 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import DICT, OURS, Case, Helpers, Prepare, Run, folder, main, statement
+from harness import DICT, OURS, Case, Prepare, Run, folder, main, statement, two_ranks
 
 from tensordict_lite import DeviceDict
 
@@ -72,18 +72,9 @@ def alone(name: str, arguments_in: Callable[[Path], tuple[Any, ...]]) -> tuple[A
     return program(name, *arguments_in(empty))
 
 
-def join(rank: int, path: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2)
-
-
-@cache
-def ranks() -> Helpers:
-    return Helpers(2, join, str(folder()))
-
-
 def on_ranks(name: str) -> tuple[Any, float]:
     """Run a program in two processes. The answer is that of rank 0."""
-    return ranks().ask(program, name, *RANK_ARGUMENTS)[0]
+    return two_ranks().ask(program, name, *RANK_ARGUMENTS)[0]
 
 
 def program_case(name: str, run: Callable[[str], tuple[Any, float]]) -> Case:

@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 from torch.utils.benchmark import Timer, select_unit
@@ -196,16 +197,10 @@ def measured(case: Case, rounds: int) -> tuple[Rounds, dict[str, str]]:
     warm = case.unit == "seconds"  # a round that is dropped; sizes need none
     values: Rounds = {who: [] for who in ready}
     for i in range(min(rounds, case.at_most) + warm):
-        for who in in_turn(list(ready), i):
+        first = i % len(ready)  # each round begins with another contender
+        for who in [*ready][first:] + [*ready][:first]:
             values[who].append(attempt(who, ready[who].measure))
     return {who: values[who][warm:] for who in ready}, left_out
-
-
-def in_turn(names: list[str], i: int) -> list[str]:
-    """The order of round ``i``. Each round begins with another contender."""
-    first = i % len(names)
-    order = names[first:] + names[:first]
-    return order[::-1] if i % 2 else order
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
@@ -349,6 +344,16 @@ class Helpers:
             if isinstance(answers[-1], Exception):
                 raise answers[-1]
         return answers
+
+
+@cache
+def two_ranks() -> Helpers:
+    """Two gloo ranks in a group of their own."""
+    return Helpers(2, join_group, str(folder()))
+
+
+def join_group(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2)
 
 
 def serve(connection: Any, start: Callable[..., Any] | None, *arguments: Any) -> None:
