@@ -164,7 +164,7 @@ def require_known(option: str, key: Any, batch: TreeDict[Any], noun: str, way_ou
 
 def _paths_in(tree: TreeDict[Any], at: Path = ()) -> Iterator[Path]:
     """Every path in a tree, with the fields that its classes declare."""
-    for key in dict.fromkeys([*tree, *getattr(tree, "_optional", ())]):
+    for key in dict.fromkeys([*tree, *getattr(tree, "_declared", ())]):
         yield (*at, key)
         value = tree.get(key)
         if isinstance(value, TreeDict):
