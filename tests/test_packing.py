@@ -474,6 +474,36 @@ class TestWhatCostsOneTensor:
         assert copy.deepcopy(packed)["x"].data_ptr() != packed["x"].data_ptr()
 
 
+def first(specs: Any, **changes: Any) -> Any:
+    """The layout of a packed dict with another first group."""
+    names = ("dtype", "shape", "stride", "members")
+    return (tuple({**dict(zip(names, specs[0], strict=True)), **changes}.values()), *specs[1:])
+
+
+# By what is wrong with it: a layout, made of a valid one.
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "None": lambda specs: None,
+    "a list": lambda specs: [],
+    "a number": lambda specs: 3,
+    "a list of None": lambda specs: [None],
+    "one group too many": lambda specs: (*specs, (*specs[0][:3], [9])),
+    "a huge shape": lambda specs: first(specs, shape=(1 << 70,), stride=(1,)),
+    "a negative size": lambda specs: first(specs, shape=(-1, 3)),
+    "too few strides": lambda specs: first(specs, stride=(1,)),
+    "a member twice": lambda specs: first(specs, members=(0, 0)),
+    "a negative member": lambda specs: first(specs, members=(-1, 1)),
+    "strings for members": lambda specs: first(specs, members=("0", "1")),
+    "no members": lambda specs: first(specs, members=()),
+    "an endless tensor": lambda specs: first(specs, members=torch.zeros(1, dtype=torch.int64).expand(1 << 40)),
+    "the name of a dtype": lambda specs: first(specs, dtype="float32"),
+    "a quantized dtype": lambda specs: first(specs, dtype=torch.qint8),
+    "a string in a shape": lambda specs: first(specs, shape=("2", 3)),
+    "a huge shape of no elements": lambda specs: first(specs, shape=(0, 1 << 70)),
+    "a group without members": lambda specs: (specs[0][:3], *specs[1:]),
+    "a list for a group": lambda specs: (list(specs[0]), *specs[1:]),
+}
+
+
 class TestPickled:
     def test_nothing_but_the_layout_and_the_policy(self) -> None:
         d = DeviceDict(
@@ -553,38 +583,52 @@ class TestPickled:
         finally:
             torch.multiprocessing.set_sharing_strategy(before)
 
-    def test_a_damaged_one_is_refused(self) -> None:
+    def test_what_it_is_made_of(self) -> None:
+        rebuild, (*head, buffers, leaves) = sample().pack().__reduce__()
+        assert rebuild(*head, buffers, leaves) == sample()
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_a_damaged_layout(self, name: str) -> None:
         rebuild, (*head, ((block, specs),), leaves) = sample().pack().__reduce__()
-        assert rebuild(*head, [(block, specs)], leaves) == sample()
-        (dtype, shape, stride, members), *rest = specs
-        layouts = [
-            None, [], 3, [None], (*specs, (dtype, shape, stride, [9])), ((dtype, (1 << 70,), (1,), members), *rest),
-            ((dtype, (-1, 3), stride, members), *rest), ((dtype, shape, (1,), members), *rest),
-            ((dtype, shape, stride, (0, 0)), *rest), ((dtype, shape, stride, (-1, 1)), *rest),
-            ((dtype, shape, stride, ("0", "1")), *rest), ((dtype, shape, stride, ()), *rest),
-            ((dtype, shape, stride, torch.zeros(1, dtype=torch.int64).expand(1 << 40)), *rest),
-            (("float32", shape, stride, members), *rest), ((torch.qint8, shape, stride, members), *rest),
-            ((dtype, ("2", 3), stride, members), *rest), ((dtype, (0, 1 << 70), stride, members), *rest),
-            ((dtype, shape, stride), *rest), ([dtype, shape, stride, members], *rest),
-        ]  # fmt: skip
-        for bad in layouts:
-            with pytest.raises(ValueError, match=r"^the layout of a pickled dict is damaged$"):
-                rebuild(*head, [(block, bad)], leaves)
-        for bad in (specs[:-1], ((dtype, (1 << 40, 1), stride, members), *rest)):
-            with pytest.raises(ValueError, match="a buffer of a pickled dict has"):
-                rebuild(*head, [(block, bad)], leaves)
-        for bad in (block[:10].clone(), block[:10]):
-            with pytest.raises(ValueError, match="a buffer of a pickled dict has"):
-                rebuild(*head, [(bad, specs[:-1])], leaves)
-        for bad in (block.to(torch.float32), block.view(1, -1), block.to_sparse()):
-            with pytest.raises(ValueError, match=r"^the storage of a packed dict is damaged"):
-                rebuild(*head, [(bad, specs)], leaves)
-        for bad in ("block", 1, {}):
-            with pytest.raises(TypeError, match=r"^expected a contiguous buffer of bytes for a pickled dict"):
-                rebuild(*head, [(bad, specs)], leaves)
-        for value in (99, -1, True, False, (1, 2), [], None, "x", [DeviceDict, {}], 1.5):
-            with pytest.raises(ValueError, match="a tensor is missing"):
-                rebuild(*head, [(block, specs)], [value, *range(1, len(block))])
+        with pytest.raises(ValueError, match=r"^the layout of a pickled dict is damaged$"):
+            rebuild(*head, [(block, LAYOUTS[name](specs))], leaves)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda block, specs: (block, specs[:-1]),
+            lambda block, specs: (block, first(specs, shape=(1 << 40, 1))),
+            lambda block, specs: (block[:10].clone(), specs[:-1]),
+            lambda block, specs: (block[:10], specs[:-1]),
+        ],
+        ids=["a missing group", "a huge shape", "a short buffer", "a part of the buffer"],
+    )
+    def test_a_buffer_of_another_size(self, change: Any) -> None:
+        rebuild, (*head, ((block, specs),), leaves) = sample().pack().__reduce__()
+        with pytest.raises(ValueError, match="a buffer of a pickled dict has"):
+            rebuild(*head, [change(block, specs)], leaves)
+
+    @pytest.mark.parametrize(
+        "change",
+        [lambda block: block.to(torch.float32), lambda block: block.view(1, -1), torch.Tensor.to_sparse],
+        ids=["a dtype", "a shape", "a sparse tensor"],
+    )
+    def test_a_buffer_of_another_kind(self, change: Any) -> None:
+        rebuild, (*head, ((block, specs),), leaves) = sample().pack().__reduce__()
+        with pytest.raises(ValueError, match=r"^the storage of a packed dict is damaged"):
+            rebuild(*head, [(change(block), specs)], leaves)
+
+    @pytest.mark.parametrize("buffer", ["block", 1, {}], ids=repr)
+    def test_no_buffer(self, buffer: Any) -> None:
+        rebuild, (*head, ((_, specs),), leaves) = sample().pack().__reduce__()
+        with pytest.raises(TypeError, match=r"^expected a contiguous buffer of bytes for a pickled dict"):
+            rebuild(*head, [(buffer, specs)], leaves)
+
+    @pytest.mark.parametrize("leaf", [99, -1, True, False, (1, 2), [], None, "x", [DeviceDict, {}], 1.5], ids=repr)
+    def test_a_missing_tensor(self, leaf: Any) -> None:
+        rebuild, (*head, ((block, specs),), _) = sample().pack().__reduce__()
+        with pytest.raises(ValueError, match="a tensor is missing"):
+            rebuild(*head, [(block, specs)], [leaf, *range(1, len(block))])
 
 
 class TestUnderTransforms:

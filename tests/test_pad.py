@@ -129,14 +129,9 @@ class TestCollate:
             with pytest.raises(ValueError, match=rf"^'x': pad=\{{'x': .*\}} does not fit {dtype}$"):
                 join({"x": too_large})
 
-    def test_keys_that_no_sample_has(self) -> None:
-        class Declares(TypedDeviceDict):
-            ids: torch.Tensor
-            label: torch.Tensor | None = None
-
-        samples = [{"ids": [1] * n, "k": {"box": [0.5], "n": n}} for n in (1, 2)]
-        plain = [{"ids": [1] * n} for n in (1, 2)]
-        for options, message in (
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
             (
                 {"pad": {"ids": 0, "id": 0}},
                 "pad= names 'id', which no sample has; did you mean 'ids'? Or allow it with Pad(0, optional=True)",
@@ -154,10 +149,21 @@ class TestCollate:
                 {"pad": {"ids": 0}, "encoders": {"id": Vocabulary(["a"])}},
                 "encoders= names 'id', which no sample has; did you mean 'ids'?",
             ),
-        ):
-            with pytest.raises(ValueError, match="which no sample has") as caught:
-                collate(samples, **options)  # type: ignore[arg-type]
-            assert str(caught.value).startswith(message)
+        ],
+    )
+    def test_keys_that_no_sample_has(self, options: Any, message: str) -> None:
+        samples = [{"ids": [1] * n, "k": {"box": [0.5], "n": n}} for n in (1, 2)]
+        with pytest.raises(ValueError, match="which no sample has") as caught:
+            collate(samples, **options)
+        assert str(caught.value).startswith(message)
+
+    def test_keys_that_no_sample_needs(self) -> None:
+        class Declares(TypedDeviceDict):
+            ids: torch.Tensor
+            label: torch.Tensor | None = None
+
+        samples = [{"ids": [1] * n, "k": {"box": [0.5], "n": n}} for n in (1, 2)]
+        plain = [{"ids": [1] * n} for n in (1, 2)]
         collate(samples, pad={"ids": 0, "box": 0, ("k", "n"): Pad(1, optional=True), "label": Pad(-1, optional=True)})
         collate(plain, cls=Declares, pad={"ids": 0, "label": 0}, encoders={"label": Vocabulary(["a"])})
         with pytest.raises(ValueError, match=r"^pad= names 'y', which no dict has; did you mean 'x'\? Or allow it"):
@@ -293,9 +299,9 @@ class TestCat:
         samples = [{"k": {"x": torch.rand(n)}} for n in (1, 5, 2, 3)]
         assert cat([collate(samples[:2], pad=pad), collate(samples[2:], pad=pad)], pad=pad) == collate(samples, pad=pad)
 
-    def test_errors(self) -> None:
-        batches = [{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}]
-        for arguments, error, message in (
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
             (
                 {"pad": {"x": 0}, "dim": 1},
                 ValueError,
@@ -303,9 +309,13 @@ class TestCat:
             ),
             ({"pad": 3}, TypeError, "cat takes a mapping from keys to fill values as pad="),
             ({"pad": {"x": None}}, TypeError, "pad= of cat maps keys to real numbers or Pad objects; got None for 'x'"),
-        ):
-            with pytest.raises(error, match=message):
-                cat(batches, **arguments)  # type: ignore[arg-type]
+        ],
+    )
+    def test_wrong_arguments(self, arguments: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            cat([{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}], **arguments)
+
+    def test_errors(self) -> None:
         with pytest.raises(
             ValueError, match=r"'x': pad= of cat fills up the second dimension, dict 0 has float32\[2\]"
         ):
@@ -315,15 +325,16 @@ class TestCat:
         with pytest.raises(ValueError, match="dict 1 lacks 'x', which dict 0 has"):
             cat([{"x": [[1]]}, {"y": [[1, 2]]}], pad={"x": 1})
 
-    def test_a_field_of_another_meaning_is_not_taken_for_the_lengths_or_the_mask(self) -> None:
-        def batch(width: int, **others: Any) -> DeviceDict[Any]:
-            return DeviceDict({"ids": torch.zeros(2, width), **others})
-
-        for others, shown in (
+    @pytest.mark.parametrize(
+        ("others", "shown"),
+        [
             ({"n": torch.zeros(2)}, r"lengths at 'n', where dict 1 has float32\[2\]"),
             ({"n": {"x": torch.zeros(2)}}, "lengths at 'n', where dict 1 has a mapping"),
             ({"m": torch.zeros(2, 3)}, r"mask at 'm', where dict 1 has float32\[2, 3\]"),
             ({"m": torch.ones(2, 2, dtype=torch.bool)}, r"mask at 'm', where dict 1 has bool\[2, 2\]"),
-        ):
-            with pytest.raises(ValueError, match=rf"^'ids': pad= puts its {shown}; choose another key$"):
-                cat([batch(2), batch(3, **others)], pad={"ids": Pad(0, lengths="n", mask="m")})
+        ],
+    )
+    def test_a_field_of_another_meaning_is_not_taken_for_the_lengths_or_the_mask(self, others: Any, shown: str) -> None:
+        batches = [DeviceDict({"ids": torch.zeros(2, 2)}), DeviceDict({"ids": torch.zeros(2, 3), **others})]
+        with pytest.raises(ValueError, match=rf"^'ids': pad= puts its {shown}; choose another key$"):
+            cat(batches, pad={"ids": Pad(0, lengths="n", mask="m")})

@@ -91,11 +91,13 @@ class TestOnAnyDevice:
     def test_what_is_no_depth_and_no_device(self) -> None:
         with pytest.raises(ValueError, match=r"prefetch takes a depth of at least 1, an int, or None, got 1\.5"):
             prefetch([], "cpu", depth=1.5)  # type: ignore[arg-type]
-        for wrong in (0, 1.5, "1"):
-            with pytest.raises(ValueError, match=r"prefetch takes max_bytes of at least 1, an int, or None, got "):
-                prefetch([], "cpu", max_bytes=wrong)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="nonsense"):
             prefetch([], "nonsense")
+
+    @pytest.mark.parametrize("wrong", [0, 1.5, "1"], ids=repr)
+    def test_what_is_no_number_of_bytes(self, wrong: Any) -> None:
+        with pytest.raises(ValueError, match=r"prefetch takes max_bytes of at least 1, an int, or None, got "):
+            prefetch([], "cpu", max_bytes=wrong)
 
     def test_nothing_is_left_behind_after_a_break(self, device: torch.device) -> None:
         threads, children = set(threading.enumerate()), set(multiprocessing.active_children())

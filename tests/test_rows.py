@@ -14,6 +14,11 @@ from files import DTYPES
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
 
 
+def inference_tensor(size: int = 2) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(size)
+
+
 class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):
     """At module level, as what is pickled must be."""
 
@@ -281,28 +286,34 @@ class TestRows:
         assert d["o"] == [7, None, None, None, None, [8]], "objects as they are, numbers too"
         d.rows[1:3] = d.rows[0:1].rows[[0, 0]]
         assert d["o"][:3] == [7, 7, 7]
-        for other, error, message in (
+        with pytest.raises(ValueError, match=r"^'o': expected a list of 2 objects for these rows, got \[1\]$"):
+            d.rows[0:2] = {**d.rows[0:2], "o": [1]}
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
             (
-                {**d.rows[0], "meta": 1},
+                {"meta": 1},
                 ValueError,
                 "'meta' is a kept object and not one per row, so rows cannot set it; pass the same object",
             ),
             (
-                {**d.rows[0], "o": [torch.ones(1)]},
+                {"o": [torch.ones(1)]},
                 TypeError,
                 "'o' is a kept list, which holds no tensors; the given value holds a tensor at [0]",
             ),
             (
-                {**d.rows[0], "o": torch.ones(1)},
+                {"o": torch.ones(1)},
                 TypeError,
                 "'o' is a kept list, which holds no tensors; the given value is a tensor",
             ),
-        ):
-            with pytest.raises(error) as caught:
-                d.rows[0] = other
-            assert str(caught.value) == message
-        with pytest.raises(ValueError, match=r"^'o': expected a list of 2 objects for these rows, got \[1\]$"):
-            d.rows[0:2] = {**d.rows[0:2], "o": [1]}
+        ],
+    )
+    def test_what_a_kept_list_refuses(self, change: Any, error: type[Exception], message: str) -> None:
+        d = batch()
+        with pytest.raises(error) as caught:
+            d.rows[0] = {**d.rows[0], **change}
+        assert str(caught.value) == message
 
     def test_autograd_sees_what_is_set(self) -> None:
         w = torch.ones(2, requires_grad=True)
@@ -320,19 +331,24 @@ class TestRows:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
 
-    @pytest.mark.parametrize("index", [0, slice(0, 1), [0]])
-    def test_what_cannot_be_written_leaves_the_dict_as_it_was(self, index: Any) -> None:
-        with torch.inference_mode():
-            inference = torch.zeros(2)
-        for bad, message in (
-            (torch.zeros(2, requires_grad=True), "^'w': .* leaf"),
-            (inference, r"^'w' is an inference tensor; clone\(\) it, or use torch.inference_mode\(\)$"),
-            (torch.zeros(1).expand(2), r"^'w': the rows of an expanded tensor share memory; clone\(\) it first$"),
-        ):
-            d = DeviceDict({"x": torch.zeros(2), "w": bad, "y": torch.zeros(2)})
-            with pytest.raises(RuntimeError, match=message):
-                d.rows[index] = {"x": [1.0], "w": [1.0], "y": [1.0]} if index != 0 else {"x": 1.0, "w": 1.0, "y": 1.0}
-            assert not d["x"].any() and not d["y"].any()
+    @pytest.mark.parametrize("index", [0, slice(0, 1), [0]], ids=repr)
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: torch.zeros(2, requires_grad=True), "^'w': .* leaf"),
+            (inference_tensor, r"^'w' is an inference tensor; clone\(\) it, or use torch.inference_mode\(\)$"),
+            (
+                lambda: torch.zeros(1).expand(2),
+                r"^'w': the rows of an expanded tensor share memory; clone\(\) it first$",
+            ),
+        ],
+        ids=["a leaf", "an inference tensor", "an expanded tensor"],
+    )
+    def test_what_cannot_be_written_leaves_the_dict_as_it_was(self, index: Any, make: Any, message: str) -> None:
+        d = DeviceDict({"x": torch.zeros(2), "w": make(), "y": torch.zeros(2)})
+        with pytest.raises(RuntimeError, match=message):
+            d.rows[index] = {"x": [1.0], "w": [1.0], "y": [1.0]} if index != 0 else {"x": 1.0, "w": 1.0, "y": 1.0}
+        assert not d["x"].any() and not d["y"].any()
 
     def test_split_in_sizes(self) -> None:
         d = DeviceDict({"x": torch.arange(6)})
@@ -343,16 +359,18 @@ class TestRows:
         assert len(d.rows.split(np.array([2, 4]))) == 2 and len(d.rows.split([torch.tensor(6, dtype=torch.uint8)])) == 1  # pyright: ignore[reportArgumentType]
         wide = DeviceDict({"x": torch.arange(300)})
         assert [len(part.rows) for part in wide.rows.split([np.uint8(200), np.uint8(100)])] == [200, 100]  # pyright: ignore[reportArgumentType]
-        for wrong in ("6", [1.0, 5.0], None):
-            with pytest.raises(TypeError, match="split takes a size or a list of sizes, got "):
-                d.rows.split(wrong)  # pyright: ignore[reportArgumentType]
-        for sizes in ([1, 2], [7, -1], []):
-            with pytest.raises(
-                ValueError, match=re.escape(f"split takes sizes that add up to the 6 rows, got {sizes}")
-            ):
-                d.rows.split(sizes)
         with pytest.raises(TypeError, match=r"^shuffle takes a torch\.Generator, got int$"):
             d.rows.shuffle(0)  # pyright: ignore[reportArgumentType]
+
+    @pytest.mark.parametrize("wrong", ["6", [1.0, 5.0], None], ids=repr)
+    def test_what_is_no_list_of_sizes(self, wrong: Any) -> None:
+        with pytest.raises(TypeError, match="split takes a size or a list of sizes, got "):
+            DeviceDict({"x": torch.arange(6)}).rows.split(wrong)
+
+    @pytest.mark.parametrize("sizes", [[1, 2], [7, -1], []], ids=repr)
+    def test_sizes_that_do_not_add_up(self, sizes: list[int]) -> None:
+        with pytest.raises(ValueError, match=re.escape(f"split takes sizes that add up to the 6 rows, got {sizes}")):
+            DeviceDict({"x": torch.arange(6)}).rows.split(sizes)
 
     def test_split_and_shuffle(self, device: torch.device) -> None:
         d = batch().drop("o", "meta").to(device)
@@ -430,9 +448,11 @@ class TestShortPaths:
         d = DeviceDict({"x": torch.arange(2)})
         assert d.rows[[1, True, -1]]["x"].tolist() == [1, 1, 1] and d.rows[[True, False]]["x"].tolist() == [0]
         assert d.rows[[1, np.int32(0)]]["x"].tolist() == [1, 0] and d.rows[[]]["x"].tolist() == []
-        for wrong in ([1, 0.5], [1, None], [1, "a"], [1, [0]], [1, 1 << 80]):
-            with pytest.raises(TypeError, match="rows are indexed by a mask or by a list of ints"):
-                d.rows[wrong]
+
+    @pytest.mark.parametrize("index", [[1, 0.5], [1, None], [1, "a"], [1, [0]], [1, 1 << 80]], ids=repr)
+    def test_lists_that_are_no_index(self, index: Any) -> None:
+        with pytest.raises(TypeError, match="rows are indexed by a mask or by a list of ints"):
+            DeviceDict({"x": torch.arange(2)}).rows[index]
 
     @pytest.mark.parametrize("width", [(), (3,), (40, 40)])
     @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.float64])
@@ -469,23 +489,27 @@ class TestShortPaths:
         d.rows[0:2] = {"i": torch.tensor([8.0, 9.0], dtype=torch.float64), "j": given}
         assert d["j"].tolist() == [2.0, 3.0, 0.0, 0.0] and memory.tolist() == [8, 9, 3, 4]
 
-    def test_nothing_is_written_before_all_is_valid(self) -> None:
-        with torch.inference_mode():
-            inference = torch.zeros(4)
-        for last, text in (
-            (inference, "'y' is an inference tensor; clone\\(\\) it, or"),
-            (torch.zeros(4, requires_grad=True), "'y': a"),
-        ):
-            for index in (1, slice(1, 2), torch.tensor([1])):
-                d = DeviceDict({"x": torch.zeros(4), "y": last})
-                with pytest.raises(RuntimeError, match=text):
-                    d.rows[index] = DeviceDict({"x": torch.ones(4), "y": torch.ones(4)}).rows[index]
-                assert not d["x"].any() and not d["y"].any()
+    @pytest.mark.parametrize("index", [1, slice(1, 2), torch.tensor([1])], ids=repr)
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: inference_tensor(4), r"'y' is an inference tensor; clone\(\) it, or"),
+            (lambda: torch.zeros(4, requires_grad=True), "'y': a"),
+        ],
+        ids=["an inference tensor", "a leaf"],
+    )
+    def test_nothing_is_written_before_all_is_valid(self, index: Any, make: Any, message: str) -> None:
+        d = DeviceDict({"x": torch.zeros(4), "y": make()})
+        with pytest.raises(RuntimeError, match=message):
+            d.rows[index] = DeviceDict({"x": torch.ones(4), "y": torch.ones(4)}).rows[index]
+        assert not d["x"].any() and not d["y"].any()
+
+    @pytest.mark.parametrize("index", [slice(0, 2), [0, 1]], ids=repr)
+    def test_nothing_is_written_before_a_sparse_value(self, index: Any) -> None:
         d = DeviceDict({"x": torch.zeros(4, 2), "y": torch.zeros(4, 2)})
-        for index in (slice(0, 2), [0, 1]):
-            with pytest.raises(ValueError, match=r"^'y' has dense rows, got a sparse tensor; convert it first$"):
-                d.rows[index] = {"x": torch.ones(2, 2), "y": torch.ones(2, 2).to_sparse()}
-            assert not d["x"].any()
+        with pytest.raises(ValueError, match=r"^'y' has dense rows, got a sparse tensor; convert it first$"):
+            d.rows[index] = {"x": torch.ones(2, 2), "y": torch.ones(2, 2).to_sparse()}
+        assert not d["x"].any()
 
 
 class Folded:

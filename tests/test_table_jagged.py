@@ -428,15 +428,15 @@ class TestDamaged:
         assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
         assert plain(load(folder, keys=["n", "s"]))["n"] == expected(9)["n"]
 
-    def test_files_that_are_too_short(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("name", "size"), [("text.offsets", 4096 + 79), ("text", 4096 + 3)])
+    def test_a_file_that_is_too_short(self, tmp_path: Path, name: str, size: int) -> None:
         folder = written(tmp_path / "t", 9)
-        for name, size in (("text.offsets", 4096 + 79), ("text", 4096 + 3)):
-            whole = (folder / f"{name}.safetensors").read_bytes()
-            os.truncate(folder / f"{name}.safetensors", size)
-            for call in (lambda: load(folder), lambda: RowWriter(folder, append=True)):
-                with pytest.raises(InvalidFileError, match=f"'{name}.safetensors' has {size} bytes"):
-                    call()
-            (folder / f"{name}.safetensors").write_bytes(whole)
+        whole = (folder / f"{name}.safetensors").read_bytes()
+        os.truncate(folder / f"{name}.safetensors", size)
+        for call in (lambda: load(folder), lambda: RowWriter(folder, append=True)):
+            with pytest.raises(InvalidFileError, match=f"'{name}.safetensors' has {size} bytes"):
+                call()
+        (folder / f"{name}.safetensors").write_bytes(whole)
         assert plain(load(folder)) == expected(9)
 
     @pytest.mark.parametrize(

@@ -326,16 +326,24 @@ class TestFunctionsThatDoNotCompute:
             nn.Linear(2, 1, bias=False), DeviceDict({"weight": torch.ones(1, 2)}), d["x"]
         ).shape == (3, 1)
         torch.testing.assert_close(d, d.clone())
-        for fails, text in (
-            (lambda: torch.utils.swap_tensors(d, d.clone()), "_use_count"),
-            (lambda: torch.autograd.backward(d), "torch.Tensor|^$"),
-            (lambda: torch.autograd.grad(torch.ones(1, requires_grad=True).sum(), d), "DeviceDict"),
-            (lambda: nn.utils.rnn.pad_sequence([d]), "expected Tensor"),
-            (lambda: torch.nn.utils.clip_grad_norm_(d, 1.0), "has no attribute 'grad'"),
-            (lambda: nn.Parameter(d), "DeviceDict"),
-        ):  # fmt: skip
-            with pytest.raises((AttributeError, TypeError, AssertionError, RuntimeError), match=text):
-                fails()
+        assert d == sample()
+
+    @pytest.mark.parametrize(
+        ("call", "text"),
+        [
+            (lambda d: torch.utils.swap_tensors(d, d.clone()), "_use_count"),
+            (torch.autograd.backward, "torch.Tensor|^$"),
+            (lambda d: torch.autograd.grad(torch.ones(1, requires_grad=True).sum(), d), "DeviceDict"),
+            (lambda d: nn.utils.rnn.pad_sequence([d]), "expected Tensor"),
+            (lambda d: torch.nn.utils.clip_grad_norm_(d, 1.0), "has no attribute 'grad'"),
+            (nn.Parameter, "DeviceDict"),
+        ],
+        ids=["swap_tensors", "backward", "grad", "pad_sequence", "clip_grad_norm_", "Parameter"],
+    )
+    def test_callers_that_need_a_tensor(self, call: Callable[[Any], Any], text: str) -> None:
+        d = sample()
+        with pytest.raises((AttributeError, TypeError, AssertionError, RuntimeError), match=text):
+            call(d)
         assert d == sample()
 
     def test_what_a_module_holds(self) -> None:

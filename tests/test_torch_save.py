@@ -87,17 +87,21 @@ class TestTorchSave:
             deep = DeviceDict({"n": deep})
         assert torch_saved_and_loaded(deep) == torch_saved_and_loaded(deep, weights_only=False) == deep
 
-    def test_a_manifest_is_no_bomb(self) -> None:
+    @pytest.mark.parametrize(
+        ("part", "bomb"),
+        [
+            ('"root":', '"root":' + '{"policy":-1,"items":[["n",' * 50_000),
+            ("[[", "[" * 100_000),
+            ('"version":1', f'"version":{"9" * 5000}'),
+        ],
+        ids=["deep dicts", "deep lists", "a long number"],
+    )
+    def test_a_manifest_is_no_bomb(self, part: str, bomb: str) -> None:
         begin = time.monotonic()
         _, (text, *rest) = DeviceDict({"x": torch.ones(2)}).__reduce_ex__(2)
-        deep = '{"policy":-1,"items":[["n",' * 50_000
-        for bomb, message in (
-            (text.replace('"root":', f'"root":{deep}'), "its manifest: "),
-            (text.replace("[[", "[" * 100_000), "its manifest: "),
-            (text.replace('"version":1', f'"version":{"9" * 5000}'), "its manifest: "),
-        ):
-            with pytest.raises(InvalidFileError, match=f"^not a valid file or pickle: {message}"):
-                rebuild_of(bomb, *rest)
+        assert part in text
+        with pytest.raises(InvalidFileError, match=r"^not a valid file or pickle: its manifest: "):
+            rebuild_of(text.replace(part, bomb), *rest)
         assert time.monotonic() - begin < 5
 
     def test_what_is_not_data_takes_trust(self) -> None:
@@ -178,11 +182,15 @@ class TestTorchSave:
         with pytest.raises(TypeError, match=r"^Typed has no field 'y'"):
             rebuild(text.replace('"x"', '"y"'), *rest)
 
-    def test_an_encoder_that_is_none(self) -> None:
+    @pytest.mark.parametrize(
+        "wrong",
+        [torch.ones, "hashing", {"name": "tokenizer"}, {"name": "hashing"}],
+        ids=["a function", "a name", "a tokenizer", "no buckets"],
+    )
+    def test_an_encoder_that_is_none(self, wrong: Any) -> None:
         rebuild, (text, classes, _, *rest) = DeviceDict({"s": "a"}, encoders={"s": Hashing(4)}).__reduce_ex__(2)
-        for wrong in (torch.ones, "hashing", {"name": "tokenizer"}, {"name": "hashing"}):
-            with pytest.raises(InvalidFileError, match="not a valid file or pickle: "):
-                rebuild(text, classes, [wrong], *rest)
+        with pytest.raises(InvalidFileError, match="not a valid file or pickle: "):
+            rebuild(text, classes, [wrong], *rest)
 
     @pytest.mark.parametrize("name", ["nowhere", "cuda:999"])
     def test_a_device_that_is_none(self, name: str) -> None:

@@ -179,11 +179,13 @@ class TestAttributes:
         d["weight"] = None  # type: ignore[assignment]  (there is none to delete)
         assert Batch.image.__doc__ == "The item 'image'." and "image" in dir(d) and Batch.kept == 3
 
-    def test_nothing_else_can_be_set(self) -> None:
+    @pytest.mark.parametrize("name", ["lable", "__dict__"])
+    def test_nothing_else_can_be_set(self, name: str) -> None:
+        with pytest.raises(AttributeError):
+            setattr(batch(), name, torch.ones(2))
+
+    def test_nothing_else_can_be_read(self) -> None:
         d: Any = batch()
-        for name in ("lable", "__dict__"):
-            with pytest.raises(AttributeError):
-                setattr(d, name, torch.ones(2))
         with pytest.raises(AttributeError, match="lable"):
             d.lable  # noqa: B018
         assert not hasattr(d, "__dict__")
@@ -263,14 +265,20 @@ class TestRefusals:
             caught = unchanged(d, way)
             assert caught.type is error and str(caught.value).startswith(message)
 
-    def test_missing(self) -> None:
-        for given_items in ({}, (), None, {"obs": None}, {"obs": {"state": torch.ones(2, 5)}}):
-            with pytest.raises(
-                TypeError,
-                match=r"^'\w+', .* are missing; the fields of Batch are image, label, obs, weight$|^Batch\.obs: "
-                r"expected Obs, got None$",
-            ):
-                Batch(given_items)
+    @pytest.mark.parametrize(
+        "given_items",
+        [{}, (), None, {"obs": None}, {"obs": {"state": torch.ones(2, 5)}}],
+        ids=["a dict", "a tuple", "None", "a field is None", "other fields"],
+    )
+    def test_missing(self, given_items: Any) -> None:
+        with pytest.raises(
+            TypeError,
+            match=r"^'\w+', .* are missing; the fields of Batch are image, label, obs, weight$|^Batch\.obs: "
+            r"expected Obs, got None$",
+        ):
+            Batch(given_items)
+
+    def test_missing_are_all_named(self) -> None:
         with pytest.raises(
             TypeError,
             match=r"^'label', 'obs' are missing; the fields of Batch are image, label, obs, weight$",
@@ -510,11 +518,13 @@ class TestDeclaring:
             TypeError, match=r"^Bad\.x: Shape cannot be checked at run time: Instance and class checks can only be used"
         ):
             type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Shape}})
-        for listed in (list[str], list[int], tuple[float, ...]):
-            with pytest.raises(
-                TypeError, match=r"^Bad\.x: lists of strings and numbers are stored as tensors; annotate it as Tensor"
-            ):
-                type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": listed}})
+
+    @pytest.mark.parametrize("listed", [list[str], list[int], tuple[float, ...]], ids=repr)
+    def test_lists_of_host_values(self, listed: Any) -> None:
+        with pytest.raises(
+            TypeError, match=r"^Bad\.x: lists of strings and numbers are stored as tensors; annotate it as Tensor"
+        ):
+            type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": listed}})
 
 
 class TestShapes:
@@ -662,20 +672,14 @@ class TestSurvival:
         strings = Loose(x=1, s="b").select("s")
         assert strings.decode("s") == "b"
 
-    def test_collate_converts_and_checks(self) -> None:
-        samples = [
-            {
-                "image": np.ones((3, 4, 4), np.float32),
-                "label": i,
-                "obs": {"state": [1.0, 2.0], "goal": None},
-                "weight": None,
-            }
-            for i in range(3)
-        ]
-        d = collate(samples, cls=Batch)
-        d._check()
-        assert type(d.obs) is Obs and d.is_packed and d.label.tolist() == [0, 1, 2] and d.weight is None
-        for change, error, message in (
+    @staticmethod
+    def samples() -> list[dict[str, Any]]:
+        image, obs = np.ones((3, 4, 4), np.float32), {"state": [1.0, 2.0], "goal": None}
+        return [{"image": image.copy(), "label": i, "obs": {**obs}, "weight": None} for i in range(3)]
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
             (
                 {"label": 1.5},
                 ValueError,
@@ -683,9 +687,18 @@ class TestSurvival:
             ),
             ({"lable": 1}, TypeError, "^Batch has no field 'lable', did you mean 'label'"),
             ({"obs": {}}, TypeError, "^'state' is missing; the fields of Obs are state, goal$"),
-        ):
-            with pytest.raises(error, match=message):
-                collate([{**sample, **change} for sample in samples], cls=Batch)
+        ],
+        ids=["a value", "a name", "a missing field"],
+    )
+    def test_collate_checks(self, change: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            collate([{**sample, **change} for sample in self.samples()], cls=Batch)
+
+    def test_collate_converts(self) -> None:
+        samples = self.samples()
+        d = collate(samples, cls=Batch)
+        d._check()
+        assert type(d.obs) is Obs and d.is_packed and d.label.tolist() == [0, 1, 2] and d.weight is None
         with pytest.raises(ValueError, match=r"^sample 1 lacks 'weight', which sample 0 has$"):
             collate([{**samples[0], "weight": 1.0}, samples[1]], cls=Batch)
         bare = {key: value for key, value in samples[0].items() if key != "weight"}
@@ -939,16 +952,21 @@ class TestWrap:
         named = DeviceDict({"x": 1.0, "unit": "m"}, encoders={"unit": Utf8()})
         assert Batch.wrap(w) == w and type(named["unit"]) is Tensor
 
-    def test_it_is_validated(self) -> None:
-        d = DeviceDict(items())
-        for change, message in (
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
             ({"label": torch.arange(5)}, "Batch.label: expected Int"),
             ({"q": 1}, "Batch has no field 'q'"),
-        ):
-            other: Any = d | change
-            with pytest.raises((TypeError, ValueError)) as caught:
-                Batch.wrap(other)
-            assert str(caught.value).startswith(message)
+        ],
+    )
+    def test_it_is_validated(self, change: Any, message: str) -> None:
+        other: Any = DeviceDict(items()) | change
+        with pytest.raises((TypeError, ValueError)) as caught:
+            Batch.wrap(other)
+        assert str(caught.value).startswith(message)
+
+    def test_missing_fields_are_named(self) -> None:
+        d = DeviceDict(items())
         with pytest.raises(TypeError, match=r"^'label' is missing; the fields of Batch are image, label"):
             Batch.wrap(d.drop("label"))
         with pytest.raises(

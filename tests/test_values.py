@@ -577,10 +577,14 @@ class TestHostValues:
             DeviceDict({"x": value})
         assert DeviceDict({"x": np.ma.array([1, 2])})["x"].tolist() == [1, 2]
 
-    def test_masked_values_in_a_list(self) -> None:
-        for value in ([np.ma.array([1, 9], mask=[0, 1]), np.ma.array([1, 2])], [1.0, np.ma.masked]):  # pyright: ignore[reportArgumentType, reportCallIssue]
-            with pytest.raises(TypeError, match="'x' holds masked values, which a tensor would show; fill them first"):
-                DeviceDict({"x": value})
+    @pytest.mark.parametrize(
+        "value",
+        [[np.ma.array([1, 9], mask=[0, 1]), np.ma.array([1, 2])], [1.0, np.ma.masked]],  # pyright: ignore[reportArgumentType, reportCallIssue]
+        ids=["arrays", "a number"],
+    )
+    def test_masked_values_in_a_list(self, value: Any) -> None:
+        with pytest.raises(TypeError, match="'x' holds masked values, which a tensor would show; fill them first"):
+            DeviceDict({"x": value})
 
 
 def test_a_nested_device_dict_decides_the_device_and_moves_with_the_rest(device: torch.device) -> None:
