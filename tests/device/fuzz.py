@@ -65,7 +65,8 @@ def random_dict(random: Random, simple: bool = False) -> tuple[dict[Key, Tensor]
         layout = random.choice(LAYOUTS)
         dtype = random.choice(DTYPES)
         size = random.choice(sizes if i < 4 else SIZES[:7])
-        shape: tuple[int, ...] = random.choice([(size,), (size,), (size // 3, 3), (2, size // 2), ()])
+        shapes: list[tuple[int, ...]] = [(size,), (size,), (size // 3, 3), (2, size // 2), ()]
+        shape = random.choice(shapes)
         if layout == "empty":
             shape = (0, 4)
         elif layout == "grad" and not simple:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import strict
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from tensordict_lite import DeviceDict, prefetch
+from tensordict_lite import DeviceDict, collate, prefetch
 from tensordict_lite._memory import device as device_module
 from tensordict_lite._memory import staging
 from tensordict_lite._memory.device import capabilities
@@ -188,6 +190,14 @@ class TestToTheHost:
         strict.reset()
         assert is_batch(d.cpu()) and strict.counts().waits == 1
 
+    @pytest.mark.parametrize("options", [{"copy": True}, {"dtype": torch.float64}])
+    def test_a_single_tensor_is_complete(self, options: dict[str, Any]) -> None:
+        d = batch(1, 4000).to(D0)
+        with strict.held(seconds=0.05):
+            d["k0"].add_(1)
+            back = d.to("cpu", **options).clone()
+        assert is_batch(back, 1)
+
     def test_more_than_the_pinned_memory_waits_each_time_it_is_full(self) -> None:
         d = batch(SLOTS * 3 * SLOT // MIB, MIB).to(D0)
         strict.reset()
@@ -224,6 +234,19 @@ def test_between_two_devices(pack: bool) -> None:
         moved = d.to(D1)
         overwrite(d)
     assert here.in_time and there.in_time and is_batch(moved, 1)
+
+
+def test_memory_that_another_stream_reads_is_kept() -> None:
+    d = DeviceDict({f"k{i}": torch.full((1000,), float(i), device=D0) for i in range(3)})
+    here, side = main(), torch.Stream(device=D0)
+    here.synchronize()
+    with side:
+        with strict.held() as stream:
+            late = DeviceDict({key: value.clone() for key, value in d.items()})
+            d.record_stream(side)
+            d.clear()
+            here.synchronize()
+        assert stream.in_time and is_batch(late)
 
 
 class TestPinnedMemory:
@@ -302,6 +325,43 @@ class TestPinnedMemory:
             overwrite(d)
         assert all(is_batch(d, i) for i, d in enumerate(moved))
         assert strict.counts().pinned == SLOT * SLOTS and strict.counts().event_waits > 0
+
+    def test_a_host_waits_for_its_oldest_copy_alone(self) -> None:
+        gate = torch.ops.strict.hold(30.0, D0)
+        moved = [batch(1, SLOT).to(D0)]
+        with strict.held() as stream:
+            moved += [batch(1, SLOT, i).to(D0) for i in range(1, SLOTS)]
+            threading.Timer(0.1, torch.ops.strict.release, [gate]).start()
+            moved.append(batch(1, SLOT, SLOTS).to(D0))
+        assert stream.in_time and all(is_batch(d, i) for i, d in enumerate(moved))
+
+    def test_a_slot_that_is_in_use_is_left_alone(self) -> None:
+        """Two threads are about to make copies from one slot. Another stream gets it after both copies."""
+        staging, side = staging_of(D0), torch.Stream(device=D0)
+        first, second = staging.take(64), staging.take(64)
+        assert first is not None and second is not None and first[0] is second[0]
+        staging.release(first[0])
+        with side:
+            other = staging.take(64)
+        assert other is not None and other[0] is not first[0]
+        staging.release(second[0])
+        staging.release(other[0])
+        with side:
+            assert (staging.take(SLOT) or other)[0] is first[0]
+        staging.release(first[0])
+
+    def test_one_thread_at_a_time_changes_the_slots(self) -> None:
+        staging = staging_of(D0)
+        taken = staging.take(64)
+        assert taken is not None
+        for work in (lambda: staging.take(64), lambda: staging.release(taken[0])):
+            thread = threading.Thread(target=work)
+            with staging.lock:
+                thread.start()
+                thread.join(0.1)
+                assert thread.is_alive()
+            thread.join()
+        staging.release(taken[0])
 
     def test_what_is_released_is_not_read_any_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Another thread may take it at once."""
@@ -456,11 +516,12 @@ class TestPrefetch:
                 del d
         assert [s.tolist() for s in sums] == [[float(i)] * 3 for i in range(12)]
 
-    def test_a_batch_is_not_overwritten_while_the_consumer_reads_it(self) -> None:
+    @pytest.mark.parametrize("device", [D0, D1])
+    def test_a_batch_is_not_overwritten_while_the_consumer_reads_it(self, device: torch.device) -> None:
         """Its memory belongs to the side stream, which does not wait for the consumer."""
         late: list[Tensor] = []
-        with strict.held(seconds=0.3):
-            for d in prefetch([batch(1, 200_000, i) for i in range(8)], D0):
+        with strict.held(str(device), seconds=0.3):
+            for d in prefetch([batch(1, 200_000, i) for i in range(8)], device):
                 late.append(d["k0"].clone())
                 del d
         assert [t.mean().item() for t in late] == list(range(8))
@@ -483,10 +544,26 @@ class TestPrefetch:
             got = [next(batches) for _ in range(4)]
         assert stream.in_time and all(is_batch(d, i) for i, d in enumerate(got))
 
-    def test_pinned_batches_are_copied_from_where_they_are(self) -> None:
-        source = [batch(1, 3 * MIB, i).pin_memory() for i in range(3)]
+    @pytest.mark.parametrize("options", [{}, {"slots": 2}])
+    def test_pinned_batches_are_copied_from_where_they_are(self, options: dict[str, Any]) -> None:
+        source = [batch(1, 3 * MIB, i).pin_memory() for i in range(5)]
         strict.reset()
-        assert all(is_batch(d, i) for i, d in enumerate(prefetch(source, D0))) and strict.counts().pins == 0
+        assert all(is_batch(d, i) for i, d in enumerate(prefetch(source, D0, **options)))
+        assert strict.counts().pins == 0
+
+    def test_batches_of_the_device_do_not_become_slots(self) -> None:
+        source = [batch(1, 64, i).to(D0) for i in range(3)]
+        assert all(is_batch(d, i) for i, d in enumerate(prefetch(source, D0, slots=1)))
+        assert all(is_batch(d, i) for i, d in enumerate(source))
+
+    def test_a_loader_that_pins_its_batches(self) -> None:
+        """Its workers send packed batches, and its thread pins each of them."""
+        samples = [{"x": torch.full((100,), float(i)), "n": {"y": i}} for i in range(24)]
+        loader = DataLoader(samples, 4, num_workers=1, collate_fn=collate, pin_memory=True)  # pyright: ignore[reportArgumentType]
+        assert all(d.is_packed and d.is_pinned() for d in loader)
+        with strict.delays(0, 1000):
+            seen = [(d["x"].mean(1).cpu().tolist(), d["n", "y"].cpu().tolist()) for d in prefetch(loader, D0)]
+        assert seen == [(list(range(i, i + 4)),) * 2 for i in range(0, 24, 4)]
 
     def test_a_break_leaves_no_copy_under_way(self) -> None:
         memory = batch(1, 3 * MIB).pin_memory()
