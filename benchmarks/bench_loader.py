@@ -213,7 +213,7 @@ def overlap_case(device: torch.device) -> Case:
     samples = Size(20, (512, 1024)).samples(4)
     batches = [DeviceDict(sample).pack().pin_memory() for sample in samples]
     loader = [batches[i % len(batches)] for i in range(STEPS)]
-    synchronize = torch.get_device_module(device).synchronize
+    synchronize = torch.accelerator.synchronize
     square = torch.rand(1024, 1024, device=device)
     into, total = torch.empty_like(square), torch.zeros(1024, device=device)
 

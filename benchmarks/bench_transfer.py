@@ -126,11 +126,6 @@ def moves(device: torch.device) -> list[Move]:
     return [Move("H2D", pageable, device), *(pinned if capabilities(device).pinned_memory else []), back]
 
 
-def synchronizer() -> Callable[[], None]:
-    device = harness.accelerator()
-    return getattr(torch.get_device_module(device), "synchronize", lambda: None)
-
-
 def tensors(x: Any) -> list[Tensor]:
     """The tensors in the container or result of a contender."""
     return [x] if isinstance(x, Tensor) else list(x.values())
@@ -138,7 +133,6 @@ def tensors(x: Any) -> list[Tensor]:
 
 def moving(move: Move, one: Contender) -> Prepare:
     """A contender of a move, until all copies have ended. Its result is one tensor with all bytes."""
-    synchronize = synchronizer()
 
     def make(source: Fields) -> Any:
         placed = {key: move.start(field) for key, field in source.items()}
@@ -153,7 +147,7 @@ def moving(move: Move, one: Contender) -> Prepare:
 
     names: dict[str, Any] = {"to": move.end, "arrived": arrived, "send_to_device": send_to_device}
     code = f"out = {one.code}; synchronize()"
-    return statement(code, make, "arrived(out)", "synchronize()", synchronize=synchronize, **names)
+    return statement(code, make, "arrived(out)", "synchronize()", synchronize=torch.accelerator.synchronize, **names)
 
 
 def move_cases(device: torch.device) -> list[Case]:
@@ -217,7 +211,7 @@ CHANGED: dict[str, dict[str, int]] = {
 
 def sweep_cases(device: torch.device) -> list[Case]:
     """Moves of 40 fields. Each measurement of a DeviceDict first sets all constants."""
-    names: dict[str, Any] = {"vars": vars(transfer), "synchronize": synchronizer()}
+    names: dict[str, Any] = {"vars": vars(transfer), "synchronize": torch.accelerator.synchronize}
 
     def here(s: Fields) -> DeviceDict:
         return DeviceDict({key: field.to(device) for key, field in s.items()})
