@@ -116,11 +116,21 @@ def _is_float_dtype(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def raise_at(d: TreeDict[Any], i: int, error: Exception) -> NoReturn:
-    """Raise ``error`` of tensor ``i`` of ``d._tensors()`` with its path. Errors of classes of users stay unchanged."""
-    if type(error) not in (RuntimeError, TypeError, ValueError, IndexError) or is_out_of_memory(error):
-        raise error
-    raise type(error)(f"{dotted(_path(d, i))}: {error}") from error
+def call_each(d: TreeDict[Any], function: Callable[..., Any], *others: Sequence[Any]) -> list[Any]:
+    """Call ``function`` with each tensor of ``d``, and with the value of each of ``others`` at its index.
+
+    Errors name the path of the tensor. Errors of classes of users stay unchanged.
+    """
+    results: list[Any] = []
+    try:
+        for group in zip(d._tensors(), *others, strict=True):
+            results.append(function(*group))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        known = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
+        if type(error) not in known or is_out_of_memory(error):
+            raise
+        raise type(error)(f"{dotted(_path(d, len(results)))}: {error}") from error
+    return results
 
 
 def _path(d: TreeDict[Any], i: int) -> Path:

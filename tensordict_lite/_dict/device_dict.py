@@ -400,13 +400,7 @@ class DeviceDict(TreeDict[V]):
         """
         if not callable(function):
             raise TypeError(f"map takes a function of a tensor, got {type(function).__name__}")
-        groups = zip(self._tensors(), *[arithmetic.match(self, other, "map") for other in others], strict=True)
-        results: list[Any] = []
-        try:
-            for group in groups:
-                results.append(function(*group))
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            arithmetic.raise_at(self, len(results), error)
+        results = arithmetic.call_each(self, function, *[arithmetic.match(self, other, "map") for other in others])
         first = next((canonical(result.device) for result in results if isinstance(result, Tensor)), self._device)
         out = self._new(self, first, self._policy)
         insert(out, self._replace_tensors(results, None))
@@ -1072,28 +1066,7 @@ class DeviceDict(TreeDict[V]):
         """
         return arithmetic.tolist(self if self._device is None or self._device == CPU else self.cpu())
 
-    # --- functions of torch, and operators ---
-
-    if not TYPE_CHECKING:
-        # Type checkers refuse the operators. See `refuse_operator` for the reason why there are none.
-        __add__ = torch_functions.refuse_operator("+", "torch.add", "add_")
-        __radd__ = torch_functions.refuse_operator("+", "torch.add", reflected=True)
-        __sub__ = torch_functions.refuse_operator("-", "torch.sub", "sub_")
-        __rsub__ = torch_functions.refuse_operator("-", "torch.sub", reflected=True)
-        __mul__ = torch_functions.refuse_operator("*", "torch.mul", "mul_")
-        __rmul__ = torch_functions.refuse_operator("*", "torch.mul", reflected=True)
-        __truediv__ = torch_functions.refuse_operator("/", "torch.div", "div_")
-        __rtruediv__ = torch_functions.refuse_operator("/", "torch.div", reflected=True)
-        __floordiv__ = torch_functions.refuse_operator("//", "torch.floor_divide")
-        __rfloordiv__ = torch_functions.refuse_operator("//", "torch.floor_divide", reflected=True)
-        __mod__ = torch_functions.refuse_operator("%", "torch.remainder")
-        __rmod__ = torch_functions.refuse_operator("%", "torch.remainder", reflected=True)
-        __pow__ = torch_functions.refuse_operator("**", "torch.pow")
-        __rpow__ = torch_functions.refuse_operator("**", "torch.pow", reflected=True)
-        __matmul__ = torch_functions.refuse_operator("@", "torch.matmul")
-        __rmatmul__ = torch_functions.refuse_operator("@", "torch.matmul", reflected=True)
-        __neg__ = torch_functions.refuse_operator("-", "torch.neg")
-        __abs__ = torch_functions.refuse_operator("abs()", "torch.abs")
+    # --- functions of torch ---
 
     @classmethod
     def __torch_function__(
@@ -1325,6 +1298,8 @@ class DeviceDict(TreeDict[V]):
 
 for _name, _way in INSTEAD.items():
     setattr(DeviceDict, _name, NoAttribute(_name, _way))
+for _name, _refuse in torch_functions.refused_operators():  # not in the class, so that type checkers refuse them too
+    setattr(DeviceDict, _name, _refuse)
 
 
 def _nested_items(td: Any) -> dict[str, Any]:

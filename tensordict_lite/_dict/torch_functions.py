@@ -7,7 +7,7 @@ guess. A function that does not compute takes the dict as it takes any dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -73,12 +73,36 @@ def _refuse_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     raise TypeError(f"{name} takes no {kind}; call it for every field: {shown}, or for one field: d[key]")
 
 
-def refuse_operator(symbol: str, function: str, in_place: str = "", reflected: bool = False) -> Callable[..., NoReturn]:
-    """A method for an operator that raises ``TypeError`` and shows what to write. ``reflected``: for ``other + d``.
+_OPERATORS = (
+    ("add", "+", "torch.add", "add_"),
+    ("sub", "-", "torch.sub", "sub_"),
+    ("mul", "*", "torch.mul", "mul_"),
+    ("truediv", "/", "torch.div", "div_"),
+    ("floordiv", "//", "torch.floor_divide", ""),
+    ("mod", "%", "torch.remainder", ""),
+    ("pow", "**", "torch.pow", ""),
+    ("matmul", "@", "torch.matmul", ""),
+)
+"""For each operator of two operands: its method, its symbol, the function of torch, and the method that is in place."""
+
+
+def refused_operators() -> Iterator[tuple[str, Callable[..., NoReturn]]]:
+    """The name of each method for an arithmetic operator, and a function that refuses the operator.
 
     Note: there are no arithmetic operators. ``|`` merges dicts and ``==`` gives one bool, as for every dict. An
     elementwise ``+`` beside these operators would mislead: some readers would expect it to merge, as for a Counter.
     """
+    for name, symbol, function, in_place in _OPERATORS:
+        yield f"__{name}__", _refuse_operator(symbol, function, in_place)
+        yield f"__r{name}__", _refuse_operator(symbol, function, reflected=True)
+    yield "__neg__", _refuse_operator("-", "torch.neg")
+    yield "__abs__", _refuse_operator("abs()", "torch.abs")
+
+
+def _refuse_operator(
+    symbol: str, function: str, in_place: str = "", reflected: bool = False
+) -> Callable[..., NoReturn]:
+    """A method for an operator that raises ``TypeError`` and shows what to write. ``reflected``: for ``other + d``."""
 
     def refuse(self: TreeDict[Any], *operands: Any) -> NoReturn:
         kind = type(self).__name__
@@ -108,12 +132,7 @@ def _like(function: Any, fills: bool) -> Callable[..., Any]:
             _refuse_function(function, (d, *args), kwargs)
         if fills:
             arithmetic.refuse_encoded(d, f"torch.{function.__name__}")
-        made: list[Tensor] = []
-        for path, tensor in tensor_paths(d):
-            try:
-                made.append(function(tensor, *args, **kwargs))
-            except RuntimeError as error:
-                raise RuntimeError(f"{dotted(path)}: {error}") from error
+        made = arithmetic.call_each(d, lambda tensor: function(tensor, *args, **kwargs))
         device = canonical(made[0].device) if made else d._device
         return d._replace_tensors(made, device)
 
@@ -169,14 +188,9 @@ def where(condition: Any, input: Any, other: Any) -> Any:
     def values(given: Any) -> Sequence[Any]:
         return arithmetic.match(d, given, "torch.where") if isinstance(given, Mapping) else [given] * count
 
-    made: list[Tensor] = []
-    for (path, _), group in zip(
-        tensor_paths(d), zip(values(condition), values(input), values(other), strict=True), strict=True
-    ):
-        try:
-            made.append(torch.where(*group))
-        except RuntimeError as error:
-            raise RuntimeError(f"{dotted(path)}: {error}") from error
+    made = arithmetic.call_each(
+        d, lambda _, *group: torch.where(*group), values(condition), values(input), values(other)
+    )
     return d._replace_tensors(made, d._device)
 
 
