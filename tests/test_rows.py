@@ -394,8 +394,8 @@ class TestRows:
         assert packed.is_packed and packed["x"].tolist() == [[2, 2], [1, 1], [1, 1], [0, 0]]
 
 
-class TestShortPaths:
-    """`index_select` validates most indices. What it cannot validate, or a changed table, takes the longer path."""
+class TestEveryKindOfIndex:
+    """For each dtype and shape of a field, and after a field was added or removed."""
 
     DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64)
 
