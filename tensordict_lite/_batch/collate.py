@@ -218,7 +218,7 @@ class _Walk:
     """Builds the dicts of a batch from all samples at once, depth first, and lists their tensor fields.
 
     `collect` calls one method for each field, which it finds by the type of the values. The method gets the dict of the
-    field, the path, and the column: the values of all samples. It returns the encoder of the key if they are strings.
+    field, the path, and the values of all samples. It returns the encoder of the key if the values are strings.
     """
 
     __slots__ = ("count", "device", "fields", "jagged", "moves", "packs", "pads")
@@ -243,19 +243,19 @@ class _Walk:
         if self.pads:
             self.pads.require_new(samples[0], at, "the samples")
         used: dict[str, Any] = {}
-        for key, column in values_by_key(samples, at, "sample", are_dicts):
+        for key, values in values_by_key(samples, at, "sample", are_dicts):
             if not isinstance(key, str):
                 refuse_key(key, at)
             path = (*at, key)
             builtin_dict.__setitem__(batch, key, None)
-            kind: Any = type(column[0])
-            if list(map(type, column)).count(kind) != count:
+            kind: Any = type(values[0])
+            if list(map(type, values)).count(kind) != count:
                 kind = None
             if chooses and kind is not dict and self.may_differ(path):
                 method = _RAGGED.get(kind, _Walk.other_ragged)
             else:
-                method = _COLUMNS.get(kind, _Walk.others)
-            encoder = method(self, batch, path, column)
+                method = _METHODS.get(kind, _Walk.others)
+            encoder = method(self, batch, path, values)
             if encoder is not None:
                 used[key] = encoder
         if used:
@@ -295,74 +295,74 @@ class _Walk:
 
     # One method for each kind of value
 
-    def tensors(self, batch: DeviceDict[Any], path: Path, column: Sequence[Tensor]) -> None:
+    def tensors(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor]) -> None:
         """Plain tensors. The first stands for all: torch.stack compares the others, but would promote their dtypes."""
-        first, device, dtypes = column[0], self.device, list(map(_dtype, column))
+        first, device, dtypes = values[0], self.device, list(map(_dtype, values))
         here = first.is_cpu if device is CPU else first.device == device
         if here and dtypes.count(dtypes[0]) == self.count and not first.requires_grad:
-            self.fields.append((batch, path, column, (dtypes[0], first.shape, True)))
+            self.fields.append((batch, path, values, (dtypes[0], first.shape, True)))
         else:
-            self.examine(batch, path, column)
+            self.examine(batch, path, values)
 
-    def nested(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> None:
+    def nested(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> None:
         refuse_deeper(path)
-        trees = _trees(column)
+        trees = _trees(values)
         own = merged_policy(trees, path, "sample") if trees else None
         kind = type(trees[0]) if trees else dict
         cls, policy = kind_nested(type(batch), path[-1], kind, own, trees[0] if trees else (), batch._policy)
         nested = cls._new((), self.device, policy)
         builtin_dict.__setitem__(batch, path[-1], nested)
-        self.collect(column, nested, path, list(map(type, column)).count(dict) == self.count)
+        self.collect(values, nested, path, list(map(type, values)).count(dict) == self.count)
 
-    def numbers(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+    def numbers(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Python numbers, or lists of them."""
-        kind = type(column[0])
-        items = _one_type(chain.from_iterable(column)) if kind is list else kind
-        value = _numbers(column, items, batch._policy)
-        return self.others(batch, path, column) if value is None else self.add(batch, path, value)
+        kind = type(values[0])
+        items = _one_type(chain.from_iterable(values)) if kind is list else kind
+        value = _numbers(values, items, batch._policy)
+        return self.others(batch, path, values) if value is None else self.add(batch, path, value)
 
-    def arrays(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
-        if len(set(map(_array_kind, column))) > 1 or column[0].dtype not in _NUMPY_DTYPES:
-            return self.others(batch, path, column)
-        return self.scalars(batch, path, column)
+    def arrays(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
+        if len(set(map(_array_kind, values))) > 1 or values[0].dtype not in _NUMPY_DTYPES:
+            return self.others(batch, path, values)
+        return self.scalars(batch, path, values)
 
-    def scalars(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> None:
+    def scalars(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> None:
         """NumPy numbers, or arrays of one dtype and shape."""
-        array, dtype = np.array(column), batch._policy.dtype
+        array, dtype = np.array(values), batch._policy.dtype
         floating = array.dtype.kind == "f" and dtype is not None
         self.add(batch, path, torch.from_numpy(array).to(dtype) if floating else array)
 
-    def others(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+    def others(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Any values: of several types, of unusual types, or values that another method could not convert."""
-        kinds = set(map(type, column))
+        kinds = set(map(type, values))
         if all(issubclass(kind, Tensor) for kind in kinds):
-            return self.examine(batch, path, column)
+            return self.examine(batch, path, values)
         are_mappings = {issubclass(kind, Mapping) for kind in kinds}
         are_strings = {issubclass(kind, str) for kind in kinds}
         if are_mappings == {True}:
-            return self.nested(batch, path, column)
+            return self.nested(batch, path, values)
         if True in are_mappings or len(are_strings) > 1:
-            raise_mismatch(column, path, "sample")
-        kind = _one_type(column)
+            raise_mismatch(values, path, "sample")
+        kind = _one_type(values)
         if kind is np.ndarray or (kind is not None and issubclass(kind, np.number)):
-            if len({(value.shape, value.dtype.kind in "UT" or value.dtype) for value in column}) == 1:
-                return self.together(batch, path, column, np.stack(column))
-            return self.one_by_one(batch, path, column)  # NumPy would promote them
+            if len({(value.shape, value.dtype.kind in "UT" or value.dtype) for value in values}) == 1:
+                return self.together(batch, path, values, np.stack(values))
+            return self.one_by_one(batch, path, values)  # NumPy would promote them
         if False in are_strings and any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds):
-            return self.one_by_one(batch, path, column)
-        return self.together(batch, path, column)
+            return self.one_by_one(batch, path, values)
+        return self.together(batch, path, values)
 
-    def together(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], whole: Any = None) -> object:
+    def together(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any], whole: Any = None) -> object:
         """Convert all samples in one call. ``whole``: the samples as one value; None: as a list."""
         try:
-            value, encoder = convert(list(column) if whole is None else whole, self.device, batch._policy, path)
+            value, encoder = convert(list(values) if whole is None else whole, self.device, batch._policy, path)
         except (TypeError, ValueError) as error:
-            return self.one_by_one(batch, path, column, error)  # its error names the sample
+            return self.one_by_one(batch, path, values, error)  # its error names the sample
         if encoder is not None:
             return self.add_codes(batch, path, value, encoder)
         if isinstance(value, Tensor):
             return self.add(batch, path, value)
-        return self.one_by_one(batch, path, column, keep=True)  # keeps the values of a column, not the column
+        return self.one_by_one(batch, path, values, keep=True)  # keeps the values of a column, not the column
 
     def add_codes(self, batch: DeviceDict[Any], path: Path, codes: Any, encoder: object) -> object:
         codes = place_codes(batch, codes, self.device, path)
@@ -383,46 +383,46 @@ class _Walk:
         """Whether the field is in ``pad`` or ``jagged``."""
         return self.is_jagged(path) or self.pads.at(path) is not None
 
-    def ragged_lists(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
+    def ragged_lists(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Lists. Padded lists of numbers become one tensor of all numbers."""
-        numbers = [] if self.is_jagged(path) else list(chain.from_iterable(column))
+        numbers = [] if self.is_jagged(path) else list(chain.from_iterable(values))
         flat = _numbers(numbers, _one_type(numbers), batch._policy)
         if flat is None:
-            return self.other_ragged(batch, path, column)
+            return self.other_ragged(batch, path, values)
         return self.pad(
             batch,
             path,
             torch.as_tensor(flat, device=self.device),
-            list(map(len, column)),
+            list(map(len, values)),
             cast(Any, self.pads.at(path)),
         )
 
-    def other_ragged(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any]) -> object:
-        mappings = any(issubclass(kind, Mapping) for kind in set(map(type, column)))
-        return (self.others if mappings else self.one_by_one)(batch, path, column)
+    def other_ragged(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
+        mappings = any(issubclass(kind, Mapping) for kind in set(map(type, values)))
+        return (self.others if mappings else self.one_by_one)(batch, path, values)
 
-    def ragged(self, batch: DeviceDict[Any], path: Path, column: Sequence[Tensor], encoder: object = None) -> None:
+    def ragged(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], encoder: object = None) -> None:
         """Tensors: pad them, or make a nested tensor of them."""
-        column = self.moved(column) if self.moves else column
+        values = self.moved(values) if self.moves else values
         encoder = encoder or batch._policy.encoders.get(path[-1])
         jagged, pad = self.is_jagged(path), self.pads.at(path) or Pad()
-        if not jagged and encoder is not None and padding(encoder, *column) is not None:
+        if not jagged and encoder is not None and padding(encoder, *values) is not None:
             raise_encoded(path, pad)
-        column = widened(column, encoder) or column
-        dims = list(map(Tensor.dim, column))
-        lengths = dims if 0 in dims else [tensor.size(0) for tensor in column]
+        values = widened(values, encoder) or values
+        dims = list(map(Tensor.dim, values))
+        lengths = dims if 0 in dims else [tensor.size(0) for tensor in values]
         if not (jagged or pad._always) and dims.count(dims[0]) == lengths.count(lengths[0]) == self.count:
-            return self.examine(batch, path, column, encoder)
+            return self.examine(batch, path, values, encoder)
         joined = failure = None
-        if list(map(_dtype, column)).count(column[0].dtype) == dims.count(dims[0] or -1) == self.count:
+        if list(map(_dtype, values)).count(values[0].dtype) == dims.count(dims[0] or -1) == self.count:
             try:
-                joined = join_jagged(column) if jagged else torch.cat(tuple(column))
+                joined = join_jagged(values) if jagged else torch.cat(tuple(values))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 failure = error
         if joined is None or joined.device != self.device:
-            self.refuse(path, column, failure)
+            self.refuse(path, values, failure)
         if jagged:
             builtin_dict.__setitem__(batch, path[-1], joined)
         else:
@@ -440,23 +440,23 @@ class _Walk:
             builtin_dict.__setitem__(batch, key, None)
             self.add(batch, (*path[:-1], key), extra)
 
-    def moved(self, column: Sequence[Tensor]) -> Sequence[Tensor]:
+    def moved(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         """The samples of a field, all on the device of the batch."""
-        misplaced = {id(tensor): tensor for tensor in column if tensor.device != self.device}
+        misplaced = {id(tensor): tensor for tensor in values if tensor.device != self.device}
         if not misplaced:
-            return column
+            return values
         moved = dict(zip(misplaced, transfer(list(misplaced.values()), self.device), strict=True))
-        return tuple([moved.get(id(tensor), tensor) for tensor in column])
+        return tuple([moved.get(id(tensor), tensor) for tensor in values])
 
     # Fields with an unusual sample: find it, raise its error, or store the field outside the buffer
 
-    def examine(self, batch: DeviceDict[Any], path: Path, column: Sequence[Any], encoder: object = None) -> None:
+    def examine(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any], encoder: object = None) -> None:
         """Look at every sample of a field to stack."""
-        column = self.moved(column) if self.moves else column
-        wide = widened(column, encoder or batch._policy.encoders.get(path[-1])) or column
-        here = all(tensor.device == self.device for tensor in column)
+        values = self.moved(values) if self.moves else values
+        wide = widened(values, encoder or batch._policy.encoders.get(path[-1])) or values
+        here = all(tensor.device == self.device for tensor in values)
         if not here or len({(tensor.layout, tensor.is_nested or tensor.shape, tensor.dtype) for tensor in wide}) > 1:
-            self.refuse(path, column)
+            self.refuse(path, values)
         if self.packs and not find_unpackable([tensor.resolve_neg() for tensor in wide]):
             self.fields.append((batch, path, tuple(wide), (wide[0].dtype, wide[0].shape, True)))
             return
@@ -465,13 +465,13 @@ class _Walk:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.refuse(path, column, error)
+            self.refuse(path, values, error)
 
     def one_by_one(
         self,
         batch: DeviceDict[Any],
         path: Path,
-        column: Sequence[Any],
+        values: Sequence[Any],
         reason: Exception | None = None,
         *,
         keep: bool = False,
@@ -483,16 +483,16 @@ class _Walk:
                 converted, but the results cannot be stacked.
             keep: keep the samples as a list of objects if they are not all tensors.
         """
-        converted, encoder, differ = list(column), None, self.may_differ(path)
+        converted, encoder, differ = list(values), None, self.may_differ(path)
         # An empty list gets the dtype of the other samples.
         filled = [
-            i for i, value in enumerate(column) if not (differ and isinstance(value, (list, tuple)) and not value)
+            i for i, value in enumerate(values) if not (differ and isinstance(value, (list, tuple)) and not value)
         ]
         filled = filled or range(self.count)
         for i in filled:
-            if not isinstance(column[i], Tensor):
+            if not isinstance(values[i], Tensor):
                 try:
-                    converted[i], encoder = convert(column[i], self.device, batch._policy, path)
+                    converted[i], encoder = convert(values[i], self.device, batch._policy, path)
                 except (TypeError, ValueError) as error:
                     raise type(error)(f"sample {i}: {error}") from error
         model = converted[filled[0]]
@@ -505,36 +505,36 @@ class _Walk:
         if not keep and any(isinstance(value, (Tensor, Mapping)) for value in converted):
             if reason is not None:
                 raise reason
-            raise_mismatch(column, path, "sample")
-        builtin_dict.__setitem__(batch, path[-1], list(column))
+            raise_mismatch(values, path, "sample")
+        builtin_dict.__setitem__(batch, path[-1], list(values))
         return None
 
-    def refuse(self, path: Path, column: Sequence[Tensor], error: Exception | None = None) -> NoReturn:
+    def refuse(self, path: Path, values: Sequence[Tensor], error: Exception | None = None) -> NoReturn:
         """Raise the error that names the first sample that cannot be joined with sample 0."""
-        for tensor in column:
+        for tensor in values:
             if tensor.device != self.device:
                 raise DeviceMismatchError.at(path, self.device, tensor.device)
-        first, key, pad, hint = column[0], path[-1], self.pads.at(path), ""
+        first, key, pad, hint = values[0], path[-1], self.pads.at(path), ""
         if self.is_jagged(path):
             hint = "; jagged= lets the first dimension differ only"
-            for i, tensor in enumerate(column):
+            for i, tensor in enumerate(values):
                 if not tensor.dim() or tensor.is_nested or tensor.layout is not torch.strided:
                     raise ValueError(
                         f"{dotted(path)}: a jagged field takes dense samples of at least one dimension, "
                         f"sample {i} has {described(tensor)}"
                     )
         elif pad is not None:
-            hint = "; pad= fills up the first dimension only" if len(set(map(_dtype, column))) == 1 else ""
-            if not any(map(Tensor.dim, column)):
+            hint = "; pad= fills up the first dimension only" if len(set(map(_dtype, values))) == 1 else ""
+            if not any(map(Tensor.dim, values)):
                 raise ValueError(
                     f"{dotted(path)}: {pad!r} pads the first dimension, and the samples are single numbers"
                 )
-        elif all(differ_in_length(tensor, first) for tensor in column):
+        elif all(differ_in_length(tensor, first) for tensor in values):
             hint = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, jagged=[{key!r}]"
-        raise_mismatch(column, path, "sample", error, hint, differ_in_length if self.may_differ(path) else None)
+        raise_mismatch(values, path, "sample", error, hint, differ_in_length if self.may_differ(path) else None)
 
 
-_COLUMNS: Mapping[Any, Callable[..., Any]] = {
+_METHODS: Mapping[Any, Callable[..., Any]] = {
     Tensor: _Walk.tensors,
     dict: _Walk.nested,
     str: _Walk.together,
@@ -542,8 +542,8 @@ _COLUMNS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((list, *_NUMPY_TYPES), _Walk.numbers),
     **dict.fromkeys((dtype.type for dtype in _NUMPY_DTYPES), _Walk.scalars),
 }
-"""How to convert a column whose values all have this type. `_Walk.others` converts all others."""
-_HOST = _COLUMNS.keys() - {Tensor, dict}
+"""How to convert the values of a field if all have this type. `_Walk.others` converts all others."""
+_HOST = _METHODS.keys() - {Tensor, dict}
 _RAGGED: Mapping[Any, Callable[..., Any]] = {Tensor: _Walk.ragged, list: _Walk.ragged_lists}
 """The same for fields in ``pad`` or ``jagged``. `_Walk.other_ragged` converts all others."""
 

@@ -116,10 +116,10 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
     return out
 
 
-def _joined(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _joined(fields: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     out: list[Tensor] = []
-    for column in columns:
-        out += column
+    for samples in fields:
+        out += samples
     return out
 
 

@@ -100,41 +100,41 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
     join: Any = torch.stack if verb == "stack" else torch.cat
     policy = merged_policy(trees, at, "dict")
     items: dict[str, Any] = {}
-    for key, column in values_by_key(trees, at, "dict"):
+    for key, values in values_by_key(trees, at, "dict"):
         path = (*at, key)
-        if isinstance(column[0], Tensor):
+        if isinstance(values[0], Tensor):
             encoder = policy.encoders.get(key)
-            along = dim if encoder is None else _leading_dim(column[0], encoder, verb, dim, path)
-            rows = verb == "cat" and along == 0 and column[0].is_nested  # torch has no `cat` of nested tensors
-            if rows and not all([isinstance(value, Tensor) and is_jagged(value) for value in column]):  # noqa: C419
-                raise_mismatch(column, path, "dict")
+            along = dim if encoder is None else _leading_dim(values[0], encoder, verb, dim, path)
+            rows = verb == "cat" and along == 0 and values[0].is_nested  # torch has no `cat` of nested tensors
+            if rows and not all([isinstance(value, Tensor) and is_jagged(value) for value in values]):  # noqa: C419
+                raise_mismatch(values, path, "dict")
             try:
-                items[key] = cat_jagged(column) if rows else join(column, along)
+                items[key] = cat_jagged(values) if rows else join(values, along)
             except torch.OutOfMemoryError:
                 raise
             except IndexError as error:  # the dimension does not exist
                 raise IndexError(f"{dotted(path)}: {error}") from error
             except (RuntimeError, TypeError, AttributeError) as error:  # nested tensors raise the last
-                if verb == "cat" and not column[0].dim():
+                if verb == "cat" and not values[0].dim():
                     raise ValueError(
                         f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
                     ) from error
-                wide = widened(column, encoder)
+                wide = widened(values, encoder)
                 if wide is None:
                     raise_mismatch(
-                        column, path, "dict", error, "", partial(_can_cat, along=along) if verb == "cat" else None
+                        values, path, "dict", error, "", partial(_can_cat, along=along) if verb == "cat" else None
                     )
                 items[key] = join(wide, along)
-        elif isinstance(column[0], TreeDict):
-            if not all(isinstance(value, TreeDict) for value in column):
-                raise_mismatch(column, path, "dict")
-            items[key] = _join(column, verb, dim, device, path)
-        elif any(isinstance(value, (Tensor, TreeDict)) for value in column):
-            raise_mismatch(column, path, "dict")
-        elif verb == "cat" and all(isinstance(value, list) for value in column):
-            items[key] = [item for value in column for item in value]
+        elif isinstance(values[0], TreeDict):
+            if not all(isinstance(value, TreeDict) for value in values):
+                raise_mismatch(values, path, "dict")
+            items[key] = _join(values, verb, dim, device, path)
+        elif any(isinstance(value, (Tensor, TreeDict)) for value in values):
+            raise_mismatch(values, path, "dict")
+        elif verb == "cat" and all(isinstance(value, list) for value in values):
+            items[key] = [item for value in values for item in value]
         else:
-            items[key] = list(column)
+            items[key] = list(values)
     return trees[0]._new(items, device, policy)
 
 
@@ -195,7 +195,7 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
 
 
 def raise_mismatch(
-    column: Sequence[Any],
+    values: Sequence[Any],
     path: Path,
     noun: str,
     error: Exception | None = None,
@@ -206,9 +206,9 @@ def raise_mismatch(
 
     ``may_differ``: whether a value may differ from value 0 all the same.
     """
-    for i, value in enumerate(column):
-        if described(value) != described(column[0]) and not (may_differ and may_differ(value, column[0])):
-            message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(column[0])}{hint}"
+    for i, value in enumerate(values):
+        if described(value) != described(values[0]) and not (may_differ and may_differ(value, values[0])):
+            message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(values[0])}{hint}"
             raise ValueError(message) from error
     raise ValueError(f"{dotted(path)}: torch cannot join these {noun}s; it says: {error}") from error
 

@@ -249,14 +249,14 @@ def _filled_up(tensor: Tensor, dim: int, length: int, pad: Pad) -> Tensor:
     return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], dim)
 
 
-def widened(column: Sequence[Tensor], encoder: object) -> Sequence[Tensor] | None:
+def widened(values: Sequence[Tensor], encoder: object) -> Sequence[Tensor] | None:
     """The codes of strings, padded to the largest width. None if they cannot be padded or have one width already."""
-    number = padding(encoder, *column)
-    if number is None or any(codes.is_nested for codes in column):
+    number = padding(encoder, *values)
+    if number is None or any(codes.is_nested for codes in values):
         return None
-    widths = [codes.shape[-1] for codes in column]
+    widths = [codes.shape[-1] for codes in values]
     return (
-        None if len(set(widths)) == 1 else tuple([_filled_up(codes, -1, max(widths), Pad(number)) for codes in column])
+        None if len(set(widths)) == 1 else tuple([_filled_up(codes, -1, max(widths), Pad(number)) for codes in values])
     )
 
 
@@ -268,33 +268,33 @@ def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[
     out = [dict(tree) for tree in trees]
     for key in list(out[0]):
         path = (*at, key)
-        column = [items.get(key) for items in out]
-        if all(isinstance(value, TreeDict) for value in column):
-            for items, value in zip(out, pad_rows(cast("Any", column), pads, path), strict=True):
+        values = [items.get(key) for items in out]
+        if all(isinstance(value, TreeDict) for value in values):
+            for items, value in zip(out, pad_rows(cast("Any", values), pads, path), strict=True):
                 items[key] = value
             continue
         pad = pads.at(path)
-        if pad is None or not all(isinstance(value, Tensor) for value in column):
+        if pad is None or not all(isinstance(value, Tensor) for value in values):
             continue
-        _pad_column(out, key, cast("list[Tensor]", column), pad, path, trees[0]._policy.encoders.get(key))
+        _pad_field(out, key, cast("list[Tensor]", values), pad, path, trees[0]._policy.encoders.get(key))
     return [tree._new(items, tree._device, tree._policy) for tree, items in zip(trees, out, strict=True)]
 
 
-def _pad_column(
-    out: Sequence[dict[str, Any]], key: str, column: Sequence[Tensor], pad: Pad, path: Path, encoder: object
+def _pad_field(
+    out: Sequence[dict[str, Any]], key: str, values: Sequence[Tensor], pad: Pad, path: Path, encoder: object
 ) -> None:
-    if padding(encoder, *column) is not None:
+    if padding(encoder, *values) is not None:
         raise_encoded(path, pad)
         return
-    for i, value in enumerate(column):
+    for i, value in enumerate(values):
         if value.dim() < 2:
             raise ValueError(
                 f"{dotted(path)}: pad= of cat fills up the second dimension, dict {i} has {described(value)}"
             )
-    for value in column:
+    for value in values:
         require_fit(pad, value.dtype, path)
-    length = pad._length(max(value.shape[1] for value in column))
-    for i, (items, value) in enumerate(zip(out, column, strict=True)):
+    length = pad._length(max(value.shape[1] for value in values))
+    for i, (items, value) in enumerate(zip(out, values, strict=True)):
         rows, own = value.shape[:2]
         made = extra_fields([own] * rows, length, pad)
         items[key] = _filled_up(value, 1, length, pad)

@@ -293,7 +293,7 @@ def dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]
         if limit is not None and len(at) >= limit:
             refuse_deeper(at)
         for key, value in one.items():
-            if type(value) is not Tensor and isinstance(value, TreeDict):  # isinstance takes 10x longer than `is`
+            if type(value) is not Tensor and isinstance(value, TreeDict):
                 left.append(((*at, key), value))
     return found
 

@@ -456,7 +456,7 @@ def _together_or_alone(by_dtype: dict[torch.dtype, list[int]], tensors: list[Ten
 
 def _one_copy(tensors: list[Tensor]) -> Tensor:
     """A copy of the elements of tensors of one dtype."""
-    if len(tensors) == 1:  # takes less time than cat
+    if len(tensors) == 1:
         return tensors[0].clone(memory_format=torch.contiguous_format).view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
