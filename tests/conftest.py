@@ -24,7 +24,7 @@ multiprocessing.set_forkserver_preload(["tensordict_lite.distributed"])
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
 
-collect_ignore = [] if simulated.AVAILABLE else ["test_cuda.py"]  # of an accelerator, which that torch has by name only
+collect_ignore = [] if simulated.AVAILABLE else ["test_capabilities.py", "test_cuda.py", "test_transfer.py"]
 HAS_STREAMS = simulated.REAL_STREAMS or torch.cuda.is_available()
 ACCELERATORS = ["sim", *([pytest.param("cuda", marks=pytest.mark.device)] if torch.cuda.is_available() else [])]
 

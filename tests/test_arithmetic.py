@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from files import compiles
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -751,6 +752,7 @@ def test_on_an_accelerator(device: torch.device) -> None:
     unchanged(d, lambda: d.add_(on), DeviceMismatchError, "'a' is on")
 
 
+@compiles
 def test_transforms_and_modes() -> None:
     d = sample()
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from files import DTYPES, OPAQUE
+from files import DTYPES, OPAQUE, compiles
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -211,6 +211,7 @@ class TestPytree:
         checkpoint(lambda d: DeviceDict({"y": d["x"] * 3}), x, use_reentrant=False)["y"].sum().backward()
         assert x["x"].grad.tolist() == [3.0, 3.0]  # pyright: ignore[reportOptionalMemberAccess]
 
+    @compiles
     def test_export(self) -> None:
         class Model(torch.nn.Module):
             def forward(self, batch: DeviceDict) -> DeviceDict:

@@ -220,6 +220,7 @@ class TestSize:
             ]
         assert [d["x"].is_shared() for d in batches] == [not is_thread] * 2
 
+    @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
     def test_pinning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Tensor, "pin_memory", lambda self, device=None: self.clone())
         for d in DataLoader(Wide(1 << 16), 4, num_workers=1, collate_fn=collate, pin_memory=True):

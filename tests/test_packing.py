@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from files import DTYPES
+from files import DTYPES, compiles
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -632,6 +632,7 @@ class TestPickled:
 
 
 class TestUnderTransforms:
+    @compiles
     def test_compiled_code_takes_packed_and_unpacked_alike(self) -> None:
         """One compilation for both, and a write into one packed field is right."""
         compiled = []
@@ -650,6 +651,7 @@ class TestUnderTransforms:
             assert out["y"].tolist() == [[1, 3, 5], [7, 9, 11]] and d["x"].sum() == 30 and d["n", "y"].sum() == 6
         assert len(compiled) == 1
 
+    @compiles
     def test_packing_within_compiled_code_does_nothing(self) -> None:
         @torch.compile(fullgraph=True, backend="eager")
         def step(d: DeviceDict) -> DeviceDict:

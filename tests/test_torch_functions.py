@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from files import compiles
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -430,6 +431,7 @@ class TestWhatStays:
         checkpoint(block, DeviceDict({"x": x}), torch.ones((), requires_grad=True), use_reentrant=reentrant).backward()
         assert reentrant or torch.allclose(x.grad, x.exp())
 
+    @compiles
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @pytest.mark.parametrize("reentrant", [True, False])
     @pytest.mark.parametrize("call", [pytest.param(with_argument, marks=LOST), with_capture])
@@ -463,6 +465,7 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     "run", [pytest.param(run, id=name, marks=LOST if name == "where" else ()) for name, run in COMPILED.items()]
 )
+@compiles
 def test_in_one_graph(run: Callable[[Any], Any], backend: str) -> None:
     torch._dynamo.reset()
     got, expected = torch.compile(run, fullgraph=True, backend=backend)(sample()), run(sample())

@@ -774,6 +774,7 @@ class TestSurvival:
             d.x = torch.ones(1)
 
 
+@compiles
 class TestCompiled:
     OPERATIONS: ClassVar[dict[str, Callable[[Batch], Any]]] = {
         "read": lambda d: d.image + d.obs.state.sum(),
@@ -933,6 +934,7 @@ class TestDefaults:
         with pytest.raises(ValueError, match=r"^Bad\.x: expected Int\[Tensor, '3'\], got float32\[\]"):
             bad()
 
+    @compiles
     def test_in_one_graph(self) -> None:
         torch._dynamo.reset()
         run = torch.compile(lambda x: Scaled(x=x * 2).x + 1, fullgraph=True, backend="eager")

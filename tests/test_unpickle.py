@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from files import compiles
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -156,6 +157,7 @@ def test_nor_does_a_file_of_torch_save(name: str, protocol: int) -> None:
     assert "tensordict_lite.unpickle.rebuild" in assert_public(pickled)
 
 
+@compiles
 def test_nor_does_an_exported_program(tmp_path: Path) -> None:
     class Sum(nn.Module):
         def forward(self, d: DeviceDict) -> DeviceDict:

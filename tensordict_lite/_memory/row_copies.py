@@ -76,7 +76,7 @@ def _take(t: Tensor, index: Tensor) -> Tensor:
             return _select_into(new_buffer(nbytes, CPU).view(t.dtype).view(shape), t, index)
     try:
         return t.index_select(0, index)  # 0.3x to 0.6x the time of `t[index]` (`bench_rows.py`)
-    except NotImplementedError:  # for unsigned integers in tensors of one dimension
+    except RuntimeError:  # for unsigned integers in tensors of one dimension; NotImplementedError from torch 2.8 on
         return as_bits(t).index_select(0, index).view(t.dtype)
 
 
