@@ -163,6 +163,11 @@ class TestToTheDevice:
             assert is_batch(moved) and moved.device == D1
         assert first.in_time and torch.accelerator.current_device_index() == 0
 
+    def test_the_memory_of_a_copy_to_another_device_is_not_used_again_before(self) -> None:
+        with strict.held("sim:1") as stream:
+            moved = [batch(1, SLOT, i).to(D1) for i in range(4)]
+        assert stream.in_time and all(is_batch(d, i) for i, d in enumerate(moved))
+
 
 class TestToTheHost:
     @pytest.mark.parametrize("pack", [False, True])
@@ -189,6 +194,11 @@ class TestToTheHost:
         d.cpu()
         strict.reset()
         assert is_batch(d.cpu()) and strict.counts().waits == 1
+
+    def test_larger_tensors_are_copied_one_by_one(self) -> None:
+        d = batch(3, FETCHED_TENSOR + 4).to(D0)
+        strict.reset()
+        assert is_batch(d.cpu()) and strict.counts().waits == 3
 
     @pytest.mark.parametrize("options", [{"copy": True}, {"dtype": torch.float64}])
     def test_a_single_tensor_is_complete(self, options: dict[str, Any]) -> None:
