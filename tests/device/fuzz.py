@@ -261,8 +261,8 @@ class Moves:
             for key, tensor in flat(self.d).items():
                 if tensor.dtype not in COUNTABLE or is_expanded(tensor):
                     continue
-                if id(tensor) not in changed:
-                    changed.add(id(tensor))
+                if tensor.data_ptr() not in changed:  # two fields may have the same memory
+                    changed.add(tensor.data_ptr())
                     tensor.add_(1)
                 self.values[key] = self.values[key] + 1
         self.note("add 1")
