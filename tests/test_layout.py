@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from files import DTYPES
+from files import DTYPES, OPAQUE
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,7 +151,7 @@ def test_a_layout_of_a_batch_keeps_no_data() -> None:
 
 
 def test_the_tests_cover_every_dtype() -> None:
-    assert set(DTYPES.values()) == PACKABLE
+    assert {*DTYPES.values(), *OPAQUE.values()} == PACKABLE
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")

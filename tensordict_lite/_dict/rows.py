@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
@@ -18,7 +18,6 @@ from .._memory.jagged import is_jagged, select_row, select_rows
 from .._memory.row_copies import group_equal, take_batch, take_rows
 from .._tree.missing import closest
 from .._tree.tree import TreeDict, tensor_paths
-from .._tree.walk import only_tensors
 from .row_assignment import assign_rows
 from .row_index import integers, row_index
 
@@ -72,12 +71,12 @@ class Rows(Dataset[D]):
         (tensor(1), tensor([3, 1]), tensor([2, 3]))
         """
         d = self._dict
-        count = _row_count(d)
+        tensors, flat, count = _fields(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
         if isinstance(at, Tensor):
-            return _copy_rows(d, at, count, take_rows)
-        made = [tensor[at] if type(tensor) is Tensor else _part(tensor, at) for tensor in d._tensors()]
-        return _with_rows(d, made, lambda kept: kept[at], count)
+            return _with_rows(d, take_rows(tensors, at), flat, at, count)
+        made = [tensor[at] for tensor in tensors] if flat else [_part(tensor, at) for tensor in tensors]
+        return _with_rows(d, made, flat, at, count)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
         """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.
@@ -97,11 +96,11 @@ class Rows(Dataset[D]):
         [['a', 'b', 'c', 'd'], ['e', 'f']]
         """
         d = self._dict
-        count = _row_count(d)
+        tensors, flat, count = _fields(d)
         at = row_index(indices, count, d._device)
         if not isinstance(at, Tensor):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
-        return Rows(_copy_rows(d, at, count, lambda tensors, index: take_batch(tensors, index, d._device)))
+        return Rows(_with_rows(d, take_batch(tensors, at, d._device), flat, at, count))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
@@ -170,7 +169,7 @@ class Rows(Dataset[D]):
                 raise TypeError("batches takes a generator with shuffle=True only")
             return (self[start : min(start + size, end)] for start in range(0, end, size))
         parts = self._permutation("batches", generator)[:end].split(size) if end else ()
-        return (_copy_rows(self._dict, at, count, take_rows) for at in parts)
+        return (_copy_rows(self._dict, at) for at in parts)
 
     def split(self, size: int | Sequence[int]) -> list[D]:
         """Split the rows into chunks, as ``torch.split`` does.
@@ -210,7 +209,7 @@ class Rows(Dataset[D]):
         [1, 2, 3]
         """
         d = self._dict
-        return _copy_rows(d, self._permutation("shuffle", generator), len(self), take_rows)
+        return _copy_rows(d, self._permutation("shuffle", generator))
 
     def flatten(self, dims: int = 2) -> D:
         """Merge the first ``dims`` dimensions of every field into one: ``[T, B, ...]`` becomes ``[T * B, ...]``.
@@ -274,7 +273,7 @@ class Rows(Dataset[D]):
             ranks = torch.empty_like(order)
             ranks[order] = which.repeat_interleave(counts)
             _, order, counts = group_equal(ranks)
-        ordered = _copy_rows(d, order, count, take_rows)
+        ordered = _copy_rows(d, order)
         return dict(zip(names, Rows(ordered).split(integers(counts)), strict=True))
 
     def _permutation(self, method: str, generator: torch.Generator | None) -> Tensor:
@@ -339,13 +338,21 @@ def _sizes(given: Any) -> int | list[int]:
         raise TypeError(f"split takes a size or a list of sizes, got {given!r}") from None
 
 
-def _row_count(d: TreeDict[Any]) -> int:
-    """The number of rows. Raises ``ValueError`` with the shapes if the fields do not agree."""
+def _fields(d: TreeDict[Any]) -> tuple[list[Tensor], bool, int]:
+    """The tensors of the tree, whether they are all its values and plain, and the number of rows.
+
+    Raises ``ValueError`` with the shapes if the fields do not agree.
+    """
+    tensors, flat = d._tensors_and_kind()
     try:
-        (count,) = {tensor.shape[0] for tensor in d._tensors()}
+        (count,) = {tensor.shape[0] for tensor in tensors}
     except (IndexError, ValueError):  # a field without dimensions; none or several sizes
         _refuse_fields(d)
-    return count
+    return tensors, flat, count
+
+
+def _row_count(d: TreeDict[Any]) -> int:
+    return _fields(d)[2]
 
 
 def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
@@ -380,28 +387,32 @@ def _part(tensor: Tensor, at: int | slice) -> Tensor:
     return select_rows(tensor, at) if isinstance(at, slice) else select_row(tensor, at)
 
 
-def _copy_rows(d: D, index: Tensor, count: int, take: Callable[[Sequence[Tensor], Tensor], list[Tensor]]) -> D:
-    """The rows at ``index`` as new tensors. ``take`` copies the rows of all tensors of the tree in one call."""
-    return _with_rows(d, take(d._tensors(), index), lambda kept: [kept[i] for i in integers(index)], count)
+def _copy_rows(d: D, index: Tensor) -> D:
+    """The rows at ``index``, which has rows only, as new tensors."""
+    tensors, flat, count = _fields(d)
+    return _with_rows(d, take_rows(tensors, index), flat, index, count)
 
 
-def _with_rows(d: D, made: Sequence[Tensor], pick: Callable[[list[Any]], Any], count: int) -> D:
-    """The same tree with some of its ``count`` rows.
+def _with_rows(d: D, made: Sequence[Tensor], flat: bool, at: int | slice | Tensor, count: int) -> D:
+    """The same tree with the rows ``at`` of its ``count`` rows.
 
-    ``made``: these rows of each tensor of the tree. ``pick`` takes them from a kept list with one item per row.
+    ``made``: these rows of each tensor of the tree. ``flat``: its values are plain tensors.
     """
-    if only_tensors(d.values()):
+    if flat:
         return d._new(zip(d, made, strict=True), d._device, d._policy)
-    return _rebuilt(d, iter(made), pick, count)
+    return _rebuilt(d, iter(made), integers(at) if isinstance(at, Tensor) else at, count)
 
 
-def _rebuilt(d: Any, made: Iterator[Tensor], pick: Callable[[list[Any]], Any], count: int) -> Any:
+def _rebuilt(d: Any, made: Iterator[Tensor], at: int | slice | list[int], count: int) -> Any:
+    """The same tree with the tensors in ``made``, and the objects ``at`` of kept lists with one object per row."""
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, Tensor):
             items[key] = next(made)
         elif isinstance(value, TreeDict):
-            items[key] = _rebuilt(value, made, pick, count)
+            items[key] = _rebuilt(value, made, at, count)
+        elif isinstance(value, list) and len(value) == count:
+            items[key] = [value[i] for i in at] if isinstance(at, list) else value[at]
         else:
-            items[key] = pick(value) if isinstance(value, list) and len(value) == count else value
+            items[key] = value
     return d._new(items, d._device, d._policy)
