@@ -128,7 +128,9 @@ def check(what: str, tensors: dict[Key, Tensor], values: Values) -> None:
 
 
 def addresses(d: DeviceDict) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in flat(d).values() if t.numel()}
+    """Where storages and tensors start. An array of NumPy starts at the tensor, and not at its storage."""
+    tensors = [t for t in flat(d).values() if t.numel()]
+    return {address for t in tensors for address in (t.untyped_storage().data_ptr(), t.data_ptr())}
 
 
 def overwrite(d: DeviceDict) -> None:
