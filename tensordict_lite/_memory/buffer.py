@@ -17,7 +17,7 @@ from .layout import ALIGNMENT, Layout
 BY_VALUE = 512 << 10
 """The largest buffer in bytes that is faster through a pipe, by value, than in shared memory.
 
-Time by value / time in shared memory, for batches of 12 fields from 2 workers:
+Time by value / time in shared memory, for batches of 12 fields from 2 workers (``bench_loader.py``):
 
 ====== ====== ======= ======= ===== =====
 16 KiB 64 KiB 256 KiB 512 KiB 1 MiB 2 MiB
@@ -29,7 +29,7 @@ HUGE = 32 << 20
 """Larger new buffers on the CPU use huge pages. The C library reuses the memory of smaller buffers, so they need no new
 pages."""
 _CLEAR_ALL_LIMIT = 32 << 10
-"""Bytes of a buffer for each run with gaps. Up to this size it is faster to clear the whole buffer than each gap."""
+"""Bytes of a buffer for each run with gaps. Up to this size the whole buffer is cleared, else each gap."""
 
 
 def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
@@ -40,7 +40,7 @@ def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
 
 
 def _huge_buffer(nbytes: int) -> Tensor:
-    # NumPy asks the system for huge pages, and torch does not. Copies of rows into 48 MiB are 3.5 times as fast.
+    # NumPy asks the system for huge pages, and torch does not. So the system prepares fewer pages.
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return torch.from_numpy(memory[start : start + nbytes])
@@ -84,7 +84,7 @@ def view_over(
     device: torch.device,
 ) -> Tensor:
     """A tensor over a storage on ``device``. ``stride`` and ``offset`` count elements of ``dtype``."""
-    # `.data` is a new tensor with its own version counter. It executes 0.33x the instructions of `torch.empty`.
+    # `.data` is a new tensor with its own version counter.
     empty = without_elements(dtype, device, torch.is_inference_mode_enabled())
     return empty.data.set_(storage, offset, shape, stride)
 
@@ -113,7 +113,6 @@ def regions(buffer: Tensor, layout: Layout) -> list[Tensor]:
     The tensor is [members, *shape] in the run's dtype, or [*shape] for a run of one field. The tensors share memory,
     but no version counter.
     """
-    # This takes 0.4x the time of one view of the buffer for each dtype and slices of those views (7 runs).
     storage, device, start = buffer.untyped_storage(), buffer.device, int(buffer.storage_offset())
     return [
         view_over(storage, run.dtype, shape, stride, offset + start // run.dtype.itemsize, device)
@@ -178,8 +177,7 @@ def views_of(layout: Layout, sources: Sequence[Tensor], out: list[Tensor] | dict
     another.
     """
     for run, region in zip(layout.runs, sources, strict=True):
-        # `.data` gives the view its own version counter. `unbind` and `.data` take 0.7 us per field, a new tensor over
-        # the storage 1.6 us. A region of one field has its own version counter already.
+        # `.data` gives the view its own version counter. A region of one field has its own already.
         if len(run.members) == 1:
             out[run.members[0]] = region
         else:

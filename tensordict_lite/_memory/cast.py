@@ -85,7 +85,7 @@ def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError):  # the tensor may require grad; a test before the call takes longer
+    except (TypeError, RuntimeError):  # the tensor may require grad
         pass
     try:
         return tensor.numpy(force=True)  # detach, and resolve conjugate and negative bits, in one C call

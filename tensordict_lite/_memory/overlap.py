@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
 from .layout import dense_stride
+from .packed import packable
 
 
 def is_expanded(t: Tensor) -> bool:
@@ -41,7 +43,7 @@ def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     except NotImplementedError:  # sparse tensors and some subclasses have no storage
         return True
     if all([s.resizable() for s in (*ours, *theirs)]):  # noqa: C419  (faster)
-        # torch allocated these storages, so two of them have no memory in common. This takes 0.5x the time.
+        # torch allocated these storages, so two of them have no memory in common.
         return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
     spans = [([s.data_ptr() for s in group], [s.data_ptr() + s.nbytes() for s in group]) for group in (ours, theirs)]
     return _overlap(*spans[0], *spans[1])
@@ -55,3 +57,22 @@ def _overlap(starts: list[int], ends: list[int], their_starts: list[int], their_
         if bisect_left(starts, end) != bisect_right(ends, start):
             return True
     return False
+
+
+def are_slices(tensors: Sequence[Tensor]) -> bool:
+    """Whether some packable tensors are parts of larger storages, and no two of them overlap.
+
+    Pickle would write the whole storage for each. Tensors that overlap are left to ``torch.save``, which keeps the
+    overlap.
+    """
+    distinct = {id(t): t for t in tensors}.values()
+    found = [t for t in distinct if packable(t) and t.numel()]
+    if all(t.untyped_storage().nbytes() == t.nbytes for t in found):
+        return False
+    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in found)
+    return all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+def _extent(t: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    return (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -143,25 +142,6 @@ def _fields(specs: tuple[Spec | None, ...]) -> tuple[Layout, dict[int, int], tup
     layout = lay_out(groups)
     offsets = {i: run.offset + n * run.step for run in layout.runs if run.step for n, i in enumerate(run.members)}
     return (layout, offsets, layout.saved) if offsets else None
-
-
-def are_slices(tensors: Sequence[Tensor]) -> bool:
-    """Whether some packable tensors are parts of larger storages, and no two of them overlap.
-
-    Pickle would write the whole storage for each. Tensors that overlap are left to ``torch.save``, which keeps the
-    overlap.
-    """
-    distinct = {id(t): t for t in tensors}.values()
-    found = [t for t in distinct if packable(t) and t.numel()]
-    if all(t.untyped_storage().nbytes() == t.nbytes for t in found):
-        return False
-    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in found)
-    return all(end <= start for (_, end), (start, _) in pairwise(spans))
-
-
-def _extent(t: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    return (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize
 
 
 def map_buffer(

@@ -231,7 +231,6 @@ class TableWriter:
             buffer.narrow(0, first - start, number)
             for buffer, start, first, number in zip(self._buffers, written.lengths, extent.lengths, added, strict=True)
         ]
-        # One call takes 0.7x the time of a call for each column.
         torch._foreach_copy_(into, tensors)
         self._extents = after, written
 
