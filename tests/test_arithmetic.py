@@ -106,10 +106,10 @@ class TestMap:
     def test_another_value_than_a_mapping(self) -> None:
         unchanged(
             d := sample(),
-            lambda: d.map(torch.add, 1),
+            lambda: d.map(torch.add, 1),  # type: ignore[arg-type]
             TypeError,
             "map takes mappings with the keys of this DeviceDict, got an int; bind any other value in a lambda",
-        )  # type: ignore[arg-type]
+        )
         other = sample().to("meta")
         with pytest.raises(DeviceMismatchError, match=r"^'a' is on meta in the other mapping"):
             d.map(torch.add, other)
@@ -591,10 +591,10 @@ def test_the_order_of_arguments_and_the_field_of_an_error() -> None:
     d = sample()
     unchanged(
         d,
-        lambda: d.lerp_(0.01, d),
+        lambda: d.lerp_(0.01, d),  # type: ignore[arg-type]
         TypeError,
         "lerp_ takes the other mapping first and the weight second: lerp_(other, 0.01)",
-    )  # type: ignore[arg-type]
+    )
     wrong = d.to_dict()
     wrong["n"]["b"] = torch.ones(7)
     unchanged(

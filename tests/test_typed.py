@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional
 import numpy as np
 import pytest
 import torch
-from files import OLD_DYNAMO
+from files import OLD_DYNAMO, compiles
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
