@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
@@ -283,10 +284,12 @@ def without_collector() -> Iterator[None]:
     gc.freeze()  # the objects below are those of the block
     try:
         yield
-        kept = list(map(tuple, map(torch.Tensor.size, tensors_in(gc.get_objects()))))
+        end = time.monotonic() + 2  # a thread of Gloo frees the tensors of a call a little later
+        while (kept := sizes_in(gc.get_objects())) and time.monotonic() < end:
+            time.sleep(0.01)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        garbage = list(map(tuple, map(torch.Tensor.size, tensors_in(gc.garbage))))
+        garbage = sizes_in(gc.garbage)
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -296,10 +299,10 @@ def without_collector() -> Iterator[None]:
     assert not kept, f"tensors are alive after the call, of the shapes {kept}"
 
 
-def tensors_in(objects: list[Any]) -> list[Tensor]:
-    """The tensors with memory of their own: caches keep tensors on meta, and tensors without elements."""
+def sizes_in(objects: list[Any]) -> list[tuple[int, ...]]:
+    """The sizes of the tensors with memory of their own: caches keep tensors on meta, and tensors without elements."""
     found = [one for one in objects if issubclass(type(one), Tensor)]
-    return [one for one in found if not one.is_meta and one.numel()]
+    return [tuple(one.size()) for one in found if not one.is_meta and one.numel()]
 
 
 def names_of(cls: type) -> set[str]:
