@@ -9,25 +9,9 @@ from typing import Any
 import pytest
 import simulated
 import torch
+from batches import Batch, batch
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat, collate, stack
-
-
-class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):
-    """At module level, as what is pickled must be."""
-
-
-def batch(n: int = 6) -> Batch:
-    return Batch(
-        {
-            "x": torch.arange(2.0 * n).reshape(n, 2),
-            "s": ["a", "b", "c"] * (n // 3),
-            "name": [f"n{i}" for i in range(n)],
-            "n": {"id": torch.arange(n), "file": [f"f{i}" * (1 + i) for i in range(n)], "e": {}},
-            "o": [None] * (n - 1) + [{1}],
-            "meta": object,
-        }
-    )
 
 
 class TestStackAndCat:

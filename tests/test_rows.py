@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import Batch, batch
 from files import DTYPES
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
@@ -17,23 +18,6 @@ from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
 def inference_tensor(size: int = 2) -> torch.Tensor:
     with torch.inference_mode():
         return torch.zeros(size)
-
-
-class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):
-    """At module level, as what is pickled must be."""
-
-
-def batch(n: int = 6) -> Batch:
-    return Batch(
-        {
-            "x": torch.arange(2.0 * n).reshape(n, 2),
-            "s": ["a", "b", "c"] * (n // 3),
-            "name": [f"n{i}" for i in range(n)],
-            "n": {"id": torch.arange(n), "file": [f"f{i}" * (1 + i) for i in range(n)], "e": {}},
-            "o": [None] * (n - 1) + [{1}],
-            "meta": object,
-        }
-    )
 
 
 class TestRows:
@@ -84,11 +68,11 @@ class TestRows:
         image = torch.arange(64 << 10, dtype=torch.int32).reshape(64, 1024).repeat(1, 160)
         d = DeviceDict({"image": image, "label": torch.arange(64), "u": image.view(torch.uint32)})
         index = torch.arange(63, -1, -1)
-        for batch in (d.rows[index], d.rows[index].pack(), d.pack().clone()):
-            batch._check()
-            assert len(batch.rows) == 64 and batch["image"].data_ptr() % 64 == 0
-            same = torch.arange(64) if batch["label"][0] == 0 else index
-            assert torch.equal(batch["image"], image[same]) and torch.equal(batch["u"].view(torch.int32), image[same])
+        for one in (d.rows[index], d.rows[index].pack(), d.pack().clone()):
+            one._check()
+            assert len(one.rows) == 64 and one["image"].data_ptr() % 64 == 0
+            same = torch.arange(64) if one["label"][0] == 0 else index
+            assert torch.equal(one["image"], image[same]) and torch.equal(one["u"].view(torch.int32), image[same])
         shared = d.rows[index].pack().share_memory_()
         assert shared.is_packed and shared["image"].is_shared() and torch.equal(shared["image"], image[index])
         assert pickle.loads(pickle.dumps(shared)) == shared

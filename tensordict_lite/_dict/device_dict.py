@@ -147,7 +147,7 @@ class DeviceDict(TreeDict[V]):
 
     def _begin(self, data: Items | None, device: DeviceLike | None, options: Mapping[str, Any]) -> None:
         """Set the device and the policy of a new dict, before ``data`` is inserted."""
-        # Up to torch 2.10, Dynamo puts the data into the new dict before it calls `__init__`.
+        # In torch 2.10, Dynamo puts the data into the new dict before it calls `__init__`.
         used = self or (hasattr(self, "_device") and self._device is not None)
         if used and not torch.compiler.is_compiling():
             raise TypeError(f"this {type(self).__name__} is already constructed; use update to add items")
@@ -1021,7 +1021,7 @@ class DeviceDict(TreeDict[V]):
         Args:
             other: a dict on any device, with the keys, dtypes, shapes and encoders of this dict. A plain mapping is
                 converted first, with the options of this dict.
-            non_blocking: as in `to`: True: do not change a pinned source before the copy is complete.
+            non_blocking: as in `to`. True: do not change a pinned source before the copy is complete.
 
         Raises: ``ValueError`` that names the field for other keys, dtypes, shapes or encoders; ``RuntimeError`` for a
             field that cannot be written, such as an expanded tensor; the errors of `to`. Nothing is written then.

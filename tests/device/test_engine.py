@@ -504,23 +504,24 @@ class TestCapture:
         assert capabilities(D0) == known[D0]
 
 
+def reusing_memory(pin: bool) -> Iterator[DeviceDict]:
+    """A loader that fills the same memory with each of its 12 batches."""
+    memory = batch(3, 100_000)
+    memory = memory.pin_memory() if pin else memory
+    for i in range(12):
+        for key in memory:
+            memory[key].fill_(i)
+        yield memory
+
+
 class TestPrefetch:
     @pytest.mark.parametrize("pin", [False, True])
     @pytest.mark.parametrize("consume", [0.0, 0.004])
     @pytest.mark.parametrize("max_bytes", [None, 1, 300_000])
     def test_a_loader_may_use_its_memory_again(self, pin: bool, consume: float, max_bytes: int | None) -> None:
-        memory = batch(3, 100_000)
-        memory = memory.pin_memory() if pin else memory
-
-        def source() -> Iterator[DeviceDict]:
-            for i in range(12):
-                for key in memory:
-                    memory[key].fill_(i)
-                yield memory
-
         with strict.delays(0, 2000):
             sums: list[Tensor] = []
-            for d in prefetch(source(), D0, depth=3, max_bytes=max_bytes):
+            for d in prefetch(reusing_memory(pin), D0, depth=3, max_bytes=max_bytes):
                 torch.ops.strict.busy(consume, D0)
                 sums.append(torch.empty(3, device=D0).copy_(torch.stack([t[:1] for t in d.values()]).flatten()))
                 del d
@@ -628,19 +629,10 @@ class TestStaticInputs:
     @pytest.mark.parametrize("consume", [0.0, 0.004])
     def test_a_slot_is_filled_after_the_work_on_it(self, consume: float, slots: int, pin: bool) -> None:
         """And a batch is read after its copy, while its loader uses its memory again."""
-        memory = batch(3, 100_000)
-        memory = memory.pin_memory() if pin else memory
-
-        def source() -> Iterator[DeviceDict]:
-            for i in range(12):
-                for key in memory:
-                    memory[key].fill_(i)
-                yield memory
-
         sums: list[Tensor] = []
         slot_of: list[int] = []
         with strict.delays(0, 2000):
-            for d in prefetch(source(), D0, slots=slots):
+            for d in prefetch(reusing_memory(pin), D0, slots=slots):
                 torch.ops.strict.busy(consume, D0)
                 sums.append(torch.empty(3, device=D0).copy_(torch.stack([t[:1] for t in d.values()]).flatten()))
                 slot_of.append(d["k0"].data_ptr())
