@@ -517,19 +517,25 @@ class TestReaders:
             assert table == sample() and load(tmp_path / "t") == sample(503)
         assert table == sample()
 
-    def test_other_programs_read_every_column(self, tmp_path: Path, small_buffers: None) -> None:
-        def plainly() -> tuple[Tensor, set[str]]:
-            with safe_open(str(tmp_path / "t" / "x.safetensors"), "pt") as file:
-                return file.get_tensor("x"), set(file.keys())
-
-        with RowWriter(tmp_path / "t", like=sample()) as writer:
-            assert len(plainly()[0]) == 0
-            for first in range(0, 900, 100):
-                writer.write(sample(100, first))
+    def test_other_programs_read_every_column_at_rest(self, tmp_path: Path, small_buffers: None) -> None:
+        folder = tmp_path / "t"
+        for first in range(0, 900, 300):
+            with RowWriter(folder, append=True) if first else RowWriter(folder, like=sample()) as writer:
+                writer.write(sample(300, first))
                 writer.flush()
-                assert torch.equal(plainly()[0], sample(first + 100)["x"])
-        assert plainly()[1] == {"x"}
-        assert load(tmp_path / "t" / "x.safetensors")["x"].shape == (900, 2)
+                assert load(folder) == sample(first + 300)
+            with safe_open(str(folder / "x.safetensors"), "pt") as file:
+                assert set(file.keys()) == {"x"} and torch.equal(file.get_tensor("x"), sample(first + 300)["x"])
+        assert load(folder / "x.safetensors")["x"].shape == (900, 2)
+
+    def test_the_header_means_nothing_while_a_writer_is_open(self, tmp_path: Path) -> None:
+        with RowWriter(tmp_path / "t", like=sample()) as writer:
+            writer.write(sample())
+            writer.flush()
+            with open(tmp_path / "t" / "x.safetensors", "r+b") as file:
+                file.write(b"!" * 4096)
+            assert load(tmp_path / "t") == sample()
+        assert load(tmp_path / "t" / "x.safetensors")["x"].shape == (3, 2)
 
     @pytest.mark.slow
     def test_loading_beside_a_writer(self, tmp_path: Path) -> None:
@@ -651,9 +657,8 @@ whole["x"].zero_()
         column, index = tmp_path / "t" / "x.safetensors", tmp_path / "t" / "table.json"
         with open(column, "r+b") as file:  # a file with a hole
             file.truncate(4096 + (rows << 20))
-            file.seek(0)
-            file.write(table_writer.Column("x.safetensors", "x", torch.uint8, (1 << 20,)).header(rows))
         index.write_text(index.read_text().replace('"rows":1,', f'"rows":{rows},'))
+        RowWriter(tmp_path / "t", append=True).close()  # writes the header
         table = load(tmp_path / "t")
         assert len(table.rows) == rows and table["x"][0, -1] == 1 and table["x"][-1, 0] == 0
         assert len(ForkingPickler.dumps(table.select("x"))) < 3000
@@ -818,21 +823,6 @@ class TestDamaged:
         refused(folder, message)
         assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
-    @pytest.mark.parametrize(
-        ("column", "message"),
-        [
-            ({"name": "y"}, "header of 'x.safetensors' does not describe 3 rows"),
-            ({"dtype": "int32"}, "describe 3 rows of int32"),
-            ({"shape": [1, 2]}, "does not describe"),
-            ({"shape": [1]}, "does not describe"),
-        ],
-    )
-    def test_a_column_of_another_table(self, tmp_path: Path, column: Any, message: str) -> None:
-        folder = written(tmp_path / "t", sample())
-        edited(folder, lambda index: index["columns"][0].update(column))
-        with pytest.raises(InvalidFileError, match=message):
-            load(folder)
-
     def test_zero_width_with_many_rows(self, tmp_path: Path) -> None:
         folder = written(tmp_path / "t", {"x": torch.zeros(2, 0)})
         edited(
@@ -967,9 +957,10 @@ def test_rows_that_a_crash_left_are_removed(tmp_path: Path, small_buffers: None)
         file.write(bytes(1000))  # rows that were not flushed
     assert load(folder) == sample()
     (folder / ".table.json.tmp").touch()
+    RowWriter(folder, append=True).close()
+    assert (folder / "x.safetensors").stat().st_size == 4096 + 24
+    assert ".table.json.tmp" not in os.listdir(folder)
     with RowWriter(folder, append=True) as writer:
-        assert (folder / "x.safetensors").stat().st_size == 4096 + 24
-        assert ".table.json.tmp" not in os.listdir(folder)
         writer.write(sample(3, 3))
     assert load(folder) == sample(6)
 
@@ -1038,8 +1029,8 @@ def test_an_interrupt_between_any_two_lines(
 
     stop = 1
     while run(stop):
-        stop += 7
-    assert stop > 100
+        stop += 5
+    assert stop > 80
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")

@@ -19,7 +19,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -217,17 +216,16 @@ class TestRoundTrip:
 class TestReaders:
     def test_other_programs_read_both_files(self, tmp_path: Path, small_buffers: None) -> None:
         folder = tmp_path / "t"
-        with new(folder) as writer:
-            assert load_file(folder / "text.offsets.safetensors")["text.offsets"].tolist() == [0]
+        new(folder).close()
+        assert load_file(folder / "text.offsets.safetensors")["text.offsets"].tolist() == [0]
+        with RowWriter(folder, append=True) as writer:
             for first in range(0, 900, 100):
                 writer.write(sample(100, first))
                 writer.flush()
-                values = load_file(folder / "text.safetensors")["text"].numpy().tobytes()
-                ends = cast("list[int]", load_file(folder / "text.offsets.safetensors")["text.offsets"].tolist())
-                found = [values[a:b].decode() for a, b in pairwise(ends)]
-                assert found == texts(first + 100)
-        with safe_open(str(folder / "text.offsets.safetensors"), "pt") as file:
-            assert list(file.keys()) == ["text.offsets"]
+                assert load(folder).decode("text") == texts(first + 100)
+        values = load_file(folder / "text.safetensors")["text"].numpy().tobytes()
+        ends = cast("list[int]", load_file(folder / "text.offsets.safetensors")["text.offsets"].tolist())
+        assert [values[a:b].decode() for a, b in pairwise(ends)] == texts(900)
 
     def test_a_reader_keeps_its_view(self, tmp_path: Path, small_buffers: None) -> None:
         with new(tmp_path / "t") as writer:
@@ -447,10 +445,6 @@ class TestDamaged:
             ({"file": "../x", "name": "x"}, r"'../x' is no name of a column file"),
             ({"file": "text.safetensors", "name": "text"}, "two columns have the same file"),
             ({"file": "y.safetensors", "name": "y"}, "two columns have the same file"),
-            (
-                {"file": "text.offsets.safetensors", "name": "x"},
-                "header of 'text.offsets.safetensors' does not describe",
-            ),
         ],
     )
     def test_a_forged_index(self, tmp_path: Path, offsets: Any, message: str) -> None:

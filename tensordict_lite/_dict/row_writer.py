@@ -42,8 +42,9 @@ class RowWriter:
     - ``writer.close()``: flush, and release the table. ``with RowWriter(...) as writer:`` closes it.
     - ``len(writer)``: the number of rows, including rows that are not flushed.
 
-    After a crash, the table has every row of the last `flush`, and it shows no part of a row. The next writer removes
-    what the crash left. One writer at a time can open a table. Any number of readers can load it at the same time.
+    After a crash, the table has every row of the last `flush`, and it shows no part of a row. The next writer that is
+    closed removes what the crash left. One writer at a time can open a table. Any number of readers can load it at the
+    same time.
 
     Args:
         folder: the folder of the table. It is created if it does not exist.
@@ -167,7 +168,9 @@ class RowWriter:
         self._table.flush()
 
     def close(self) -> None:
-        """Flush, and let another writer open the table. A second call does nothing.
+        """Flush, write the headers of the columns, and let another writer open the table. A second call does nothing.
+
+        Then any program can read the columns as safetensors files.
 
         Raises: the errors of `flush`; the table is released even then. Cost: as `flush`.
 

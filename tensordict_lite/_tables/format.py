@@ -3,9 +3,8 @@
 ``table.json`` has the schema and the row count, and it is replaced atomically. Its row count alone says which rows the
 table has. A column file may have more rows, from a writer that has not called ``flush`` yet.
 
-A column file starts with a safetensors header of fixed size, so that the writer can replace the header in place. The
-rows follow. ``flush`` describes the rows in the header. Safetensors accepts a file only if its header describes all of
-its bytes, so other programs cannot read a column to which rows were written after the last ``flush``.
+A column file has room for a safetensors header, and the rows follow. While a writer is open, the header means nothing.
+``close`` writes the headers: then the table is at rest, and any safetensors reader opens every column.
 
 A jagged column has two files: the values of all rows, one row after the other, and ``offsets``. Row ``i`` has the
 values from ``offsets[i]`` to ``offsets[i + 1]``. So the row count alone says how many values the table has.
@@ -33,9 +32,10 @@ INDEX = "table.json"
 """The file with the schema and the row count."""
 TABLE_VERSION = 1
 _PAGE = 4096
-"""The size of a header in bytes is a multiple of this. So a new header is in the same disk block as the old header."""
+"""The size of a header in bytes is a multiple of this."""
 _DIGITS = 19
-"""The width of each number in a header. The largest int64 has this many digits."""
+"""The width of each number in a header, so that a header for any number of rows has the same size: the largest int64
+has this many digits."""
 _FILE = re.compile(r"\w[\w.~-]{0,150}\.safetensors", re.ASCII)
 
 
@@ -64,31 +64,17 @@ class Column(NamedTuple):
 
     @property
     def header_size(self) -> int:
-        """The size of each header of this column in bytes. The first row follows the header."""
+        """The size of the header in bytes. The first row follows."""
         return len(self.header(0))
 
     def header(self, rows: int) -> bytes:
         """The header of a file with this many rows."""
-        # The two numbers have the same width in every header. So a program finds valid JSON, even if it reads while a
-        # writer replaces the header.
         dtype, shape = stored_as(self.dtype, self.shape)
         sizes = ",".join([f"{rows:{_DIGITS}}", *map(str, shape)])
         entry = f'{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[0,{rows * self.nbytes:{_DIGITS}}]}}'
         text = f"{{{json.dumps(self.name)}:{entry}}}".encode()
         size = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
         return size.to_bytes(8, "little") + text.ljust(size)
-
-    def has_header(self, header: bytes) -> bool:
-        """Whether a header is one of this column, for any number of rows: only the row count of the table counts."""
-        try:
-            return _without_rows(header) == _without_rows(self.header(0))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return False
-
-
-def _without_rows(header: bytes) -> dict[str, Any]:
-    """The dtype and the shape of a row, by the name of the tensor. Raises an error for a damaged header."""
-    return {name: (entry["dtype"], entry["shape"][1:]) for name, entry in json.loads(header[8:]).items()}
 
 
 class TableIndex(NamedTuple):

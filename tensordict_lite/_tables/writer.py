@@ -4,8 +4,8 @@ The order of the steps gives these guarantees after a crash at any moment:
 
 - The table has the rows of the last `flush` that returned, or of the `flush` that was running. `flush` replaces
   ``table.json`` last, when all of its rows are on the disk.
-- The next writer removes everything that a crash left. Then every column is a safetensors file again. Until then, a
-  file may have rows that its header does not describe, and other programs refuse such a file.
+- `close` truncates each file after its last row, and writes its header. So the next writer that closes the table heals
+  everything that a crash left. Until then, other programs refuse the files, and `load` reads the table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
 from .format import INDEX, Column, choose_names, index_text, offsets_column, read_index
-from .reader import check_file, check_offsets, missing_column, rows_in
+from .reader import check_offsets, check_size, missing_column, rows_in
 
 try:
     import fcntl
@@ -182,7 +182,6 @@ class TableWriter:
         self._extents = (extent, extent)
         """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
         since an interrupt may come between any two steps."""
-        self._touched = False  # whether bytes were written after the last `flush`
         self._failed: OSError | None = None
         """The error of a flush to disk, without its traceback."""
         self.closed = False
@@ -239,15 +238,23 @@ class TableWriter:
         self.refuse_unusable()
         with self._explained():
             self._write_buffers()
-            if self._touched:
-                self._publish()
+            if self.rows != self._flushed:
+                self._sync_columns()
+                self.write_index()
 
     def close(self) -> None:
-        """Flush, and release the table. Raises the errors of `flush`."""
+        """Flush, make each column a safetensors file, and release the table. Raises the errors of `flush`."""
         if self.closed:
             return
         try:
-            self.flush()
+            self.refuse_unusable()
+            with self._explained():
+                self._write_buffers()
+                for i in range(len(self._columns)):
+                    self._finish(i)
+                self._sync_columns()
+                if self.rows != self._flushed:
+                    self.write_index()
         finally:
             self.release()
 
@@ -260,13 +267,12 @@ class TableWriter:
     def create_columns(self) -> None:
         """Create a file without rows for each column."""
         for i, column in enumerate(self._columns):
-            first = int(i in self._offsets)  # the offset 0 of the first row
             # Not flushed to disk: a table without rows needs no files, and `flush` flushes them.
             self._folder.files.append(self._folder.open(column.file, "x+b"))
-            _write_all(self._folder.files[i], column.header(first) + bytes(first * column.nbytes))
+            self._folder.files[i].truncate(self._end(i, int(i in self._offsets)))  # the offset 0 of the first row
 
     def open_columns(self) -> None:
-        """Open the files, and remove what a crash left. Raises `InvalidManifest` if flushed rows are missing."""
+        """Open the files. Raises `InvalidManifest` if flushed rows are missing."""
         if not self.rows:
             self.create_columns()
             return
@@ -280,11 +286,9 @@ class TableWriter:
             check_offsets(offsets, column.file)
             lengths[i - 1] = int(offsets[-1])
         for file, column, length in zip(self._folder.files, self._columns, lengths, strict=True):
-            check_file(file, column, length)
+            check_size(file, column, length)
         extent = _Extent(self.rows, tuple(lengths))
         self._extents = extent, extent
-        for i in range(len(self._columns)):
-            self._describe(i)
 
     def write_index(self) -> None:
         """Replace ``table.json`` to make all rows in the files visible, and flush it to disk."""
@@ -297,10 +301,8 @@ class TableWriter:
             self._sync(folder.descriptor, sync_folder)
         self._flushed = self.rows
 
-    def _publish(self) -> None:
-        """Make the rows in the files visible and durable."""
-        for i in range(len(self._columns)):
-            self._describe(i)
+    def _sync_columns(self) -> None:
+        """Flush the files to disk, several at the same time."""
         descriptors = [file.fileno() for file in self._folder.files]
         try:
             with ThreadPoolExecutor(_THREADS) as pool:
@@ -308,9 +310,6 @@ class TableWriter:
         except RuntimeError:  # a process that exits or has too many threads starts none
             for descriptor in descriptors:
                 self._sync(descriptor)
-        if self.rows != self._flushed:
-            self.write_index()
-        self._touched = False
 
     def _sync(self, descriptor: int, sync: Callable[[int], None] = sync_file) -> None:
         """Flush an open file to disk. Raises ``OSError``, and then for every other call too.
@@ -334,13 +333,12 @@ class TableWriter:
 
     def _write(self, i: int, first: int, tensor: Tensor) -> None:
         """Write rows into file ``i``, beginning at its row ``first``."""
-        self._touched = True
         file = self._folder.files[i]
         file.seek(self._end(i, first))
         _write_all(file, bytes_of(tensor))
 
-    def _describe(self, i: int) -> None:
-        """Describe all rows of a file in its header, and remove the bytes after them, which a failed write left."""
+    def _finish(self, i: int) -> None:
+        """Write the header of a file, and remove the bytes after its rows, which a crash or a failed write left."""
         file, length = self._folder.files[i], self._extents[0].lengths[i]
         file.truncate(self._end(i, length))
         file.seek(0)
