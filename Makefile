@@ -115,7 +115,6 @@ bench-gpu: export PYTHONPATH = .
 bench-gpu:
 	@mkdir -p $(RESULTS)
 	$(PYTHON) benchmarks/bench_transfer.py --json $(RESULTS)/transfer-gpu.json
-	$(PYTHON) benchmarks/bench_transfer.py --sweep
 	-$(PYTHON) benchmarks/plot.py $(RESULTS)/transfer-gpu.json $(RESULTS)/transfer-gpu.svg
 	$(PYTHON) benchmarks/bench_loader.py --json $(RESULTS)/loader-gpu.json
 	-$(PYTHON) benchmarks/plot.py $(RESULTS)/loader-gpu.json $(RESULTS)/loader-gpu.svg

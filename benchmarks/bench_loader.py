@@ -1,9 +1,9 @@
-"""Measure a DataLoader with samples of many fields: seconds per batch, file descriptors, and overlapped copies.
+"""Measure a DataLoader with samples of many fields: seconds per batch, and file descriptors.
 
     python benchmarks/bench_loader.py [--quick] [--rounds N] [--only TEXT] [--json PATH]
 
 The samples are in memory and nothing reads the batches, so the time is that of collating and sending. All processes
-use one thread. Without a GPU, the case that needs one is left out.
+use one thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gc
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle
@@ -20,11 +20,11 @@ from time import perf_counter, sleep
 from typing import Any
 
 import torch
-from harness import DICT, OURS, PEER, Case, Fields, Prepare, Run, accelerator, main, optional, statement
+from harness import DICT, OURS, PEER, Case, Fields, Prepare, Run, main, optional
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from tensordict_lite import DeviceDict, collate, prefetch
+from tensordict_lite import DeviceDict, collate
 from tensordict_lite._memory.buffer import goes_by_value
 
 TensorDict = optional("tensordict", "TensorDict")
@@ -33,7 +33,6 @@ ROWS = 32  # rows of a batch
 WARM = 5  # batches taken before a measurement: more than the workers prefetch
 SECONDS = 0.3  # seconds of one measurement
 HELD = 64  # batches to count file descriptors
-STEPS = 100  # iterations of the loop on the GPU
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def descriptors(one: Contender, size: Size) -> Prepare:
     return prepare
 
 
-def loader_cases() -> list[Case]:
+def cases() -> list[Case]:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a batch of 200 fields needs 200 if it is not packed
     found = [
@@ -196,69 +195,6 @@ def loader_cases() -> list[Case]:
     ]
     whos = {who: descriptors(one, Size(50, (16,))) for who, one in CONTENDERS.items()}
     return [*found, Case(f"hold {HELD} batches", "50 x 16 float32", whos, unit="file descriptors", at_most=1)]
-
-
-# --- copies behind compute, on an accelerator ---
-
-LOOPS = {
-    "DeviceDict, prefetch": "for batch in prefetch(loader, device): compute(batch)",
-    "DeviceDict, plain loop": "for batch in loader: compute(batch.to(device, non_blocking=True))",
-    "prefetch of plain dicts": "for batch in prefetch(dicts, device): compute(batch)",
-    "plain dicts": "for d in dicts: compute({k: v.to(device, non_blocking=True) for k, v in d.items()})",
-}
-
-
-def overlap_case(device: torch.device) -> Case:
-    """Loops over batches of 40 MB in pinned memory, whose compute takes about as long as the copies."""
-    samples = Size(20, (512, 1024)).samples(4)
-    batches = [DeviceDict(sample).pack().pin_memory() for sample in samples]
-    loader = [batches[i % len(batches)] for i in range(STEPS)]
-    synchronize = torch.accelerator.synchronize
-    square = torch.rand(1024, 1024, device=device)
-    into, total = torch.empty_like(square), torch.zeros(1024, device=device)
-
-    def multiply(times: int) -> None:
-        for _ in range(times):
-            torch.mm(square, square, out=into)
-
-    def copy() -> None:
-        for batch in loader:
-            batch.to(device, non_blocking=True)
-
-    def seconds(call: Callable[[], None]) -> float:
-        """The time of the second call."""
-        times = [0.0]
-        for _ in range(2):
-            call()
-            synchronize()
-            times.append(perf_counter())
-        return times[-1] - times[-2]
-
-    times = max(1, round(seconds(copy) / STEPS * 1000 / seconds(lambda: multiply(1000))))
-
-    def compute(batch: Mapping[str, Tensor]) -> None:
-        total.add_(batch["k0"][0])
-        multiply(times)
-
-    names: dict[str, Any] = {
-        "loader": loader,
-        "dicts": [dict(batch.items()) for batch in loader],  # the same pinned fields
-        "device": device,
-        "prefetch": prefetch,
-        "compute": compute,
-        "synchronize": synchronize,
-        "total": total,
-    }
-    contenders = {
-        who: statement(f"{code}\nsynchronize()", result="total.cpu()", setup="total.zero_(); synchronize()", **names)
-        for who, code in LOOPS.items()
-    }
-    return Case(f"{STEPS} steps whose batch is copied", "20 fields, 42 MB", contenders)
-
-
-def cases() -> list[Case]:
-    device = accelerator()
-    return [*loader_cases(), *([] if device is None else [overlap_case(device)])]
 
 
 if __name__ == "__main__":

@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from containers import BATCH, Batch, TensorDict, images, length, selected
 from harness import OURS, PEER, Case, Fields, Prepare, Run, main, optional, same_values, statement, statements
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tensordict_lite import DeviceDict
 
-TensorDict = optional("tensordict", "TensorDict")
-Batch = optional("tianshou.data", "Batch")
 HFDataset = optional("datasets", "Dataset")
 
-LOOP, BATCH, NUMPY, ARROW = "loop", "tianshou Batch", "NumPy structured", "HF datasets"
+LOOP, NUMPY, ARROW = "loop", "NumPy structured", "HF datasets"
 
 
 def columns(count: int) -> Fields:
@@ -38,17 +37,6 @@ def columns(count: int) -> Fields:
     table |= {"flag": torch.zeros(count, dtype=torch.bool), "point": torch.rand(count, 3, generator=g)}
     table |= {"state": torch.rand(count, 8, generator=g), "action": torch.rand(count, generator=g).double()}
     return table | {"bytes": torch.randint(256, (count, 16), dtype=torch.uint8, generator=g)}
-
-
-def images(count: int) -> Fields:
-    return {
-        "image": torch.randint(256, (count, 3, 64, 64), dtype=torch.uint8),
-        "label": torch.randint(9, (count,)),
-    }
-
-
-def length(table: Fields) -> int:
-    return len(next(iter(table.values())))
 
 
 def structured(table: Fields) -> np.ndarray[Any, Any]:
@@ -192,10 +180,6 @@ def loading(who: str, order: list[int], size: int, workers: int) -> Prepare:
         return Run(lambda: selected(next(iter(loader)), table), measure)
 
     return prepare
-
-
-def selected(batch: Any, table: Fields) -> Fields:
-    return {key: batch[key] for key in table}
 
 
 def loader_case(table: Fields, size: int, workers: int) -> Case:

@@ -21,15 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from containers import TensorDict, images, length, selected
 from harness import OURS, Case, Fields, Prepare, Run, folder, main, optional, same_values, statement, statements
 
 from tensordict_lite import RowWriter, load
 
 h5py = optional("h5py")
-zarr = optional("zarr")
 datasets = optional("datasets")
 tensordict = optional("tensordict")
-TensorDict = optional("tensordict", "TensorDict")
 
 BATCH, BLOCK = 256, 4096  # rows that are written at a time
 
@@ -50,10 +49,6 @@ class Table:
         return [(at, {key: value[at] for key, value in self.whole.items()}) for at in places]
 
 
-def length(table: Fields) -> int:
-    return len(next(iter(table.values())))
-
-
 def columns(mib: int) -> Fields:
     """Twelve columns of the kinds that batches have."""
     row = 3 * 64 + 4 * 4 + 2 * 8 + 2 * 32 + 1
@@ -64,12 +59,7 @@ def columns(mib: int) -> Fields:
     return out | {"done": torch.rand(rows) < 0.1}
 
 
-def images(mib: int) -> Fields:
-    rows = (mib << 20) // (3 * 64 * 64)
-    return {"image": torch.randint(256, (rows, 3, 64, 64), dtype=torch.uint8), "label": torch.randint(1000, (rows,))}
-
-
-TABLES = {"12 columns": columns, "images": images}
+TABLES = {"12 columns": columns, "images": lambda mib: images((mib << 20) // (3 * 64 * 64))}
 
 
 # --- writing: each function writes the batches to a new path ---
@@ -122,22 +112,9 @@ def write_hdf5(path: Path, table: Table) -> None:
     with h5py.File(path / "t.h5", "w") as file:
         for key, value in table.whole.items():
             file.create_dataset(key, tuple(value.shape), value.numpy().dtype, chunks=(BATCH, *value.shape[1:]))
-        write_blocks(file, table)
-
-
-def write_zarr(path: Path, table: Table) -> None:
-    group = zarr.open_group(path, mode="w")
-    for key, value in table.whole.items():
-        shape, chunks = tuple(value.shape), (BLOCK, *value.shape[1:])
-        group.create_array(key, shape=shape, dtype=value.numpy().dtype, chunks=chunks, compressors=None)
-    write_blocks(group, table)
-
-
-def write_blocks(arrays: Any, table: Table) -> None:
-    """Write many rows at a time. With 256 at a time, these formats take several times as long."""
-    for at, part in table.parts(BLOCK):
-        for key, value in part.items():
-            arrays[key][at] = value.numpy()
+        for at, part in table.parts(BLOCK):  # with 256 at a time, it takes several times as long
+            for key, value in part.items():
+                file[key][at] = value.numpy()
 
 
 def write_arrow(path: Path, table: Table) -> None:
@@ -188,14 +165,6 @@ def open_hdf5(path: Path) -> Gather:
     return gather
 
 
-def open_zarr(path: Path) -> Gather:
-    arrays = dict(zarr.open_group(path, mode="r").arrays())
-    others = {key: [slice(None)] * (array.ndim - 1) for key, array in arrays.items()}
-    return lambda index: {
-        key: torch.from_numpy(array.oindex[(index.numpy(), *others[key])]) for key, array in arrays.items()
-    }
-
-
 def open_arrow(path: Path) -> Gather:
     table = datasets.Dataset.from_file(str(path / "t.arrow")).with_format("torch")
     return lambda index: table[index.tolist()]
@@ -218,7 +187,6 @@ FORMATS = {
     "TensorDict append_memmap": Format(write_append, open_tensordict, gathered=False),
     "NumPy memmap": Format(write_numpy, open_numpy),
     "h5py": Format(write_hdf5, open_hdf5),
-    "zarr": Format(write_zarr, open_zarr),
     "HF datasets": Format(write_arrow, open_arrow),
 }
 
@@ -248,20 +216,16 @@ def writing(who: str, some: torch.Tensor) -> Prepare:
             FORMATS[who].write(path, table)
             return perf_counter() - start
 
-        return Run(lambda: selected(opened(who, table)(some), table), measure)
+        return Run(lambda: selected(opened(who, table)(some), table.whole), measure)
 
     return prepare
-
-
-def selected(rows: Any, table: Table) -> Fields:
-    return {key: rows[key] for key in table.whole}
 
 
 def gathering(who: str, index: torch.Tensor) -> Prepare:
     return statement(
         "gather(index)",
         lambda table: (opened(who, table), table),
-        "selected(gather(index), table)",
+        "selected(gather(index), table.whole)",
         "gather, table = x",
         index=index,
         selected=selected,
@@ -333,4 +297,4 @@ def cases(mib: int = 64) -> list[Case]:
 
 
 if __name__ == "__main__":
-    main(__doc__, cases, ["tensordict", "h5py", "zarr", "datasets"], mib=64)
+    main(__doc__, cases, ["tensordict", "h5py", "datasets"], mib=64)

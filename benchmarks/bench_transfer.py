@@ -1,9 +1,8 @@
 """Measure moves of a dict of tensors: to a device and back, into one storage, and from another process.
 
-    python benchmarks/bench_transfer.py [--sweep] [--quick] [--rounds N] [--only TEXT] [--json PATH]
+    python benchmarks/bench_transfer.py [--quick] [--rounds N] [--only TEXT] [--json PATH]
 
-Without an accelerator, the moves are left out. ``--sweep`` measures only what each constant of the transfer engine
-brings, on an accelerator.
+Without an accelerator, the moves are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from harness import OURS, PACKED, PEER, Case, Fields, Prepare, Run, equal_fields
 from torch import Tensor
 
 from tensordict_lite import DeviceDict
-from tensordict_lite._memory import transfer
 from tensordict_lite._memory.device import capabilities
 
 TensorDict = optional("tensordict", "TensorDict")
@@ -108,52 +106,45 @@ PACKING = {
 # --- moves to the device and back ---
 
 
-@dataclass(frozen=True)
-class Move:
-    """A move between two devices. ``start`` puts a field on the source device."""
-
-    name: str
-    contenders: Mapping[str, Contender]
-    end: torch.device
-    start: Callable[[Tensor], Tensor] = lambda tensor: tensor
-
-
-def moves(device: torch.device) -> list[Move]:
-    pageable = {who: one for who, one in CONTENDERS.items() if who != WAITING}
-    either = {who: one for who, one in CONTENDERS.items() if who not in (PINNING, PEER_PINNING)}
-    pinned = [Move("H2D from pinned memory", {**either, **PINNED}, device, Tensor.pin_memory)]
-    back = Move("D2H", either, CPU, lambda tensor: tensor.to(device))
-    return [Move("H2D", pageable, device), *(pinned if capabilities(device).pinned_memory else []), back]
-
-
 def tensors(x: Any) -> list[Tensor]:
     """The tensors in the container or result of a contender."""
     return [x] if isinstance(x, Tensor) else list(x.values())
 
 
-def moving(move: Move, one: Contender) -> Prepare:
-    """A contender of a move, until all copies have ended. Its result is one tensor with all bytes."""
+def moving(one: Contender, start: Callable[[Tensor], Tensor], end: torch.device) -> Prepare:
+    """A contender of a move, until all copies have ended. Its result is one tensor with all bytes.
+
+    ``start`` puts a field on the source device. ``end`` is the target.
+    """
 
     def make(source: Fields) -> Any:
-        placed = {key: move.start(field) for key, field in source.items()}
+        placed = {key: start(field) for key, field in source.items()}
         container = one.make(placed)
         begun, memory = ({(t.device, t.is_pinned()) for t in tensors(x)} for x in (container, placed))
         assert begun == memory, "begins in other memory"
         return container
 
     def arrived(result: Any) -> Tensor:
-        assert all(tensor.device == move.end for tensor in tensors(result)), "ends in other memory"
+        assert all(tensor.device == end for tensor in tensors(result)), "ends in other memory"
         return torch.cat([tensor.cpu().flatten().view(torch.uint8) for tensor in tensors(result)])
 
-    names: dict[str, Any] = {"to": move.end, "arrived": arrived, "send_to_device": send_to_device}
+    names: dict[str, Any] = {"to": end, "arrived": arrived, "send_to_device": send_to_device}
     code = f"out = {one.code}; synchronize()"
     return statement(code, make, "arrived(out)", "synchronize()", synchronize=torch.accelerator.synchronize, **names)
 
 
 def move_cases(device: torch.device) -> list[Case]:
+    pageable = {who: one for who, one in CONTENDERS.items() if who != WAITING}
+    either = {who: one for who, one in CONTENDERS.items() if who not in (PINNING, PEER_PINNING)}
+    moves: list[tuple[str, Mapping[str, Contender], Callable[[Tensor], Tensor], torch.device]] = [
+        ("H2D", pageable, lambda tensor: tensor, device),
+        ("H2D from pinned memory", {**either, **PINNED}, Tensor.pin_memory, device),
+        ("D2H", either, lambda tensor: tensor.to(device), CPU),
+    ]
     return [
-        Case(move.name, size, {who: moving(move, one) for who, one in move.contenders.items()}, SIZES[size])
-        for move in moves(device)
+        Case(name, size, {who: moving(one, start, end) for who, one in contenders.items()}, SIZES[size])
+        for name, contenders, start, end in moves
+        if capabilities(device).pinned_memory or start is not Tensor.pin_memory
         for size in SIZES
     ]
 
@@ -197,48 +188,10 @@ def unpickle_cases() -> list[Case]:
     ]
 
 
-# --- what each constant of the transfer engine brings ---
-
-AS_IS = {name: value for name, value in vars(transfer).items() if name.isupper() and isinstance(value, int)}
-CHANGED: dict[str, dict[str, int]] = {
-    OURS: {},
-    f"{OURS}, all coalesced": {"COALESCED_TENSOR": 1 << 20, "COALESCED_BUFFER": 2 << 20},
-    f"{OURS}, none coalesced": {"COALESCED_TENSOR": -1},
-    f"{OURS}, none fetched": {"FETCHED_TENSOR": 0},
-    f"{OURS}, none staged": {"STAGED_MOVE": 0},
-}
-
-
-def sweep_cases(device: torch.device) -> list[Case]:
-    """Moves of 40 fields. Each measurement of a DeviceDict first sets all constants."""
-    names: dict[str, Any] = {"vars": vars(transfer), "synchronize": torch.accelerator.synchronize}
-
-    def here(s: Fields) -> DeviceDict:
-        return DeviceDict({key: field.to(device) for key, field in s.items()})
-
-    found: list[Case] = []
-    for name, make, to in (
-        ("H2D", DeviceDict, device),
-        ("H2D, packed", lambda s: DeviceDict(s).pack(), device),
-        ("D2H", here, CPU),
-    ):
-        for kib in (1, 4, 16, 32, 64, 128, 256):
-            contenders: dict[str, Prepare] = {}
-            for who, constants in CHANGED.items():
-                setup = f"vars.update({ {**AS_IS, **constants} }); synchronize()"
-                contenders[who] = statement("x.to(to); synchronize()", make, "None", setup, to=to, **names)
-            loop = f"{LOOP_CODE % 'to(to)'}; synchronize()"
-            contenders[LOOP] = statement(loop, make, "None", "synchronize()", to=to, **names)
-            found.append(Case(name, f"40 x {kib} KiB", contenders, lambda kib=kib: equal_fields(40, kib, 256)))
-    return found
-
-
-def cases(sweep: bool = False) -> list[Case]:
+def cases() -> list[Case]:
     device = harness.accelerator()
-    if sweep:
-        return [] if device is None else sweep_cases(device)
     return [*([] if device is None else move_cases(device)), *pack_cases(), *unpickle_cases()]
 
 
 if __name__ == "__main__":
-    harness.main(__doc__, cases, ["tensordict", "accelerate"], threads=None, sweep=False)
+    harness.main(__doc__, cases, ["tensordict", "accelerate"], threads=None)

@@ -160,7 +160,7 @@ FROM_RESULTS = {
             "`memmap_like` (x)": "TensorDict memmap_like",
             "with fsync (x)": "TensorDict memmap_like, synced",
             "`append_memmap` (x)": "TensorDict append_memmap",
-            **{f"{who} (x)": who for who in ("NumPy memmap", "h5py", "zarr", "HF datasets")},
+            **{f"{who} (x)": who for who in ("NumPy memmap", "h5py", "HF datasets")},
         },
         fields=("12 columns", "images"),
     ),
@@ -260,9 +260,13 @@ def definitions(path: Path) -> dict[str, tuple[int, set[str]]]:
     Blank lines, comments and docstrings are no lines of code.
     """
     source = path.read_text(encoding="utf-8")
-    lines = source.splitlines()
+    tree = ast.parse(source)
+    code = {i for i, line in enumerate(source.splitlines(), 1) if line.strip() and not line.strip().startswith("#")}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            code -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
     found: dict[str, tuple[int, set[str]]] = {}
-    for node in ast.parse(source).body:
+    for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names, first = [node.name], min([node.lineno, *(one.lineno for one in node.decorator_list)])
         elif isinstance(node, ast.Assign):
@@ -270,16 +274,7 @@ def definitions(path: Path) -> dict[str, tuple[int, set[str]]]:
             first = node.lineno
         else:
             continue
-        left_out = {
-            number
-            for inner in ast.walk(node)
-            if isinstance(inner, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(inner) is not None
-            for number in range(inner.body[0].lineno, (inner.body[0].end_lineno or 0) + 1)
-        }
-        count = sum(
-            number not in left_out and bool(line.strip()) and not line.strip().startswith("#")
-            for number, line in enumerate(lines[first - 1 : node.end_lineno], first)
-        )
+        count = len(code.intersection(range(first, (node.end_lineno or 0) + 1)))
         used = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
         for i, name in enumerate(names):
             found[name] = (0 if i else count, used)

@@ -21,15 +21,7 @@ from .staging import SLOT, Slot, staging_buffer, staging_of
 
 COALESCED_TENSOR = 64 << 10
 """The largest tensor in bytes that is coalesced with others. A separate copy to a GPU takes some microseconds before
-its first byte. Coalescing takes host time: 1.6 us per tensor, and these us for its bytes
-(``bench_transfer.py --sweep``):
-
-===== ====== ======= =======
-2 KiB 64 KiB 256 KiB 512 KiB
-===== ====== ======= =======
-0.4   2.1    5.6     13.7
-===== ====== ======= =======
-"""
+its first byte. Coalescing takes the host about as long for 64 KiB. ``bench_transfer.py`` compares both ("H2D")."""
 COALESCED_BUFFER = 1 << 20
 """The largest buffer in bytes for coalesced tensors. A coalesced tensor keeps its whole buffer alive. torch's pool for
 small allocations (``kSmallSize`` in c10's CUDACachingAllocator) has the same limit."""
