@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensordict_lite import DeviceDict, prefetch, to_numpy
+from tensordict_lite import DeviceDict, DeviceMismatchError, collate, prefetch, to_numpy
 from tensordict_lite._memory.device import capabilities
 from tensordict_lite._memory.staging import SLOT, SLOTS
 
@@ -50,6 +50,25 @@ def test_this_file_without_the_simulated_device() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:xdist", __file__]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
+
+@cuda
+@pytest.mark.parametrize("protocol", ["__dlpack__", "__cuda_array_interface__"])
+def test_an_array_of_another_library_decides_the_device(protocol: str) -> None:
+    t = torch.arange(3, device=NAME)
+    exported: dict[str, Any] = {
+        "__dlpack__": lambda _, **options: t.__dlpack__(**options),
+        "__dlpack_device__": lambda _: t.__dlpack_device__(),
+    }
+    if protocol != "__dlpack__":
+        exported = {protocol: property(lambda _: getattr(t, protocol))}
+    array = type("Array", (), exported)()
+    d = DeviceDict({"n": {"x": array}, "y": 1})
+    d._check()
+    assert d.device == t.device and d["n", "x"].data_ptr() == t.data_ptr(), "nothing is copied"
+    assert collate([{"x": array, "y": 1}] * 2)["x"].tolist() == [[0, 1, 2]] * 2
+    with pytest.raises(DeviceMismatchError, match=r"^'x' is on cuda:0, this DeviceDict is on cpu"):
+        DeviceDict({"y": torch.ones(1), "x": array})
 
 
 @real

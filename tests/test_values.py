@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import copy
+import ctypes
 import dataclasses
 import enum
 import re
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from tensordict_lite import (
@@ -20,6 +23,7 @@ from tensordict_lite import (
     TypedDeviceDict,
     Utf8,
     Vocabulary,
+    collate,
 )
 
 ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
@@ -223,7 +227,7 @@ REFUSED = {
     "None": (None, f"'n.x' is NoneType, expected {ACCEPTED}; leave the key out, {KEEP}"),
     "object": (object(), f"'n.x' is object, expected {ACCEPTED}; convert it first, {KEEP}"),
     "bytes": (b"ab", f"'n.x' is bytes, expected {ACCEPTED}; convert it first, {KEEP}"),
-    "range": (range(3), f"'n.x' is range, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "bytearray": (bytearray(b"ab"), f"'n.x' is bytearray, expected {ACCEPTED}; convert it first, {KEEP}"),
     "set": ({1, 2}, f"'n.x' is set, expected {ACCEPTED}; convert it first, {KEEP}"),
     "list of None": (
         [1, None],
@@ -286,15 +290,113 @@ def test_numbers_that_do_not_fit(value: Any, message: str) -> None:
         DeviceDict({"x": value})
 
 
-def test_array_likes_are_told_the_way_in() -> None:
-    class Series:
-        def __array__(self) -> Any:
-            return np.ones(2)
+class Exported:
+    """An array of another library, which exports the memory of a tensor."""
 
-    with pytest.raises(
-        TypeError, match=re.escape("'x' is Series, expected " + ACCEPTED + "; pass numpy.asarray(value)")
-    ):
-        DeviceDict({"x": Series()})
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.t.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.t.__dlpack_device__()
+
+
+class TestOtherLibraries:
+    def test_a_tensor_of_another_library_is_shared_and_keeps_the_device_rule(self, device: torch.device) -> None:
+        t = torch.ones(2, 3)
+        for made in (DeviceDict({"x": Exported(t), "y": 1}), collate([{"x": Exported(t)}], pack=False)):
+            made._check()
+            assert made["x"].dtype == torch.float32 and made.device == torch.device("cpu")
+        d = DeviceDict({"x": Exported(t), "b": Exported(t.bfloat16())}, objects="keep", dtype=torch.float64)
+        assert d["x"].data_ptr() == t.data_ptr(), "nothing is copied"
+        assert (d["x"].dtype, d["b"].dtype) == (torch.float32, torch.bfloat16), "as for a tensor"
+        d.rows[0] = {"x": Exported(torch.zeros(3)), "b": Exported(torch.ones(3))}
+        assert t.tolist() == [[0, 0, 0], [1, 1, 1]]
+        there = DeviceDict({"x": torch.ones(2, device=device)})
+        for write in (lambda: there.update(y=Exported(t)), lambda: there.rows.__setitem__(0, {"x": Exported(t[0, 0])})):
+            with pytest.raises(DeviceMismatchError, match=rf"^'[xy]' is on cpu, this DeviceDict is on {device}"):
+                write()
+        assert DeviceDict({"n": {"x": Exported(t)}}, device=device)["n", "x"].device == device
+        moving = DeviceDict({"y": torch.ones(1, device=device)}, on_mismatch="move")
+        moving["x"] = Exported(t)
+        moving._check()
+
+    def test_collate_takes_them(self) -> None:
+        samples = [{"x": Exported(torch.arange(i + 1)), "y": Exported(torch.ones(2)), "r": range(3)} for i in range(2)]
+        batch = collate(samples, pad={"x": 0})
+        assert batch["x"].tolist() == [[0, 0], [0, 1]] and batch["y"].shape == (2, 2) and batch.is_packed
+        assert batch["r"].tolist() == [[0, 1, 2]] * 2
+        with pytest.raises(ValueError, match=r"^'x': sample 1 has int64\[2\], sample 0 has int64\[1\]; "):
+            collate(samples)
+
+    def test_memory_that_torch_cannot_share(self) -> None:
+        class Refuses(Exported):
+            def __dlpack__(self, **options: Any) -> Any:
+                raise BufferError("it lies on two devices")
+
+        d = DeviceDict({"n": {"y": 1}})
+        with pytest.raises(TypeError) as caught:
+            d["n", "x"] = Refuses(torch.ones(1))
+        assert str(caught.value) == (
+            "'n.x' is Refuses, whose memory torch cannot share; convert it to a NumPy array first; "
+            "the error is: it lies on two devices"
+        )
+        assert list(d["n"]) == ["y"]
+
+    def test_an_array_interface_of_cuda_is_asked(self) -> None:
+        class OnCuda:
+            @property
+            def __cuda_array_interface__(self) -> Any:
+                raise ValueError("it is freed")
+
+        with pytest.raises(TypeError, match=r"^'x' is OnCuda, whose memory torch cannot share; convert it"):
+            DeviceDict({"x": OnCuda()})
+
+    def test_what_numpy_converts_is_an_array(self, device: torch.device) -> None:
+        class Series:
+            def __array__(self, *_: Any, **__: Any) -> Any:
+                return np.array([0.5, 1.0])
+
+        given = array.array("i", [1, 2])
+        d = DeviceDict(
+            {
+                "s": Series(),
+                "a": given,
+                "m": memoryview(b"ab"),
+                "r": range(6, 0, -2),
+                "none": range(0),
+                "image": Image.new("RGB", (4, 3)),
+                "c": (ctypes.c_float * 2)(1, 2),
+            },
+            dtype=torch.float32,
+            objects="keep",
+        )
+        d._check()
+        assert {key: str(t.dtype).removeprefix("torch.") + str(list(t.shape)) for key, t in d.items()} == {
+            "s": "float32[2]",
+            "a": "int32[2]",
+            "m": "uint8[2]",
+            "r": "int64[3]",
+            "none": "int64[0]",
+            "image": "uint8[3, 4, 3]",
+            "c": "float32[2]",
+        }
+        d["a"][0] = 7
+        assert given[0] == 7, "its memory is shared"
+        assert DeviceDict({"a": given, "x": torch.ones(1, device=device)})["a"].device == device, "a host value"
+
+    def test_an_object_that_numpy_cannot_convert_is_an_object(self) -> None:
+        class Odd:
+            def __array__(self, *_: Any, **__: Any) -> Any:
+                raise RuntimeError("no")
+
+        with pytest.raises(
+            TypeError, match=re.escape("'x' is Odd, expected " + ACCEPTED + "; pass numpy.asarray(value), ")
+        ):
+            DeviceDict({"x": Odd()})
+        assert isinstance(DeviceDict[Any]({"x": Odd()}, objects="keep")["x"], Odd)
 
 
 @pytest.mark.parametrize("key", [1, None, 1.5, b"x", ("a", "b")])

@@ -30,7 +30,7 @@ from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
-from .._tree.walk import refuse_key, tensors_in
+from .._tree.walk import as_shared, refuse_key, tensors_in
 from .fill import Spec, fill_buffer, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
 from .pad import Pad, Padded, Pads, extra_fields, raise_encoded, require_fit, require_known, widened
@@ -334,6 +334,7 @@ class _Walk:
 
     def others(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Any values: of several types, of unusual types, or values that another method could not convert."""
+        values = [as_shared(value, path) for value in values]
         kinds = set(map(type, values))
         if all(issubclass(kind, Tensor) for kind in kinds):
             return self.examine(batch, path, values)
@@ -398,6 +399,7 @@ class _Walk:
         )
 
     def other_ragged(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
+        values = [as_shared(value, path) for value in values]
         mappings = any(issubclass(kind, Mapping) for kind in set(map(type, values)))
         return (self.others if mappings else self.one_by_one)(batch, path, values)
 

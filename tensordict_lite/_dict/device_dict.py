@@ -73,7 +73,10 @@ class DeviceDict(TreeDict[V]):
     - A tensor on the device: the tensor itself.
     - A number: a 0-d tensor.
     - A NumPy array or a nested list of numbers: the tensor of ``torch.as_tensor``. On the CPU the tensor shares the
-      memory of the array, unless the array is read-only.
+      memory of the array, unless the array is read-only. A ``range`` and an object with ``__array__`` or a buffer, such
+      as a PIL image, are stored as their array.
+    - An array of another library with ``__dlpack__`` or ``__cuda_array_interface__``: a tensor that shares its memory,
+      with the device rule of a tensor.
     - A string or a nested list of strings: the tensor or tensors of the key's encoder.
     - A mapping: a new nested dict. Its tensors are shared, its structure is copied.
 

@@ -15,6 +15,7 @@ from .._memory.dense import is_dense
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.tree import TreeDict
+from .._tree.walk import as_shared
 from .insert import place_codes
 
 
@@ -25,6 +26,7 @@ def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, move: bool) -> A
     """
     field, path, device = d[key], (*at, key), d._device
     assert device is not None  # a dict with rows has tensors
+    value = as_shared(value, path)
     if isinstance(value, Mapping):
         return value
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Convert columns of pandas and Arrow. This module imports neither library; it uses them if the user imported them."""
+"""Convert columns of pandas, Polars and Arrow. This module imports none of them; it uses those that are imported."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def table_columns(data: object) -> Mapping[str, Any] | None:
 
 
 def column_values(value: object) -> Any:
-    """The values of a pandas or Arrow column as an array. None for any other object.
+    """The values of a pandas, Polars or Arrow column as an array. None for any other object.
 
-    An Arrow column becomes a list if an array would change its values.
+    An Arrow column, and a Polars column with nulls, becomes a list if an array would change its values.
     """
     pandas: Any = sys.modules.get("pandas")
     if pandas is not None and isinstance(value, (pandas.Series, pandas.Index, pandas.api.extensions.ExtensionArray)):
@@ -38,6 +38,10 @@ def column_values(value: object) -> Any:
         # With a numeric dtype, NumPy would store missing values as NaN. In an object array they raise an error later.
         nullable = isinstance(series.dtype, pandas.api.extensions.ExtensionDtype) and series.isna().any()
         return series.to_numpy(dtype=object) if nullable else series.to_numpy()
+    polars: Any = sys.modules.get("polars")
+    if polars is not None and isinstance(value, polars.Series):
+        given: Any = value
+        return given.to_list() if given.null_count() else given.to_numpy()
     arrow: Any = sys.modules.get("pyarrow")
     if arrow is None or not isinstance(value, (arrow.Array, arrow.ChunkedArray)):
         return None

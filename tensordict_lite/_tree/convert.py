@@ -59,7 +59,22 @@ def convert(
         column = list(column)
         given = value if policy.objects == "keep" else column
         return _sequence(column, device, policy, path, given, dtype)
-    return keep_object(value, policy, path)
+    array = _exported_array(value)
+    return keep_object(value, policy, path) if array is None else _array(array, device, policy, path, value, dtype)
+
+
+def _exported_array(value: Any) -> np.ndarray[Any, Any] | None:
+    """The array of a range or of an object that NumPy converts, such as an image of PIL; None for any other object."""
+    if isinstance(value, range):
+        return np.arange(value.start, value.stop, value.step)
+    kind = type(value)
+    try:
+        if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):
+            return np.asarray(value)
+        # The bytes of a text or of a JPEG file are no numbers. To store them as numbers, pass a memoryview.
+        return None if isinstance(value, (bytes, bytearray)) else np.asarray(memoryview(value))
+    except Exception:  # it has no buffer, or its own error
+        return None
 
 
 def _strings(value: Any, policy: Policy, path: Path) -> Converted:

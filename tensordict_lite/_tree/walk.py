@@ -14,6 +14,7 @@ from .._memory.device import CPU
 from .columns import table_columns
 from .missing import no_key
 
+_NO_EXPORTS = (Tensor, dict, str, bytes, bool, int, float, complex, list, tuple, np.ndarray, np.generic)
 Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
@@ -100,11 +101,33 @@ def all_on(data: Mapping[str, Any], device: torch.device | None) -> bool:
     return True
 
 
+def as_shared(value: Any, path: Path) -> Any:
+    """An array of CuPy, JAX or another library as a tensor that shares its memory. Any other value is returned itself.
+
+    The memory stays on its device. Raises ``TypeError`` that names the path if torch cannot share it.
+    """
+    if isinstance(value, _NO_EXPORTS):
+        return value  # NumPy arrays export their memory too, and have no device
+    kind = type(value)
+    # A column of Arrow may have missing values, so `convert` decides. DLPack orders the streams of both libraries.
+    exports = hasattr(kind, "__dlpack__") and not hasattr(kind, "__arrow_c_array__")
+    if not exports and not hasattr(kind, "__cuda_array_interface__"):
+        return value
+    try:
+        return torch.from_dlpack(value) if exports else torch.as_tensor(value)
+    except Exception as error:  # any error of the other library
+        raise TypeError(
+            f"{dotted(path)} is {kind.__name__}, whose memory torch cannot share; convert it to a NumPy array first; "
+            f"the error is: {error}"
+        ) from error
+
+
 def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
     """Every tensor, depth first. Raises ``TooDeep`` if ``data`` is nested deeper than a `DeviceDict` may be."""
     refuse_deeper(at)
     found: list[Tensor] = []
-    for key, value in data.items():
+    for key, given in data.items():
+        value = as_shared(given, (*at, key))
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, Mapping):
