@@ -4,6 +4,7 @@ from . import unpickle as unpickle  # pickles and files of `torch.save` call fun
 from ._batch.collate import collate
 from ._batch.containers import to_device, to_numpy
 from ._batch.join import cat, stack
+from ._batch.order import BatchOrder
 from ._batch.pad import Pad
 from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
@@ -31,6 +32,7 @@ __all__ = [
     "collate",
     "Pad",
     "prefetch",
+    "BatchOrder",
     # files
     "save",
     "load",

@@ -29,7 +29,7 @@ ORDER = [
     *inside("_dict", "arguments display insert row_values row_index row_assignment rows arithmetic fill"),
     *inside("_dict", "torch_functions device_dict schema typed row_writer io"),
     "unpickle",
-    *inside("_batch", "pad join fill collate containers prefetch"),
+    *inside("_batch", "pad join fill collate containers order prefetch"),
     *inside("distributed", "message channel verbs __init__"),
     "__init__",
 ]

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 import tensordict_lite
 import tensordict_lite.distributed as ranks
 from tensordict_lite import (
+    BatchOrder,
     DeviceDict,
     Hashing,
     Pad,
@@ -112,6 +113,15 @@ def with_encoder() -> Any:
     return d.decode("s"), encoder_from_json(encoder_to_json(Utf8())), d.encoders
 
 
+def ordered() -> list[Any]:
+    d = made()
+    order = BatchOrder(d.rows, tokens=4, lengths=[1, 2, 3, 4], shuffle=True)
+    batches = prefetch(torch.utils.data.DataLoader(d.rows, batch_sampler=order), "cpu")
+    half = [next(iter(batches)), batches.state_dict()]
+    batches.load_state_dict(batches.state_dict())
+    return [half, list(batches), len(order)]
+
+
 # By the name of the method. Each is called on a new dict, with some arguments, and frees all that it used.
 METHODS: dict[str, Callable[[DeviceDict], Any]] = {
     "add_": lambda d: d.drop("n", "i").add_(1),
@@ -168,6 +178,7 @@ ROWS: dict[str, Callable[[Any], Any]] = {
 # By the name of a public function or class. Each gets a folder.
 FUNCTIONS: dict[str, Callable[[Path], Any]] = {
     "DeviceDict": lambda _: [DeviceDict(made(), device=META), DeviceDict(made().items()), made() | made()],
+    "BatchOrder": lambda _: ordered(),
     "Hashing": lambda _: with_encoder(),
     "Pad": lambda _: collate([{"x": torch.ones(n)} for n in (2, 3)], pad={"x": Pad(0.0, mask="m", lengths="l")}),
     "RowWriter": lambda folder: (table(folder / "t"), load(folder / "t"), sent(load(folder / "t"))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,8 +15,11 @@ from .._errors import described
 from .._memory.device import DeviceLike, capabilities, intercepted, record_stream, resolve
 from .._tree.walk import components, nbytes
 from .containers import tensors_inside, to_device
+from .order import BatchOrder, OrderedLoader
 
 B = TypeVar("B")
+
+_State = Callable[[], Any]
 
 _DEPTH = 2
 """Batches to copy ahead by default: one is under way while the loader makes the next one."""
@@ -45,18 +49,20 @@ class prefetch(Generic[B]):
     after the batches that came before it. `prefetch` starts no thread. After a ``break``, the loader's iterator and the
     batches ahead are released together with the iterator over ``prefetch``.
 
-    If the loader has ``state_dict``, as torchdata's StatefulDataLoader has, ``state_dict()`` describes the last batch
-    that you received. Batches ahead do not count, so a resumed run skips none. Before the first batch and after the
-    end, the state is the loader's own. ``load_state_dict`` goes to the loader; call it before you iterate.
+    If the loader is a DataLoader with a `BatchOrder` as ``batch_sampler``, ``state_dict()`` is the state of the order
+    after the last batch that you received. Batches ahead do not count, so a resumed run skips none. Then the seed of
+    the workers is not drawn from torch's global generator. It is the same for the same epoch and state. If the loader
+    has its own ``state_dict``, as torchdata's StatefulDataLoader has, it is the state of the loader at that batch;
+    before the first batch and after the end, the loader's own. Call ``load_state_dict`` before you iterate.
 
     Raises: ``TypeError`` for a loader that is not iterable, and with ``slots`` for a batch that is no `DeviceDict`;
     ``ValueError`` if ``depth``, ``max_bytes`` or ``slots`` is not an int of at least 1, and for ``slots`` beside
-    ``depth``; the errors of ``fill_``; torch's own error for a device that does not exist.
+    ``depth``; the errors of ``fill_`` and of `BatchOrder`; torch's own error for a device that does not exist.
     Cost: one copy per batch, and memory on the device for ``depth`` more batches, or for ``max_bytes``. With
     ``max_bytes``, one more batch waits on the host. Copies are fastest from pinned memory
     (``DataLoader(..., pin_memory=True)``) and of packed batches (see `collate`). The host waits for the copy of a batch
-    before it asks the loader for the next one, so the loader may reuse its memory. With streams, the loader's
-    ``state_dict`` is copied once per batch.
+    before it asks the loader for the next one, so the loader may reuse its memory. With streams, a
+    ``state_dict`` of the loader's own is copied once per batch.
 
     >>> from tensordict_lite import collate, prefetch
     >>> from torch.utils.data import DataLoader
@@ -83,11 +89,13 @@ class prefetch(Generic[B]):
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
         self.loader: Any = loader
+        ordered = isinstance(getattr(loader, "batch_sampler", None), BatchOrder) and not hasattr(loader, "state_dict")
+        self._source: Any = OrderedLoader(loader) if ordered else loader
         self.device = resolve(device)
         self.depth = slots - 1 if slots is not None else _DEPTH if depth is None else depth
         self.max_bytes = max_bytes
         self.slots = slots
-        self._handed_over: Any = None  # the loader's state at the last batch; None: ask the loader
+        self._handed_over: _State | None = None  # the loader's state at the last batch; None: ask the loader
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -95,33 +103,38 @@ class prefetch(Generic[B]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:  # unpickling asks before the attributes are there
             raise AttributeError(name)
-        found = getattr(self.loader, name)
         # Not methods of the class, so that hasattr answers as it does for the loader.
-        if name == "state_dict":
-            return self._state_dict
-        return self._load_state_dict if name == "load_state_dict" else found
+        if name in ("state_dict", "load_state_dict") and hasattr(self._source, name):
+            return self._state_dict if name == "state_dict" else self._load_state_dict
+        return getattr(self.loader, name)
 
     def _state_dict(self) -> Any:
-        return self.loader.state_dict() if self._handed_over is None else copy.deepcopy(self._handed_over)
+        return self._source.state_dict() if self._handed_over is None else self._handed_over()
 
     def _load_state_dict(self, state: Any) -> None:
-        self.loader.load_state_dict(state)
+        self._source.load_state_dict(state)
         self._hand_over(None)
 
-    def _hand_over(self, state: Any) -> None:
+    def _hand_over(self, state: _State | None) -> None:
         self._handed_over = state
+
+    def _state_after_fetch(self) -> _State:
+        """The state at the batch that was fetched last, as a function that returns it at any later time."""
+        if isinstance(self._source, OrderedLoader):
+            return partial(self._source.state_dict, self._source.taken)
+        return partial(copy.deepcopy, copy.deepcopy(self._source.state_dict()))  # the loader may change parts of it
 
     def __iter__(self) -> Iterator[B]:
         self._hand_over(None)
         slots = None if self.slots is None else _Slots(self.slots, self.device)
         if intercepted() or not capabilities(self.device).streams:
             move = slots.put if slots else lambda batch: to_device(batch, self.device)
-            return (move(batch) for batch in self.loader)
-        batches = iter(self.loader)
-        if not hasattr(self.loader, "state_dict"):
+            return (move(batch) for batch in self._source)
+        batches = iter(self._source)
+        if not hasattr(self._source, "state_dict"):
             return _ahead(batches, self.device, self.depth, self.max_bytes, slots)
-        state_of: Callable[[], Any] = self.loader.state_dict
-        return _ahead(batches, self.device, self.depth, self.max_bytes, slots, state_of, self._hand_over)
+        state_of, hand_over = self._state_after_fetch, self._hand_over
+        return _ahead(batches, self.device, self.depth, self.max_bytes, slots, state_of, hand_over)
 
 
 class _Slots:
@@ -186,8 +199,7 @@ def _ahead(
                         if last is not None:
                             last.synchronize()  # the loader may now reuse the memory of the last batch
                         source = next(batches)
-                        state = copy.deepcopy(state_of())  # the loader may change parts of it
-                        fetched = source, 0 if max_bytes is None else _bytes_of(source), state
+                        fetched = source, 0 if max_bytes is None else _bytes_of(source), state_of()
                     source, size, state = fetched
                     # The first batch that is ready is not ahead: it is yielded next.
                     if max_bytes is not None and ready and sum(b for _, b, _ in ready) - ready[0][1] + size > max_bytes:

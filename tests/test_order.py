@@ -1,0 +1,402 @@
+"""`BatchOrder`: each row once an epoch, over all ranks, through any interruption; batches by tokens; block shuffle."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+import re
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Subset
+
+from tensordict_lite import BatchOrder, DeviceDict, collate, prefetch
+
+Batches = list[list[int]]
+
+
+def rows_of(batches: list[Batches]) -> list[int]:
+    return sorted(chain.from_iterable(chain.from_iterable(batches)))
+
+
+def texts(count: int) -> np.ndarray[Any, Any]:
+    """Lengths like those of texts."""
+    return np.clip(np.random.RandomState(0).lognormal(5.8, 0.9, count), 1, 4096).astype(int)
+
+
+ORDERS = st.fixed_dictionaries(
+    {
+        "shuffle": st.one_of(st.booleans(), st.integers(1, 9)),
+        "seed": st.integers(0, 1 << 40),
+        "drop_last": st.booleans(),
+    }
+)
+
+
+class TestEachRowOnce:
+    @settings(max_examples=200)
+    @given(
+        lengths=st.lists(st.integers(0, 30), max_size=90),
+        way=st.one_of(st.builds(dict, size=st.integers(1, 12)), st.builds(dict, tokens=st.integers(30, 90))),
+        options=ORDERS,
+        worlds=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+        epoch=st.integers(0, 3),
+        data=st.data(),
+    )
+    def test_over_all_ranks_and_interruptions(
+        self, lengths: list[int], way: Any, options: Any, worlds: list[int], epoch: int, data: st.DataObject
+    ) -> None:
+        def orders(world: int) -> list[BatchOrder]:
+            tokens: Any = {"lengths": lengths} if "tokens" in way else {}
+            given = {**way, **options, **tokens, "world": world}
+            made = [BatchOrder(len(lengths), rank=rank, **given) for rank in range(world)]
+            for order in made:
+                order.set_epoch(epoch)
+            return made
+
+        taken: list[Batches] = []
+        state: Any = None
+        for left, world in zip(range(len(worlds) - 1, -1, -1), worlds, strict=True):
+            ranks = orders(world)
+            for order in ranks:
+                if state is not None:
+                    order.load_state_dict(state)
+            batches = [list(order) for order in ranks]
+            if state is None:
+                assert [len(each) for each in batches] == [len(order) for order in ranks]
+            counts = [len(each) for each in batches]
+            assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
+            for rows in chain.from_iterable(batches):
+                assert rows and len(rows) <= way.get("size", len(rows))
+                assert sum(max(1, lengths[row]) for row in rows) <= way.get("tokens", 10_000)
+            if options["drop_last"]:
+                assert counts[0] == counts[-1]
+                assert "tokens" in way or all(len(rows) == way["size"] for rows in chain.from_iterable(batches))
+            stop = data.draw(st.integers(0, counts[-1])) if left else counts[0]
+            taken += [each[:stop] for each in batches]
+            states = [order.state_dict(stop) for order in ranks]
+            assert all(one == states[0] for one in states) and states[0]["epoch"] == epoch
+            state = json.loads(json.dumps(states[0]))
+            same = orders(world)
+            for order, each in zip(same, batches, strict=True):  # the same world goes on with the same batches
+                order.load_state_dict(state)
+                assert list(order) == each[stop:]
+        found = rows_of(taken)
+        if not options["drop_last"]:
+            assert found == list(range(len(lengths)))
+        else:
+            assert len(set(found)) == len(found)
+
+    def test_the_order_is_that_of_every_version(self) -> None:
+        """A run that resumes after an update must get the same order. These numbers never change."""
+        order = BatchOrder(12, 5, shuffle=True, seed=1)
+        assert list(order) == [[1, 6, 7, 2, 5], [11, 8, 9, 4, 0], [10, 3]]
+        order.set_epoch(3)
+        assert list(order) == [[5, 3, 6, 1, 9], [10, 4, 7, 11, 8], [0, 2]]
+        (blocks,) = BatchOrder(40, 40, shuffle=2, seed=1 << 40)
+        assert blocks[:16] == [25, 3, 5, 14, 21, 16, 4, 35, 24, 12, 20, 2, 13, 15, 17, 34]
+        planned = BatchOrder(9, tokens=10, lengths=[4, 9, 3, 3, 8, 2, 5, 5, 1])
+        assert list(planned) == [[0, 2, 3], [1, 8], [4, 5], [6, 7]]
+
+    def test_some_rows(self) -> None:
+        index = torch.tensor([7, 3, 3, 9])
+        for some in (index, index.numpy(), index.tolist()):
+            order = BatchOrder(some, 3)
+            assert list(order) == [[7, 3, 3], [9]] and len(order) == 2
+        assert list(BatchOrder(range(2, 6), 3)) == [[2, 3, 4], [5]]
+        assert sorted(chain.from_iterable(BatchOrder(index, 3, shuffle=True))) == [3, 3, 7, 9]
+        by_tokens = BatchOrder(index, tokens=5, lengths=[0, 0, 0, 2, 0, 0, 0, 5, 0, 1])
+        assert list(by_tokens) == [[7], [3, 3, 9]]
+        assert list(BatchOrder([], 3)) == [] and len(BatchOrder(0, 3)) == 0
+        assert list(BatchOrder([], tokens=3, lengths=[1])) == [] and list(BatchOrder(0, 1, shuffle=True)) == []
+
+    def test_a_dataset_of_any_kind(self) -> None:
+        table = DeviceDict({"x": torch.arange(5)})
+        for dataset in (table.rows, Subset(table.rows, [0, 1, 2, 3, 4]), 5):
+            assert list(BatchOrder(dataset, 3)) == [[0, 1, 2], [3, 4]]
+
+
+class TestEpochs:
+    def test_each_has_an_order_of_its_own(self) -> None:
+        order = BatchOrder(100, 100, shuffle=True)
+        found = [next(iter(order)) for _ in order.epochs(3)]
+        assert len({tuple(rows) for rows in found}) == 3 and order.epoch == 3
+        order.set_epoch(1)
+        assert next(iter(order)) == found[1] and list(order.epochs(1)) == []
+        other = BatchOrder(100, 100, shuffle=True, seed=1)
+        assert next(iter(other)) not in found
+
+    def test_a_resumed_epoch_stays_resumed_until_the_next(self) -> None:
+        first = BatchOrder(10, 2, shuffle=True)
+        first.set_epoch(4)
+        whole = list(first)
+        order = BatchOrder(10, 2, shuffle=True)
+        order.load_state_dict(first.state_dict(3))
+        assert order.epoch == 4 and len(order) == 5
+        order.set_epoch(4)  # as every loop over epochs does
+        assert list(order) == list(order) == whole[3:]
+        assert order.state_dict(1) == first.state_dict(4)
+        assert [(epoch, len(list(order))) for epoch in order.epochs(6)] == [(4, 2), (5, 5)]
+
+    def test_the_end_of_an_epoch(self) -> None:
+        order = BatchOrder(10, 4)
+        order.load_state_dict(order.state_dict(3))
+        assert list(order) == [] and [len(list(order)) for _ in order.epochs(2)] == [0, 3]
+
+    def test_iterating_changes_nothing(self) -> None:
+        order = BatchOrder(10, 4, shuffle=True)
+        left = iter(order)
+        next(left)
+        assert len(list(order)) == 3 and len(list(left)) == 2 and order.state_dict()["position"] == 0
+        assert list(copy.deepcopy(order)) == list(pickle.loads(pickle.dumps(order))) == list(order)
+
+
+class TestTokens:
+    @pytest.mark.parametrize(("world", "tokens"), [(1, 8192), (8, 8192), (8, 32768)])
+    def test_batches_are_full_and_balanced(self, world: int, tokens: int) -> None:
+        lengths = texts(30_000)
+        orders = [BatchOrder(len(lengths), tokens=tokens, lengths=lengths, shuffle=True, rank=r, world=world)
+                  for r in range(world)]  # fmt: skip
+        sums = np.array([[lengths[rows].sum() for rows in islice(order, 40 // world + 8)] for order in orders])
+        assert sums.max() <= tokens and sums.mean() >= 0.99 * tokens
+        assert (abs(sums - sums.mean(0)).max(0) / sums.mean(0)).mean() < 0.02
+
+    def test_a_row_that_is_longer(self) -> None:
+        lengths = [4, 11, 3, 10]
+        message = (
+            "row 1 has 11 tokens, and a batch has at most tokens=10; give it a batch of its own with "
+            'longer="alone", or leave it out with BatchOrder(row_numbers, ...)'
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            BatchOrder(4, tokens=10, lengths=lengths)
+        assert list(BatchOrder(4, tokens=10, lengths=lengths, longer="alone")) == [[0, 2], [1], [3]]
+        assert list(BatchOrder([0, 2, 3], tokens=10, lengths=lengths)) == [[0, 2], [3]]
+
+    def test_no_row_waits_for_ever(self) -> None:
+        lengths = [1] * 3000 + [100]
+        batches = list(BatchOrder([3000, *range(3000)], tokens=100, lengths=lengths))
+        assert batches[0] == [3000] and len(batches) == 31
+
+    def test_a_state_is_found_without_a_plan_of_the_whole_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        order = BatchOrder(20_000, tokens=2000, lengths=[100] * 20_000)
+        read: list[int] = []
+        steps = order._by_tokens
+
+        def spy(*args: Any) -> Any:
+            for step in steps(*args):
+                read.append(1)
+                yield step
+
+        monkeypatch.setattr(order, "_by_tokens", spy)
+        fresh = order.state_dict(990)
+        assert len(read) == 990
+        assert len(list(order)) == 1000 == len(order)
+        read.clear()
+        assert order.state_dict(990) == fresh and len(read) == 990 - 960
+
+    def test_lengths_of_any_kind(self) -> None:
+        lengths = torch.tensor([3, 4, 5], dtype=torch.int32)
+        for some in (lengths, lengths.numpy(), lengths.tolist()):
+            assert list(BatchOrder(3, tokens=7, lengths=some)) == [[0, 1], [2]]
+
+
+class TestBlockShuffle:
+    def test_rows_of_few_blocks_are_near_each_other(self) -> None:
+        (rows,) = BatchOrder(10_000, 10_000, shuffle=100, seed=3)
+        assert all(len({row // 100 for row in rows[at : at + 800]}) == 8 for at in range(0, 9_600, 800))
+        assert all(rows[at : at + 800] != sorted(rows[at : at + 800]) for at in range(0, 10_000, 800))
+        (rows,) = BatchOrder(10_050, 10_050, shuffle=100, seed=3)  # the last block of the table is shorter
+        assert sorted(rows) == list(range(10_050))
+        begun = BatchOrder(10_050, 10_050, shuffle=100, seed=3)
+        begun.load_state_dict({**begun.state_dict(), "position": 4_321})
+        assert next(iter(begun)) == rows[4_321:]
+
+    def test_it_is_close_to_a_full_shuffle(self) -> None:
+        rows = np.array(next(iter(BatchOrder(1 << 14, 1 << 14, shuffle=64))))
+        place = np.empty_like(rows)
+        place[rows] = np.arange(len(rows))
+        far = abs(place - place[np.random.RandomState(0).permutation(len(place))]).mean()
+        assert far == pytest.approx(len(rows) / 3, rel=0.05), "blocks lie anywhere"
+        neighbours = abs(np.diff(place.reshape(-1, 64))).mean()
+        assert neighbours == pytest.approx(64 * 8 / 3, rel=0.05), "rows of a block are spread over 8 blocks"
+        batches = rows.reshape(-1, 64)
+        assert np.mean([len({row // 64 for row in batch}) for batch in batches]) > 7.5, "a batch has rows of 8 blocks"
+        assert abs(np.corrcoef(rows, np.arange(len(rows)))[0, 1]) < 0.2
+
+
+TABLE = DeviceDict({"i": torch.arange(23), "x": torch.rand(23, 4)})
+LENGTHS = [1 + i % 5 for i in range(23)]
+
+
+def loaded(order: BatchOrder, where: str, workers: int, **options: Any) -> prefetch[Any]:
+    if workers:
+        options = {"multiprocessing_context": "fork", **options}
+    return prefetch(
+        DataLoader(TABLE.rows, batch_sampler=order, num_workers=workers, collate_fn=collate, **options), where
+    )
+
+
+def numbers(batches: Any, count: int | None = None) -> Batches:
+    return [batch["i"].cpu().tolist() for batch in islice(batches, count)]
+
+
+@pytest.fixture(params=["cpu", "sim:0"])
+def where(request: pytest.FixtureRequest, streams: Any) -> str:
+    """With streams of the simulated device, so that batches are fetched ahead."""
+    return str(request.param)
+
+
+class TestPrefetch:
+    """The state describes the batches that were received, whatever was fetched ahead."""
+
+    @pytest.mark.parametrize("way", [{"size": 3}, {"tokens": 9, "lengths": LENGTHS}], ids=["size", "tokens"])
+    @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
+    def test_a_resumed_run_is_the_uninterrupted_one(self, where: str, way: Any, workers: int, persistent: bool) -> None:
+        def fresh() -> tuple[BatchOrder, prefetch[Any]]:
+            order = BatchOrder(TABLE.rows, **way, shuffle=True)
+            return order, loaded(order, where, workers, persistent_workers=persistent)
+
+        plain = BatchOrder(TABLE.rows, **way, shuffle=True)
+        whole = [list(plain) for _ in plain.epochs(3)]
+        order, batches = fresh()
+        for epoch in order.epochs(1):
+            for taken, batch in enumerate(batches, 1):
+                assert batch["i"].cpu().tolist() == whole[epoch][taken - 1]
+                assert batches.state_dict() == order.state_dict(taken) and len(batches) == len(whole[epoch])
+        assert batches.state_dict() == {**order.state_dict()} and order.epoch == 1
+        assert numbers(batches, 2) == whole[1][:2]
+        state = json.loads(json.dumps(batches.state_dict()))
+        order, batches = fresh()
+        batches.load_state_dict(state)
+        assert batches.state_dict() == state and order.epoch == 1
+        assert [numbers(batches) for _ in order.epochs(3)] == [whole[1][2:], whole[2]]
+
+    def test_after_a_break_the_end_and_another_epoch(self, where: str) -> None:
+        order = BatchOrder(TABLE.rows, 5, world=2, rank=1)
+        batches = loaded(order, where, 0)
+        assert numbers(batches, 1) == [[5, 6, 7, 8, 9]] and batches.state_dict()["position"] == 10
+        assert len(numbers(batches)) == 3 and batches.state_dict()["position"] == 23
+        order.set_epoch(1)
+        assert batches.state_dict() == order.state_dict() and batches.state_dict()["position"] == 0
+        third = BatchOrder(TABLE.rows, 7, world=3, rank=2)  # the last step has two rows, and none for this rank
+        batches = loaded(third, where, 0)
+        assert numbers(batches) == [list(range(14, 21))] and batches.state_dict()["position"] == 23
+
+    def test_an_error_of_the_loader(self, where: str) -> None:
+        def broken(rows: Any) -> Any:
+            batch = collate(rows)
+            if batch["i"][0] == 6:
+                raise OSError("broken")
+            return batch
+
+        batches = prefetch(DataLoader(TABLE.rows, batch_sampler=BatchOrder(23, 3), collate_fn=broken), where)
+        with pytest.raises(OSError, match="broken"):
+            list(batches)
+        assert batches.state_dict()["position"] == 6
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_nothing_is_drawn_from_a_global_generator(self, where: str, workers: int) -> None:
+        order = BatchOrder(TABLE.rows, 3, shuffle=True)
+        before = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
+        batches = loaded(order, where, workers)
+        for _ in order.epochs(2):
+            assert len(list(batches)) == len(order) == 8
+        after = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
+        assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+        assert batches.loader.generator is None
+
+    def test_workers_get_a_seed_for_each_epoch(self) -> None:
+        def seeds(epochs: int, generator: torch.Generator | None = None) -> Iterator[int]:
+            order = BatchOrder(23, 23)
+            for _ in order.epochs(epochs):
+                loader = DataLoader(
+                    TABLE.rows, batch_sampler=order, num_workers=1, collate_fn=seed, generator=generator
+                )
+                yield from prefetch(loader, "cpu")
+
+        def seed(_: Any) -> Any:
+            return torch.initial_seed()
+
+        first, second = seeds(2)
+        assert first != second and [first, second] == list(seeds(2))
+        assert list(seeds(1, torch.Generator().manual_seed(5))) == list(seeds(1, torch.Generator().manual_seed(5)))
+
+    def test_what_has_no_state(self) -> None:
+        batches = loaded(BatchOrder(23, 3), "cpu", 1, in_order=False)
+        message = "a DataLoader with in_order=False has no state; make the DataLoader with in_order=True"
+        with pytest.raises(ValueError, match=message):
+            batches.state_dict()
+        assert hasattr(loaded(BatchOrder(23, 3), "cpu", 0), "load_state_dict")
+        assert not hasattr(prefetch(DataLoader(TABLE.rows, 3), "cpu"), "state_dict")  # pyright: ignore[reportArgumentType]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "options", "error", "message"),
+        [
+            ((9,), {}, TypeError, "BatchOrder takes size or tokens=, got neither"),
+            ((9, 2), {"tokens": 3, "lengths": [1] * 9}, TypeError, "BatchOrder takes size or tokens=, got both"),
+            ((9,), {"tokens": 3}, TypeError, "BatchOrder takes tokens= and lengths= together: lengths= has the tokens"),
+            ((9, 3), {"lengths": [1] * 9}, TypeError, "BatchOrder takes tokens= and lengths= together"),
+            ((9, 0), {}, ValueError, "BatchOrder takes a size of at least 1, got 0"),
+            ((9, 2.0), {}, TypeError, "BatchOrder takes a size of type int, got a float"),
+            ((9, 2), {"shuffle": 0}, ValueError, "takes shuffle=, a bool or a block size of at least 1, got 0"),
+            ((9, 2), {"seed": -1}, ValueError, "BatchOrder takes a seed of at least 0, got -1"),
+            ((9, 2), {"rank": 2, "world": 2}, ValueError, "BatchOrder takes a rank below the world of 2, got 2"),
+            ((9, 2), {"longer": "cut"}, ValueError, 'BatchOrder takes longer="error" or longer="alone", got \'cut\''),
+            ((None, 2), {}, TypeError, "takes a dataset, row numbers or a number of rows of type int, got a NoneType"),
+            ((-1, 2), {}, ValueError, "takes a dataset, row numbers or a number of rows of at least 0, got -1"),
+            (([-1, 2], 2), {}, ValueError, "BatchOrder takes row numbers of at least 0, got -1"),
+            (([1.5], 2), {}, TypeError, "takes row numbers as a tensor, an array or a list of ints, got a list"),
+            (([[1], [2, 3]], 2), {}, TypeError, "as a tensor, an array or a list of ints, got a list"),
+            ((torch.ones(2, 2), 2), {}, TypeError, "or a list of ints, got float32[2, 2]"),
+            ((torch.ones(2) > 0, 2), {}, TypeError, "or a list of ints, got a mask; give mask.nonzero().flatten()"),
+            ((torch.ones(2).byte(), 2), {}, TypeError, "row numbers of dtype uint8 may be a mask; give mask.nonzero()"),
+            ((9,), {"tokens": 3, "lengths": [1] * 8}, ValueError, "of every row of the dataset, got 8 for rows 0 to 8"),
+            (([9],), {"tokens": 3, "lengths": [1] * 9}, ValueError, "every row of the dataset, got 9 for rows 0 to 9"),
+            ((2,), {"tokens": 3, "lengths": [1, -1]}, ValueError, "row 1 has a length of -1; lengths are at least 0"),
+            ((2,), {"tokens": 3, "lengths": [0.5, 1]}, TypeError, "BatchOrder takes lengths as a tensor, an array or"),
+        ],
+    )  # fmt: skip
+    def test_arguments(self, arguments: Any, options: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=re.escape(message)):
+            BatchOrder(*arguments, **options)
+
+    def test_a_state_that_does_not_fit(self) -> None:
+        order = BatchOrder(9, 2, shuffle=True, seed=3)
+        state = BatchOrder(9, tokens=5, lengths=[4, 5, 1, 5, 1, 4, 1, 1, 1], shuffle=True, seed=3).state_dict(1)
+        assert state["waiting"] and state["position"]
+        again = "; make the BatchOrder as it was"
+        wrong: list[tuple[type[Exception], Any, str]] = [
+            (TypeError, [1], "load_state_dict takes a state of BatchOrder, got a list"),
+            (TypeError, {"epoch": 1}, "load_state_dict takes a state of BatchOrder, got a mapping"),
+            (ValueError, {**state, "rows": 8}, "the state is of a BatchOrder with rows=8, not rows=9" + again),
+            (ValueError, {**state, "seed": 4}, "with seed=4, not seed=3" + again),
+            (ValueError, {**state, "shuffle": 1}, "with shuffle=1, not shuffle=True" + again),
+            (ValueError, {**state, "index": 7}, "with other row numbers" + again),
+            (ValueError, {**state, "position": 10}, "the state is at row 10 of 9, and "),
+            (ValueError, {**state, "position": -1}, "BatchOrder takes a state with position of at least 0, got -1"),
+            (TypeError, {**state, "waiting": ["a"]}, "takes a state with waiting rows as a tensor, an array or a list"),
+            (ValueError, state, "the state is of a BatchOrder with tokens=, and rows wait" + again),
+        ]
+        before = order.state_dict(2)
+        order.load_state_dict(before)
+        for error, bad, message in wrong:
+            with pytest.raises(error, match=re.escape(message)):
+                order.load_state_dict(bad)
+            assert order.state_dict() == before
+        with pytest.raises(ValueError, match="got 4 of 3"):
+            order.state_dict(4)
+        with pytest.raises(ValueError, match="BatchOrder takes an epoch of at least 0, got -1"):
+            order.set_epoch(-1)
+        some = BatchOrder([1, 2, 3], 2)
+        with pytest.raises(ValueError, match="other row numbers"):
+            some.load_state_dict(BatchOrder([1, 2, 4], 2).state_dict())
