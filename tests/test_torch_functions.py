@@ -19,10 +19,8 @@ import numpy as np
 import pytest
 import torch
 from files import compiles
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import get_overridable_functions, get_testing_overrides, is_tensor_like, resolve_name
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -486,34 +484,6 @@ def test_with_inductor(join: Callable[..., Any]) -> None:
         return out
 
     assert torch.compile(run, fullgraph=True)(sample()).allclose(run(sample()))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.sometimes = nn.Linear(2, 1), nn.Linear(2, 1)
-
-    def forward(self, batch: Any, both: bool = True) -> Any:
-        parts: Any = torch.split(torch.clone(batch), 1)
-        out: Any = torch.cat([part.map(self.used) for part in parts])
-        return out | {"w": self.sometimes(batch["x"])} if both else out
-
-
-def ddp(rank: int, mode: str) -> None:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Net(), **({} if mode == "plain" else {mode: True}))
-    for step in range(2):
-        out = model(DeviceDict({"x": torch.tensor([[float(rank + 1), float(step)]])}), mode != "find_unused_parameters")
-        assert type(out) is DeviceDict
-        model.zero_grad()
-        sum(v.sum() for v in out.values()).backward()
-        assert model.module.used.weight.grad.tolist() == [[1.5, float(step)]], (mode, rank)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
-def test_ddp(mode: str) -> None:
-    on_ranks(ddp, mode)
 
 
 def test_devices_that_disagree() -> None:
