@@ -137,6 +137,7 @@ METHODS: dict[str, Callable[[DeviceDict], Any]] = {
     "from_pandas": lambda d: [DeviceDict.from_pandas(d)],
     "from_tensordict": lambda d: DeviceDict.from_tensordict(d.to_tensordict()),
     "fromkeys": lambda d: DeviceDict.fromkeys(["a", "b"], torch.ones(3)),
+    "equal": lambda d: d.equal("i", [1, 2]),
     "get": lambda d: d.get("x"),
     "lerp_": lambda d: flat().lerp_(flat(), 0.5),
     "map": lambda d: d.map(torch.add, d),
@@ -170,9 +171,11 @@ def rows(d: DeviceDict) -> list[Any]:
 ROWS: dict[str, Callable[[Any], Any]] = {
     "batches": lambda rows: list(rows.batches(2, shuffle=True)),
     "flatten": lambda rows: DeviceDict({"x": torch.ones(2, 3, 4)}).rows.flatten(2),
-    "group_by": lambda rows: rows.group_by(("n", "s")),
+    "group_by": lambda rows: [rows.group_by(("n", "s")), rows.group_by("i", ("n", "s"))],
     "shuffle": lambda rows: rows.shuffle(),
+    "sort_by": lambda rows: rows.sort_by(("n", "s"), "i"),
     "split": lambda rows: rows.split(2),
+    "tolist": lambda rows: rows.tolist(),
 }
 
 # By the name of a public function or class. Each gets a folder.

@@ -39,7 +39,7 @@ from .._tree.walk import (
     only_tensors,
     refuse_key,
 )
-from . import arithmetic, torch_functions
+from . import arithmetic, by_value, torch_functions
 from .arguments import to_arguments
 from .display import field_count, html, size, tree
 from .fill import fill_
@@ -66,7 +66,7 @@ class DeviceDict(TreeDict[V]):
     `contiguous`.
     **Arithmetic**: `zero_`, `add_`, `sub_`, `mul_`, `div_`, `lerp_`, `copy_`, `fill_`, `total_norm`, and functions of
     torch such as ``torch.stack`` and ``torch.zeros_like``.
-    **Strings**: `decode`, ``encoders``. **Batch**: `rows`. **Files**: `save`, `load`.
+    **Strings**: `decode`, ``encoders``. **Batch**: `rows`, `equal`. **Files**: `save`, `load`.
 
     Each kind of value is stored as follows. Any other value raises ``TypeError``.
 
@@ -842,7 +842,9 @@ class DeviceDict(TreeDict[V]):
         - ``d.rows.shuffle(generator=None)``: a copy in random order.
         - ``d.rows.batches(size, shuffle=, drop_last=, generator=)``: an iterator of batches.
         - ``d.rows.flatten(dims=2)``: merge the first dimensions.
-        - ``d.rows.group_by(key)``: a dict from each distinct value to its rows.
+        - ``d.rows.group_by(*keys)``: a dict from each distinct value to its rows.
+        - ``d.rows.sort_by(*keys, descending=False)``: a copy in the order of the values.
+        - ``d.rows.tolist()``: a plain dict for each row.
         - ``DataLoader(d.rows, batch_size)``: ``d.rows`` is a dataset that copies all rows of a batch at once.
 
         Each result is a dict of the same class, with the same encoders. A kept list with one element per row is indexed
@@ -857,6 +859,30 @@ class DeviceDict(TreeDict[V]):
         (2, 3, ['b', 'c'], tensor([1, 2]))
         """
         return Rows(self)
+
+    def equal(self, key: str | Path, value: Any) -> Tensor:
+        """Return a bool mask: where a field is ``value``, or any item of a list of values.
+
+        The mask has the shape of the field; for strings, the shape of the strings. It selects rows:
+        ``d.rows[d.equal("species", "cat")]``.
+
+        Args:
+            key: the key or path of a tensor field.
+            value: a number, a string, or a flat list, array or tensor of them. Strings are encoded with the encoder of
+                the key. Python numbers are compared in the dtype of the field.
+
+        Raises: ``KeyError`` for a missing key; ``TypeError`` or ``ValueError`` that names the field, if the field or
+            the value cannot be compared, such as a string that is not in a `Vocabulary`; `DeviceMismatchError` for a
+            tensor on another device.
+        Cost: a comparison of the field for each value. No synchronization.
+
+        >>> d = DeviceDict({"species": ["cat", "dog", "ox"], "age": [1, 2, 1]})
+        >>> d.equal("age", 1), d.equal("species", ["ox", "dog"])
+        (tensor([ True, False,  True]), tensor([False,  True,  True]))
+        >>> d.rows[d.equal("species", "cat")]["age"]
+        tensor([1])
+        """
+        return by_value.equal(self, key, value)
 
     # --- strings ---
 

@@ -6,18 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .._encoders.protocol import decode_nested, padding
-from .._errors import Path, described, dotted
+from .._encoders.protocol import padding
+from .._errors import Path, dotted
 from .._memory.jagged import is_jagged, select_row, select_rows
-from .._memory.row_copies import group_equal, take_batch, take_rows
+from .._memory.row_copies import take_batch, take_rows
 from .._tree.missing import closest
 from .._tree.tree import TreeDict, tensor_paths
+from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
 from .row_index import integers, row_index
 
@@ -233,48 +234,64 @@ class Rows(Dataset[D]):
         _refuse_flatten(d, dims, lead, count, ())
         return d._map_tensors(lambda tensor: tensor.flatten(0, dims - 1), d._device)
 
-    def group_by(self, key: str | Path) -> dict[Any, D]:
+    def group_by(self, *keys: str | Path) -> dict[Any, D]:
         """Group the rows by the values of a field: a dict from each distinct value to its rows, sorted by value.
 
         Strings are decoded. Each group has its rows in their order. The groups are views of one copy of all rows.
 
         Args:
-            key: the key or path of a field with one value per row: a number, or an encoded string.
+            keys: the key or path of a field with one value per row: a number, or an encoded string. Several fields
+                group by all their values: then the keys of the result are tuples.
 
         Raises: ``KeyError`` for a missing key, ``TypeError`` or ``ValueError`` for a field that has no single value per
-        row or that cannot be decoded. Cost: a sort and a copy of all rows, with a synchronization.
+        row or that cannot be decoded. Cost: a sort for each key and a copy of all rows, with a synchronization.
 
         >>> from tensordict_lite import DeviceDict
-        >>> d = DeviceDict({"species": ["cat", "dog", "cat"], "mass": [4.0, 20.0, 5.0]})
+        >>> d = DeviceDict({"species": ["cat", "dog", "cat"], "age": [1, 1, 2], "mass": [4.0, 20.0, 5.0]})
         >>> {species: part["mass"].tolist() for species, part in d.rows.group_by("species").items()}
         {'cat': [4.0, 5.0], 'dog': [20.0]}
+        >>> list(d.rows.group_by("species", "age"))
+        [('cat', 1), ('cat', 2), ('dog', 1)]
+        """
+        values, order, counts = groups(self._dict, keys)
+        ordered = _copy_rows(self._dict, order)
+        return dict(zip(values, Rows(ordered).split(integers(counts)), strict=True))
+
+    def sort_by(self, *keys: str | Path, descending: bool = False) -> D:
+        """Return a copy with the rows sorted by the values of a field. Rows with equal values keep their order.
+
+        Strings are sorted by their codes: with `Utf8` as Python sorts them, with a `Vocabulary` in the order of its
+        tokens. NaN counts as the largest number.
+
+        Args:
+            keys: the key or path of a field with one value per row: a number, or an encoded string. Of several fields,
+                the next one decides where the values of the first are equal.
+            descending: start with the largest value of every field.
+
+        Raises: ``KeyError`` for a missing key, ``TypeError`` or ``ValueError`` for a field that has no single value per
+        row. Cost: a sort for each key and a copy of all rows.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"name": ["Cy", "Ada", "Bo"], "age": [7, 7, 9]})
+        >>> d.rows.sort_by("name").decode("name"), d.rows.sort_by("age", descending=True).decode("name")
+        (['Ada', 'Bo', 'Cy'], ['Bo', 'Cy', 'Ada'])
+        """
+        _row_count(self._dict)
+        return _copy_rows(self._dict, sorted_order(self._dict, keys, descending))
+
+    def tolist(self) -> list[dict[str, Any]]:
+        """Return a plain dict of Python numbers, lists and decoded strings for each row.
+
+        A kept list with one object per row gives an object to each row. Every row gets any other kept object.
+
+        Raises: the errors of `DeviceDict.tolist` and of ``len``. Cost: that of `DeviceDict.tolist`, and a dict per row.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> DeviceDict({"name": ["Ada", "Bo"], "box": [[1, 2], [3, 4]]}).rows.tolist()
+        [{'name': 'Ada', 'box': [1, 2]}, {'name': 'Bo', 'box': [3, 4]}]
         """
         d: Any = self._dict
-        count = _row_count(d)
-        path = key if isinstance(key, tuple) else (key,)
-        field: Any = d[key]
-        if not isinstance(field, Tensor):
-            raise TypeError(f"{dotted(path)} is a {type(field).__name__}; rows are grouped by a tensor field")
-        owner: Any = d[path[:-1]] if path[1:] else d
-        encoder = owner._policy.encoders.get(path[-1])
-        if field.dim() - (padding(encoder, field) is not None) != 1:
-            raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are grouped by one value per row")
-        if not count:
-            return {}
-        if field.is_complex() or field.is_nested:
-            what = "complex numbers have no order" if field.is_complex() else "it is a nested tensor"
-            raise TypeError(f"{dotted(path)} is {described(field)}; {what}, group by another field of the same rows")
-        distinct, order, counts = group_equal(field.detach())
-        values: list[Any] = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
-        names = dict.fromkeys(values)
-        if len(names) < len(values):  # some codes decode alike
-            numbers = {name: i for i, name in enumerate(names)}
-            which = torch.tensor([numbers[value] for value in values], device=field.device)
-            ranks = torch.empty_like(order)
-            ranks[order] = which.repeat_interleave(counts)
-            _, order, counts = group_equal(ranks)
-        ordered = _copy_rows(d, order)
-        return dict(zip(names, Rows(ordered).split(integers(counts)), strict=True))
+        return _plain_rows(d, d.tolist(), len(self))
 
     def _permutation(self, method: str, generator: torch.Generator | None) -> Tensor:
         """A random order of the rows, on the device of the dict."""
@@ -298,7 +315,7 @@ _INSTEAD = {
     **dict.fromkeys(("sample", "choice"), "rows[torch.randint(len(rows), (n,))], or rows.shuffle() for all rows"),
     **dict.fromkeys(("append", "extend", "insert"), "cat([d, other]), or a RowWriter for a table on disk"),
     **dict.fromkeys(("map", "apply"), "d.map(function), a function of whole fields"),
-    **dict.fromkeys(("sort", "sort_by"), 'rows[d["x"].argsort()]'),
+    "sort": "rows.sort_by(key)",
     **dict.fromkeys(("drop", "remove"), "rows[mask] with a mask of the rows to keep"),
     "groupby": "rows.group_by(key)",
     "head": "rows[:n]",
@@ -385,6 +402,20 @@ def _part(tensor: Tensor, at: int | slice) -> Tensor:
     if not is_jagged(tensor):
         return tensor[at]
     return select_rows(tensor, at) if isinstance(at, slice) else select_row(tensor, at)
+
+
+def _plain_rows(d: TreeDict[Any], columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The rows of ``columns``, which `DeviceDict.tolist` made of ``d``."""
+    lists: list[list[Any]] = []
+    for key, column in columns.items():
+        if isinstance(column, dict):
+            lists.append(_plain_rows(d[key], cast("dict[str, Any]", column), count))
+        elif isinstance(d[key], (Tensor, TreeDict)) or (isinstance(column, list) and len(column) == count):
+            lists.append(column)
+        else:
+            lists.append([column] * count)
+    rows = zip(*lists, strict=True) if lists else ((),) * count
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _copy_rows(d: D, index: Tensor) -> D:

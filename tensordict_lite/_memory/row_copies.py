@@ -103,6 +103,9 @@ def group_equal(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns the distinct rows in ascending order, the order that sorts all rows (stable), and the size of each group.
     """
+    if not len(values):
+        none = torch.empty(0, dtype=torch.int64, device=values.device)
+        return values, none, none
     if values.dim() == 1:
         ranked, order = values.sort(stable=True)
         distinct, counts = ranked.unique_consecutive(return_counts=True)

@@ -1,0 +1,119 @@
+"""Find, sort and group the rows of a dict by the values of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._encoders.protocol import decode_nested, padding
+from .._errors import Path, described, dotted
+from .._memory.row_copies import group_equal
+from .._tree.tree import TreeDict
+from .row_values import row_value
+
+
+def equal(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
+    """Where a field is ``value`` or one of its items: see `DeviceDict.equal`."""
+    path, field, owner = _field(d, key, "equal compares a tensor field")
+    if field.is_nested:
+        raise TypeError(f"{dotted(path)} is {described(field)}; equal compares fields whose rows have one shape")
+    encoder = owner._policy.encoders.get(path[-1])
+    wanted = row_value(owner, path[-1], value, path[:-1], owner._policy.on_mismatch == "move")
+    if not isinstance(wanted, Tensor) or np.ndim(value) > 1:
+        raise TypeError(f"{dotted(path)}: equal takes one value or a flat list of values, got {described(value)}")
+    lead = field.dim() - (wanted.dim() - np.ndim(value))  # without the dimensions of a code
+    if (number := padding(encoder, field, wanted)) is not None and lead < field.dim():
+        width = max(field.shape[-1], wanted.shape[-1])
+        field, wanted = (F.pad(codes, (0, width - codes.shape[-1]), value=number) for codes in (field, wanted))
+    values = wanted if np.ndim(value) else wanted.unsqueeze(0)
+    if lead < 0 or values.shape[1:] != field.shape[lead:]:
+        raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}, the given value has {described(wanted)}")
+    code = tuple(range(lead, field.dim()))
+    found = [(field == one).all(code) if code else field == one for one in values]
+    return reduce(torch.logical_or, found, torch.zeros(field.shape[:lead], dtype=torch.bool, device=field.device))
+
+
+def sorted_order(d: TreeDict[Any], keys: Sequence[str | Path], descending: bool) -> Tensor:
+    """The indices that sort the rows, stable: see `Rows.sort_by`."""
+    if not keys:
+        raise TypeError("sort_by takes the key of one or more fields")
+    order: Tensor | None = None
+    for key in reversed(keys):  # a stable sort for each key: the last one decides first
+        values, _ = _column(d, key, "sort", "sorted")
+        if values.dim() > 1:  # the codes of a string: sort their ranks instead
+            _, by_code, counts = group_equal(values)
+            values = _number_groups(torch.arange(len(counts), device=values.device), by_code, counts)
+        part = (values if order is None else values[order]).argsort(stable=True, descending=descending)
+        order = part if order is None else order[part]
+    assert order is not None
+    return order
+
+
+def groups(d: TreeDict[Any], keys: Sequence[str | Path]) -> tuple[list[Any], Tensor, Tensor]:
+    """The groups of rows with equal values: see `Rows.group_by`.
+
+    Returns the value of each group, or a tuple of the values of several keys; the indices that sort the rows by group,
+    stable; and the size of each group.
+    """
+    if not keys:
+        raise TypeError("group_by takes the key of one or more fields")
+    parts = [_group(*_column(d, key, "group", "grouped")) for key in keys]
+    if len(parts) == 1:
+        return parts[0]
+    members: list[Tensor] = []  # the group of each row, for each key
+    for names, order, counts in parts:
+        members.append(_number_groups(torch.arange(len(names), device=order.device), order, counts))
+    combined = members[0]
+    for which, (names, _, _) in zip(members[1:], parts[1:], strict=True):
+        # Numbers below the number of rows again, so that no product overflows.
+        combined = torch.unique(combined * len(names) + which, return_inverse=True)[1]
+    _, order, counts = group_equal(combined)
+    first = order[counts.cumsum(0) - counts]
+    columns = [[names[i] for i in which[first].tolist()] for which, (names, _, _) in zip(members, parts, strict=True)]
+    return list(zip(*columns, strict=True)), order, counts
+
+
+def _field(d: Any, key: str | Path, use: str) -> tuple[Path, Tensor, Any]:
+    """The path of a field, its tensor, and the dict that holds it. ``use``: what the caller does with a tensor."""
+    path = key if isinstance(key, tuple) else (key,)
+    field = d[key]
+    if not isinstance(field, Tensor):
+        raise TypeError(f"{dotted(path)} is a {type(field).__name__}; {use}")
+    return path, field, d[path[:-1]] if path[1:] else d
+
+
+def _column(d: TreeDict[Any], key: str | Path, verb: str, done: str) -> tuple[Tensor, Any]:
+    """A field with one value per row, and its encoder or None. ``verb`` and ``done``: for messages."""
+    path, field, owner = _field(d, key, f"rows are {done} by a tensor field")
+    encoder = owner._policy.encoders.get(path[-1])
+    if field.dim() - (padding(encoder, field) is not None) != 1:
+        raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are {done} by one value per row")
+    if field.is_complex() or field.is_nested:
+        what = "complex numbers have no order" if field.is_complex() else "it is a nested tensor"
+        raise TypeError(f"{dotted(path)} is {described(field)}; {what}, {verb} by another field of the same rows")
+    return field.detach(), encoder
+
+
+def _group(field: Tensor, encoder: Any) -> tuple[list[Any], Tensor, Tensor]:
+    """The distinct values of a field, the indices that sort its rows by value, and the size of each group."""
+    distinct, order, counts = group_equal(field)
+    values: list[Any] = distinct.tolist() if encoder is None else decode_nested(encoder, distinct)
+    names = dict.fromkeys(values)
+    if len(names) < len(values):  # some codes decode alike
+        numbers = {name: i for i, name in enumerate(names)}
+        which = torch.tensor([numbers[value] for value in values], device=field.device)
+        _, order, counts = group_equal(_number_groups(which, order, counts))
+    return list(names), order, counts
+
+
+def _number_groups(numbers: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+    """The number of the group of each row. ``order`` and ``counts``: a result of `group_equal`."""
+    out = torch.empty_like(order)
+    out[order] = numbers.repeat_interleave(counts)
+    return out
