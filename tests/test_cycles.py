@@ -37,6 +37,7 @@ from tensordict_lite import (
     encoder_to_json,
     load,
     prefetch,
+    repair,
     save,
     stack,
     to_device,
@@ -185,6 +186,7 @@ FUNCTIONS: dict[str, Callable[[Path], Any]] = {
     "Hashing": lambda _: with_encoder(),
     "Pad": lambda _: collate([{"x": torch.ones(n)} for n in (2, 3)], pad={"x": Pad(0.0, mask="m", lengths="l")}),
     "RowWriter": lambda folder: (table(folder / "t"), load(folder / "t"), sent(load(folder / "t"))),
+    "repair": lambda folder: repair(table(folder / "t")),
     "TypedDeviceDict": lambda _: [batch(), Batch.from_dict(batch().to_dict()), Batch.wrap(batch()), batch().x],
     "cat": lambda _: [cat([flat(), flat()]), torch.cat([flat(), flat()])],  # pyright: ignore
     "collate": lambda _: [

@@ -38,8 +38,10 @@ from tensordict_lite import (
     cat,
     collate,
     load,
+    repair,
 )
 from tensordict_lite._memory import row_copies  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._tables import folder as table_folder
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
 sys.path.insert(0, str(GOLDEN))
@@ -377,7 +379,9 @@ class TestRefused:
     def test_folders(self, tmp_path: Path) -> None:
         folder = written(tmp_path / "a" / "t", sample())
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        with pytest.raises(FileExistsError, match=r"t' has a table already; append=True adds rows to it$"):
+        with pytest.raises(
+            FileExistsError, match=r"t' has a table already; append=True adds rows to it, mode='overwrite'"
+        ):
             RowWriter(folder, like=sample())
         assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
         (tmp_path / "mine").mkdir()
@@ -543,6 +547,7 @@ class TestReaders:
         program = f"""
 import torch
 from tensordict_lite import RowWriter
+from tensordict_lite._tables import folder as table_folder
 from tensordict_lite._tables import writer as table_writer
 table_writer.BUFFER = 20_000
 with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}) as writer:
@@ -1048,3 +1053,129 @@ def test_the_golden_tables(tmp_path: Path) -> None:
         assert len(list((tmp_path / name).iterdir())) == len(list((GOLDEN / name).iterdir()))
         for path in (GOLDEN / name).iterdir():
             assert (tmp_path / name / path.name).read_bytes() == path.read_bytes()
+
+
+class TestModes:
+    def test_append_creates_or_appends(self, tmp_path: Path) -> None:
+        for first in (0, 3, 6):
+            with RowWriter(tmp_path / "t", like=sample(), mode="append") as writer:
+                assert len(writer) == first
+                writer.write(sample(3, first))
+        assert load(tmp_path / "t") == sample(9)
+
+    @pytest.mark.parametrize(
+        ("like", "message"),
+        [
+            ({"x": torch.zeros(1, 3)}, r"^'x': expected rows \[..., 2\] or one row \[2\], got float32\[0, 3\]$"),
+            ({"y": [1]}, "^the given mapping has 'y', which the table lacks$"),
+            ({"name": [1]}, r"^'name': expected rows \[..., 12\] or one row \[12\], got int64\[0\]$"),
+        ],
+    )
+    def test_append_with_other_fields(self, tmp_path: Path, like: Any, message: str) -> None:
+        folder = written(tmp_path / "t", sample())
+        other = DeviceDict({**sample(1).select("x", "species", "n"), "name": sample(1)["name"], **like})
+        with pytest.raises(ValueError, match=message):
+            RowWriter(folder, like=other, mode="append")
+        RowWriter(folder, append=True).close()
+        assert load(folder) == sample()
+
+    @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+    def test_append_with_other_jagged_columns(self, tmp_path: Path) -> None:
+        like: Any = {"like": {"ids": [[1]]}, "mode": "append"}
+        with RowWriter(tmp_path / "t", jagged=["ids"], **like) as writer:
+            writer.write({"ids": [[1, 2], []]})
+        with pytest.raises(ValueError, match=r"^'ids' is jagged in this table, and like= with jagged= says otherwise$"):
+            RowWriter(tmp_path / "t", **like)
+        with RowWriter(tmp_path / "t", jagged=["ids"], **like) as writer:
+            writer.write({"ids": [3]})
+        assert load(tmp_path / "t").tolist() == {"ids": [[1, 2], [], [3]]}
+
+    def test_overwrite_replaces_at_once(self, tmp_path: Path, small_buffers: None) -> None:
+        folder = tmp_path / "t"
+        before: Any = None
+        for count in (300, 5, 0):
+            with RowWriter(folder, like=sample(), mode="overwrite") as writer:
+                writer.write(sample(count, 7))
+                if before is not None:
+                    assert before == load(folder)
+            assert before is None or (len(before.rows) in (300, 5) and before["x"][-1].sum() == 0), "mapped rows stay"
+            before = load(folder)
+            assert before == sample(count, 7) and len(os.listdir(folder)) == 5
+        with RowWriter(folder, like={"y": [0]}, mode="overwrite") as writer:
+            writer.write({"y": [1, 2]})
+            writer.flush()
+            assert load(folder)["y"].tolist() == [1, 2] and len(os.listdir(folder)) == 2
+
+    def test_a_new_table_that_is_not_flushed(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        writer = RowWriter(folder, like={"x": [0]}, mode="overwrite")
+        writer.write({"x": [1]})
+        writer._table.release()  # as a kill does
+        assert load(folder) == sample() and len(os.listdir(folder)) == 6
+        repair(folder)
+        assert load(folder) == sample() and len(os.listdir(folder)) == 5
+
+    def test_overwrite_refuses_other_folders(self, tmp_path: Path) -> None:
+        (tmp_path / "mine").touch()
+        with pytest.raises(FileExistsError, match=r"is not empty; a table needs a folder of its own$"):
+            RowWriter(tmp_path, like=sample(), mode="overwrite")
+        folder = written(tmp_path / "t", sample())
+        edited(folder, lambda index: index.update(rows=-1))
+        with pytest.raises(InvalidFileError, match=r"the row count or the columns in its table.json are damaged"):
+            RowWriter(folder, like=sample(), mode="overwrite")
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"mode": "w", "like": {"x": [0]}}, ValueError, "takes mode='append' or mode='overwrite', got 'w'$"),
+            ({"mode": "append"}, TypeError, "takes mode='append' with like=, a batch with the fields of the table$"),
+            ({"mode": "overwrite", "append": True}, TypeError, "takes mode='overwrite' with like="),
+        ],
+    )
+    def test_options(self, tmp_path: Path, options: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=f"^RowWriter {message}"):
+            RowWriter(tmp_path / "t", **options)
+        assert not os.listdir(tmp_path)
+
+
+def test_two_writers_where_locks_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_folder, "fcntl", None)
+    folder = written(tmp_path / "t", sample())
+    one, two = RowWriter(folder, append=True), RowWriter(folder, append=True)
+    for writer in (one, two):
+        writer.write(sample(3, 3))
+    for call in (one.flush, one.close, lambda: one.write(sample())):
+        with pytest.raises((BlockingIOError, ValueError)) as caught:
+            call()
+        if call == one.flush:
+            assert str(caught.value) == (
+                "[Errno 11] another RowWriter has written to this table, and the file system did not lock it out; let "
+                f"one process write a table at a time: {str(folder)!r}"
+            )
+    two.close()
+    assert load(folder) == sample(6)
+
+
+class TestRepair:
+    def test_it_needs_no_encoder(self, tmp_path: Path) -> None:
+        tokens: Any = lambda strings: torch.zeros(len(strings), 2, dtype=torch.int64)  # noqa: E731
+        folder = written(tmp_path / "t", {"x": [1, 2], "n": {"y": [3, 4]}})
+        edited(folder, lambda index: index["manifest"]["encoders"].append({"name": "mine"}))
+        edited(folder, lambda index: index["manifest"]["policies"][0]["encoders"].update(x=0))
+        with open(folder / "x.safetensors", "ab") as file:
+            file.write(bytes(100))
+        repair(folder)
+        assert load(folder / "x.safetensors")["x"].tolist() == [1, 2]
+        assert load(folder, encoders={"x": tokens})["x"].tolist() == [1, 2]
+
+    def test_errors(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        with RowWriter(folder, append=True), pytest.raises(BlockingIOError, match="has a RowWriter already"):
+            repair(folder)
+        with pytest.raises(IsADirectoryError, match=r"no table: it has no table.json"):
+            repair(tmp_path)
+        with pytest.raises(FileNotFoundError):
+            repair(tmp_path / "none")
+        edited(folder, lambda index: index.update(rows=4))
+        with pytest.raises(InvalidFileError, match=r"has \d+ bytes, and 4 rows take \d+"):
+            repair(folder)

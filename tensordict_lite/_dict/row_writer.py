@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from .._memory.dense import is_dense
 from .._memory.device import CPU
 from .._memory.jagged import is_jagged, values_and_lengths
 from .._memory.transfer import transfer
-from .._tables.writer import JaggedRows, TableWriter, create_table, open_table, refuse_unknown_keys
+from .._tables.writer import JaggedRows, TableWriter, create_table, is_table, open_table, refuse_unknown_keys
 from .._tree.missing import missing_key, refuse_other_keys
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict, tensor_paths
@@ -57,14 +57,18 @@ class RowWriter:
             in their first dimension, such as the bytes of a text or the boxes of an image. `load` returns nested
             tensors. A key stands for the fields of that name at every depth, a path for one field.
         append: True: append to the table in ``folder``.
+        mode: with ``like``. ``"append"``: append to the table in ``folder``, or create it; ``like`` must fit as a batch
+            that you write. ``"overwrite"``: create a table that replaces a table in ``folder``. The first `flush` or
+            `close` replaces it at once. Until then, `load` returns the old table.
         encoders: with ``like``, its string encoders, as in `DeviceDict`. With ``append``, the encoders that `load` does
             not build, such as `Tokenizer`. Strings that are encoded keep their encoder, so no other encoder is taken.
 
-    Raises: ``FileExistsError`` for ``like`` if the folder is not empty; ``FileNotFoundError`` or ``IsADirectoryError``
-    for ``append`` if there is no table; ``BlockingIOError`` if another writer has opened the table; `InvalidFileError`
-    for a damaged table; ``KeyError`` for a key in ``jagged`` or ``encoders`` that no field has; ``ValueError`` for
-    another encoder than that of the field, and for a jagged column whose rows have no dimension, or are ragged in
-    another dimension than the first; ``TypeError`` for fields that files cannot store, as `DeviceDict.save`, and for
+    Raises: ``FileExistsError`` for ``like`` if the folder is not empty, except for a table with ``mode``;
+    ``FileNotFoundError`` or ``IsADirectoryError`` for ``append`` if there is no table; ``BlockingIOError`` if another
+    writer has opened the table; `InvalidFileError` for a damaged table; ``KeyError`` for a key in ``jagged`` or
+    ``encoders`` that no field has; ``ValueError`` for another encoder than that of the field, for a jagged column whose
+    rows have no dimension, or are ragged in another dimension than the first, and for ``like`` that does not fit the
+    table with ``mode="append"``; ``TypeError`` for fields that files cannot store, as `DeviceDict.save`, and for
     invalid arguments; ``ImportError`` without safetensors; ``OSError``.
     Cost: 4 MiB of memory for buffers (more for rows over 4 MiB), allocated at the first `write`.
 
@@ -96,18 +100,30 @@ class RowWriter:
         *,
         jagged: Iterable[str | Path] = (),
         append: bool = False,
+        mode: Literal["append", "overwrite"] | None = None,
         encoders: Encoders | None = None,
     ) -> None:
         keys = jagged_keys(jagged, "RowWriter")
+        if mode not in (None, "append", "overwrite"):
+            raise ValueError(f"RowWriter takes mode='append' or mode='overwrite', got {mode!r}")
+        if mode is not None and (append or like is None):
+            raise TypeError(f"RowWriter takes mode={mode!r} with like=, a batch with the fields of the table")
         if append and keys:
             raise TypeError("RowWriter takes jagged= with like=; a table that exists knows its jagged columns")
         if append == (like is not None):
             raise TypeError("RowWriter takes like=, a batch with the fields of a new table, or append=True; give one")
-        if like is None:
+        new = None if like is None else _no_rows(like, encoders, keys)
+        if new is None or (mode == "append" and is_table(folder)):
             self._writer, fields = open_table(folder, DeviceDict, encoders)
+            if new is not None:
+                try:
+                    _refuse_other_fields(fields, new)
+                except BaseException:
+                    self._writer.close()
+                    raise
         else:
-            fields = _no_rows(like, encoders, keys)
-            self._writer = create_table(folder, fields)
+            fields = new
+            self._writer = create_table(folder, new, overwrite=mode == "overwrite")
         self._fields: TreeDict[Any] = fields
 
     _writer: TableWriter | None = None  # until the constructor has set it
@@ -273,6 +289,15 @@ def _no_rows(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> De
         key: Any = min(jagged - found, key=str)
         raise missing_key(d, key, _LIKE)
     return d._replace_tensors(tensors, CPU)
+
+
+def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any]) -> None:
+    """Raise ``ValueError`` unless ``like`` fits the table as a batch does, and has the same jagged columns."""
+    _convert_columns(fields, like, (), _Found())
+    for path, ours in tensor_paths(fields):
+        if isinstance(ours, JaggedRows) != isinstance(like[path], JaggedRows):
+            what = "jagged" if isinstance(ours, JaggedRows) else "not jagged"
+            raise ValueError(f"{dotted(path)} is {what} in this table, and like= with jagged= says otherwise")
 
 
 def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: Policy, at: Path) -> None:

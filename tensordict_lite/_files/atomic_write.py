@@ -30,16 +30,10 @@ def atomic_write(path: FilePath, pieces: Iterable[bytes | memoryview]) -> None:
     os.stat(os.path.join(folder, ""))  # raises if it is no folder; a later error would name the temporary file
     replace_file(target, os.path.join(folder, f".tensordict_lite-{secrets.token_hex(8)}.tmp"), pieces)
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders
-        return
-    try:
-        sync_folder(descriptor)
+        _sync_names_in(folder)
     except OSError as error:
         message = f"{error.strerror}; the new file is in place, and a crash of the machine may bring back the old file"
         raise OSError(error.errno, message, os.fsdecode(path)) from error
-    finally:
-        os.close(descriptor)
 
 
 def sync_file(descriptor: int) -> None:
@@ -75,6 +69,32 @@ def replace_file(
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
+
+
+def make_folder(path: FilePath) -> bool:
+    """Make a folder and the folders above it, and flush their names to disk. Returns False if it exists already."""
+    name = os.path.abspath(os.fsdecode(path))
+    missing: list[str] = []
+    above = name
+    while not os.path.exists(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    os.makedirs(name, exist_ok=True)
+    for made in missing:
+        _sync_names_in(os.path.dirname(made))
+    return bool(missing)
+
+
+def _sync_names_in(folder: str) -> None:
+    """Flush the names in a folder to disk. Raises the errors of `sync_folder`."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folders
+        return
+    try:
+        sync_folder(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(descriptor: int) -> None:

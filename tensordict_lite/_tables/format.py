@@ -16,7 +16,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
@@ -83,11 +83,21 @@ class TableIndex(NamedTuple):
     rows: int
     columns: list[Column]
     manifest: Any
+    unused: list[str]
+    """The files in the folder that the table does not use, if a writer is open or was killed."""
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files of the columns."""
+        return [part.file for column in self.columns for part in column.parts]
 
 
-def choose_names(names: Sequence[str]) -> list[str]:
-    """A file name for each column. File names differ in more than their case, for file systems that ignore it."""
-    taken: set[str] = set()
+def choose_names(names: Sequence[str], used: Iterable[str] = ()) -> list[str]:
+    """A file name for each column, other than the names ``used``.
+
+    File names differ in more than their case, for file systems that ignore it.
+    """
+    taken = {file.removesuffix(".safetensors").casefold() for file in used}
     files: list[str] = []
     for name in names:
         plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:100]
@@ -96,8 +106,17 @@ def choose_names(names: Sequence[str]) -> list[str]:
     return files
 
 
-def index_text(columns: Sequence[Column], manifest: Any) -> tuple[str, str]:
-    """The text of ``table.json`` before and after the row count. Raises ``ValueError`` if it is too long to load."""
+def index_head(rows: int, opened: dict[str, Any] | None) -> str:
+    """The start of ``table.json``, up to the columns.
+
+    ``opened``: the ``writer`` and the ``unused`` files while a writer is open; None at rest.
+    """
+    data = {"version": TABLE_VERSION, "rows": rows, **({} if opened is None else {"open": opened})}
+    return f'{json.dumps(data, separators=(",", ":"))[:-1]},"columns":'
+
+
+def index_text(columns: Sequence[Column], manifest: Any) -> str:
+    """The rest of ``table.json``. Raises ``ValueError`` if it is too long to load."""
     listed: list[dict[str, Any]] = []
     for one in columns:
         listed.append({"file": one.file, "name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape)})
@@ -109,7 +128,7 @@ def index_text(columns: Sequence[Column], manifest: Any) -> tuple[str, str]:
             f"the structure and encoders of this table take {len(rest)} characters, and a file holds {MAX_MANIFEST}; "
             "use fewer fields, or give large encoders a registered name of their own"
         )
-    return f'{{"version":{TABLE_VERSION},"rows":', f",{rest[1:]}"
+    return rest.removeprefix('{"columns":')
 
 
 def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
@@ -134,7 +153,7 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
         invalid(f"its {INDEX} has no version")
     if version != TABLE_VERSION:
         invalid(f"its version is {version}, and this package reads version {TABLE_VERSION}; update the package")
-    if set(data) != {"version", "rows", "columns", "manifest"}:
+    if set(data) - {"open"} != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
     rows, listed = data["rows"], data["columns"]
     if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
@@ -142,10 +161,19 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     columns = [_column(entry) for entry in listed]
     if not columns:
         invalid("it has no columns")
-    files = [part.file.casefold() for column in columns for part in column.parts]
+    index = TableIndex(rows, columns, data["manifest"], _unused(data.get("open", {"writer": "", "unused": []})))
+    files = [file.casefold() for file in (*index.files, *index.unused)]
     if len(set(files)) != len(files):
         invalid("two columns have the same file")
-    return TableIndex(rows, columns, data["manifest"])
+    return index
+
+
+def _unused(entry: Any) -> list[str]:
+    """Validate what ``table.json`` says about the writer that is open or was killed. Returns the unused files."""
+    unused: Any = entry.get("unused") if isinstance(entry, dict) else None
+    if not isinstance(unused, list):
+        invalid(f"the unused files in its {INDEX} are damaged")
+    return [_file_and_name(file, "")[0] for file in unused]
 
 
 def _column(entry: Any) -> Column:

@@ -10,13 +10,10 @@ The order of the steps gives these guarantees after a crash at any moment:
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from operator import add, gt, sub
@@ -26,27 +23,19 @@ import torch
 from torch import Tensor
 
 from .._errors import Path, dotted
-from .._files.atomic_write import FilePath, replace_file, sync_file, sync_folder
+from .._files.atomic_write import FilePath, make_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
 from .._tree.manifest import Manifest, Reader, choose_from, describe
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
-from .format import INDEX, Column, choose_names, index_text, offsets_column, read_index
+from .folder import NEW_INDEX, TableFolder, opened
+from .format import INDEX, Column, TableIndex, choose_names, index_text, offsets_column
 from .reader import check_offsets, check_size, missing_column, rows_in
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 BUFFER = 4 << 20
 """The size in bytes of all buffers of a writer together."""
-_NEW_INDEX = ".table.json.tmp"
-"""The new ``table.json``, until it replaces the old one."""
-_THREADS = 16
-"""The largest number of threads that flush files to disk."""
 
 
 class JaggedRows(Tensor):
@@ -68,86 +57,6 @@ class _Extent(NamedTuple):
     """The rows in each file. A jagged column has two files: one row for each value, and ``rows + 1`` offsets."""
 
 
-class _Folder:
-    """The folder of a table, open and locked, and the files of its columns.
-
-    A forged folder may have links in the place of files. So a file is opened relative to the descriptor of the folder,
-    and only if it is a regular file without another name.
-    """
-
-    def __init__(self, path: str) -> None:
-        """Raises ``BlockingIOError`` if another writer has locked the folder, and ``OSError``."""
-        self.path = path
-        self.files: list[FileIO] = []
-        self.process = os.getpid()
-        self.descriptor: int | None = None  # stays None on Windows, which opens no folders
-        if fcntl is None:
-            return
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
-            raise BlockingIOError(
-                f"{path!r} has a RowWriter already, in this process or another; close it first"
-            ) from error
-        except OSError:  # the file system cannot lock folders
-            pass
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def is_mine(self) -> bool:
-        """False in a process that was forked from the process that opened the folder."""
-        return self.process == os.getpid()
-
-    def at(self, name: str) -> str:
-        """The path of a file, relative to the descriptor if there is one."""
-        return os.path.join(self.path, name) if self.descriptor is None else name
-
-    def open(self, name: str, mode: str = "r+b") -> FileIO:
-        """Open a file. Mode ``"x+b"`` replaces it by a new file. Raises ``OSError`` for a link, a pipe or a device."""
-        if "x" in mode:
-            self.remove(name)
-        try:
-            file = FileIO(self.at(name), mode, opener=self._without_following)
-            found = os.fstat(file.fileno())
-            if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
-                return file
-            file.close()
-        except OSError as error:
-            if error.errno == errno.EMFILE:
-                message = "too many open files; a RowWriter keeps one for each column: raise the limit, see ulimit -n"
-                raise OSError(error.errno, message, self.path) from error
-            if error.errno != errno.ELOOP:
-                raise
-        raise OSError(
-            f"{os.path.join(self.path, name)!r} is a link or no regular file, and a RowWriter changes only files of "
-            "its own; copy the table to a new folder, with files in the place of links"
-        )
-
-    def _without_following(self, path: str, flags: int) -> int:
-        flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        return os.open(path, flags, 0o666, dir_fd=self.descriptor)
-
-    def remove(self, name: str) -> None:
-        """Remove a file if it exists."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.at(name), dir_fd=self.descriptor)
-
-    def close(self) -> None:
-        """Close the files, and let another writer open the table."""
-        for file in self.files:
-            file.close()
-        descriptor, self.descriptor = self.descriptor, None
-        if descriptor is not None and fcntl is not None:
-            if self.is_mine:  # forked processes may hold copies of the descriptor, and share its lock
-                with suppress(OSError):
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-
 class TableWriter:
     """Appends rows to a table. One writer at a time, in one process.
 
@@ -156,9 +65,12 @@ class TableWriter:
         columns: the columns of the table, in the order of the tensors of `append`.
         text: the result of `index_text`.
         rows: the number of rows of the table.
+        replaced: the files of the table that this table replaces.
     """
 
-    def __init__(self, folder: _Folder, columns: Sequence[Column], text: tuple[str, str], rows: int = 0) -> None:
+    def __init__(
+        self, folder: TableFolder, columns: Sequence[Column], text: str, rows: int = 0, replaced: Sequence[str] = ()
+    ) -> None:
         self._folder, self.folder = folder, folder.path
         self._columns: list[Column] = []  # one for each file
         self._offsets: list[int] = []
@@ -177,13 +89,12 @@ class TableWriter:
         row = sum(size for i, size in enumerate(self._sizes) if i not in ragged)
         self._rooms = [max(1, share // max(1, size if i in ragged else row)) for i, size in enumerate(self._sizes)]
         self._buffers: list[Tensor] = []
-        self._flushed = rows
+        self._unused = replaced
+        """The files to remove when `flush` has replaced ``table.json``."""
         extent = _Extent(rows, tuple(lengths))
         self._extents = (extent, extent)
         """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
         since an interrupt may come between any two steps."""
-        self._failed: OSError | None = None
-        """The error of a flush to disk, without its traceback."""
         self.closed = False
 
     @property
@@ -193,8 +104,8 @@ class TableWriter:
 
     @property
     def is_usable(self) -> bool:
-        """False in a forked process, and after an error of a flush to disk."""
-        return self._folder.is_mine and self._failed is None
+        """False in a forked process, and after an error that is final."""
+        return self._folder.is_usable
 
     def append(self, tensors: list[Tensor], count: int) -> None:
         """Append ``count`` rows. Raises ``OSError``; then no row was appended.
@@ -212,7 +123,7 @@ class TableWriter:
         # For many rows, a copy into the buffers would save few system calls.
         direct = any(2 * size > room for size, room in zip(added, self._rooms, strict=True))
         if direct or any(map(gt, map(sub, after.lengths, written.lengths), self._rooms)):
-            with self._explained():
+            with self._folder.explained():
                 self._write_buffers()
                 written = extent
                 if direct:
@@ -235,28 +146,34 @@ class TableWriter:
 
     def flush(self) -> None:
         """Make all rows visible and durable, at once. Raises ``OSError``; then the table is as it was."""
-        self.refuse_unusable()
-        with self._explained():
-            self._write_buffers()
-            if self.rows != self._flushed:
-                self._sync_columns()
-                self.write_index()
+        self._publish()
 
     def close(self) -> None:
         """Flush, make each column a safetensors file, and release the table. Raises the errors of `flush`."""
         if self.closed:
             return
         try:
-            self.refuse_unusable()
-            with self._explained():
-                self._write_buffers()
-                for i in range(len(self._columns)):
-                    self._finish(i)
-                self._sync_columns()
-                if self.rows != self._flushed:
-                    self.write_index()
+            self._publish(at_rest=True)
         finally:
             self.release()
+
+    def _publish(self, at_rest: bool = False) -> None:
+        self.refuse_unusable()
+        with self._folder.explained():
+            self._folder.refuse_other_writer()
+            self._write_buffers()
+            if at_rest:
+                for i in range(len(self._columns)):
+                    self._finish(i)
+            elif self.rows == self._folder.rows and not self._unused:
+                return
+            self._folder.sync_files()
+            if self._unused or not at_rest:
+                self._folder.write_index(self._text, self.rows, self._unused)
+                self._folder.remove_unused(self._unused)
+                self._unused = ()
+            if at_rest:
+                self._folder.write_index(self._text, self.rows, None)
 
     def release(self) -> None:
         """Let another writer open the table. Rows that are not flushed are lost."""
@@ -264,18 +181,36 @@ class TableWriter:
         self._buffers = []
         self._folder.close()
 
-    def create_columns(self) -> None:
+    def create(self, old: TableIndex | None = None) -> None:
+        """Start a new table without rows. ``old``: the table that this table replaces at the first `flush`."""
+        # First, so that a crash leaves a table.
+        if old is None:
+            self._folder.write_index(self._text, 0)
+        else:
+            new = [column.file for column in self._columns]
+            self._folder.write_index(index_text(old.columns, old.manifest), old.rows, [*new, *old.unused])
+        self._create_columns()
+
+    def open(self, unused: Sequence[str] = ()) -> None:
+        """Open the table, and remove the files that the last writer did not use.
+
+        Raises `InvalidManifest` if flushed rows are missing.
+        """
+        if self.rows:
+            self._open_columns()
+        self._folder.write_index(self._text, self.rows, unused)
+        self._folder.remove_unused(unused)
+        if not self.rows:  # the files may be missing
+            self._create_columns()
+
+    def _create_columns(self) -> None:
         """Create a file without rows for each column."""
         for i, column in enumerate(self._columns):
-            # Not flushed to disk: a table without rows needs no files, and `flush` flushes them.
             self._folder.files.append(self._folder.open(column.file, "x+b"))
             self._folder.files[i].truncate(self._end(i, int(i in self._offsets)))  # the offset 0 of the first row
+        self._folder.sync_names()
 
-    def open_columns(self) -> None:
-        """Open the files. Raises `InvalidManifest` if flushed rows are missing."""
-        if not self.rows:
-            self.create_columns()
-            return
+    def _open_columns(self) -> None:
         for column in self._columns:
             with missing_column(column):
                 self._folder.files.append(self._folder.open(column.file))
@@ -289,40 +224,6 @@ class TableWriter:
             check_size(file, column, length)
         extent = _Extent(self.rows, tuple(lengths))
         self._extents = extent, extent
-
-    def write_index(self) -> None:
-        """Replace ``table.json`` to make all rows in the files visible, and flush it to disk."""
-        before, after = self._text
-        folder = self._folder
-        folder.remove(_NEW_INDEX)
-        text = f"{before}{self.rows}{after}".encode()
-        replace_file(folder.at(INDEX), folder.at(_NEW_INDEX), [text], folder.descriptor, self._sync)
-        if folder.descriptor is not None:
-            self._sync(folder.descriptor, sync_folder)
-        self._flushed = self.rows
-
-    def _sync_columns(self) -> None:
-        """Flush the files to disk, several at the same time."""
-        descriptors = [file.fileno() for file in self._folder.files]
-        try:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(self._sync, descriptors))
-        except RuntimeError:  # a process that exits or has too many threads starts none
-            for descriptor in descriptors:
-                self._sync(descriptor)
-
-    def _sync(self, descriptor: int, sync: Callable[[int], None] = sync_file) -> None:
-        """Flush an open file to disk. Raises ``OSError``, and then for every other call too.
-
-        After an error the system may have dropped the bytes, and a second call of the system would raise no error.
-        """
-        if self._failed is None:
-            try:
-                sync(descriptor)
-            except OSError as error:  # kept here, since an interrupt in another thread may hide the error
-                self._failed = OSError(error.errno, error.strerror or str(error))
-        if self._failed is not None:
-            raise OSError(*self._failed.args)
 
     def _write_buffers(self) -> None:
         extent, written = self._extents
@@ -357,31 +258,20 @@ class TableWriter:
             )
         if self.closed:
             raise ValueError("this RowWriter is closed")
-        if self._failed is not None:
-            raise self._explain(self._failed)
-
-    @contextmanager
-    def _explained(self) -> Generator[None]:
-        """Add to an ``OSError`` which rows the table keeps."""
-        try:
-            yield
-        except OSError as error:
-            raise self._explain(error) from error
-
-    def _explain(self, error: OSError) -> OSError:
-        message = f"{error.strerror or error}; the table keeps the {self._flushed} rows of the last flush"
-        if self._failed is not None:
-            message += (
-                ", and the system may have dropped later rows that it could not flush to disk; "
-                "close this RowWriter, and open the table again with append=True"
-            )
-        return OSError(error.errno, message, self.folder)
+        self._folder.refuse_failed()
 
 
-def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
+def is_table(path: FilePath) -> bool:
+    """Whether a folder has a table."""
+    return os.path.exists(os.path.join(os.fsdecode(path), INDEX))
+
+
+def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False) -> TableWriter:
     """Create a table without rows, for the fields of ``d``, in a new or empty folder.
 
     The first dimension of a field counts rows. A field that is `JaggedRows` becomes a jagged column.
+
+    ``overwrite``: the folder may have a table. The new table replaces it at the first `flush`.
 
     Raises ``FileExistsError`` if the folder is not empty, and the errors of `DeviceDict.save`.
     """
@@ -389,37 +279,43 @@ def create_table(path: FilePath, d: TreeDict[Any]) -> TableWriter:
     manifest, leaves = describe(d, partial(by_name, way_out="pass like=d.to_dict()"))
     columns = _new_columns(leaves)
     text = index_text(columns, manifest)
-    name = os.path.abspath(os.fsdecode(path))
-    made = not os.path.exists(name)
-    os.makedirs(name, exist_ok=True)
-    folder = _Folder(name)
-    try:
-        _refuse_unless_empty(name)
-        writer = TableWriter(folder, columns, text)
+    made = make_folder(path)
+    with opened(path) as folder:
+        old = None
+        if overwrite and is_table(folder.path):
+            with invalid_file(folder.path, RuntimeError):
+                old = folder.read_index()
+            columns = _new_columns(leaves, [*old.files, *old.unused])
+            text = index_text(columns, manifest)
+        else:
+            _refuse_unless_empty(folder.path)
+        writer = TableWriter(folder, columns, text, replaced=[*old.files, *old.unused] if old else ())
         try:
-            writer.write_index()  # first, so that a crash leaves a table without rows
-            writer.create_columns()
+            writer.create(old)
         except BaseException:
             with suppress(OSError):
-                for file in (INDEX, *(part.file for column in columns for part in column.parts)):
-                    folder.remove(file)
+                for column in columns:
+                    for part in column.parts:
+                        folder.remove(part.file)
+                if old is None:
+                    folder.remove(INDEX)
                 if made:
-                    os.rmdir(name)
+                    os.rmdir(folder.path)
             raise
-    except BaseException:
-        folder.close()
-        raise
     return writer
 
 
-def _new_columns(leaves: Sequence[tuple[Path, Any]]) -> list[Column]:
-    """The columns of a new table. Raises ``TypeError`` for the first leaf that a file cannot hold."""
+def _new_columns(leaves: Sequence[tuple[Path, Any]], used: Iterable[str] = ()) -> list[Column]:
+    """The columns of a new table, in other files than ``used``.
+
+    Raises ``TypeError`` for the first leaf that a file cannot hold.
+    """
     refuse_unwritable(leaves, "pass like=d.drop({})")
     paths: list[Path] = []
     for path, tensor in leaves:
         paths += [path, (*path, "offsets")] if isinstance(tensor, JaggedRows) else [path]
     names = field_names(paths)
-    left = iter(zip(choose_names(names), names, strict=True))
+    left = iter(zip(choose_names(names, used), names, strict=True))
     columns: list[Column] = []
     for _, tensor in leaves:
         jagged = isinstance(tensor, JaggedRows)
@@ -438,10 +334,9 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     Raises ``FileNotFoundError``, ``IsADirectoryError`` for a folder that is no table, and ``InvalidFileError``.
     """
     import_library()
-    folder = _Folder(os.path.abspath(os.fsdecode(path)))
-    try:
+    with opened(path) as folder:
         with invalid_file(folder.path, RuntimeError):
-            index = read_index(folder.path, partial(folder.open, mode="rb"))
+            index = folder.read_index()
             reader = Reader(index.manifest, len(index.columns), encoders)
             empty = [
                 torch.empty((0, *c.shape), dtype=c.dtype, device="cpu")
@@ -453,15 +348,22 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
         if encoders is not None:
             refuse_unknown_keys(fields, encoders, "this table")
             _refuse_other_encoders(fields, index.manifest)
-        folder.remove(_NEW_INDEX)
         text = index_text(index.columns, index.manifest)
         writer = TableWriter(folder, [index.columns[i] for i in reader.numbers], text, index.rows)
         with invalid_file(folder.path, RuntimeError):
-            writer.open_columns()
-    except BaseException:
-        folder.close()
-        raise
+            writer.open(index.unused)
     return writer, fields
+
+
+def repair_table(path: FilePath) -> None:
+    """Remove what a crash left in a table, and make each column a safetensors file."""
+    import_library()
+    with opened(path) as folder, invalid_file(folder.path, RuntimeError):
+        index = folder.read_index()
+        Reader(index.manifest, len(index.columns))
+        writer = TableWriter(folder, index.columns, index_text(index.columns, index.manifest), index.rows)
+        writer.open(index.unused)
+        writer.close()
 
 
 def refuse_unknown_keys(d: TreeDict[Any], encoders: Encoders | None, owner: str) -> None:
@@ -497,9 +399,11 @@ def _encoders_in(manifest: Manifest, node: Any = None, at: Path = ()) -> Iterato
 
 
 def _refuse_unless_empty(folder: str) -> None:
-    found = set(os.listdir(folder)) - {_NEW_INDEX}
+    found = set(os.listdir(folder)) - {NEW_INDEX}
     if INDEX in found:
-        raise FileExistsError(f"{folder!r} has a table already; append=True adds rows to it")
+        raise FileExistsError(
+            f"{folder!r} has a table already; append=True adds rows to it, mode='overwrite' replaces it"
+        )
     if found:
         raise FileExistsError(f"{folder!r} is not empty; a table needs a folder of its own")
 

@@ -1,0 +1,223 @@
+"""The folder of a table, open for a writer: its lock, its files, and the replacement of ``table.json``.
+
+Each step is on the disk before the next step that relies on it. So a power failure at any moment leaves a whole table:
+
+- The rows are on the disk before ``table.json`` counts them.
+- The names of new files are on the disk before ``table.json`` names the files.
+- ``table.json`` lists the files that the table does not use yet or any more: ``unused``. Another writer removes them if
+  this writer is killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import FileIO
+
+from .._files.atomic_write import FilePath, replace_file, sync_file, sync_folder
+from .format import INDEX, TableIndex, index_head, read_index
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+NEW_INDEX = ".table.json.tmp"
+"""The new ``table.json``, until it replaces the old one."""
+_THREADS = 16
+"""The largest number of threads that flush files to disk."""
+
+
+class TableFolder:
+    """The folder of a table, open and locked, and the files of its columns.
+
+    A forged folder may have links in the place of files. So a file is opened relative to the descriptor of the folder,
+    and only if it is a regular file without another name.
+    """
+
+    def __init__(self, path: FilePath) -> None:
+        """Raises ``BlockingIOError`` if another writer has locked the folder, and ``OSError``."""
+        self.path = os.path.abspath(os.fsdecode(path))
+        self.files: list[FileIO] = []
+        self.rows = 0
+        """The number of rows in ``table.json``."""
+        self._failed: tuple[int | None, str, str] | None = None
+        """The arguments of the error after which every call fails."""
+        self._writer = secrets.token_hex(8)
+        self._heads: tuple[str, ...] = ()
+        """What ``table.json`` may start with, unless another writer replaced it. Two texts while it is replaced."""
+        self.process = os.getpid()
+        self.descriptor: int | None = None  # stays None on Windows, which opens no folders
+        if fcntl is None:
+            return
+        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise BlockingIOError(
+                f"{self.path!r} has a RowWriter already, in this process or another; close it first"
+            ) from error
+        except OSError:  # the file system cannot lock folders
+            pass
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_mine(self) -> bool:
+        """False in a process that was forked from the process that opened the folder."""
+        return self.process == os.getpid()
+
+    @property
+    def is_usable(self) -> bool:
+        """False in a forked process, and after an error that is final."""
+        return self.is_mine and self._failed is None
+
+    def at(self, name: str) -> str:
+        """The path of a file, relative to the descriptor if there is one."""
+        return os.path.join(self.path, name) if self.descriptor is None else name
+
+    def open(self, name: str, mode: str = "r+b") -> FileIO:
+        """Open a file. Mode ``"x+b"`` replaces it by a new file. Raises ``OSError`` for a link, a pipe or a device."""
+        if "x" in mode:
+            self.remove(name)
+        try:
+            file = FileIO(self.at(name), mode, opener=self._without_following)
+            found = os.fstat(file.fileno())
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+                return file
+            file.close()
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                message = "too many open files; a RowWriter keeps one for each column: raise the limit, see ulimit -n"
+                raise OSError(error.errno, message, self.path) from error
+            if error.errno != errno.ELOOP:
+                raise
+        raise OSError(
+            f"{os.path.join(self.path, name)!r} is a link or no regular file, and a RowWriter changes only files of "
+            "its own; copy the table to a new folder, with files in the place of links"
+        )
+
+    def _without_following(self, path: str, flags: int) -> int:
+        flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        return os.open(path, flags, 0o666, dir_fd=self.descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.at(name), dir_fd=self.descriptor)
+
+    def read_index(self) -> TableIndex:
+        """Read ``table.json``. Call it inside `invalid_file`. Raises the errors of `format.read_index`."""
+        index = read_index(self.path, partial(self.open, mode="rb"))
+        self.rows = index.rows
+        return index
+
+    def write_index(self, text: str, rows: int, unused: Sequence[str] | None = ()) -> None:
+        """Replace ``table.json``, and flush it to disk, with the names of all files.
+
+        Args:
+            text: the result of `index_text`.
+            unused: the files that the table does not use. None: the table is at rest.
+        """
+        head = index_head(rows, None if unused is None else {"writer": self._writer, "unused": list(unused)})
+        self._heads = (*self._heads[-1:], head)
+        self.remove(NEW_INDEX)
+        replace_file(self.at(INDEX), self.at(NEW_INDEX), [f"{head}{text}".encode()], self.descriptor, self._sync)
+        self.sync_names()
+        self._heads, self.rows = (head,), rows
+
+    def remove_unused(self, names: Sequence[str]) -> None:
+        """Remove the files that ``table.json`` lists as unused, durably."""
+        for name in names:
+            self.remove(name)
+        if names:
+            self.sync_names()
+
+    def refuse_other_writer(self) -> None:
+        """Raise ``BlockingIOError`` if another writer has replaced ``table.json``: some file systems have no locks."""
+        with self.open(INDEX, "rb") as file:
+            found = file.read(max(map(len, self._heads))).decode(errors="replace")
+        if not found.startswith(self._heads):
+            message = "another RowWriter has written to this table, and the file system did not lock it out"
+            self._failed = (errno.EAGAIN, f"{message}; let one process write a table at a time", self.path)
+            self.refuse_failed()
+
+    def sync_files(self) -> None:
+        """Flush the files to disk, several at the same time."""
+        descriptors = [file.fileno() for file in self.files]
+        try:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(self._sync, descriptors))
+        except RuntimeError:  # a process that exits or has too many threads starts none
+            for descriptor in descriptors:
+                self._sync(descriptor)
+
+    def sync_names(self) -> None:
+        """Flush the names of the files to disk."""
+        if self.descriptor is not None:
+            self._sync(self.descriptor, sync_folder)
+
+    def _sync(self, descriptor: int, sync: Callable[[int], None] = sync_file) -> None:
+        """Flush an open file to disk. Raises ``OSError``, and then for every other call too.
+
+        After an error the system may have dropped the bytes, and a second call of the system would raise no error.
+        """
+        if self._failed is None:
+            try:
+                sync(descriptor)
+            except OSError as error:  # kept here, since an interrupt in another thread may hide the error
+                self._failed = (
+                    error.errno,
+                    f"{self._kept(error)}, and the system may have dropped later rows that it could not flush to disk; "
+                    "close this RowWriter, and open the table again with append=True",
+                    self.path,
+                )
+        self.refuse_failed()
+
+    def refuse_failed(self) -> None:
+        """Raise the error after which every call fails."""
+        if self._failed is not None:
+            raise OSError(*self._failed)
+
+    @contextmanager
+    def explained(self) -> Generator[None]:
+        """Add to an ``OSError`` which rows the table keeps."""
+        try:
+            yield
+        except OSError as error:
+            if self._failed is not None:
+                raise
+            raise OSError(error.errno, self._kept(error), self.path) from error
+
+    def _kept(self, error: OSError) -> str:
+        return f"{error.strerror or error}; the table keeps the {self.rows} rows of the last flush"
+
+    def close(self) -> None:
+        """Close the files, and let another writer open the table."""
+        for file in self.files:
+            file.close()
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None and fcntl is not None:
+            if self.is_mine:  # forked processes may hold copies of the descriptor, and share its lock
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+@contextmanager
+def opened(path: FilePath) -> Generator[TableFolder]:
+    """Open the folder of a table. It is closed after an error only."""
+    folder = TableFolder(path)
+    try:
+        yield folder
+    except BaseException:
+        folder.close()
+        raise
