@@ -1055,6 +1055,31 @@ def test_the_golden_tables(tmp_path: Path) -> None:
             assert (tmp_path / name / path.name).read_bytes() == path.read_bytes()
 
 
+class TestVersions:
+    @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+    @pytest.mark.parametrize("sample", [sample, ragged])
+    def test_the_table_as_it_was(self, tmp_path: Path, sample: Callable[..., DeviceDict]) -> None:
+        folder = tmp_path / "t"
+        with RowWriter(folder, like=sample()) as writer:
+            for first in (0, 3, 6):
+                writer.write(sample(3, first))
+                writer.flush()
+            assert len(load(folder, rows=0).rows) == 0
+            for count in (3, 7, 9):
+                assert load(folder, rows=count) == sample(count) == DeviceDict.load(folder, rows=count)
+
+    def test_refused(self, tmp_path: Path) -> None:
+        folder = written(tmp_path / "t", sample())
+        with pytest.raises(ValueError, match=r"t' has 3 rows, and rows=4 asks for more$"):
+            load(folder, rows=4)
+        for rows in (-1, True, 2.0):
+            with pytest.raises(ValueError, match=r"^rows= is the number of rows to load, got "):
+                load(folder, rows=rows)  # type: ignore[arg-type]
+        sample().save(tmp_path / "f")
+        with pytest.raises(ValueError, match=r"^rows= is for tables, which are folders; '.*f' is none: load\(path\)"):
+            load(tmp_path / "f", rows=1)
+
+
 class TestModes:
     def test_append_creates_or_appends(self, tmp_path: Path) -> None:
         for first in (0, 3, 6):

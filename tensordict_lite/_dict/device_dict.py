@@ -1134,6 +1134,7 @@ class DeviceDict(TreeDict[V]):
         *,
         keys: Sequence[str | Path] | None = None,
         encoders: Encoders | None = None,
+        rows: int | None = None,
     ) -> Self:
         """Load a safetensors file of `save` or of any other program, or a table of `RowWriter`. Needs ``safetensors``.
 
@@ -1149,10 +1150,13 @@ class DeviceDict(TreeDict[V]):
                 field that another program did not align to its element size is copied.
             keys: load these keys and paths only.
             encoders: encoders that replace those of the file, by key or for every key.
+            rows: load the first rows of a table only. Since rows never change, it is the table as it was with so many
+                rows.
 
         Raises: `InvalidFileError`, a ``ValueError``, for a damaged, forged or unknown file; ``KeyError`` if the file
-        lacks one of ``keys``; ``ImportError`` without safetensors; ``OSError``, also for pipes, sockets, devices and
-        other folders; ``TypeError`` for a file descriptor; the errors of a typed class.
+        lacks one of ``keys``; ``ValueError`` if a table has fewer ``rows``, and for ``rows`` of a file; ``ImportError``
+        without safetensors; ``OSError``, also for pipes, sockets, devices and other folders; ``TypeError`` for a file
+        descriptor; the errors of a typed class.
         Cost: a few microseconds per field, and the time to read the fields.
 
         >>> import tempfile
@@ -1163,8 +1167,15 @@ class DeviceDict(TreeDict[V]):
         """
         if isinstance(path, (list, tuple)):
             raise TypeError("load takes one path; cat([load(path) for path in paths]) joins the dicts of several files")
-        read = read_table if os.path.isdir(path) else safetensors.read_file
-        out = read(cls, path, CPU if device is None else resolve(device), keys, encoders)
+        where = CPU if device is None else resolve(device)
+        if os.path.isdir(path):
+            out = read_table(cls, path, where, keys, encoders, rows)
+        elif rows is None:
+            out = safetensors.read_file(cls, path, where, keys, encoders)
+        else:
+            raise ValueError(
+                f"rows= is for tables, which are folders; {os.fsdecode(path)!r} is none: load(path).rows[:n]"
+            )
         out._validate()
         return out
 

@@ -39,6 +39,7 @@ def load(
     *,
     keys: Sequence[str | Path] | None = None,
     encoders: Encoders | None = None,
+    rows: int | None = None,
 ) -> DeviceDict[Any]:
     """Load a safetensors file, or a table of `RowWriter`, as a `DeviceDict`. See `DeviceDict.load`.
 
@@ -53,4 +54,4 @@ def load(
     ...     list(load(f"{folder}/d.safetensors", keys=["y"]))
     ['y']
     """
-    return DeviceDict[Any].load(path, device, keys=keys, encoders=encoders)
+    return DeviceDict[Any].load(path, device, keys=keys, encoders=encoders, rows=rows)

@@ -31,16 +31,25 @@ def read_table(
     device: torch.device,
     keys: Sequence[str | Path] | None,
     encoders: Encoders | None,
+    rows: int | None = None,
 ) -> Any:
-    """Load the table in a folder as a dict of class ``cls``, without validating it against the class."""
+    """Load the table in a folder as a dict of class ``cls``, without validating it against the class.
+
+    ``rows``: the number of rows to load; None: all.
+    """
     library, folder, paths = reading(path, keys, encoders)
+    if rows is not None and (type(rows) is not int or rows < 0):
+        raise ValueError(f"rows= is the number of rows to load, got {rows!r}")
     folder = os.path.abspath(folder)
     with invalid_file(folder, library.SafetensorError, RuntimeError):
         index = read_index(folder, lambda name: open_regular(os.path.join(folder, name)))
         reader = Reader(index.manifest, len(index.columns), encoders)
         if paths is not None:
             reader.keep(paths, folder)
-        tensors = [_map_field(folder, index.columns[i], index.rows) for i in reader.numbers]
+        count = index.rows if rows is None else min(rows, index.rows)
+        tensors = [_map_field(folder, index.columns[i], count) for i in reader.numbers]
+    if rows not in (None, count):
+        raise ValueError(f"{folder!r} has {count} rows, and rows={rows} asks for more")
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with invalid_file(folder, library.SafetensorError):
         return reader.build(choose_from(cls), moved.__getitem__, device)
