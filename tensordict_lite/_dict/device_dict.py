@@ -144,9 +144,7 @@ class DeviceDict(TreeDict[V]):
             refuse_positional(type(self).__name__, more)
         self._begin(data, device, options)
         if data is not None:
-            # `as_dict` has the same check. Skipping the call saves 3 % of the construction (8 fields).
-            items = data if type(data) is dict else as_dict(data)
-            insert(self, items, consent=device is not None)
+            insert(self, as_dict(data), consent=device is not None)
 
     def _begin(self, data: Items | None, device: DeviceLike | None, options: Mapping[str, Any]) -> None:
         """Set the device and the policy of a new dict, before ``data`` is inserted."""
@@ -281,13 +279,11 @@ class DeviceDict(TreeDict[V]):
         ...     print(d["x"])
         tensor(0)
         """
-        # `as_dict` returns a plain dict itself; without the call an update of 8 fields executes 3 % fewer instructions.
-        plain = type(data) is dict
-        items = data if plain else as_dict(data)
+        items = as_dict(data)
         if fields:
             items = {**items, **fields}
         brought: dict[str, StringEncoder] | None = None
-        if not plain and isinstance(data, TreeDict):
+        if isinstance(data, TreeDict):
             encoders = data._policy.carried(data)
             brought = {key: encoders[key] for key in encoders if key in data and key not in fields}
         insert(self, items, encoders=brought)
