@@ -70,14 +70,15 @@ def _one_row(given: Any, count: int) -> int:
 def _from_list(given: list[Any]) -> Tensor:
     """A CPU tensor with the values of a list. Raises ``TypeError`` for values that are not numbers."""
     if given and type(given[0]) is int:
-        # Takes 0.33x the time of NumPy. Not for a list that begins with a bool, which may be a mask.
+        # Faster than NumPy: "DataLoader, 0 workers" of benchmarks/bench_rows.py. A list that begins with a bool may be
+        # a mask.
         with suppress(struct.error, TypeError, ValueError, OverflowError):
             return torch.frombuffer(bytearray(struct.pack(f"{len(given)}q", *given)), dtype=torch.int64)
     return _from_host(given)
 
 
 def _from_host(given: Any) -> Tensor:
-    """A tensor on the CPU. NumPy converts a list of ints 4x faster than torch."""
+    """A tensor on the CPU."""
     array = np.arange(given.start, given.stop, given.step) if isinstance(given, range) else None
     try:
         array = np.asarray(given) if array is None else array

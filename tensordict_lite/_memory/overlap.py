@@ -42,7 +42,7 @@ def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         ours, theirs = [t.untyped_storage() for t in targets], [t.untyped_storage() for t in values]
     except NotImplementedError:  # sparse tensors and some subclasses have no storage
         return True
-    if all([s.resizable() for s in (*ours, *theirs)]):  # noqa: C419  (faster)
+    if all(s.resizable() for s in (*ours, *theirs)):
         # torch allocated these storages, so two of them have no memory in common.
         return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
     spans = [([s.data_ptr() for s in group], [s.data_ptr() + s.nbytes() for s in group]) for group in (ours, theirs)]

@@ -21,7 +21,8 @@ from .packed import can_pack, find_unpackable, packable
 _MAY_BE_HUGE = HUGE // 16
 """The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
 _FEW = 4096
-"""The largest number of elements that ``index_copy_`` writes faster than ``tensor[index] = value``."""
+"""The largest number of elements in rows that ``index_copy_`` writes faster than ``tensor[index] = value``:
+"`rows[indices] = rows`" of benchmarks/bench_rows.py."""
 
 
 def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
