@@ -455,7 +455,7 @@ def any_schema(rank: int) -> None:
     """The same examples on both ranks, and none that is made smaller, which would be on one of them only."""
 
     @settings(
-        max_examples=150,
+        max_examples=80,
         derandomize=True,
         database=None,
         phases=[Phase.generate],

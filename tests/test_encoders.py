@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -319,10 +318,8 @@ class TestEncoderValues:
 
     def test_hashing_is_the_same_in_every_process(self) -> None:
         codes = Hashing(2**40, seed=7).encode(["cat", "é", ""]).tolist()
-        program = "from tensordict_lite import Hashing; print(Hashing(2**40, seed=7).encode(['cat', 'é', '']).tolist())"
-        out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert out.stdout.strip() == str(codes)
-        # Written down, so that no change of version or platform goes unnoticed.
+        # Written down, so that no change of process, version or platform goes unnoticed.
+        assert codes == [746626834362, 954148142985, 548619470093]
         assert Hashing(1000).encode(["cat", "dog"]).tolist() == [939, 465]
         assert codes != Hashing(2**40, seed=8).encode(["cat", "é", ""]).tolist()
 

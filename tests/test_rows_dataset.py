@@ -230,8 +230,7 @@ class TestLoader:
                 expected(list(range(i, min(i + 8, 23)))) for i in (0, 8, 16)
             ]
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    @pytest.mark.parametrize("context", ["fork", "forkserver"])
     def test_workers_share_the_table(self, context: str) -> None:
         """A write of the trainer to a shared table is seen by workers: they have no copy."""
         d = DeviceDict({"x": torch.zeros(64), "y": torch.zeros(64)}).pack().share_memory_()

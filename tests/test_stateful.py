@@ -242,6 +242,6 @@ def leaves(tree: Any, at: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], A
     return [leaf for key, value in tree.items() for leaf in leaves(value, (*at, key))]
 
 
-Programs.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+Programs.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
 TestPrograms = Programs.TestCase
 TestPrograms.pytestmark = [pytest.mark.slow]  # pyright: ignore[reportAttributeAccessIssue]

@@ -74,8 +74,7 @@ def test_many_packed_batches_from_workers_can_be_held(context: str) -> None:
         assert batch.is_packed and batch["k3"].tolist() == [[i % 6 + 3.0] * 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_a_loader_with_workers(context: str) -> None:
     loader = DataLoader(Samples(), batch_size=3, num_workers=2, multiprocessing_context=context)
     batches = list(loader)

@@ -271,7 +271,7 @@ def test_nothing_leaks() -> None:
     live = simulated.live_bytes()
 
     def left_behind() -> tuple[int, int]:
-        for _ in range(50):
+        for _ in range(25):
             for source in (d, packed):
                 assert source.to("sim").cpu() is not None and source.to("sim", torch.float16) is not None
         assert simulated.live_bytes() == live
@@ -286,7 +286,7 @@ def test_nothing_leaks() -> None:
     finally:
         tracemalloc.stop()
     assert tensors_then == tensors
-    assert memory_then - memory < 16_000, "80 bytes a move: what Python's free lists keep is less, a tensor object more"
+    assert memory_then - memory < 8_000, "80 bytes a move: what Python's free lists keep is less, a tensor object more"
 
 
 def test_threads_move_at_once() -> None:
