@@ -36,7 +36,7 @@ from tensordict_lite import (
 )
 
 jaxtyping = pytest.importorskip("jaxtyping")
-from jaxtyping import Bool, Float, Int, UInt8  # noqa: E402
+from jaxtyping import Bool, Float, Float64, Int, UInt8  # noqa: E402
 
 T = TypeVar("T")
 
@@ -983,3 +983,93 @@ def test_arithmetic_keeps_the_class() -> None:
     typed = Obs(state=torch.ones(2, 5))
     assert typed.mul_(2) is typed and typed.state.sum() == 20 and d["image"].sum() == 0
     assert type(torch.stack([typed, typed])) is Obs and type(torch.zeros_like(typed)) is Obs
+
+
+class Answer(TypedDeviceDict):
+    text: Annotated[Tensor, Utf8()]
+    kind: Annotated[Tensor | None, Vocabulary(["a", "b"])] = None
+
+
+class Request(TypedDeviceDict):
+    state: Float[Tensor, "batch n"]
+    weight: Float64[Tensor, "batch"]
+    answer: Answer
+
+
+REQUEST: dict[str, Any] = {"state": [1, 2], "weight": 3, "answer": {"text": "yes", "kind": "b"}}
+
+
+class TestAtTheBorder:
+    def test_fields_of_strings(self) -> None:
+        d = Answer.from_dict({"text": ["yes", "no"], "kind": ["a", "b"]})
+        d._check()
+        assert d.decode("text") == ["yes", "no"] and d.decode("kind") == ["a", "b"] and d["kind"].tolist() == [0, 1]
+        rebuilt = Answer(dict(d.items()))
+        assert rebuilt.decode("kind") == ["a", "b"], "a framework passes the codes"
+        assert collate([{"text": "x", "kind": "b"}], cls=Answer).decode("kind") == ["b"]
+        assert Answer.wrap(DeviceDict({"text": ["x"]})).decode("text") == ["x"]
+        sub = type("Sub", (Answer,), {"__annotations__": {"text": Annotated[Tensor, Vocabulary(["x"])]}})
+        assert sub(text=["x"], kind="a").decode("text") == ["x"] and Answer(text="y").decode("text") == "y"
+
+    @pytest.mark.parametrize(
+        ("value", "error", "message"),
+        [
+            (3, TypeError, r"^Answer\.text: expected strings for Utf8\(\), got int64\[\]$"),
+            ([0.5], TypeError, r"^Answer\.text: expected strings for Utf8\(\), got float32\[1\]$"),
+            (torch.ones(2), TypeError, r"^Answer\.text: expected strings for Utf8\(\), got float32\[2\]$"),
+        ],
+    )
+    def test_other_values_of_a_field_of_strings(self, value: Any, error: type[Exception], message: str) -> None:
+        d = Answer(text="yes")
+        caught = unchanged(d, lambda: d.update(text=value))
+        assert caught.type is error and caught.match(message)
+
+    def test_codes_of_another_encoder(self) -> None:
+        for make in (
+            lambda: Answer(DeviceDict({"text": "a", "kind": "b"}, encoders={"kind": Vocabulary(["b"])})),
+            lambda: Answer(text="a", kind="b", encoders={"kind": Vocabulary(["b"])}),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=r"^Answer\.kind: expected strings for Vocabulary\(\['a', 'b'\]\), got codes of "
+                r"Vocabulary\(\['b'\]\); give the strings themselves: decode them first$",
+            ):
+                make()
+
+    def test_annotations_that_declare_no_field_of_strings(self) -> None:
+        for hint in (Annotated[Float[Tensor, "n"], Utf8()], Annotated[Tensor, Utf8(), Vocabulary(["a"])]):
+            with pytest.raises(TypeError, match=r"^Bad\.x: declare a field of strings as Annotated\[Tensor, encoder"):
+                type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": hint}})
+
+    def test_numbers_of_json_take_the_declared_floating_dtype(self) -> None:
+        for weight in (3, 0.1):
+            d = Request.from_dict({**REQUEST, "state": [[1, 2]], "weight": [weight], "answer": {"text": ["a"]}})
+            assert d.state.dtype == torch.float32 and d.weight.dtype == torch.float64 and d.weight.item() == weight
+        d["state"] = [[3, 4]]
+        assert d.state.tolist() == [[3.0, 4.0]]
+        for value in (np.array([[1, 2]]), [np.array([1, 2])], [[True, False]], torch.ones(1, 2, dtype=torch.int64)):
+            caught = unchanged(d, lambda value=value: d.update(state=value))
+            assert caught.match(r"^Request\.state: expected Float\[Tensor, 'batch n'\], got (int64|bool)\[1, 2\]")
+        wide = Request.from_dict(
+            {**REQUEST, "state": [[1]], "weight": [1], "answer": {"text": ["a"]}}, dtype=torch.half
+        )
+        assert wide.state.dtype == torch.half
+
+    def test_one_class_for_a_sample_and_a_batch(self) -> None:
+        samples = [Request.from_dict(REQUEST, batched=False) for _ in range(3)]
+        sample = samples[0]
+        sample._check()
+        assert type(sample) is Request and sample.state.shape == (2,) and sample.answer.decode("text") == "yes"
+        made = collate(samples)
+        assert type(made) is Request and type(made.answer) is Answer and made.state.shape == (3, 2)
+        assert made.rows[1] == sample and made.rows.tolist()[2]["answer"] == REQUEST["answer"]
+        for change, message in (
+            ({"state": 1}, r"^Request\.state: expected Float\[Tensor, 'batch n'\], got float32\[1\]"),
+            ({"weight": [1]}, r"^Request\.weight: expected Float64\[Tensor, 'batch'\], got float64\[1, 1\]"),
+            ({"wieght": 1}, r"^Request has no field 'wieght', did you mean 'weight'\?"),
+            ({"answer": {}}, r"^'answer': 'text' is missing; the fields of Answer are text, kind$"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=message):
+                Request.from_dict({**REQUEST, **change}, batched=False)
+        with pytest.raises(ValueError, match=r"^Request\.state: expected Float\[Tensor, 'batch n'\], got float32\[2\]"):
+            Request.from_dict(REQUEST)

@@ -31,6 +31,7 @@ def insert(
     consent: bool = False,
     at: Path = (),
     encoders: Mapping[str, StringEncoder] | None = None,
+    shapes: bool = True,
 ) -> None:
     """Store all of ``data`` and the ``encoders`` of its keys. If an error is raised, ``d`` is unchanged.
 
@@ -38,6 +39,7 @@ def insert(
         consent: True: move tensors that are on other devices. False: follow ``on_mismatch``.
         at: the path of ``d`` in the caller's tree, for error messages.
         encoders: encoders to store in addition to those of the fields of strings.
+        shapes: validate the shapes of the fields of typed dicts.
     """
     given, removed = data, ()
     if d._has_fields:
@@ -52,14 +54,14 @@ def insert(
         device = canonical(first.device) if type(first) is Tensor else None
     # Fast path: all values are tensors on the device. A single host value, as in `d["x"] = array`, skips the test.
     if (len(given) != 1 or isinstance(next(iter(given.values())), Tensor)) and all_on(given, device):
-        d._commit(given, device, encoders, removed)
+        d._commit(given, device, encoders, removed, shapes)
     else:
-        staged, device, used = _prepare(d, given, consent, at)
-        d._commit(staged, device, {**used, **encoders} if encoders else used, removed)
+        staged, device, used = _prepare(d, given, consent, at, shapes)
+        d._commit(staged, device, {**used, **encoders} if encoders else used, removed, shapes)
 
 
 def _prepare(
-    d: TreeDict[Any], data: Mapping[str, Any], consent: bool, at: Path
+    d: TreeDict[Any], data: Mapping[str, Any], consent: bool, at: Path, shapes: bool
 ) -> tuple[dict[str, Any], torch.device | None, dict[str, StringEncoder]]:
     """Convert all values. Return the converted items, their device, and the encoder of each field of strings."""
     device = d._device
@@ -77,7 +79,7 @@ def _prepare(
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
             moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True))
     try:
-        staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at)
+        staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at, shapes)
     except TypeError:
         refuse_optimizer(data, at)
         raise
@@ -104,7 +106,7 @@ def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[
 
 
 def _convert_items(
-    d: TreeDict[Any], data: Mapping[str, Any], target: torch.device, moved: Moved, at: Path
+    d: TreeDict[Any], data: Mapping[str, Any], target: torch.device, moved: Moved, at: Path, shapes: bool
 ) -> tuple[dict[str, Any], dict[str, StringEncoder]]:
     """Convert every value to ``target``. Return the converted items and the encoder of each field of strings."""
     staged: dict[str, Any] = {}
@@ -116,9 +118,11 @@ def _convert_items(
         if isinstance(value, Tensor):
             staged[key] = value if value.device == target else _moved(value, target, moved, (*at, key))
         elif isinstance(value, Mapping):
-            staged[key] = _insert_nested(d, value, target, moved, (*at, key))
+            staged[key] = _insert_nested(d, value, target, moved, (*at, key), shapes)
         else:
             stored, encoder = convert(value, target, d._policy, (*at, key))
+            if d._has_fields and (dtype := d._dtype_of_numbers(key, value, stored)) is not None:
+                stored, encoder = convert(value, target, d._policy, (*at, key), dtype)
             if encoder is not None:
                 encoders[key] = encoder
                 stored = place_codes(d, stored, target, (*at, key))
@@ -143,7 +147,9 @@ def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) 
     return nested
 
 
-def _insert_nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path) -> Any:
+def _insert_nested(
+    d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path, shapes: bool
+) -> Any:
     """Convert a mapping to a nested dict. A `DeviceDict` keeps its encoders and the policy of its class."""
     refuse_deeper(path)
     kind = type(value)
@@ -152,12 +158,12 @@ def _insert_nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.dev
     nested: TreeDict[Any] = cls._new((), target, policy)
     validated = cls is kind  # a second validation would reject a row of a typed batch, which lost its batch dimension
     data = nested._given(value, path) if nested._has_fields and not validated else value
-    staged, encoders = _convert_items(nested, data, target, moved, path)
+    staged, encoders = _convert_items(nested, data, target, moved, path, shapes)
     if validated:
         TreeDict._commit(nested, staged, target, encoders)
         return nested
     try:
-        nested._commit(staged, target, encoders)
+        nested._commit(staged, target, encoders, (), shapes)
     except (TypeError, ValueError) as error:
         raise with_path(error, path) from error
     return nested

@@ -6,13 +6,16 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from keyword import iskeyword
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, ForwardRef, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import numpy as np
+import torch
 from torch import Tensor
 from typing_extensions import Format, get_annotations, get_type_hints
 
+from .._encoders.protocol import StringEncoder, decode_alike, short
 from .._errors import described
 from .._tree.missing import closest
 from .._tree.policy import OPTIONS
@@ -73,6 +76,22 @@ def field(*, default: Any = _UNSET, default_factory: Callable[[], Any] | None = 
     return Default(default, default_factory)
 
 
+class PlainShape(NamedTuple):
+    """A jaxtyping annotation such as ``Float[Tensor, "batch 3"]``, whose meaning is clear without jaxtyping."""
+
+    dtypes: frozenset[torch.dtype]
+    dims: tuple[int | str, ...]
+
+    def fits(self, tensor: Tensor, sizes: dict[str, int]) -> bool:
+        """Whether a tensor has this dtype and shape. ``sizes``: the dimensions known so far; new ones are added."""
+        if tensor.dtype not in self.dtypes or tensor.dim() != len(self.dims):
+            return False
+        for dim, size in zip(self.dims, tensor.shape, strict=True):
+            if size != (sizes.setdefault(dim, size) if isinstance(dim, str) else dim):
+                return False
+        return True
+
+
 class Field(NamedTuple):
     """A field, as its annotation declares it."""
 
@@ -81,10 +100,18 @@ class Field(NamedTuple):
     optional: bool
     shown: str
     """The alternatives as text, for error messages."""
+    classes: tuple[Any, ...]
+    """The classes of the alternatives: ``Tensor`` for a jaxtyping annotation."""
+    plain: PlainShape | None
+    """The only alternative, if it is a jaxtyping annotation of plain dimensions: names and numbers."""
+    floats: frozenset[torch.dtype]
+    """The dtypes of the only alternative, if all of them are floating-point."""
+    encoder: StringEncoder | None
+    """The encoder of ``Annotated[Tensor, encoder]``: the field takes strings or their codes, and nothing else."""
 
     def takes(self, value: Any) -> bool:
         """Whether a value is an instance of one of the kinds. Ignores shape and dtype."""
-        if any(_is_kind(value, kind) for kind in self.kinds):
+        if isinstance(value, self.classes):
             return True
         if isinstance(value, (Tensor, TreeDict)):
             return False
@@ -92,7 +119,16 @@ class Field(NamedTuple):
         if isinstance(value, list) and all(map(self.takes, value)):
             return True
         # Frameworks may replace a tensor by an object of their own.
-        return value is not None and all(issubclass(kind, Tensor) or _is_shaped(kind) for kind in self.kinds)
+        return value is not None and all(issubclass(kind, Tensor) for kind in self.classes)
+
+    def dtype_of_numbers(self, dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype | None:
+        """The dtype for Python numbers that became a tensor of ``dtype``; None to leave them as they are.
+
+        ``wanted``: the floating-point dtype that a dict uses by default.
+        """
+        if dtype in self.floats or dtype.is_complex or dtype is torch.bool:
+            return None
+        return wanted if wanted in self.floats else min(self.floats, key=str) if len(self.floats) == 1 else None
 
 
 class Schema:
@@ -102,6 +138,7 @@ class Schema:
         self.name = cls.__name__
         self.fields = fields
         self.required = frozenset(name for name, field in fields.items() if not field.optional)
+        self.encoders = {name: one.encoder for name, one in fields.items() if one.encoder is not None}
         self.nested = {name: kind for name, field in fields.items() for kind in field.kinds if _is_tree(kind)}
         # A nested dict may have shapes. Its schema cannot be asked: it may be this schema, which is incomplete here.
         self.shaped = bool(self.nested) or any(_is_shaped(kind) for field in fields.values() for kind in field.kinds)
@@ -135,6 +172,20 @@ class Schema:
             field = self.fields[name]
             if not field.takes(value):
                 raise TypeError(f"{self.name}.{name}: expected {field.shown}, got {_called(value)}")
+            encoder = field.encoder
+            if encoder is None or not isinstance(value, Tensor):
+                continue
+            if value.is_floating_point() or encoder.code_dtype not in (None, value.dtype):
+                raise TypeError(f"{self.name}.{name}: expected strings for {short(encoder)}, got {_called(value)}")
+
+    def check_encoders(self, encoders: Mapping[str, StringEncoder]) -> None:
+        """Raise ``ValueError`` for a field whose codes another encoder decodes."""
+        for name, declared in self.encoders.items():
+            if name in encoders and not decode_alike(declared, encoders[name]):
+                raise ValueError(
+                    f"{self.name}.{name}: expected strings for {short(declared)}, got codes of "
+                    f"{short(encoders[name])}; give the strings themselves: decode them first"
+                )
 
 
 class Declared(NamedTuple):
@@ -201,7 +252,40 @@ def _field(where: str, hint: Any, optional: bool) -> Field:
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if sum(map(_is_tree, kinds)) > 1:
         raise TypeError(f"{where}: a field takes one class of nested dicts, and this annotation names several")
-    return Field(kinds, optional, " | ".join(kind.__name__ for kind in kinds))
+    encoders = [one for one in _metadata(hint) if isinstance(one, StringEncoder)]
+    if encoders and (kinds != (Tensor,) or len(encoders) > 1):
+        raise TypeError(f"{where}: declare a field of strings as Annotated[Tensor, encoder], with one encoder")
+    classes = tuple(Tensor if _is_shaped(kind) else kind for kind in kinds)
+    plain = _plain_shape(kinds[0]) if len(kinds) == 1 and _is_shaped(kinds[0]) else None
+    dtypes = _dtypes(kinds[0]) if len(kinds) == 1 and _is_shaped(kinds[0]) else frozenset[torch.dtype]()
+    floats = dtypes if all(dtype.is_floating_point for dtype in dtypes) else frozenset[torch.dtype]()
+    shown = " | ".join(kind.__name__ for kind in kinds)
+    return Field(kinds, optional, shown, classes, plain, floats, encoders[0] if encoders else None)
+
+
+def _metadata(hint: Any) -> Iterator[Any]:
+    """Yield the metadata of every ``Annotated`` in an annotation."""
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+    if get_origin(hint) in (Annotated, Union, UnionType):
+        for inner in get_args(hint)[: 1 if get_origin(hint) is Annotated else None]:
+            yield from _metadata(inner)
+
+
+def _dtypes(kind: Any) -> frozenset[torch.dtype]:
+    """The dtypes of a jaxtyping annotation; none if it takes any dtype."""
+    names: Any = kind.dtypes if isinstance(kind.dtypes, (list, tuple)) else ()
+    dtypes = {getattr(torch, name, None) for name in names}
+    return frozenset(dtype for dtype in dtypes if isinstance(dtype, torch.dtype))
+
+
+def _plain_shape(kind: Any) -> PlainShape | None:
+    """A jaxtyping annotation of ``Tensor`` whose dimensions are names and numbers; None for any other."""
+    dims = kind.dim_str.split()
+    plain = all(dim.isdecimal() or (dim.isidentifier() and dim[0] != "_" and not iskeyword(dim)) for dim in dims)
+    if not plain or kind.array_type is not Tensor:
+        return None
+    return PlainShape(_dtypes(kind), tuple(int(dim) if dim.isdecimal() else dim for dim in dims))
 
 
 def _kinds(where: str, hint: Any) -> Iterator[Any]:
@@ -260,10 +344,6 @@ def _jaxtyping() -> Any:
 def _is_shaped(kind: Any) -> bool:
     jaxtyping = _jaxtyping()
     return jaxtyping is not None and issubclass(kind, jaxtyping.AbstractArray)
-
-
-def _is_kind(value: Any, kind: Any) -> bool:
-    return isinstance(value, Tensor if _is_shaped(kind) else kind)
 
 
 def _called(value: Any) -> str:

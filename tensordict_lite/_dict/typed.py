@@ -16,10 +16,11 @@ from typing_extensions import Self, Unpack, dataclass_transform
 from .._encoders.protocol import StringEncoder
 from .._errors import Path, described, with_path
 from .._memory.device import DeviceLike
+from .._tree.convert import holds_numbers
 from .._tree.missing import NoAttribute
 from .._tree.policy import OPTIONS, Encoders, OptionFields, Options, refuse_positional
 from .._tree.tree import TreeDict, builtin_dict
-from .._tree.walk import Items, as_dict, tensors_in  # pyright: ignore[reportUnusedImport]  (used in the `else` branch)
+from .._tree.walk import Items, as_dict, tensors_in
 from .device_dict import DeviceDict
 from .insert import insert
 from .schema import Declared, Field, Schema, Shaped, declared_by, field, read_annotations, shape_error
@@ -61,6 +62,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     - ``Float[Tensor, "batch 3 h w"]`` (jaxtyping): a tensor with this dtype and shape. Dimensions with the same name
       must have the same size in all fields of an instance, including nested dicts. jaxtyping is optional, and this
       package does not import it.
+    - ``Annotated[Tensor, Utf8()]``: strings, and their codes, with this encoder.
     - another `TypedDeviceDict` class: a nested dict. A mapping is converted to that class.
     - ``DeviceDict``: a nested dict with any fields.
     - any other class: an object of that class, or a list of them in a batch. The class needs ``objects="keep"``.
@@ -126,6 +128,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             if more:
                 refuse_positional(type(self).__name__, more)
             options = {name: given.pop(name) for name in OPTIONS if name in given}
+            self._schema()  # before `_begin`: it may declare encoders, which belong to the policy
             self._begin(data, device, options)
             items = {**({} if data is None else as_dict(data)), **given}
             if type(data) is type(self):  # a copy: a row without its batch dimension stays valid
@@ -151,7 +154,10 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             for base in reversed(cls.__mro__[1:]):
                 if issubclass(base, TypedDeviceDict):
                     fields |= {name: base._schema().fields[name] for name in base._own}
-            cls._evaluated = Schema(cls, fields | read_annotations(cls, cls._own, names))
+            schema = Schema(cls, fields | read_annotations(cls, cls._own, names))
+            if schema.encoders:
+                cls._class_policy = cls._class_policy.override(schema.encoders)
+            cls._evaluated = schema
         return cls._evaluated
 
     @classmethod
@@ -160,19 +166,34 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         data: Items,
         /,
         *,
+        batched: bool = True,
         device: DeviceLike | None = None,
         **options: Unpack[Options],
     ) -> Self:
         """Create an instance from a mapping or an iterable of pairs. Type checkers do not check its keys.
 
-        The arguments, errors and cost are those of the constructor.
+        Args:
+            data: the fields, for example parsed JSON. Python numbers take the declared floating-point dtype of a field.
+            batched: False: ``data`` is one sample, without the batch dimension that the class declares. The result is a
+                row, as ``batch.rows[0]`` gives it. Its fields are validated as those of a batch of one sample.
+            device: as for the constructor.
+            options: as for the constructor.
+
+        Raises: the errors of the constructor. Cost: that of the constructor.
 
         >>> class Point(TypedDeviceDict):
         ...     x: Tensor
         >>> Point.from_dict({"x": [1.0, 2.0]}, dtype=torch.float64).x
         tensor([1., 2.], dtype=torch.float64)
         """
-        return cls(data, device=device, **options)  # pyright: ignore[reportCallIssue]
+        if batched:
+            return cls(data, device=device, **options)  # pyright: ignore[reportCallIssue]
+        out = cls.__new__(cls)
+        cls._schema()
+        out._begin(data, device, options)
+        insert(out, as_dict(data), consent=device is not None, shapes=False)
+        out._map_tensors(lambda tensor: tensor.unsqueeze(0), out._device)._validate()
+        return out
 
     @classmethod
     def wrap(cls, d: DeviceDict[Any], /) -> Self:
@@ -213,18 +234,28 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
                 raise (with_path(error, at) if at else error) from None
         return given
 
+    def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
+        field = self._schema().fields.get(key)
+        if field is None or not field.floats or type(value) not in (int, float, list, tuple):
+            return None
+        wanted = self._policy.dtype or torch.get_default_dtype()
+        dtype = field.dtype_of_numbers(stored.dtype, wanted) if isinstance(stored, Tensor) else None
+        return dtype if dtype is not None and holds_numbers(value) else None  # an array is never cast
+
     def _commit(
         self,
         staged: Mapping[str, Any],
         device: torch.device | None,
         encoders: Mapping[str, StringEncoder] | None,
         removed: Sequence[str] = (),
+        shapes: bool = True,
     ) -> None:
         if not torch.compiler.is_compiling():  # pragma: no branch  (traced, not executed)
             items = {**self, **staged}
             for key in removed:
                 del items[key]
-            self._check_fields(items, self)
+            self._check_fields(items, self, shapes)
+            self._schema().check_encoders({**self._policy.encoders, **(encoders or {})})
         super()._commit(staged, device, encoders, removed)
 
     def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
@@ -235,6 +266,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             insert(self, defaults)
         self._schema().check_names(self)
         self._check_fields(self, before, shapes)
+        self._schema().check_encoders(self._policy.encoders)
 
     def _check_fields(self, items: Mapping[str, Any], before: Mapping[str, Any] | None, shapes: bool = True) -> None:
         """Validate the complete set of items: required fields, kinds, dtypes and shapes.
@@ -245,7 +277,9 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         schema = self._schema()
         schema.check_required(items)
         schema.check_kinds({key: value for key, value in items.items() if before.get(key) is not value})
-        reason = shape_error(_shaped(type(self), items, schema.name)) if shapes and schema.shaped else ""
+        if not shapes or not schema.shaped or _fits(type(self), items, {}):
+            return
+        reason = shape_error(_shaped(type(self), items, schema.name))
         # If the shapes did not fit before the change (a row, a cast), they may stay so.
         if reason and not (before and shape_error(_shaped(type(self), before, schema.name))):
             raise ValueError(reason)
@@ -365,6 +399,24 @@ def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
 def _is_defined(base: type, name: str) -> bool:
     """Whether a class defines the name itself. The names of `NoAttribute` are free for fields."""
     return name in base.__dict__ and not isinstance(base.__dict__[name], NoAttribute)
+
+
+def _fits(cls: type[TypedDeviceDict], items: Mapping[str, Any], sizes: dict[str, int]) -> bool:
+    """Whether all tensors surely fit: their annotations are plain. If not, `shape_error` asks jaxtyping.
+
+    This takes a tenth of the time of jaxtyping, which matters for a request that a server validates.
+    """
+    for name, declared in cls._schema().fields.items():
+        value = items.get(name)
+        if isinstance(value, TypedDeviceDict):
+            fits = _fits(type(value), value, sizes)
+        elif isinstance(value, Tensor) and declared.classes != declared.kinds:
+            fits = declared.plain is not None and declared.plain.fits(value, sizes)
+        else:
+            continue
+        if not fits:
+            return False
+    return True
 
 
 def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) -> Iterator[Shaped]:

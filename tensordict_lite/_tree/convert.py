@@ -219,6 +219,11 @@ def _refuse_odd_strings(value: Any, path: Path, at: str = "") -> None:
             _refuse_odd_strings(item, path, f"{at}[{i}]")
 
 
+def holds_numbers(value: Any) -> bool:
+    """Whether a value is a Python number, or a nested list of Python numbers only."""
+    return isinstance(value, _SCALARS) or _item_types(value) <= {int, float}
+
+
 def _item_types(value: Iterable[Any]) -> set[type]:
     """The types of the items of nested lists and tuples. Raises ``TooDeep`` for lists that contain themselves."""
     kinds: set[type] = set()

@@ -96,14 +96,22 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """
         return data  # pragma: no cover  (called for typed dicts only)
 
+    def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
+        """The declared dtype for a field of Python numbers; None if it is the dtype of ``stored``, their tensor."""
+        return None  # pragma: no cover  (called for typed dicts only)
+
     def _commit(
         self,
         staged: Mapping[str, Any],
         device: torch.device | None,
         encoders: Mapping[str, StringEncoder] | None,
         removed: Sequence[str] = (),
+        shapes: bool = True,
     ) -> None:
-        """Store the converted items, set their device and encoders, and remove the keys in ``removed``."""
+        """Store the converted items, set their device and encoders, and remove the keys in ``removed``.
+
+        ``shapes``: a typed dict validates its shapes too.
+        """
         # Conversion runs code of the user (encoders, `items` of a mapping, `__array__`), which may write to this dict.
         before = self._device
         if before is not device and before is not None and device is not None and before != device:
