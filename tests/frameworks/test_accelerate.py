@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, collate
+from tensordict_lite import BatchOrder, DeviceDict, TypedDeviceDict, cat, collate, prefetch
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -103,8 +104,26 @@ def train(rank: int, cls: type[Any]) -> None:
     for batch in dispatched:
         assert type(batch) is cls and type(batch["n"]) is Kept
         batch._check()
+    if cls is DeviceDict:
+        go_on(accelerator)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def go_on(accelerator: Accelerator) -> None:
+    """Two batches of an order with ranks, which needs no `prepare`, and the rows that are left through `prepare`."""
+    rows, rank = sample(count=23).rows, {"rank": accelerator.process_index, "world": accelerator.num_processes}
+    order = BatchOrder(rows, 3, shuffle=True, **rank)
+    batches = prefetch(DataLoader(rows, batch_sampler=order, collate_fn=collate), accelerator.device)
+    taken = cat(list(islice(batches, 2)))["n", "id"]
+    # `prepare` gives the batches of one rank in turn to all ranks. In the last step it repeats rows.
+    alone = BatchOrder(rows, 3, shuffle=True)
+    alone.load_state_dict(batches.state_dict())
+    loader: Any = accelerator.prepare(DataLoader(rows, batch_sampler=alone, collate_fn=collate))
+    rest = [accelerator.gather_for_metrics(batch)["n", "id"] for batch in loader]
+    assert sorted(torch.cat([accelerator.gather(taken), *rest]).tolist()) == list(range(23))
+    order.set_epoch(1)  # `prepare` sets the next epoch itself
+    assert next(iter(loader))["n", "id"].tolist() == next(iter(order))
 
 
 @pytest.mark.parametrize("cls", [DeviceDict, Kept, Typed])
