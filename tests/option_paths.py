@@ -144,6 +144,7 @@ ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "rows.flatten": lambda d: (1,),
     "rows.group_by": lambda d: ("s",),
     "rows.sort_by": lambda d: ("s",),
+    "rows.windows": lambda d: ({"x": [0]},),
 }  # fmt: skip
 NO_PINNED_MEMORY = {"pin_memory", "cuda"} if not torch.cuda.is_available() else set[str]()
 
@@ -180,6 +181,7 @@ PATHS: dict[str, Callable[[Any], Any]] = {
         f"pickle {n}": lambda d, n=n: [pickle.loads(pickle.dumps(one, n)) for one in (d, d.pack(), d.rows[1:])]
         for n in range(2, pickle.HIGHEST_PROTOCOL + 1)
     },
+    "batch of windows": lambda d: d.rows.windows({("n", "m"): [0, 1]})[0],
     "pickle of rows": lambda d: pickle.loads(pickle.dumps(d.rows))[0],
     "pytree": lambda d: pytree.tree_map(torch.clone, d),
     "pytree, pickled": lambda d: pytree.tree_unflatten(

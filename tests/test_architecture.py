@@ -26,7 +26,9 @@ ORDER = [
     *inside("_tree", "missing policy columns walk convert compare pytree tree manifest encoding sendable"),
     *inside("_files", "atomic_write safetensors"),
     *inside("_tables", "format reader folder writer"),
-    *inside("_dict", "arguments display insert row_values row_index row_assignment by_value rows arithmetic fill"),
+    *inside(
+        "_dict", "arguments display insert row_values row_index row_assignment by_value windows rows arithmetic fill"
+    ),
     *inside("_dict", "torch_functions device_dict schema typed row_writer tables io"),
     "unpickle",
     *inside("_batch", "pad join fill collate containers order prefetch"),

@@ -177,6 +177,7 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     "sort_by": lambda rows: rows.sort_by(("n", "s"), "i"),
     "split": lambda rows: rows.split(2),
     "tolist": lambda rows: rows.tolist(),
+    "windows": lambda rows: rows.windows({"x": range(2), ("n", "y"): [0, -1]}, within="i").__getitems__([0, 1]),
 }
 
 # By the name of a public function or class. Each gets a folder.

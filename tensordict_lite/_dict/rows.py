@@ -21,6 +21,7 @@ from .._tree.tree import TreeDict, tensor_paths
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
 from .row_index import integers, row_index
+from .windows import Spans, Windows
 
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -292,6 +293,33 @@ class Rows(Dataset[D]):
         """
         d: Any = self._dict
         return _plain_rows(d, d.tolist(), len(self))
+
+    def windows(self, spans: Spans, *, within: str | Path | None = None, mask: str = "mask") -> Windows[D]:
+        """Return a dataset with a window for each row: fields of a time series at this row and at rows around it.
+
+        Args:
+            spans: for each key or path, the offsets of the rows in its window: a range or a list of ints. The key of a
+                nested dict stands for all its fields. The other fields have the row itself.
+            within: the key of a field with one value per row. Rows with equal values that follow each other are a
+                sequence, such as an episode. None: all rows are one sequence.
+            mask: the key of a new nested dict with a bool field ``[batch, offsets]`` for each key of ``spans``: True
+                for a row of the sequence. An offset outside the sequence repeats the nearest row, and has False.
+
+        Raises: ``KeyError`` for a missing key; ``TypeError`` or ``ValueError`` for other offsets, for a field whose
+            rows differ in shape, and for a field with the name of the mask.
+        Cost: with ``within``, one pass over that field. A batch copies the rows of its windows, at once.
+
+        >>> from torch.utils.data import DataLoader
+        >>> from tensordict_lite import DeviceDict
+        >>> d = DeviceDict({"episode": [0, 0, 0, 1, 1], "obs": [0, 1, 2, 3, 4]})
+        >>> windows = d.rows.windows({"obs": range(-1, 2)}, within="episode")
+        >>> batch = next(iter(DataLoader(windows, batch_size=4)))
+        >>> batch["obs"].tolist(), batch["episode"].tolist()
+        ([[0, 0, 1], [0, 1, 2], [1, 2, 2], [3, 3, 4]], [0, 0, 0, 1])
+        >>> batch["mask", "obs"][0].tolist()
+        [False, True, True]
+        """
+        return Windows(self._dict, spans, within, mask)
 
     def _permutation(self, method: str, generator: torch.Generator | None) -> Tensor:
         """A random order of the rows, on the device of the dict."""
