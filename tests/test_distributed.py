@@ -144,6 +144,17 @@ def every_call(rank: int, world: int) -> None:
             and mean["c"] == 1j * sum(ranks) / world
             and mean["h"].dtype == torch.bfloat16
         )
+        mine = DeviceDict(
+            {"loss": float(rank), "n": {"tokens": rank + 1}, "h": torch.tensor([rank], dtype=torch.bfloat16)}
+        )
+        mean = d_.all_reduce(mine, "mean", weight=("n", "tokens"))
+        mean._check()
+        total = sum(r + 1 for r in ranks)
+        expected = sum(r * (r + 1) for r in ranks) / total
+        assert mean["loss"].item() == pytest.approx(expected) and mean["n", "tokens"] == total
+        assert mean["h"] == torch.tensor(expected).bfloat16() and mine["loss"] == float(rank)
+        nothing = d_.all_reduce(DeviceDict({"loss": 0.0, "tokens": 0}), "mean", weight="tokens")
+        assert nothing["loss"].isnan() and nothing["tokens"] == 0
         given_ = DeviceDict({"w": torch.nn.Parameter(torch.ones(2)), "v": torch.ones(2)})
         out = d_.all_reduce(given_)
         assert given_["w"].tolist() == [1, 1] and not out["w"].requires_grad
@@ -173,7 +184,19 @@ def errors(rank: int, world: int) -> None:
     assert (
         text(lambda: d_.all_reduce(sample(0), "product"), ValueError)  # pyright: ignore[reportArgumentType]
         == "op is 'sum', 'mean', 'max' or 'min', got 'product'"
-    )  # type: ignore[arg-type]
+    )
+    weighted = DeviceDict({"x": 1.0, "w": 2.0, "i": 1, "v": torch.ones(2)})
+    for op, weight, message in (
+        ("sum", "w", "weight= belongs to op='mean', got op='sum'"),
+        ("mean", "v", "weight= names a field with one number, 'v' is float32[2]"),
+        ("mean", "tokens", "weight= names a field with one number, 'tokens' is no such field"),
+        ("mean", "w", "'i' is torch.int64: integers have no mean; convert it to float first"),
+    ):
+        reduce: Any = d_.all_reduce
+        assert text(lambda: reduce(weighted, op, weight=weight), ValueError) == message  # noqa: B023
+    told = text(lambda: d_.all_reduce(weighted.drop("i"), "mean", weight="w" if rank else None), RuntimeError)
+    assert told == f"rank {rank}: the ranks make this call with different arguments, such as op"
+    assert d_.all_reduce(weighted.select("x", "w"), "mean", weight="w")["x"] == 1  # type: ignore[arg-type]
 
     for call in (
         lambda: d_.all_gather(kept if rank == 1 else sample(0)),

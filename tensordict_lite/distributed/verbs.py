@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .._dict.device_dict import DeviceDict
-from .._errors import dotted
+from .._errors import Path, described, dotted
 from .._memory.device import DeviceLike, canonical
 from .._memory.transfer import transfer
+from .._tree.tree import tensor_paths
 from .channel import (
     Channel,
     Destination,
@@ -364,22 +366,37 @@ def _one_part(schema: Header, parts: list[Tensor], nbytes: int, device: torch.de
     return out
 
 
-def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
+def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str | Path | None = None) -> D:
     """Reduce the dicts of all ranks to a new dict: the elementwise sum, mean, maximum or minimum.
 
     All dicts must have the same schema: fields in the same order, dtypes, shapes, encoders and options.
 
-    Raises: ``ValueError`` for an invalid ``op``, and ``RuntimeError`` on the other ranks. Every rank raises
-    ``RuntimeError`` that names the rank and the field, if schemas differ. Every rank raises ``RuntimeError`` that names
-    the field, if its dtype does not support ``op``. Integers have no mean, bools no sum, complex numbers no order.
+    Args:
+        d: the dict of this rank. It does not change.
+        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+        group: a process group; None: all ranks.
+        weight: with ``"mean"``, the key of a field with one number, such as the number of tokens. Every other field of
+            the rank is a mean over these tokens. The result has the means over the tokens of all ranks, and the sum of
+            the weights. If the sum is 0, the means are NaN.
+
+    Raises: ``ValueError`` for an invalid ``op`` or ``weight``, and ``RuntimeError`` on the other ranks. Every rank
+    raises ``RuntimeError`` that names the rank and the field, if schemas differ. Every rank raises ``RuntimeError``
+    that names the field, if its dtype does not support ``op``. Integers have no mean, bools no sum, complex numbers no
+    order.
     Cost: one small collective, one collective for each dtype, and one for each tensor of 1 MiB or more. A copy of the
     tensors.
     """
-    errors, mark = Errors(), 0
+    errors, mark, given = Errors(), 0, d
     with errors:
         if op not in _OPS:
             raise ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
         mark = _OPS.index(op)
+        if weight is not None:
+            if op != "mean":
+                raise ValueError(f"weight= belongs to op='mean', got op={op!r}")
+            _checked(d, "all_reduce", _ALL)
+            d = _weighted(d, weight)
+            op, mark = "sum", len(_OPS) + list(d).index(weight if isinstance(weight, str) else weight[0])
     with error_context("all_reduce", group):
         schema, announced = agreed(lambda: header_to_send(_checked(d, "all_reduce", _ALL)), errors, group, mark)
         digests = [digest for digest, _ in announced]
@@ -404,7 +421,35 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None) -> D:
             split = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
             for i, part in zip(members, split, strict=True):
                 out[i] = part.reshape(tensors[i].shape).data  # .data has its own version counter
-    return d._replace_tensors(out, d._device)
+    reduced = d._replace_tensors(out, d._device)
+    return reduced if weight is None else _scaled(reduced, weight, torch.div, given)
+
+
+def _scaled(d: D, weight: str | Path, by: Callable[[Tensor, Tensor], Tensor], like: D | None = None) -> D:
+    """Apply ``by`` to every tensor and the tensor of ``weight``, except to that tensor itself.
+
+    Computes in float32 or wider. ``like``: a dict with the dtypes of the results.
+    """
+    number: Any = d[weight]
+    made: list[Tensor] = []
+    for tensor, model in zip(d._tensors(), (like or d)._tensors(), strict=True):
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        value = tensor if tensor is number else by(tensor.detach().to(wide), number)
+        made.append(value if like is None else value.to(model.dtype))
+    return d._replace_tensors(made, d._device)
+
+
+def _weighted(d: D, weight: str | Path) -> D:
+    """The fields of a dict times the number in the field ``weight``. Raises ``ValueError`` if there is no number."""
+    path = weight if isinstance(weight, tuple) else (weight,)
+    number: Any = d.get(path)
+    if not isinstance(number, Tensor) or number.dim():
+        got = "no such field" if number is None else described(number)
+        raise ValueError(f"weight= names a field with one number, {dotted(path)} is {got}")
+    for where, tensor in tensor_paths(d):
+        if tensor is not number and (reason := _irreducible(tensor.dtype, "mean")):
+            raise ValueError(f"{dotted(where)} is {tensor.dtype}: {reason}")
+    return _scaled(d, weight, torch.mul)
 
 
 def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[Any]:
