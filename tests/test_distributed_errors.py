@@ -306,7 +306,7 @@ def test_tensors_are_freed_at_once() -> None:
 
 def test_a_buffer_of_another_size_than_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    schema = message_module.header_for(DeviceDict({"x": torch.ones(2)}))
+    schema = message_module.header_of(DeviceDict({"x": torch.ones(2)}))
     with pytest.raises(RuntimeError, match=r"^rank 1: from rank 0: the size of the buffer differs from its header$"):
         channel_module.accepted(schema, schema.nbytes + 1, 0)
 
@@ -316,23 +316,21 @@ def test_a_schema_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"^the structure and encoders of this dict take \d+ bytes, a message holds 100$"
     ):
-        message_module.header_for(DeviceDict({"too_large": torch.ones(2)}))
+        message_module.header_of(DeviceDict({"too_large": torch.ones(2)}))
 
 
 def test_the_header_of_a_schema_is_made_once() -> None:
     words = Vocabulary(["a", "b"])
     one, two = (DeviceDict({"x": torch.ones(2), "s": s}, encoders={"s": words}) for s in ("a", "b"))
-    header = message_module.header_for(one)
-    assert message_module.header_for(two) is header
-    other = message_module.header_for(
-        DeviceDict({"x": torch.ones(2), "s": "a"}, encoders={"s": Vocabulary(["b", "a"])})
-    )
+    header = message_module.header_of(one)
+    assert message_module.header_of(two) is header
+    other = message_module.header_of(DeviceDict({"x": torch.ones(2), "s": "a"}, encoders={"s": Vocabulary(["b", "a"])}))
     assert other.digest != header.digest
 
 
 def test_no_header_keeps_a_tensor_or_a_dict() -> None:
     d = DeviceDict({"kept_by_no_header": torch.ones(2)})
-    message_module.header_for(d)
+    message_module.header_of(d)
     watched = [weakref.ref(d), weakref.ref(d["kept_by_no_header"])]
     del d
     gc.collect()

@@ -283,7 +283,7 @@ class DeviceDict(TreeDict[V]):
         if fields:
             items = {**items, **fields}
         brought: dict[str, StringEncoder] | None = None
-        if isinstance(data, TreeDict):
+        if type(data) is not dict and isinstance(data, TreeDict):
             encoders = data._policy.carried(data)
             brought = {key: encoders[key] for key in encoders if key in data and key not in fields}
         insert(self, items, encoders=brought)
@@ -1399,22 +1399,15 @@ def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
     for key, value in d.items():
         if isinstance(value, Tensor):
             try:
-                array = value.numpy()  # works for most tensors, and saves the call of `host_array`
-            except (TypeError, RuntimeError):
-                array = _array_at(value, (*at, key))
+                array = host_array(value)
+            except TypeError as error:
+                raise with_path(error, (*at, key)) from error
             out[key] = np.array(array) if copy else array
         elif isinstance(value, TreeDict):
             out[key] = _numpy(value, copy, (*at, key))
         else:
             out[key] = value
     return out
-
-
-def _array_at(tensor: Tensor, path: Path) -> np.ndarray[Any, Any]:
-    try:
-        return host_array(tensor)
-    except TypeError as error:
-        raise with_path(error, path) from error
 
 
 def _path(key: str | Path) -> Path:

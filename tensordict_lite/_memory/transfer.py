@@ -123,7 +123,7 @@ def execute(
     out = list(tensors)
     one_by_one = list(plan.one_by_one)
     if plan.packed is not None:
-        _move_packed(plan.packed, plan.cast, out, source, target, non_blocking, plan.pins)
+        _move_packed(plan, plan.packed, out, source, target, non_blocking)
     if source == CPU:
         for layout in plan.coalesced:
             _coalesce_to_device(layout, out, target, plan.pins)
@@ -217,22 +217,16 @@ def _from_each_device(
 
 
 def _move_packed(
-    layout: Layout,
-    cast: Layout | None,
-    out: list[Tensor],
-    source: torch.device,
-    target: torch.device,
-    non_blocking: bool,
-    pins: bool,
+    plan: CopyPlan, layout: Layout, out: list[Tensor], source: torch.device, target: torch.device, non_blocking: bool
 ) -> None:
-    """Replace the packed tensors in ``out`` by copies on ``target``. ``cast`` is their layout after a cast, if any.
+    """Replace the packed tensors in ``out``, which have this layout, by copies on ``target``.
 
     The cast is made on the side where it makes the copy smaller. Exception: with ``non_blocking``, a copy between the
     host and a device is cast on the device, so that the host neither waits nor reads data that has not arrived.
 
     Up to `STAGED_MOVE` bytes go through pinned memory. A pinned buffer is read later if ``non_blocking`` allows it.
     """
-    buffer = buffer_of(out, layout)
+    buffer, cast = buffer_of(out, layout), plan.cast
     late = non_blocking and CPU in (source, target)
     if cast is not None and (source == target or (target == CPU if late else cast.nbytes < buffer.nbytes)):
         try:
@@ -245,7 +239,7 @@ def _move_packed(
             return
     if source == target:
         moved = buffer.clone()
-    elif source == CPU and pins and buffer.nbytes <= STAGED_MOVE and not (non_blocking and buffer.is_pinned()):
+    elif source == CPU and plan.pins and buffer.nbytes <= STAGED_MOVE and not (non_blocking and buffer.is_pinned()):
         moved = _stage(buffer, torch.uint8, target)
     else:
         moved = buffer.to(target, non_blocking=non_blocking)

@@ -158,12 +158,9 @@ class Policy:
 
     def options_to_json(self) -> dict[str, Any]:
         """The options except the encoders, as JSON values. An option with its default value is left out."""
-        return {name: _OPTIONS[name]["to_json"](value) for name, value in self._changed().items()}
-
-    def _changed(self) -> dict[str, Any]:
-        """The options except the encoders, by name, without those that have their default value."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata}
-        return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
+        values = {name: getattr(self, name) for name in _OPTIONS}
+        changed = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
+        return {name: _OPTIONS[name]["to_json"](value) for name, value in changed.items()}
 
 
 _DEFAULTS = Policy()
@@ -177,14 +174,10 @@ def options_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ``ValueError`` for an invalid value and for an unknown option.
     """
-    _refuse_unknown(data)
-    return {name: _OPTIONS[name]["from_json"](value) for name, value in data.items() if value is not None}
-
-
-def _refuse_unknown(names: Iterable[object]) -> None:
-    for name in names:
+    for name in data:
         if name not in _OPTIONS:
             raise ValueError(f"the option {repr(name)[:60]} is unknown; it may need a newer version of this package")
+    return {name: _OPTIONS[name]["from_json"](value) for name, value in data.items() if value is not None}
 
 
 def refuse_positional(cls: str, given: Sequence[object]) -> NoReturn:

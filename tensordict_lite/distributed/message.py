@@ -152,7 +152,7 @@ def message_of(d: TreeDict[Any]) -> Message:
 
     Cost: one copy of the tensors below 1 MiB; no copy if the dict is packed. The header of a schema is built once.
     """
-    tensors, schema = _with_values(d)
+    tensors, schema = _with_header(d)
     if not schema.nbytes:
         return Message(schema, [])
     if find_buffer(tensors, tensors[0].device, alone=True) is not None:
@@ -170,32 +170,25 @@ def message_of(d: TreeDict[Any]) -> Message:
     return Message(schema, parts)
 
 
-def header_to_send(d: TreeDict[Any]) -> Header:
-    """The header of a dict, without its buffer. Raises the errors of `message_of`. Copies no tensor."""
-    return _with_values(d)[1]
+def header_of(d: TreeDict[Any], values: bool = True) -> Header:
+    """The header of a dict, without its buffer. Raises the errors of `message_of`. Copies no tensor.
+
+    ``values``: the dict must have values, so it cannot be on meta.
+    """
+    return _with_header(d, values)[1]
 
 
-def header_for(d: TreeDict[Any]) -> Header:
-    """The header of a dict; the dict may be on meta. Raises ``TypeError`` or ``ValueError`` like `message_of`."""
-    return _with_header(d)[1]
-
-
-def _with_values(d: TreeDict[Any]) -> tuple[list[Tensor], Header]:
-    """The tensors and the header of a dict. Raises ``TypeError`` for tensors on meta."""
-    tensors, schema = _with_header(d)
-    if any(tensor.is_meta for tensor in tensors):
-        raise TypeError("a dict on meta has no values to send")
-    return tensors, schema
-
-
-def _with_header(d: TreeDict[Any]) -> tuple[list[Tensor], Header]:
+def _with_header(d: TreeDict[Any], values: bool = True) -> tuple[list[Tensor], Header]:
     outline = Outline(d, lambda encoder: _encoder_text(_Identity(encoder)))
     tensors = [tensor.detach() for tensor in d._tensors()]
     groups, unpackable = arrange(tensors)
     if unpackable or len(outline.values) != len(tensors):
         _refuse(outline, *unpackable[:1])
     specs = tuple([(spec, tuple(members)) for spec, members in groups])
-    return tensors, _header(outline.head(), tuple(outline.encoders.entries), specs)
+    schema = _header(outline.head(), tuple(outline.encoders.entries), specs)
+    if values and any(tensor.is_meta for tensor in tensors):
+        raise TypeError("a dict on meta has no values to send")
+    return tensors, schema
 
 
 def _refuse(outline: Outline, unpackable: int = 0) -> NoReturn:

@@ -30,7 +30,7 @@ from .channel import (
     texts_of_all,
     together,
 )
-from .message import LARGE, Header, Message, header_for, header_to_send, message_of, read_header
+from .message import LARGE, Header, Message, header_of, message_of, read_header
 
 D = TypeVar("D", bound=DeviceDict[Any])
 Op = Literal["sum", "mean", "max", "min"]
@@ -141,7 +141,7 @@ def _receiving(
     errors = Errors()
     target = errors.attempt(lambda: Destination(cls, device))
     expected = errors.attempt(
-        lambda: None if like is None else header_for(_checked(like, "like=", "the rank that receives"))
+        lambda: None if like is None else header_of(_checked(like, "like=", "the rank that receives"), False)
     )
     prefix = channel.empty_prefix()
 
@@ -273,7 +273,7 @@ def gather(
         if here:
             Destination(kind, device)
     with error_context(f"gather to rank {dst}", group):
-        make: Any = header_to_send if here else message_of  # the dict of rank ``dst`` stays there
+        make: Any = header_of if here else message_of  # the dict of rank ``dst`` stays there
         made, _ = agreed(lambda: make(_checked(d, "gather", _ALL)), errors, group)
     if isinstance(made, Message):
         _started(made, errors, dst, _TAG, group, f"gather to rank {dst}").wait()
@@ -398,7 +398,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
             d = _weighted(d, weight)
             op, mark = "sum", len(_OPS) + list(d).index(weight if isinstance(weight, str) else weight[0])
     with error_context("all_reduce", group):
-        schema, announced = agreed(lambda: header_to_send(_checked(d, "all_reduce", _ALL)), errors, group, mark)
+        schema, announced = agreed(lambda: header_of(_checked(d, "all_reduce", _ALL)), errors, group, mark)
         digests = [digest for digest, _ in announced]
         if len(set(digests)) > 1:
             _refuse_differing(schema, digests, group)
