@@ -137,6 +137,7 @@ def test_every_page_of_the_guide_has_examples() -> None:
         "moving",
         "move",
         "batches",
+        "order",
         "tables",
         "typed",
         "strings",

@@ -86,6 +86,18 @@ def test_a_table_over_the_memory_limit(tmp_path: Path) -> None:
     assert float(re.findall(r"^held-out accuracy ([\d.]+)$", done.stdout, flags=re.MULTILINE)[0]) >= 0.95
 
 
+@pytest.mark.slow
+def test_a_killed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "resume.py")]
+    command += ["--out", str(tmp_path), "--rows", "2000", "--workers", "1"]
+    environment = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "killed after step 12, in the middle of an epoch: exit code -9" in done.stdout
+    assert "resumed at step 10: epoch 1, 512 of 2000 rows taken" in done.stdout
+    assert "at step 16, the weights and their moving average are equal, bit for bit" in done.stdout
+
+
 # The gallery. Each example runs in this process, which has imported torch already. `plain_NAME` does the same with
 # plain dicts.
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery.md"
