@@ -1,0 +1,109 @@
+"""A web service: it validates each request, and runs the model once for all requests that wait.
+
+    pip install fastapi uvicorn
+    python examples/service.py [--port 8000]
+    curl -H "content-type: application/json" -d '{"position": [1, 2, 3], "name": "a"}' http://127.0.0.1:8000/predict
+
+FastAPI and pydantic know the JSON. `Sample` knows dtypes and shapes: it is the class of a request and of a batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import torch
+from fastapi import FastAPI, HTTPException
+from jaxtyping import Float
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from tensordict_lite import DeviceDict, TypedDeviceDict, Utf8, collate
+
+LARGEST_BATCH = 32
+WAIT = 0.005  # seconds to wait for more requests
+
+
+class Request(BaseModel):
+    position: list[float]
+    name: str
+
+
+class Sample(TypedDeviceDict):
+    position: Float[Tensor, "batch 3"]
+    name: Annotated[Tensor, Utf8()]
+
+
+class Batcher:
+    """Collects samples, runs the model on a batch of them, and gives each caller its own row of the answer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.waiting: asyncio.Queue[tuple[Sample, asyncio.Future[dict[str, Any]]]] = asyncio.Queue()
+
+    async def ask(self, sample: Sample) -> dict[str, Any]:
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        await self.waiting.put((sample, answer))
+        return await answer
+
+    async def run(self) -> None:
+        while True:
+            taken = [await self.waiting.get()]
+            await asyncio.sleep(WAIT)
+            while len(taken) < LARGEST_BATCH and not self.waiting.empty():
+                taken.append(self.waiting.get_nowait())
+            rows = self.answers(collate([sample for sample, _ in taken], cls=Sample)).rows.tolist()
+            for (_, answer), row in zip(taken, rows, strict=True):
+                if not answer.done():  # the client may have left
+                    answer.set_result(row)
+
+    @torch.inference_mode()
+    def answers(self, batch: Sample) -> DeviceDict[Any]:
+        score = self.model(batch.position).squeeze(1)
+        size = torch.full_like(score, len(batch.rows), dtype=torch.int64)
+        return batch.select("name") | {"score": score, "batch_size": size}
+
+
+def make_app(model: nn.Module) -> FastAPI:
+    batcher = Batcher(model)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        task = asyncio.create_task(batcher.run())
+        yield
+        task.cancel()
+
+    app = FastAPI(lifespan=lifespan)
+
+    async def predict(request: Request) -> dict[str, Any]:
+        try:
+            sample = Sample.from_dict(request.model_dump(), batched=False)
+        except (TypeError, ValueError) as error:  # such as two coordinates: the message names the field
+            raise HTTPException(422, str(error)) from error
+        return await batcher.ask(sample)
+
+    app.post("/predict")(predict)
+    return app
+
+
+def make_model() -> nn.Module:
+    """A model whose answer is the sum of the coordinates, so that it can be checked."""
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def main() -> None:
+    import uvicorn  # noqa: PLC0415  (the test has a server of its own)
+
+    parser = argparse.ArgumentParser(description="Serve a model.")
+    parser.add_argument("--port", type=int, default=8000)
+    uvicorn.run(make_app(make_model()), host="127.0.0.1", port=parser.parse_args().port)
+
+
+if __name__ == "__main__":
+    main()

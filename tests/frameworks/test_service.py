@@ -1,0 +1,70 @@
+"""The example that serves a model, behind a real server on the loopback."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+uvicorn: Any = pytest.importorskip("uvicorn")
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        example: Any = importlib.import_module("service")
+        config = uvicorn.Config(example.make_app(example.make_model()), port=0, log_level="warning")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        deadline = time.monotonic() + 30
+        while not server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/predict"
+        server.should_exit = True
+        thread.join()
+
+
+def ask(url: str, body: Any) -> tuple[int, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_requests_are_batched_and_answers_split(url: str) -> None:
+    bodies = [{"position": [i, 1, 2], "name": "é" * i} for i in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda body: ask(url, body), bodies))
+    for body, (status, answer) in zip(bodies, answers, strict=True):
+        assert (status, answer["name"], answer["score"]) == (200, body["name"], sum(body["position"]))
+    assert max(answer["batch_size"] for _, answer in answers) > 1, "several requests share a call of the model"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"position": [1, 2], "name": "a"}, "Sample.position: expected Float[Tensor, 'batch 3'], got float32[1, 2]"),
+        ({"position": [1, 2, 3], "name": "a\0"}, "'name'"),
+        ({"position": [1, 2, 3]}, "Field required"),
+    ],
+)
+def test_an_invalid_request_is_told_why(url: str, body: Any, said: str) -> None:
+    status, answer = ask(url, body)
+    assert status == 422 and said in json.dumps(answer, ensure_ascii=False)
