@@ -61,7 +61,8 @@ class Rows(Dataset[D]):
         """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
 
         Ints and slices give views; a slice of a jagged field is a copy. Masks and indices (tensor, array, list or
-        range) give copies.
+        range) give copies. A row that is a view shares tensors with the dict, and not its keys: ``d.rows[0]["x"] = 1``
+        changes the row alone. Write ``d.rows[0]["x"].fill_(1)`` or ``d["x"][0] = 1``.
 
         Raises: ``IndexError`` for a row that is out of range, ``TypeError`` for an invalid index. Only the kernels of
             torch check indices that are on an accelerator.
