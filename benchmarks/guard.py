@@ -54,12 +54,13 @@ def count() -> Counts:
         out, sockets = Path(folder, "counts"), Path(folder, "vgdb")
         command = ["setarch", "--addr-no-randomize", "valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no"]
         command += ["--collect-atstart=no", f"--callgrind-out-file={out}", f"--vgdb-prefix={sockets}"]
-        command += [sys.executable, str(HERE / "count_instructions.py"), str(sockets)]
+        command += [sys.executable, "-m", f"{HERE.name}.count_instructions", str(sockets)]
         # A small, fixed environment: its size moves the stack, and other variables may change what torch does.
         env = {"PATH": os.environ["PATH"], "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command,
             check=False,
+            cwd=HERE.parent,  # so that the package is that of this checkout
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
