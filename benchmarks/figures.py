@@ -303,6 +303,17 @@ def lines_of(name: str) -> tuple[int, int]:
     )
 
 
+def order() -> Rows:
+    """A row for each contender that stands beside an order, with the values of both."""
+    found = [["operation", "unit", "`BatchOrder`", "beside", "its value"]]
+    for one in lines("order"):
+        (own, value), *others = one["medians"].items()
+        operation = one["operation"] if own == "BatchOrder" else f"{one['operation']}: {own}"
+        shown = number if one["unit"] == "seconds" else "{:.2f}".format
+        found += [[operation, one["unit"], shown(value), who, shown(other)] for who, other in others]
+    return found
+
+
 PROGRAMS = {
     "[Image classifier](#image-classifier-with-ragged-boxes)": "classifier",
     "[PPO](#ppo-with-a-rollout-buffer)": "ppo",
@@ -331,7 +342,7 @@ def programs() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     **FROM_RESULTS,
-    **{table.__name__: table for table in (descriptors, ranks, outputs, slower, programs)},
+    **{table.__name__: table for table in (descriptors, ranks, order, outputs, slower, programs)},
 }
 
 
