@@ -11,7 +11,7 @@ from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
 from ._dict.row_writer import RowWriter
 from ._dict.schema import field
-from ._dict.tables import repair
+from ._dict.tables import repair, verify
 from ._dict.typed import TypedDeviceDict
 from ._encoders.builtin import Hashing, Utf8, Vocabulary
 from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
@@ -38,6 +38,7 @@ __all__ = [
     "save",
     "load",
     "RowWriter",
+    "verify",
     "repair",
     "InvalidFileError",
     # between processes

@@ -25,7 +25,7 @@ ORDER = [
     *inside("_encoders", "protocol builtin tokenizer"),
     *inside("_tree", "missing policy columns walk convert compare pytree tree manifest encoding sendable"),
     *inside("_files", "atomic_write safetensors"),
-    *inside("_tables", "format reader folder writer"),
+    *inside("_tables", "format reader checksums folder writer"),
     *inside(
         "_dict", "arguments display insert row_values row_index row_assignment by_value windows rows arithmetic fill"
     ),

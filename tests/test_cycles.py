@@ -42,6 +42,7 @@ from tensordict_lite import (
     stack,
     to_device,
     to_numpy,
+    verify,
     view_read_only,
 )
 from tensordict_lite.unpickle import Rows
@@ -188,6 +189,7 @@ FUNCTIONS: dict[str, Callable[[Path], Any]] = {
     "Pad": lambda _: collate([{"x": torch.ones(n)} for n in (2, 3)], pad={"x": Pad(0.0, mask="m", lengths="l")}),
     "RowWriter": lambda folder: (table(folder / "t"), load(folder / "t"), sent(load(folder / "t"))),
     "repair": lambda folder: repair(table(folder / "t")),
+    "verify": lambda folder: verify(table(folder / "t")),
     "TypedDeviceDict": lambda _: [batch(), Batch.from_dict(batch().to_dict()), Batch.wrap(batch()), batch().x],
     "cat": lambda _: [cat([flat(), flat()]), torch.cat([flat(), flat()])],  # pyright: ignore
     "collate": lambda _: [

@@ -457,13 +457,15 @@ class TestDamaged:
                 call()
 
     @pytest.mark.slow
-    def test_random_damage(self, tmp_path: Path) -> None:
+    def test_random_damage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Any change of any byte gives a table or `InvalidFileError`, for readers and for writers."""
+        for name in ("fsync", "fdatasync"):  # they take most of the time
+            monkeypatch.setattr(os, name, lambda _: None)
         whole = written(tmp_path / "whole", 9)
         chance = random.Random(0)
         files = sorted(path.name for path in whole.iterdir() if "text" in path.name or "ids" in path.name)
         refused = 0
-        for _ in range(800):
+        for _ in range(300):
             folder = tmp_path / "t"
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(whole, folder)
@@ -489,4 +491,4 @@ class TestDamaged:
                     RowWriter(folder, append=True).close()
             except (InvalidFileError, IsADirectoryError):
                 refused += 1
-        assert 50 < refused < 790
+        assert 20 < refused < 290

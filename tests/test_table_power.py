@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors import safe_open
 
-from tensordict_lite import InvalidFileError, RowWriter, load, repair
+from tensordict_lite import InvalidFileError, RowWriter, load, repair, verify
 from tensordict_lite._files import atomic_write  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import folder as table_folder  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
@@ -185,7 +185,7 @@ def check(folder: Path) -> int:
 def check_at_rest(folder: Path, count: int) -> None:
     """safetensors reads every column, and nothing else is in the folder."""
     names = {"i": count, "wide": count, "text.offsets": count + 1}
-    files = {path.name for path in folder.iterdir()} - {"table.json"}
+    files = {path.name for path in folder.iterdir()} - {"table.json", "checksums.jsonl"}
     stems = {name.removesuffix(".safetensors").split("~")[0] for name in files}
     assert stems == {*names, "text"} and len(files) == 4
     for name in files:
@@ -219,9 +219,11 @@ def replay_all(record: Recorder, folder: Path, tmp: Path, patch: pytest.MonkeyPa
                 RowWriter(where, like=LIKE, jagged=["text"]).close() if not _files(where) else None
             else:
                 count = check(where)
+                verify(where)
                 assert count in allowed
                 repair(where)
                 assert check(where) == count
+                verify(where)
                 check_at_rest(where, count)
             shutil.rmtree(disk)
     return len(seen)
@@ -244,7 +246,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*nested tens
 def create_flush_append_and_close(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = recorder.root / "a" / "t"
     with recorder.recording(monkeypatch):
-        writer = RowWriter(folder, like=LIKE, jagged=["text"])
+        writer = RowWriter(folder, like=LIKE, jagged=["text"], checksums=True)
         recorder.acknowledged(0)
         for count in (3, 20):
             writer.write(rows(len(writer), count))
@@ -269,7 +271,7 @@ def test_each_flush_to_disk_is_needed(
 ) -> None:
     """Without it, some state of the disk has lost rows. So the replay finds such states."""
     with monkeypatch.context() as patch:
-        patch.setattr(table_folder.TableFolder, name, lambda _: None)
+        patch.setattr(table_folder.TableFolder, name, lambda *_: None)
         folder = create_flush_append_and_close(recorder, monkeypatch)
     with pytest.raises((AssertionError, InvalidFileError)):
         replay_all(recorder, folder, tmp_path, monkeypatch)

@@ -60,6 +60,8 @@ class RowWriter:
         mode: with ``like``. ``"append"``: append to the table in ``folder``, or create it; ``like`` must fit as a batch
             that you write. ``"overwrite"``: create a table that replaces a table in ``folder``. The first `flush` or
             `close` replaces it at once. Until then, `load` returns the old table.
+        checksums: with ``like``. True: keep a checksum of each flushed range of rows of each column, for `verify`. A
+            table that has checksums keeps them.
         encoders: with ``like``, its string encoders, as in `DeviceDict`. With ``append``, the encoders that `load` does
             not build, such as `Tokenizer`. Strings that are encoded keep their encoder, so no other encoder is taken.
 
@@ -101,6 +103,7 @@ class RowWriter:
         jagged: Iterable[str | Path] = (),
         append: bool = False,
         mode: Literal["append", "overwrite"] | None = None,
+        checksums: bool = False,
         encoders: Encoders | None = None,
     ) -> None:
         keys = jagged_keys(jagged, "RowWriter")
@@ -110,6 +113,8 @@ class RowWriter:
             raise TypeError(f"RowWriter takes mode={mode!r} with like=, a batch with the fields of the table")
         if append and keys:
             raise TypeError("RowWriter takes jagged= with like=; a table that exists knows its jagged columns")
+        if checksums and like is None:
+            raise TypeError("RowWriter takes checksums= with like=; a table that exists has checksums already or never")
         if append == (like is not None):
             raise TypeError("RowWriter takes like=, a batch with the fields of a new table, or append=True; give one")
         new = None if like is None else _no_rows(like, encoders, keys)
@@ -118,12 +123,14 @@ class RowWriter:
             if new is not None:
                 try:
                     _refuse_other_fields(fields, new)
+                    if checksums and not self._writer.has_checksums:
+                        raise ValueError("this table has no checksums; only a new table can start them")
                 except BaseException:
                     self._writer.close()
                     raise
         else:
             fields = new
-            self._writer = create_table(folder, new, overwrite=mode == "overwrite")
+            self._writer = create_table(folder, new, overwrite=mode == "overwrite", checksums=checksums)
         self._fields: TreeDict[Any] = fields
 
     _writer: TableWriter | None = None  # until the constructor has set it

@@ -47,6 +47,8 @@ class TableFolder:
         self.files: list[FileIO] = []
         self.rows = 0
         """The number of rows in ``table.json``."""
+        self.checksums: FileIO | None = None
+        """The file with the checksums."""
         self._failed: tuple[int | None, str, str] | None = None
         """The arguments of the error after which every call fails."""
         self._writer = secrets.token_hex(8)
@@ -120,14 +122,18 @@ class TableFolder:
         self.rows = index.rows
         return index
 
-    def write_index(self, text: str, rows: int, unused: Sequence[str] | None = ()) -> None:
+    def write_index(
+        self, text: str, rows: int, unused: Sequence[str] | None = (), checksums: tuple[str, int] | None = None
+    ) -> None:
         """Replace ``table.json``, and flush it to disk, with the names of all files.
 
         Args:
             text: the result of `index_text`.
             unused: the files that the table does not use. None: the table is at rest.
+            checksums: the file with the checksums, and the number of its bytes that count.
         """
-        head = index_head(rows, None if unused is None else {"writer": self._writer, "unused": list(unused)})
+        opened = None if unused is None else {"writer": self._writer, "unused": list(unused)}
+        head = index_head(rows, opened, checksums)
         self._heads = (*self._heads[-1:], head)
         self.remove(NEW_INDEX)
         replace_file(self.at(INDEX), self.at(NEW_INDEX), [f"{head}{text}".encode()], self.descriptor, self._sync)
@@ -150,15 +156,25 @@ class TableFolder:
             self._failed = (errno.EAGAIN, f"{message}; let one process write a table at a time", self.path)
             self.refuse_failed()
 
-    def sync_files(self) -> None:
-        """Flush the files to disk, several at the same time."""
+    def sync_files(self, meanwhile: Callable[[], None]) -> None:
+        """Flush the files to disk, several at the same time. ``meanwhile``: called while the disk works."""
         descriptors = [file.fileno() for file in self.files]
         try:
             with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(self._sync, descriptors))
+                flushed = pool.map(self._sync, descriptors)
+                meanwhile()
+                list(flushed)
         except RuntimeError:  # a process that exits or has too many threads starts none
+            meanwhile()
             for descriptor in descriptors:
                 self._sync(descriptor)
+
+    def append_checksums(self, line: bytes, at: int) -> None:
+        """Write a line to the file with the checksums, from position ``at`` on, and flush it to disk."""
+        assert self.checksums is not None
+        self.checksums.seek(at)
+        write_all(self.checksums, line)
+        self._sync(self.checksums.fileno())
 
     def sync_names(self) -> None:
         """Flush the names of the files to disk."""
@@ -202,7 +218,7 @@ class TableFolder:
 
     def close(self) -> None:
         """Close the files, and let another writer open the table."""
-        for file in self.files:
+        for file in (*self.files, *([] if self.checksums is None else [self.checksums])):
             file.close()
         descriptor, self.descriptor = self.descriptor, None
         if descriptor is not None and fcntl is not None:
@@ -210,6 +226,13 @@ class TableFolder:
                 with suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+
+def write_all(file: FileIO, data: bytes | memoryview) -> None:
+    """Write all bytes: one call of an unbuffered file may write only some of them."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 @contextmanager

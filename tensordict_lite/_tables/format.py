@@ -36,7 +36,7 @@ _PAGE = 4096
 _DIGITS = 19
 """The width of each number in a header, so that a header for any number of rows has the same size: the largest int64
 has this many digits."""
-_FILE = re.compile(r"\w[\w.~-]{0,150}\.safetensors", re.ASCII)
+_FILE = re.compile(r"\w[\w.~-]{0,150}\.(safetensors|jsonl)", re.ASCII)
 
 
 class Column(NamedTuple):
@@ -85,11 +85,21 @@ class TableIndex(NamedTuple):
     manifest: Any
     unused: list[str]
     """The files in the folder that the table does not use, if a writer is open or was killed."""
+    checksums: tuple[str, int] | None
+    """The file with the checksums, and the number of its bytes that count."""
+    at_rest: bool
+    """Whether every file has a header. False while a writer is open, and after it was killed."""
 
     @property
     def files(self) -> list[str]:
-        """The names of all files of the columns."""
-        return [part.file for column in self.columns for part in column.parts]
+        """The names of all files of the table, except ``table.json``."""
+        files = [part.file for column in self.columns for part in column.parts]
+        return files if self.checksums is None else [*files, self.checksums[0]]
+
+
+def checksums_name(used: Iterable[str]) -> str:
+    """A name for the file with the checksums, other than the names ``used``."""
+    return f"{distinct('checksums', {name.removesuffix('.jsonl') for name in used})}.jsonl"
 
 
 def choose_names(names: Sequence[str], used: Iterable[str] = ()) -> list[str]:
@@ -106,12 +116,16 @@ def choose_names(names: Sequence[str], used: Iterable[str] = ()) -> list[str]:
     return files
 
 
-def index_head(rows: int, opened: dict[str, Any] | None) -> str:
+def index_head(rows: int, opened: dict[str, Any] | None, checksums: tuple[str, int] | None) -> str:
     """The start of ``table.json``, up to the columns.
 
     ``opened``: the ``writer`` and the ``unused`` files while a writer is open; None at rest.
     """
-    data = {"version": TABLE_VERSION, "rows": rows, **({} if opened is None else {"open": opened})}
+    data: dict[str, Any] = {"version": TABLE_VERSION, "rows": rows}
+    if checksums is not None:
+        data["checksums"] = {"file": checksums[0], "bytes": checksums[1]}
+    if opened is not None:
+        data["open"] = opened
     return f'{json.dumps(data, separators=(",", ":"))[:-1]},"columns":'
 
 
@@ -153,7 +167,7 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
         invalid(f"its {INDEX} has no version")
     if version != TABLE_VERSION:
         invalid(f"its version is {version}, and this package reads version {TABLE_VERSION}; update the package")
-    if set(data) - {"open"} != {"version", "rows", "columns", "manifest"}:
+    if set(data) - {"open", "checksums"} != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
     rows, listed = data["rows"], data["columns"]
     if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
@@ -161,7 +175,9 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     columns = [_column(entry) for entry in listed]
     if not columns:
         invalid("it has no columns")
-    index = TableIndex(rows, columns, data["manifest"], _unused(data.get("open", {"writer": "", "unused": []})))
+    unused = _unused(data["open"]) if "open" in data else []
+    checksums = _checksums(data["checksums"]) if "checksums" in data else None
+    index = TableIndex(rows, columns, data["manifest"], unused, checksums, "open" not in data)
     files = [file.casefold() for file in (*index.files, *index.unused)]
     if len(set(files)) != len(files):
         invalid("two columns have the same file")
@@ -174,6 +190,14 @@ def _unused(entry: Any) -> list[str]:
     if not isinstance(unused, list):
         invalid(f"the unused files in its {INDEX} are damaged")
     return [_file_and_name(file, "")[0] for file in unused]
+
+
+def _checksums(entry: Any) -> tuple[str, int]:
+    given = entry if isinstance(entry, dict) else {}
+    nbytes = given.get("bytes")
+    if set(given) != {"file", "bytes"} or type(nbytes) is not int or nbytes < 0:
+        invalid(f"the checksums in its {INDEX} are not described by file and bytes")
+    return _file_and_name(given["file"], "")[0], nbytes
 
 
 def _column(entry: Any) -> Column:

@@ -85,7 +85,7 @@ def _map_column(folder: str, column: Column, rows: int) -> Tensor:
     if not rows:  # the file may be missing: the writer may have been killed while it created the table
         return torch.empty((0, *column.shape), dtype=column.dtype, device="cpu")
     path = os.path.join(folder, column.file)
-    with missing_column(column), open_regular(path) as file:
+    with missing_file(column.file), open_regular(path) as file:
         return rows_in(file, path, column, rows)
 
 
@@ -96,12 +96,12 @@ def rows_in(file: BinaryIO | FileIO, path: str, column: Column, rows: int) -> Te
 
 
 @contextmanager
-def missing_column(column: Column) -> Generator[None]:
+def missing_file(name: str) -> Generator[None]:
     """Turn the error about a file that does not exist into `InvalidManifest`."""
     try:
         yield
     except FileNotFoundError:
-        invalid(f"the file {column.file!r} is missing")
+        invalid(f"the file {name!r} is missing")
 
 
 def check_size(file: BinaryIO | FileIO, column: Column, rows: int) -> None:

@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from io import FileIO
 from operator import add, gt, sub
 from typing import Any, NamedTuple
 
@@ -30,9 +29,10 @@ from .._tree.manifest import Manifest, Reader, choose_from, describe
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
-from .folder import NEW_INDEX, TableFolder, opened
-from .format import INDEX, Column, TableIndex, choose_names, index_text, offsets_column
-from .reader import check_offsets, check_size, missing_column, rows_in
+from .checksums import checksum_line
+from .folder import NEW_INDEX, TableFolder, opened, write_all
+from .format import INDEX, Column, TableIndex, checksums_name, choose_names, index_text, offsets_column
+from .reader import check_offsets, check_size, missing_file, rows_in
 
 BUFFER = 4 << 20
 """The size in bytes of all buffers of a writer together."""
@@ -66,10 +66,17 @@ class TableWriter:
         text: the result of `index_text`.
         rows: the number of rows of the table.
         replaced: the files of the table that this table replaces.
+        checksums: the file with the checksums, and the number of its bytes that count; None without checksums.
     """
 
     def __init__(
-        self, folder: TableFolder, columns: Sequence[Column], text: str, rows: int = 0, replaced: Sequence[str] = ()
+        self,
+        folder: TableFolder,
+        columns: Sequence[Column],
+        text: str,
+        rows: int = 0,
+        replaced: Sequence[str] = (),
+        checksums: tuple[str, int] | None = None,
     ) -> None:
         self._folder, self.folder = folder, folder.path
         self._columns: list[Column] = []  # one for each file
@@ -92,6 +99,8 @@ class TableWriter:
         self._unused = replaced
         """The files to remove when `flush` has replaced ``table.json``."""
         extent = _Extent(rows, tuple(lengths))
+        self._summed = checksums, _Extent(rows, (0,) * len(lengths))
+        """The checksums, and the extent that they cover."""
         self._extents = (extent, extent)
         """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
         since an interrupt may come between any two steps."""
@@ -101,6 +110,10 @@ class TableWriter:
     def rows(self) -> int:
         """The number of rows, including rows that are not flushed."""
         return self._extents[0].rows
+
+    @property
+    def has_checksums(self) -> bool:
+        return self._summed[0] is not None
 
     @property
     def is_usable(self) -> bool:
@@ -167,13 +180,27 @@ class TableWriter:
                     self._finish(i)
             elif self.rows == self._folder.rows and not self._unused:
                 return
-            self._folder.sync_files()
+            self._folder.sync_files(self._write_checksums)
             if self._unused or not at_rest:
-                self._folder.write_index(self._text, self.rows, self._unused)
+                self._write_index(self._unused)
                 self._folder.remove_unused(self._unused)
                 self._unused = ()
             if at_rest:
-                self._folder.write_index(self._text, self.rows, None)
+                self._write_index(None)
+
+    def _write_checksums(self) -> None:
+        """Write the checksums of the rows that were written to the files since the last call."""
+        checksums, before = self._summed
+        after = self._extents[0]
+        if checksums is not None and after.rows != before.rows:
+            name, at = checksums
+            rows = before.rows, after.rows
+            line = checksum_line(self._folder.files, self._columns, rows, before.lengths, after.lengths)
+            self._folder.append_checksums(line, at)
+            self._summed = (name, at + len(line)), after
+
+    def _write_index(self, unused: Sequence[str] | None) -> None:
+        self._folder.write_index(self._text, self.rows, unused, self._summed[0])
 
     def release(self) -> None:
         """Let another writer open the table. Rows that are not flushed are lost."""
@@ -185,10 +212,10 @@ class TableWriter:
         """Start a new table without rows. ``old``: the table that this table replaces at the first `flush`."""
         # First, so that a crash leaves a table.
         if old is None:
-            self._folder.write_index(self._text, 0)
+            self._write_index(())
         else:
-            new = [column.file for column in self._columns]
-            self._folder.write_index(index_text(old.columns, old.manifest), old.rows, [*new, *old.unused])
+            unused = [*self.files(), *old.unused]
+            self._folder.write_index(index_text(old.columns, old.manifest), old.rows, unused, old.checksums)
         self._create_columns()
 
     def open(self, unused: Sequence[str] = ()) -> None:
@@ -198,7 +225,7 @@ class TableWriter:
         """
         if self.rows:
             self._open_columns()
-        self._folder.write_index(self._text, self.rows, unused)
+        self._write_index(unused)
         self._folder.remove_unused(unused)
         if not self.rows:  # the files may be missing
             self._create_columns()
@@ -208,11 +235,18 @@ class TableWriter:
         for i, column in enumerate(self._columns):
             self._folder.files.append(self._folder.open(column.file, "x+b"))
             self._folder.files[i].truncate(self._end(i, int(i in self._offsets)))  # the offset 0 of the first row
+        if self._summed[0] is not None:
+            self._folder.checksums = self._folder.open(self._summed[0][0], "x+b")
         self._folder.sync_names()
+
+    def files(self) -> list[str]:
+        """The names of all files of this table."""
+        files = [column.file for column in self._columns]
+        return files if self._summed[0] is None else [*files, self._summed[0][0]]
 
     def _open_columns(self) -> None:
         for column in self._columns:
-            with missing_column(column):
+            with missing_file(column.file):
                 self._folder.files.append(self._folder.open(column.file))
         lengths = list(self._extents[0].lengths)
         for i in self._offsets:
@@ -222,8 +256,12 @@ class TableWriter:
             lengths[i - 1] = int(offsets[-1])
         for file, column, length in zip(self._folder.files, self._columns, lengths, strict=True):
             check_size(file, column, length)
+        if self._summed[0] is not None:
+            with missing_file(self._summed[0][0]):
+                self._folder.checksums = self._folder.open(self._summed[0][0])
         extent = _Extent(self.rows, tuple(lengths))
         self._extents = extent, extent
+        self._summed = self._summed[0], extent
 
     def _write_buffers(self) -> None:
         extent, written = self._extents
@@ -236,14 +274,14 @@ class TableWriter:
         """Write rows into file ``i``, beginning at its row ``first``."""
         file = self._folder.files[i]
         file.seek(self._end(i, first))
-        _write_all(file, bytes_of(tensor))
+        write_all(file, bytes_of(tensor))
 
     def _finish(self, i: int) -> None:
         """Write the header of a file, and remove the bytes after its rows, which a crash or a failed write left."""
         file, length = self._folder.files[i], self._extents[0].lengths[i]
         file.truncate(self._end(i, length))
         file.seek(0)
-        _write_all(file, self._columns[i].header(length))
+        write_all(file, self._columns[i].header(length))
 
     def _end(self, i: int, length: int) -> int:
         """The position in file ``i`` after ``length`` rows."""
@@ -266,37 +304,37 @@ def is_table(path: FilePath) -> bool:
     return os.path.exists(os.path.join(os.fsdecode(path), INDEX))
 
 
-def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False) -> TableWriter:
+def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, checksums: bool = False) -> TableWriter:
     """Create a table without rows, for the fields of ``d``, in a new or empty folder.
 
     The first dimension of a field counts rows. A field that is `JaggedRows` becomes a jagged column.
 
-    ``overwrite``: the folder may have a table. The new table replaces it at the first `flush`.
+    ``overwrite``: the folder may have a table. The new table replaces it at the first `flush`. ``checksums``: keep
+    checksums of the rows.
 
     Raises ``FileExistsError`` if the folder is not empty, and the errors of `DeviceDict.save`.
     """
     import_library()
     manifest, leaves = describe(d, partial(by_name, way_out="pass like=d.to_dict()"))
-    columns = _new_columns(leaves)
-    text = index_text(columns, manifest)
+    index_text(_new_columns(leaves), manifest)  # refuses other fields before the folder is made
     made = make_folder(path)
     with opened(path) as folder:
         old = None
         if overwrite and is_table(folder.path):
             with invalid_file(folder.path, RuntimeError):
                 old = folder.read_index()
-            columns = _new_columns(leaves, [*old.files, *old.unused])
-            text = index_text(columns, manifest)
         else:
             _refuse_unless_empty(folder.path)
-        writer = TableWriter(folder, columns, text, replaced=[*old.files, *old.unused] if old else ())
+        used = [*old.files, *old.unused] if old else []
+        columns = _new_columns(leaves, used)
+        sums = (checksums_name(used), 0) if checksums else None
+        writer = TableWriter(folder, columns, index_text(columns, manifest), replaced=used, checksums=sums)
         try:
             writer.create(old)
         except BaseException:
             with suppress(OSError):
-                for column in columns:
-                    for part in column.parts:
-                        folder.remove(part.file)
+                for file in writer.files():
+                    folder.remove(file)
                 if old is None:
                     folder.remove(INDEX)
                 if made:
@@ -349,7 +387,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
             refuse_unknown_keys(fields, encoders, "this table")
             _refuse_other_encoders(fields, index.manifest)
         text = index_text(index.columns, index.manifest)
-        writer = TableWriter(folder, [index.columns[i] for i in reader.numbers], text, index.rows)
+        writer = TableWriter(folder, [index.columns[i] for i in reader.numbers], text, index.rows, (), index.checksums)
         with invalid_file(folder.path, RuntimeError):
             writer.open(index.unused)
     return writer, fields
@@ -361,7 +399,8 @@ def repair_table(path: FilePath) -> None:
     with opened(path) as folder, invalid_file(folder.path, RuntimeError):
         index = folder.read_index()
         Reader(index.manifest, len(index.columns))
-        writer = TableWriter(folder, index.columns, index_text(index.columns, index.manifest), index.rows)
+        text = index_text(index.columns, index.manifest)
+        writer = TableWriter(folder, index.columns, text, index.rows, (), index.checksums)
         writer.open(index.unused)
         writer.close()
 
@@ -406,10 +445,3 @@ def _refuse_unless_empty(folder: str) -> None:
         )
     if found:
         raise FileExistsError(f"{folder!r} is not empty; a table needs a folder of its own")
-
-
-def _write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all bytes: one call of an unbuffered file may write only some of them."""
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]

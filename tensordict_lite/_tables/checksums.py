@@ -1,0 +1,137 @@
+"""The checksums of a table: a text file with one line of JSON for each flush.
+
+A line has the ``rows`` that were flushed, and for each of the ``files`` the first row in the file, the row after the
+last, and the CRC-32 of their bytes. ``table.json`` has the name of the text file, and how many of its bytes count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from io import BufferedReader, FileIO
+from typing import Any
+
+from .._files.atomic_write import FilePath
+from .._files.safetensors import invalid_file, open_regular, reading
+from .._tree.manifest import Reader, invalid
+from .format import INDEX, Column, TableIndex, read_index
+from .reader import check_offsets, check_size, missing_file, rows_in
+
+_AT_ONCE = 1 << 20
+"""The number of bytes that are read at a time."""
+
+
+def checksum(file: BufferedReader | FileIO, column: Column, first: int, last: int) -> int:
+    """The CRC-32 of rows in a file, from ``first`` up to ``last``, as the system reads them now.
+
+    Raises `InvalidManifest` if the file ends before the rows do.
+    """
+    at, end = (column.header_size + row * column.nbytes for row in (first, last))
+    value, buffer = 0, memoryview(bytearray(min(_AT_ONCE, end - at)))
+    file.seek(at)
+    while at < end:
+        count = file.readinto(buffer[: min(_AT_ONCE, end - at)])
+        if not count:
+            invalid(f"{column.file!r} ends before its row {last}")
+        value = zlib.crc32(buffer[:count], value)
+        at += count
+    return value
+
+
+def checksum_line(
+    files: Sequence[FileIO],
+    columns: Sequence[Column],
+    rows: tuple[int, int],
+    before: Sequence[int],
+    after: Sequence[int],
+) -> bytes:
+    """The line for ``rows``, which are the rows ``before`` to ``after`` in each file."""
+    entries: dict[str, list[int]] = {}
+    for file, column, first, last in zip(files, columns, before, after, strict=True):
+        entries[column.file] = [first, last, checksum(file, column, first, last)]
+    return f"{json.dumps({'rows': list(rows), 'files': entries}, separators=(',', ':'))}\n".encode()
+
+
+Range = tuple[int, int, int, int, int]
+"""The rows of the table, first and last; the rows in the file, first and last; their checksum."""
+
+
+def _read_checksums(file: BufferedReader, nbytes: int) -> dict[str, list[Range]]:
+    """The ranges with a checksum, by the name of the file. Raises `InvalidManifest` for damaged lines."""
+    found: dict[str, list[Range]] = {}
+    size = os.fstat(file.fileno()).st_size
+    if size < nbytes:
+        invalid(f"its checksums have {size} bytes, and {INDEX} counts {nbytes}")
+    for line in file.read(nbytes).splitlines():
+        data: Any = json.loads(line)
+        for name, (first, last, value) in data["files"].items():
+            if first == 0:  # a column of that name was dropped before
+                found[name] = []
+            found.setdefault(name, []).append((*data["rows"], first, last, value))
+    return found
+
+
+def _refuse_changed(file: BufferedReader, column: Column, length: int, ranges: Sequence[Range]) -> None:
+    """Raise `InvalidManifest` for the first range of rows in a file that does not have its checksum."""
+    covered = 0
+    for start, end, first, last, value in ranges:
+        if first != covered or last < first:
+            invalid(f"the checksums of {column.file!r} do not follow each other")
+        covered = last
+        if checksum(file, column, first, last) != value:
+            invalid(f"rows {start} to {end - 1} of the column {column.name!r} have changed: {column.file!r} is damaged")
+    if covered != length:
+        invalid(f"the checksums of {column.file!r} cover {covered} of its {length} rows")
+
+
+def verify_table(path: FilePath) -> None:
+    """Read a whole table, and raise ``InvalidFileError`` for the first damage."""
+    library, folder, _ = reading(path, None, None)
+    folder = os.path.abspath(folder)
+    os.stat(folder)  # raises if there is no folder
+    with invalid_file(folder, library.SafetensorError, RuntimeError, LookupError, AttributeError):
+        index = read_index(folder, lambda name: open_regular(os.path.join(folder, name)))
+        Reader(index.manifest, len(index.columns))
+        if not index.rows and not index.at_rest:  # its files may be missing
+            return
+        ranges: dict[str, list[Range]] | None = None
+        if index.checksums is not None:
+            name, nbytes = index.checksums
+            with missing_file(name), open_regular(os.path.join(folder, name)) as file:
+                ranges = _read_checksums(file, nbytes)
+        for column in index.columns:
+            length = index.rows
+            if column.offsets is not None:
+                with _verified(folder, index, column.offsets, length + 1, ranges) as (file, path):
+                    offsets = rows_in(file, path, column.offsets, length + 1)
+                check_offsets(offsets, column.offsets.file)
+                length = int(offsets[-1])
+            with _verified(folder, index, column, length, ranges):
+                pass
+
+
+@contextmanager
+def _verified(
+    folder: str, index: TableIndex, column: Column, length: int, ranges: dict[str, list[Range]] | None
+) -> Generator[tuple[BufferedReader, str]]:
+    """Open a file of a table, which has ``length`` rows, and verify it. Returns the file and its path."""
+    path = os.path.join(folder, column.file)
+    with missing_file(column.file), open_regular(path) as file:
+        check_size(file, column, length)
+        if index.at_rest:
+            _refuse_other_header(file, column, length)
+        if ranges is not None and index.rows:
+            _refuse_changed(file, column, length, ranges.get(column.file, []))
+        yield file, path
+
+
+def _refuse_other_header(file: BufferedReader, column: Column, length: int) -> None:
+    """Raise `InvalidManifest` unless a file at rest has the header of its rows, and ends with them."""
+    header = column.header(length)
+    end, found = len(header) + length * column.nbytes, os.fstat(file.fileno()).st_size
+    file.seek(0)
+    if file.read(len(header)) != header or found != end:
+        invalid(f"{column.file!r} is no safetensors file with the {length} rows of {column.name!r}; repair the table")

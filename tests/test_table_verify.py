@@ -1,0 +1,184 @@
+"""Checksums of tables: `verify` finds every change of a byte, and names the column and the rows."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensordict_lite import InvalidFileError, RowWriter, load, repair, verify
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+
+LIKE: dict[str, Any] = {"x": [0], "n": {"wide": [[0.0] * 40]}, "text": ["a"]}
+
+
+def rows(first: int, count: int) -> dict[str, Any]:
+    i = list(range(first, first + count))
+    return {
+        "x": i,
+        "n": {"wide": torch.tensor(i)[:, None].expand(-1, 40)},
+        "text": [f"row {n}" * (n % 3) for n in i],
+    }
+
+
+def written(folder: Path, **options: Any) -> Path:
+    """A table of 30 rows, in three flushes by two writers."""
+    with RowWriter(folder, like=LIKE, jagged=["text"], **{"checksums": True, **options}) as writer:
+        for first in (0, 10):
+            writer.write(rows(first, 10))
+            writer.flush()
+    with RowWriter(folder, append=True) as writer:
+        writer.write(rows(20, 10))
+    return folder
+
+
+def change(file: Path, at: int, byte: int | None = None) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] = data[at] ^ 1 if byte is None else byte
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "message"),
+    [
+        ("x.safetensors", 4096 + 8 * 15, "rows 10 to 19 of the column 'x' have changed: 'x.safetensors' is damaged"),
+        ("n.wide.safetensors", 4096 + 160 * 30 - 1, "rows 20 to 29 of the column 'n.wide' have changed"),
+        ("text.safetensors", 4096, "rows 0 to 9 of the column 'text' have changed"),
+        ("text.offsets.safetensors", 4096 + 8 * 30, "rows 20 to 29 of the column 'text.offsets' have changed"),
+        ("text.offsets.safetensors", 4096, "rows 0 to 9 of the column 'text.offsets' have changed"),
+        ("x.safetensors", 30, "'x.safetensors' is no safetensors file with the 30 rows of 'x'; repair the table"),
+    ],
+)
+def test_the_column_and_the_rows_are_named(tmp_path: Path, name: str, at: int, message: str) -> None:
+    folder = written(tmp_path / "t")
+    verify(folder)
+    change(folder / name, at)
+    with pytest.raises(InvalidFileError, match=message) as caught:
+        verify(folder)
+    assert str(caught.value).startswith(f"{folder}: not a valid file: ")
+    if at == 30:  # a header is made anew
+        repair(folder)
+        verify(folder)
+
+
+@pytest.mark.slow
+def test_every_kind_of_damage_is_found(tmp_path: Path) -> None:
+    """Bits, bytes, blocks of zeros, swapped and moved blocks, missing ends, in any file."""
+    whole = written(tmp_path / "whole")
+    chance = random.Random(0)
+    files = sorted(path.name for path in whole.iterdir())
+    for _ in range(400):
+        folder = tmp_path / "t"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        path = folder / chance.choice(files)
+        before = path.read_bytes()
+        data = bytearray(before)
+        at, other = chance.randrange(len(data)), chance.randrange(len(data))
+        count = chance.choice((1, 8, 64))
+        match chance.randrange(5):
+            case 0:
+                data[at] ^= 1 << chance.randrange(8)
+            case 1:
+                data[at : at + count] = bytes(len(data[at : at + count]))
+            case 2:
+                data[at : at + count], data[other : other + count] = data[other : other + count], data[at : at + count]
+            case 3:
+                del data[at:]
+            case _:
+                data[at:at] = data[other : other + count]
+        path.write_bytes(data)
+        if data == before:
+            continue
+        try:
+            verify(folder)
+        except (InvalidFileError, IsADirectoryError):
+            continue
+        # What is not found changes nothing: the text of the index has another form, with the same rows.
+        assert path.name == "table.json"
+
+
+def test_damaged_checksums(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t")
+    index, sums = folder / "table.json", folder / "checksums.jsonl"
+    text, lines = index.read_text(), sums.read_bytes()
+    for number, message in [
+        (len(lines) + 1, r"its checksums have \d+ bytes, and table.json counts \d+"),
+        (len(lines.splitlines(True)[0]), r"the checksums of 'x.safetensors' cover 10 of its 30 rows"),
+        (len(lines) - 9, "Expecting|Unterminated|delimiter"),
+    ]:
+        index.write_text(text.replace(f'"bytes":{len(lines)}', f'"bytes":{number}'))
+        with pytest.raises(InvalidFileError, match=message):
+            verify(folder)
+    for entry in ('{"file":"x"}', '{"file":"../x.jsonl","bytes":1}', '{"file":"checksums.jsonl","bytes":-1}', "3"):
+        index.write_text(text.replace(f'{{"file":"checksums.jsonl","bytes":{len(lines)}}}', entry))
+        for call in (lambda: verify(folder), lambda: load(folder)):
+            with pytest.raises(InvalidFileError, match=r"the checksums in its table.json|is no name of a column file"):
+                call()
+    index.write_text(text)
+    sums.write_bytes(lines.replace(b'"x.safetensors":[10,', b'"x.safetensors":[11,'))
+    with pytest.raises(InvalidFileError, match=r"the checksums of 'x.safetensors' do not follow each other$"):
+        verify(folder)
+    for line in (b"[]\n", b'{"rows":[0,1],"files":{"x.safetensors":[0]}}\n', b'{"files":3,"rows":[]}\n'):
+        sums.write_bytes(line)
+        index.write_text(text.replace(f'"bytes":{len(lines)}', f'"bytes":{len(line)}'))
+        with pytest.raises(InvalidFileError):
+            verify(folder)
+    sums.unlink()
+    for call in (lambda: verify(folder), lambda: RowWriter(folder, append=True)):
+        with pytest.raises(InvalidFileError, match=r"the file 'checksums.jsonl' is missing$"):
+            call()
+    assert len(load(folder).rows) == 30, "load reads no checksum"
+
+
+def test_a_table_without_checksums(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t", checksums=False)
+    verify(folder)
+    change(folder / "x.safetensors", 4096 + 8)
+    verify(folder)  # only the rows have changed
+    change(folder / "text.offsets.safetensors", 4096 + 8 * 7, 255)
+    with pytest.raises(InvalidFileError, match=r"the offsets in 'text.offsets.safetensors' do not ascend from 0"):
+        verify(folder)
+    (folder / "x.safetensors").unlink()
+    with pytest.raises(InvalidFileError, match=r"the file 'x.safetensors' is missing$"):
+        verify(folder)
+
+
+def test_beside_a_writer(tmp_path: Path) -> None:
+    with RowWriter(tmp_path / "t", like=LIKE, jagged=["text"], checksums=True) as writer:
+        verify(tmp_path / "t")
+        for first in (0, 5, 10):
+            writer.write(rows(first, 5))
+            verify(tmp_path / "t")
+            writer.flush()
+            verify(tmp_path / "t")
+    verify(tmp_path / "t")
+
+
+def test_overwrite_keeps_the_old_checksums_until_it_is_replaced(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t")
+    for _ in range(2):
+        with RowWriter(folder, like=LIKE, jagged=["text"], checksums=True, mode="overwrite") as writer:
+            writer.write(rows(0, 3))
+            verify(folder)
+        verify(folder)
+        assert len(os.listdir(folder)) == 6 and len(load(folder).rows) == 3
+
+
+def test_options(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t", checksums=False)
+    with pytest.raises(
+        TypeError, match=r"^RowWriter takes checksums= with like=; a table that exists has checksums already or never$"
+    ):
+        RowWriter(folder, append=True, checksums=True)
+    with pytest.raises(ValueError, match=r"^this table has no checksums; only a new table can start them$"):
+        RowWriter(folder, like=LIKE, jagged=["text"], checksums=True, mode="append")
+    RowWriter(written(tmp_path / "u"), like=LIKE, jagged=["text"], checksums=True, mode="append").close()
+    with pytest.raises(FileNotFoundError):
+        verify(tmp_path / "none")
