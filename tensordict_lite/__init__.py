@@ -6,6 +6,7 @@ from ._batch.containers import to_device, to_numpy
 from ._batch.join import cat, stack
 from ._batch.order import BatchOrder
 from ._batch.pad import Pad
+from ._batch.parts import JoinedRows, join_parts, load_parts
 from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
@@ -38,6 +39,9 @@ __all__ = [
     "save",
     "load",
     "RowWriter",
+    "load_parts",
+    "JoinedRows",
+    "join_parts",
     "verify",
     "repair",
     "InvalidFileError",

@@ -31,7 +31,7 @@ ORDER = [
     ),
     *inside("_dict", "torch_functions device_dict schema typed row_writer tables io"),
     "unpickle",
-    *inside("_batch", "pad join fill collate containers order prefetch"),
+    *inside("_batch", "pad join fill collate containers order parts prefetch"),
     *inside("distributed", "message channel verbs __init__"),
     "__init__",
 ]

@@ -26,6 +26,7 @@ from tensordict_lite import (
     BatchOrder,
     DeviceDict,
     Hashing,
+    JoinedRows,
     Pad,
     RowWriter,
     TypedDeviceDict,
@@ -35,7 +36,9 @@ from tensordict_lite import (
     collate,
     encoder_from_json,
     encoder_to_json,
+    join_parts,
     load,
+    load_parts,
     prefetch,
     repair,
     save,
@@ -81,6 +84,13 @@ def batch() -> Batch:
 def written(path: Path) -> Path:
     made().save(path)
     return path
+
+
+def in_parts(folder: Path) -> Path:
+    for part in range(2):
+        with RowWriter(folder, like={"x": torch.zeros(1, 3)}, part=part) as writer:
+            writer.write({"x": torch.ones(2, 3)})
+    return folder
 
 
 def table(folder: Path) -> Path:
@@ -189,6 +199,9 @@ FUNCTIONS: dict[str, Callable[[Path], Any]] = {
     "Pad": lambda _: collate([{"x": torch.ones(n)} for n in (2, 3)], pad={"x": Pad(0.0, mask="m", lengths="l")}),
     "RowWriter": lambda folder: (table(folder / "t"), load(folder / "t"), sent(load(folder / "t"))),
     "repair": lambda folder: repair(table(folder / "t")),
+    "load_parts": lambda folder: load_parts(in_parts(folder))[[2, 0]],
+    "JoinedRows": lambda folder: JoinedRows([flat(), flat()])[[1, 0]],
+    "join_parts": lambda folder: join_parts(in_parts(folder), folder / "whole"),
     "verify": lambda folder: verify(table(folder / "t")),
     "TypedDeviceDict": lambda _: [batch(), Batch.from_dict(batch().to_dict()), Batch.wrap(batch()), batch().x],
     "cat": lambda _: [cat([flat(), flat()]), torch.cat([flat(), flat()])],  # pyright: ignore

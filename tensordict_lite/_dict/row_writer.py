@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NoReturn, cast
@@ -62,6 +63,8 @@ class RowWriter:
             `close` replaces it at once. Until then, `load` returns the old table.
         checksums: with ``like``. True: keep a checksum of each flushed range of rows of each column, for `verify`. A
             table that has checksums keeps them.
+        part: the number of a part, for several writers at the same time, such as the ranks of a job. The table of the
+            part is a folder inside ``folder``. `load_parts` reads all parts as one dataset.
         encoders: with ``like``, its string encoders, as in `DeviceDict`. With ``append``, the encoders that `load` does
             not build, such as `Tokenizer`. Strings that are encoded keep their encoder, so no other encoder is taken.
 
@@ -104,8 +107,13 @@ class RowWriter:
         append: bool = False,
         mode: Literal["append", "overwrite"] | None = None,
         checksums: bool = False,
+        part: int | None = None,
         encoders: Encoders | None = None,
     ) -> None:
+        if part is not None:
+            if type(part) is not int or part < 0:
+                raise ValueError(f"part= of RowWriter is a number from 0 on, such as a rank, got {part!r}")
+            folder = os.path.join(os.fsdecode(folder), f"part-{part:05}")
         keys = jagged_keys(jagged, "RowWriter")
         if mode not in (None, "append", "overwrite"):
             raise ValueError(f"RowWriter takes mode='append' or mode='overwrite', got {mode!r}")

@@ -1,0 +1,186 @@
+"""Tables in parts: several writers, one part each, whose rows are read as one dataset."""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset
+
+from .._dict.device_dict import DeviceDict
+from .._dict.io import load
+from .._dict.row_index import row_index
+from .._dict.row_writer import RowWriter
+from .._dict.rows import Rows
+from .._errors import Path
+from .._files.atomic_write import FilePath
+from .._tree.policy import Encoders
+from .._tree.tree import tensor_paths
+from .join import cat, raise_mismatch
+
+_AT_ONCE = 1 << 16
+"""The number of rows that `join_parts` writes at a time."""
+
+
+class JoinedRows(Dataset[DeviceDict[Any]]):
+    """The rows of several dicts of one schema, one dict after the other, as one dataset. No dict is copied.
+
+    - ``len(rows)``: the number of rows of all dicts.
+    - ``rows[3]``: a row, as ``d.rows[i]`` of its dict; views.
+    - ``rows[mask]``, ``rows[indices]``, ``rows[8:16]``: a dict with copies of these rows. It has the class of the first
+      dict.
+    - ``DataLoader(rows, batch_size)``: one copy of the rows of a batch from each dict that has some of them.
+    - ``rows.parts``: the dicts.
+
+    Args:
+        dicts: dicts or mappings with the same keys, dtypes, shapes of a row and encoders, or their ``rows``.
+
+    Raises: the errors of `cat` for dicts of another schema. Cost: nothing is copied.
+
+    >>> from torch.utils.data import DataLoader
+    >>> from tensordict_lite import DeviceDict, JoinedRows
+    >>> rows = JoinedRows([DeviceDict({"x": [1, 2, 3]}), DeviceDict({"x": [4, 5]})])
+    >>> len(rows), rows[3]["x"], rows[[4, 0]]["x"]
+    (5, tensor(4), tensor([5, 1]))
+    >>> [batch["x"].tolist() for batch in DataLoader(rows, batch_size=4)]
+    [[1, 2, 3, 4], [5]]
+    """
+
+    def __init__(self, dicts: Iterable[Mapping[str, Any] | Rows[Any]]) -> None:
+        found = [d._dict if isinstance(d, Rows) else d for d in dicts]
+        self.parts: list[DeviceDict[Any]] = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in found]
+        cat([d.rows[:0] for d in self.parts])  # raises for another schema
+        for path, _ in tensor_paths(self.parts[0]):  # torch joins [0] with any shape
+            values: list[Any] = [d[path] for d in cast("list[Any]", self.parts)]
+            if len({value.dim() for value in values}) > 1:
+                raise_mismatch(values, path, "dict")
+        self._ends = list(accumulate(len(d.rows) for d in self.parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: Any) -> DeviceDict[Any]:
+        """Return a row as views, or a copy of rows. ``index``: an int, a slice, a mask or indices.
+
+        Raises: ``IndexError`` for a row that is out of range, ``TypeError`` for an invalid index.
+
+        >>> from tensordict_lite import DeviceDict, JoinedRows
+        >>> JoinedRows([DeviceDict({"x": [1]}), DeviceDict({"x": [2, 3]})])[-2:]["x"]
+        tensor([2, 3])
+        """
+        if isinstance(index, slice):
+            index = range(len(self))[index]
+        at = row_index(index, len(self), self.parts[0].device)
+        if not isinstance(at, int):
+            return self.__getitems__(at)._dict
+        at += len(self) if at < 0 else 0
+        part = bisect_right(self._ends, at)
+        return self.parts[part].rows[at - self._ends[part]]  # a negative index of the part
+
+    def __getitems__(self, indices: Sequence[int] | torch.Tensor) -> Rows[DeviceDict[Any]]:
+        """Copy rows into a batch, and return the rows of the batch, as ``d.rows.__getitems__`` does.
+
+        Raises: the errors of ``rows[indices]``. Cost: a copy of these rows from each dict. If they come from several
+        dicts, two copies of the batch.
+
+        >>> from tensordict_lite import DeviceDict, JoinedRows
+        >>> rows = JoinedRows([DeviceDict({"x": [1]}), DeviceDict({"x": [2, 3]})])
+        >>> len(rows.__getitems__([2, 0]))
+        2
+        """
+        at = row_index(indices, len(self), self.parts[0].device)
+        if not isinstance(at, torch.Tensor):
+            raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
+        part = torch.bucketize(at, torch.tensor(self._ends, device=at.device), right=True)
+        order = part.argsort(stable=True)
+        numbers, counts = part[order].unique_consecutive(return_counts=True)
+        if len(numbers) < 2:
+            number = int(numbers[0]) if len(numbers) else 0
+            return self.parts[number].rows.__getitems__(at - self._start(number))
+        sizes: list[int] = counts.tolist()
+        local = at[order].split(sizes)
+        joined = cat(
+            [self.parts[i].rows[each - self._start(i)] for i, each in zip(numbers.tolist(), local, strict=True)]
+        )
+        return joined.rows.__getitems__(order.argsort())
+
+    def __iter__(self) -> Iterator[DeviceDict[Any]]:
+        """Yield every row, as ``rows[i]`` returns it."""
+        for d in self.parts:
+            yield from d.rows
+
+    def _start(self, part: int) -> int:
+        return self._ends[part - 1] if part else 0
+
+    def __repr__(self) -> str:
+        return f"JoinedRows({len(self)} rows of {len(self.parts)} dicts)"
+
+
+def load_parts(
+    folder: FilePath, *, keys: Sequence[str | Path] | None = None, encoders: Encoders | None = None
+) -> JoinedRows:
+    """Load the parts that `RowWriter` wrote with ``part=``, in the order of their numbers, as one dataset.
+
+    Args:
+        folder: the folder of the parts.
+        keys: load these keys and paths only.
+        encoders: encoders that replace those of the tables, as for `load`.
+
+    Raises: ``FileNotFoundError`` if the folder has no part; the errors of `load` and of `JoinedRows`.
+    Cost: as `load` for each part. Nothing is copied.
+
+    >>> import tempfile
+    >>> from tensordict_lite import RowWriter, load_parts
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for rank in range(2):
+    ...         with RowWriter(folder, like={"x": [0]}, part=rank) as writer:
+    ...             writer.write({"x": [10 * rank, 10 * rank + 1]})
+    ...     load_parts(folder)[[3, 0]]["x"]
+    tensor([11,  0])
+    """
+    name = os.fsdecode(folder)
+    found = {
+        int(match[1]): match[0] for match in map(re.compile(r"part-(\d{5,})").fullmatch, os.listdir(name)) if match
+    }
+    if not found:
+        raise FileNotFoundError(f"{name!r} has no parts; RowWriter(folder, part=0) writes one")
+    paths = [os.path.join(name, found[number]) for number in sorted(found)]
+    return JoinedRows([load(path, keys=keys, encoders=encoders) for path in paths])
+
+
+def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None = None) -> None:
+    """Write one table with the rows of all parts of a folder, in the order of their numbers. The parts stay.
+
+    Args:
+        folder: the folder of the parts.
+        table: the folder of the new table, which must be new or empty. Its rows become visible at once.
+        encoders: the encoders that `load` does not build, such as `Tokenizer`.
+
+    Raises: the errors of `load_parts` and of `RowWriter`. After an error the new table has no rows.
+    Cost: reads and writes every row once.
+
+    >>> import tempfile
+    >>> from tensordict_lite import RowWriter, join_parts, load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for rank in range(2):
+    ...         with RowWriter(f"{folder}/parts", like={"x": [0]}, part=rank) as writer:
+    ...             writer.write({"x": [rank]})
+    ...     join_parts(f"{folder}/parts", f"{folder}/whole")
+    ...     load(f"{folder}/whole")["x"]
+    tensor([0, 1])
+    """
+    parts = load_parts(folder, encoders=encoders).parts
+    writer = RowWriter(table, like=parts[0].rows[:0])
+    try:
+        for d in parts:
+            for batch in d.rows.batches(_AT_ONCE):
+                writer.write(batch)
+    except BaseException:
+        writer._table.release()
+        raise
+    writer.close()

@@ -1,0 +1,132 @@
+"""Tables in parts, and `JoinedRows`: several dicts as one dataset."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tensordict_lite import (
+    BatchOrder,
+    DeviceDict,
+    JoinedRows,
+    RowWriter,
+    Vocabulary,
+    collate,
+    join_parts,
+    load,
+    load_parts,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+
+SIZES = (4, 0, 7, 1)
+LIKE: dict[str, Any] = {"x": [0], "n": {"s": ["cat"]}, "text": [""]}
+
+
+def rows(first: int, count: int) -> dict[str, Any]:
+    i = list(range(first, first + count))
+    names = [["cat", "dog"][n % 2] for n in i]
+    return {"x": i, "n": {"s": names}, "text": ["é" * (n % 4) for n in i]}
+
+
+def written(folder: Path) -> Path:
+    first = 0
+    for part, size in enumerate(SIZES):
+        encoders = {"s": Vocabulary(["cat", "dog"])}
+        with RowWriter(folder, like=LIKE, jagged=["text"], part=part, encoders=encoders) as writer:
+            if size:
+                writer.write(rows(first, size))
+        first += size
+    return folder
+
+
+def plain(d: DeviceDict[Any]) -> dict[str, Any]:
+    return {"x": d["x"].tolist(), "n": {"s": d["n"].decode("s")}, "text": d.decode("text")}
+
+
+def expected(index: list[int]) -> dict[str, Any]:
+    whole = rows(0, sum(SIZES))
+    return {
+        "x": [whole["x"][i] for i in index],
+        "n": {"s": [whole["n"]["s"][i] for i in index]},
+        "text": [whole["text"][i] for i in index],
+    }
+
+
+def test_any_index(tmp_path: Path) -> None:
+    found = load_parts(written(tmp_path))
+    assert len(found) == 12 and repr(found) == "JoinedRows(12 rows of 4 dicts)" and len(found.parts) == 4
+    for i in (0, 3, 4, 10, 11, -1, -12):
+        assert found[i]["x"].item() == i % 12 and found[i].decode("text") == "é" * (i % 12 % 4)
+    assert [row["x"].item() for row in found] == list(range(12))
+    assert found[5]["x"].data_ptr() == found.parts[2].rows[1]["x"].data_ptr(), "a view"
+    for index in ([11, 0, 4, 4, 10, 3], [2, 1], [], [-1, -12], list(range(12))):
+        for given in (index, torch.tensor(index, dtype=torch.int64)):
+            assert plain(found[given]) == expected([i % 12 for i in index])
+    assert plain(found[2:9:2]) == expected([2, 4, 6, 8]) and plain(found[torch.arange(12) > 9]) == expected([10, 11])
+    for wrong, error in ((12, IndexError), ([-13], IndexError), ("x", TypeError), (0.5, TypeError)):
+        with pytest.raises(error):
+            found[wrong]
+    with pytest.raises(TypeError, match=r"^__getitems__ takes a mask or indices, got int$"):
+        found.__getitems__(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_as_a_dataset(tmp_path: Path, workers: int) -> None:
+    found = load_parts(written(tmp_path))
+    order = BatchOrder(len(found), 5, shuffle=True, seed=1)
+    loader = DataLoader(found, batch_sampler=order, num_workers=workers, collate_fn=collate)
+    batches = [(batch.is_packed, plain(batch)) for batch in loader]
+    seen = [i for _, batch in batches for i in batch["x"]]
+    assert sorted(seen) == list(range(12)) and batches[0][1] == expected(seen[:5])
+    assert list(BatchOrder(found, 5, shuffle=True, seed=1)) == list(order)  # type: ignore[arg-type]
+
+
+def test_it_is_sent_to_other_processes(tmp_path: Path) -> None:
+    found = pickle.loads(pickle.dumps(load_parts(written(tmp_path), keys=["x", "n"])))
+    assert found[[11, 2]]["x"].tolist() == [11, 2]
+
+
+def test_dicts_of_another_schema() -> None:
+    one = DeviceDict({"x": [1], "s": ["a"]})
+    joined = JoinedRows([one, DeviceDict({"x": [2], "s": ["wide"]}).rows, {"x": [3], "s": ["b"]}])
+    assert joined[[2, 1]].decode("s") == ["b", "wide"]
+    with pytest.raises(ValueError, match=r"^dict 1 lacks 's', which dict 0 has$"):
+        JoinedRows([one, DeviceDict({"x": [1]})])
+    with pytest.raises(ValueError, match=r"^'x': dict 1 has int64\[1, 2\], dict 0 has int64\[1\]$"):
+        JoinedRows([one, DeviceDict({"x": [[1, 2]], "s": ["a"]})])
+    with pytest.raises(ValueError, match=r"needs at least one dict"):
+        JoinedRows([])
+
+
+def test_one_table_of_the_parts(tmp_path: Path) -> None:
+    written(tmp_path / "parts")
+    join_parts(tmp_path / "parts", tmp_path / "whole")
+    assert plain(load(tmp_path / "whole")) == expected(list(range(12)))
+    with pytest.raises(FileExistsError, match=r"has a table already"):
+        join_parts(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_part_that_does_not_fit_joins_nothing(tmp_path: Path) -> None:
+    for part, name in enumerate(["a", "wide"]):
+        with RowWriter(tmp_path / "parts", like={"s": [name]}, part=part) as writer:
+            writer.write({"s": [name]})
+    with pytest.raises(ValueError, match=r"^'s': a string takes 4 codes"):
+        join_parts(tmp_path / "parts", tmp_path / "whole")
+    assert len(load(tmp_path / "whole").rows) == 0
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no parts; RowWriter\(folder, part=0\) writes one$"):
+        load_parts(tmp_path)
+    wrong: tuple[Any, ...] = (-1, True, "0")
+    for part in wrong:
+        with pytest.raises(ValueError, match=r"^part= of RowWriter is a number from 0 on, such as a rank, got "):
+            RowWriter(tmp_path, like=LIKE, part=part)
