@@ -145,7 +145,7 @@ class Schema:
 
     def check_names(self, items: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for names that are not fields, and for None unless the field accepts any object."""
-        unknown = sorted(name for name in items if isinstance(name, str) and name not in self.fields)
+        unknown = sorted(name for name in items.keys() - self.fields.keys() if isinstance(name, str))
         if unknown:
             # It may be a misspelled option.
             close = closest(unknown[0], self.fields) or closest(unknown[0], OPTIONS, 0.8)
@@ -160,8 +160,8 @@ class Schema:
 
     def check_required(self, items: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for missing required fields."""
-        missing = [name for name in self.fields if name in self.required and name not in items]
-        if missing:
+        if not self.required <= items.keys():
+            missing = [name for name in self.fields if name in self.required and name not in items]
             names = ", ".join(map(repr, missing))
             verb = "is" if len(missing) == 1 else "are"
             raise TypeError(f"{names} {verb} missing; the fields of {self.name} are {', '.join(self.fields)}")

@@ -255,7 +255,8 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             for key in removed:
                 del items[key]
             self._check_fields(items, self, shapes)
-            self._schema().check_encoders({**self._policy.encoders, **(encoders or {})})
+            if self._schema().encoders:
+                self._schema().check_encoders({**self._policy.encoders, **(encoders or {})})
         super()._commit(staged, device, encoders, removed)
 
     def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
@@ -276,7 +277,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         before = before if isinstance(before, TypedDeviceDict) else {}
         schema = self._schema()
         schema.check_required(items)
-        schema.check_kinds({key: value for key, value in items.items() if before.get(key) is not value})
+        schema.check_kinds({k: v for k, v in items.items() if before.get(k) is not v} if before else items)
         if not shapes or not schema.shaped or _fits(type(self), items, {}):
             return
         reason = shape_error(_shaped(type(self), items, schema.name))
@@ -408,12 +409,10 @@ def _fits(cls: type[TypedDeviceDict], items: Mapping[str, Any], sizes: dict[str,
     """
     for name, declared in cls._schema().fields.items():
         value = items.get(name)
-        if isinstance(value, TypedDeviceDict):
-            fits = _fits(type(value), value, sizes)
-        elif isinstance(value, Tensor) and declared.classes != declared.kinds:
-            fits = declared.plain is not None and declared.plain.fits(value, sizes)
+        if isinstance(value, Tensor):  # without a plain shape, it fits if no alternative has a shape
+            fits = declared.classes == declared.kinds if declared.plain is None else declared.plain.fits(value, sizes)
         else:
-            continue
+            fits = not isinstance(value, TypedDeviceDict) or _fits(type(value), value, sizes)
         if not fits:
             return False
     return True
