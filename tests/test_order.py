@@ -42,7 +42,7 @@ ORDERS = st.fixed_dictionaries(
 
 
 class TestEachRowOnce:
-    @settings(max_examples=200)
+    @settings(max_examples=150)
     @given(
         lengths=st.lists(st.integers(0, 30), max_size=90),
         way=st.one_of(st.builds(dict, size=st.integers(1, 12)), st.builds(dict, tokens=st.integers(30, 90))),

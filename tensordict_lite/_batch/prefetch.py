@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
 from .._dict.device_dict import DeviceDict
 from .._errors import described
@@ -89,8 +90,8 @@ class prefetch(Generic[B]):
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
         self.loader: Any = loader
-        ordered = isinstance(getattr(loader, "batch_sampler", None), BatchOrder) and not hasattr(loader, "state_dict")
-        self._source: Any = OrderedLoader(loader) if ordered else loader
+        ordered = isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, BatchOrder)
+        self._source: Any = OrderedLoader(loader) if ordered and not hasattr(loader, "state_dict") else loader
         self.device = resolve(device)
         self.depth = slots - 1 if slots is not None else _DEPTH if depth is None else depth
         self.max_bytes = max_bytes
