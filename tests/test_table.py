@@ -42,6 +42,7 @@ from tensordict_lite import (
 )
 from tensordict_lite._memory import row_copies  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import folder as table_folder
+from tensordict_lite._tables import reader as table_reader
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
 sys.path.insert(0, str(GOLDEN))
@@ -548,6 +549,7 @@ class TestReaders:
 import torch
 from tensordict_lite import RowWriter
 from tensordict_lite._tables import folder as table_folder
+from tensordict_lite._tables import reader as table_reader
 from tensordict_lite._tables import writer as table_writer
 table_writer.BUFFER = 20_000
 with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}) as writer:
@@ -1133,6 +1135,21 @@ class TestModes:
             writer.write({"y": [1, 2]})
             writer.flush()
             assert load(folder)["y"].tolist() == [1, 2] and len(os.listdir(folder)) == 2
+
+    def test_a_table_that_is_replaced_while_it_is_loaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = written(tmp_path / "t", sample())
+        map_field = table_reader._map_field
+
+        def replace_first(*args: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(table_reader, "_map_field", map_field)
+                with RowWriter(folder, like=sample(), mode="overwrite") as writer:
+                    writer.write(sample(5, 7))
+            monkeypatch.setattr(table_reader, "_map_field", map_field)
+            return map_field(*args)
+
+        monkeypatch.setattr(table_reader, "_map_field", replace_first)
+        assert load(folder) == sample(5, 7)
 
     def test_a_new_table_that_is_not_flushed(self, tmp_path: Path) -> None:
         folder = written(tmp_path / "t", sample())

@@ -17,9 +17,9 @@ from .._files.safetensors import invalid_file, open_regular, reading
 from .._memory.jagged import over_jagged
 from .._memory.mapped import map_append_only
 from .._memory.transfer import transfer
-from .._tree.manifest import Reader, choose_from, invalid
+from .._tree.manifest import InvalidManifest, Reader, choose_from, invalid
 from .._tree.policy import Encoders
-from .format import Column, read_index
+from .format import Column, TableIndex, read_index
 
 _OFFSETS_AT_ONCE = 1 << 20
 """The number of offsets that are validated at a time."""
@@ -42,17 +42,29 @@ def read_table(
         raise ValueError(f"rows= is the number of rows to load, got {rows!r}")
     folder = os.path.abspath(folder)
     with invalid_file(folder, library.SafetensorError, RuntimeError):
-        index = read_index(folder, lambda name: open_regular(os.path.join(folder, name)))
-        reader = Reader(index.manifest, len(index.columns), encoders)
-        if paths is not None:
-            reader.keep(paths, folder)
-        count = index.rows if rows is None else min(rows, index.rows)
-        tensors = [_map_field(folder, index.columns[i], count) for i in reader.numbers]
+        index = _read(folder)
+        while True:
+            reader = Reader(index.manifest, len(index.columns), encoders)
+            if paths is not None:
+                reader.keep(paths, folder)
+            count = index.rows if rows is None else min(rows, index.rows)
+            try:
+                tensors = [_map_field(folder, index.columns[i], count) for i in reader.numbers]
+                break
+            except InvalidManifest:
+                before, index = index, _read(folder)
+                if index == before:
+                    raise
+                # A writer has replaced the table, and removed the files that were read: read the new table.
     if rows not in (None, count):
         raise ValueError(f"{folder!r} has {count} rows, and rows={rows} asks for more")
     moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
     with invalid_file(folder, library.SafetensorError):
         return reader.build(choose_from(cls), moved.__getitem__, device)
+
+
+def _read(folder: str) -> TableIndex:
+    return read_index(folder, lambda name: open_regular(os.path.join(folder, name)))
 
 
 def _map_field(folder: str, column: Column, rows: int) -> Tensor:
