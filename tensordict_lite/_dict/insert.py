@@ -18,7 +18,7 @@ from .._memory.device import canonical
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.tree import TreeDict, kind_nested
-from .._tree.walk import all_on, as_shared, refuse_key, refuse_optimizer
+from .._tree.walk import NO_EXPORTS, all_on, as_shared, refuse_key, refuse_optimizer
 
 Moved = Mapping[int, Tensor]
 """Copies on the device of the dict. The key is the ``id`` of the given tensor."""
@@ -94,7 +94,7 @@ def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[
     Each mapping is read once, because a lazy mapping may return new tensors on every read.
     """
     refuse_deeper(at)
-    out = {key: as_shared(value, (*at, key)) for key, value in data.items()}
+    out = {key: value if type(value) in NO_EXPORTS else as_shared(value, (*at, key)) for key, value in data.items()}
     for key, value in out.items():
         if isinstance(value, Tensor):
             tensors.append(value)
@@ -114,7 +114,7 @@ def _convert_items(
     for key, given in list(data.items()):  # a list, because an encoder may change the mapping
         if not isinstance(key, str):
             refuse_key(key, at)
-        value = as_shared(given, (*at, key))
+        value = given if type(given) in NO_EXPORTS else as_shared(given, (*at, key))
         if isinstance(value, Tensor):
             staged[key] = value if value.device == target else _moved(value, target, moved, (*at, key))
         elif isinstance(value, Mapping):

@@ -15,6 +15,8 @@ from .columns import table_columns
 from .missing import no_key
 
 _NO_EXPORTS = (Tensor, dict, str, bytes, bool, int, float, complex, list, tuple, np.ndarray, np.generic)
+NO_EXPORTS = frozenset(_NO_EXPORTS)
+"""Types of values that `as_shared` returns themselves: a caller can save the call."""
 Items = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
