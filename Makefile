@@ -100,6 +100,7 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_rows.py --json $(RESULTS)/rows-cpu.json
 	$(BENCH)/plot.py $(RESULTS)/rows-cpu.json $(RESULTS)/rows-cpu.svg
 	$(BENCH)/bench_table.py --json $(RESULTS)/table-cpu.json
+	$(BENCH)/bench_ragged.py --json $(RESULTS)/ragged-cpu.json
 	$(BENCH)/bench_order.py --json $(RESULTS)/order-cpu.json
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/bench_engines.py --json $(RESULTS)/engines-cpu.json

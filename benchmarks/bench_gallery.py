@@ -37,6 +37,7 @@ PROGRAMS: dict[str, Callable[[Path], tuple[Any, ...]]] = {
     "classifier": lambda _: (128, 1, 2, CPU),
     "ppo": lambda _: (2, CPU),
     "finetune": lambda _: (10, CPU),
+    "packed": lambda _: (1, CPU),
     "checkpoint": lambda empty: (empty / "checkpoint.pt", "cpu"),
     "soup": lambda _: (2,),
     "rows": lambda _: (2_000_000, 100, 2),

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_table.py [--quick] [--rounds N] [--mib N] [--only TEXT] [--json PATH]
 
-Three tables: twelve narrow columns, one with images, and one of texts in a jagged column. Files stay in the page cache,
+Three tables: twelve narrow columns, one with images, and one of texts in a ragged column. Files stay in the page cache,
 so that it is the programs that are timed and not the disk. Every contender reads the same rows as a dict of tensors, or
 as strings. ``TMPDIR`` is where the files are written.
 """
@@ -269,17 +269,17 @@ def by_row(values: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor) -> 
 
 
 def text_case(size: int, mib: int) -> Case:
-    """Gathering texts of 0 to 400 bytes from a jagged column, as Python strings."""
+    """Gathering texts of 0 to 400 bytes from a ragged column, as Python strings."""
 
     def make() -> tuple[Any, ...]:
         texts = ["x" * length for length in torch.randint(400, ((mib << 20) // 200,)).tolist()]
         path = folder() / f"texts {size}"
-        with RowWriter(path, like={"text": ["x"]}, jagged=["text"]) as writer:
+        with RowWriter(path, like={"text": ["x"]}, ragged=["text"]) as writer:
             for first in range(0, len(texts), BLOCK):
                 writer.write({"text": texts[first : first + BLOCK]})
         table = load(path)
-        nested: Any = table["text"]
-        return table, nested.values(), nested.offsets(), torch.randint(len(texts), (size,))
+        text: Any = table["text"]
+        return table, text["values"], text["offsets"], torch.randint(len(texts), (size,))
 
     codes = {
         OURS: "out = table.rows[index].decode('text')",

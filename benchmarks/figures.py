@@ -170,6 +170,11 @@ FROM_RESULTS = {
         {f"{who} (x)": who for who in ("index of every byte", "a slice for each row")},
         fields=("texts",),
     ),
+    "sequences": Table(
+        "ragged",
+        OPERATION_FIELDS,
+        {f"{who} (x)": who for who in ("by hand", "index of every value", "nested tensors", "TensorDict", "padded")},
+    ),
     "engines": Table(
         "engines",
         {"operation": "operation", "tensors": "fields"},
@@ -318,6 +323,7 @@ PROGRAMS = {
     "[Image classifier](#image-classifier-with-ragged-boxes)": "classifier",
     "[PPO](#ppo-with-a-rollout-buffer)": "ppo",
     "[Fine-tuning](#fine-tuning-of-a-hugging-face-model)": "finetune",
+    "[Packed texts](#packed-texts)": "packed",
     "[Moving average and checkpoint](#moving-average-and-checkpoint)": "checkpoint",
     "[Model soup](#model-soup)": "soup",
     "[Table in memory](#a-table-of-two-million-rows-in-memory)": "rows",

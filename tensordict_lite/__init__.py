@@ -10,6 +10,7 @@ from ._batch.parts import JoinedRows, join_parts, load_parts
 from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
+from ._dict.ragged import Ragged
 from ._dict.row_writer import RowWriter
 from ._dict.schema import field
 from ._dict.tables import repair, verify
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceDict",
     "TypedDeviceDict",
     "field",
+    "Ragged",
     "DeviceMismatchError",
     "MissingKeyError",
     # batches

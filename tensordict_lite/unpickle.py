@@ -16,7 +16,6 @@ name                      found in
 ``Carried``, ``Policy``   pickles of the pytree structure of a dict
 ``TooDeep``               pickles of the exception for a dict that is nested too deep
 ``map_again``             messages with a field of a mapped file: the receiver maps the file too
-``over_jagged``           messages with a nested tensor of a mapped file
 ``Unsent``                messages that replace a dict that a process could not pickle
 ========================= ===========================================================================================
 
@@ -29,7 +28,6 @@ from ._dict.rows import Rows
 from ._encoders.protocol import WrappedEncoder
 from ._encoders.tokenizer import rebuild_tokenizer
 from ._errors import TooDeep
-from ._memory.jagged import over_jagged
 from ._memory.mapped import map_again
 from ._tree.encoding import rebuild, rebuild_tensor
 from ._tree.policy import Policy
@@ -44,7 +42,6 @@ __all__ = [
     "Unsent",
     "WrappedEncoder",
     "map_again",
-    "over_jagged",
     "rebuild",
     "rebuild_tensor",
     "rebuild_tokenizer",

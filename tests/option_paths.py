@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from tensordict_lite import (
     DeviceDict,
+    Ragged,
     RowWriter,
     TypedDeviceDict,
     Vocabulary,
@@ -119,6 +120,29 @@ def own_class(d: Any) -> Any:
     return [made, made.copy(), pickle.loads(pickle.dumps(made)), collate(list(made.rows), cls=Typed), made.double()]
 
 
+def with_ragged(d: Any) -> Any:
+    """Every way to make a batch with a ragged field of another one."""
+    d["r"] = Ragged.from_rows([[1.0], [2.0, 3.0], []])
+    d["k", "r"] = d["r"]
+    field = d["r"]
+    ways = [
+        *(d.rows[1:], d.rows[[2, 0]], *d.rows.split(2), d.rows.shuffle(), *d.rows.batches(2), d.rows.__getitems__([1])),
+        *(d.copy(), d.clone(), d.pack(), d.to("meta"), d.double(), d.map(torch.clone), copy.deepcopy(d), cat([d, d])),
+        *(pickle.loads(pickle.dumps(d)), pickle.loads(pickle.dumps(d.rows)), in_memory(d), in_memory(d.pack())),
+        *(on_disk(save, d), on_disk(write_table, d), pytree.tree_map(torch.clone, d), torch.zeros_like(d)),
+        *(
+            field.rows[1:],
+            field.rows[[1]],
+            cat([field, field]),
+            field.map(torch.clone),
+            field.with_values(field["values"]),
+        ),
+        *(in_a_worker(d)[0], through_queues(d), collate(list(d.rows), ragged=["r"]), DeviceDict.unflatten(d.flatten())),
+    ]
+    d.rows[0] = d.rows[0]
+    return [d, *ways]
+
+
 def written(d: Any) -> Any:
     d["t"] = ["b"] * 3
     d["k", "l"] = {"t": "text"}
@@ -173,6 +197,7 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     **methods(),
     "constructor": lambda d: [DeviceDict(d), DeviceDict(d, device="meta"), DeviceDict(d, dtype=torch.float64)],
     "written to": written,
+    "ragged": with_ragged,
     "merged": lambda d: [d | {"t": "b"}, {"t": "b"} | d, d | DeviceDict({"t": "b"}, encoders=LETTERS)],
     "nested": lambda d: d.copy() | {"p": {"q": DeviceDict({"s": "b"}, encoders=LETTERS)}},
     "unflattened": lambda d: DeviceDict.unflatten(d.flatten()),

@@ -20,7 +20,7 @@ def inside(package: str, names: str) -> list[str]:
 # From the bottom up: a module imports only from modules before it.
 ORDER = [
     "_errors",
-    *inside("_memory", "dtypes device layout dense buffer packed overlap jagged row_copies cast staging"),
+    *inside("_memory", "dtypes device layout dense buffer packed overlap ragged row_copies cast staging"),
     *inside("_memory", "transfer mapped"),
     *inside("_encoders", "protocol builtin tokenizer"),
     *inside("_tree", "missing policy columns walk convert compare pytree tree manifest encoding sendable"),
@@ -29,7 +29,7 @@ ORDER = [
     *inside(
         "_dict", "arguments display insert row_values row_index row_assignment by_value windows rows arithmetic fill"
     ),
-    *inside("_dict", "torch_functions device_dict schema typed row_writer tables io"),
+    *inside("_dict", "torch_functions device_dict ragged schema typed row_writer tables io"),
     "unpickle",
     *inside("_batch", "pad join fill collate containers order parts prefetch"),
     *inside("distributed", "message channel verbs __init__"),

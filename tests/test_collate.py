@@ -216,7 +216,7 @@ class TestCollate:
             TypeError, match=r"^collate takes a list of samples, and .* functools.partial\(collate, ...\)$"
         ):
             collate(pad={"x": 0})
-        with pytest.raises(ValueError, match=r"give pad=\{'x': 0\}; to keep the lengths, jagged=\['x'\]$"):
+        with pytest.raises(ValueError, match=r"give pad=\{'x': 0\}; to keep the lengths, ragged=\['x'\]$"):
             collate(samples)
 
     @pytest.mark.parametrize(

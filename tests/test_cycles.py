@@ -28,6 +28,7 @@ from tensordict_lite import (
     Hashing,
     JoinedRows,
     Pad,
+    Ragged,
     RowWriter,
     TypedDeviceDict,
     Utf8,
@@ -94,12 +95,27 @@ def in_parts(folder: Path) -> Path:
 
 
 def table(folder: Path) -> Path:
-    with RowWriter(folder, like={"x": torch.zeros(1, 3), "ids": [[0]]}, jagged=["ids"]) as writer:
+    with RowWriter(folder, like={"x": torch.zeros(1, 3), "ids": [[0]]}, ragged=["ids"]) as writer:
         writer.write({"x": torch.ones(2, 3), "ids": [[1], [2, 3]]})
         writer.flush()
         writer.write({"x": torch.ones(1, 3), "ids": [[]]})
         assert len(writer) == 3
     return folder
+
+
+def with_ragged() -> Any:
+    d = collate([{"x": torch.ones(n), "s": "a" * n} for n in (2, 0, 3)], ragged=["x", "s"])
+    field = Ragged.from_rows([torch.ones(2), torch.ones(1)])
+    d.rows[0] = {"x": [1, 2], "s": "bc"}
+    with suppress(ValueError):
+        field["offsets"] = [1, 2]
+    with suppress(ValueError):
+        d.rows[0] = {"x": [1], "s": "a"}
+    return [
+        *(d.rows[1], d.rows[1:], d.rows[[2, 0]], cat([d, d]), d.map(torch.neg), d.decode("s"), d.tolist(), sent(d)),
+        *(field.padded(), field.mask(), field.positions(), field.row_ids(), field.unbind(), field.copy(), repr(field)),
+        *(field.with_values(torch.ones(3)), pickle.loads(pickle.dumps(field)), list(d.rows), d.to("meta"), d.pack()),
+    ]
 
 
 def torch_saved(protocol: int) -> Any:
@@ -197,6 +213,7 @@ FUNCTIONS: dict[str, Callable[[Path], Any]] = {
     "BatchOrder": lambda _: ordered(),
     "Hashing": lambda _: with_encoder(),
     "Pad": lambda _: collate([{"x": torch.ones(n)} for n in (2, 3)], pad={"x": Pad(0.0, mask="m", lengths="l")}),
+    "Ragged": lambda _: with_ragged(),
     "RowWriter": lambda folder: (table(folder / "t"), load(folder / "t"), sent(load(folder / "t"))),
     "repair": lambda folder: repair(table(folder / "t")),
     "load_parts": lambda folder: load_parts(in_parts(folder))[[2, 0]],

@@ -380,7 +380,7 @@ class TestBaseClass:
         assert (mine.name, mine.code_ndim, mine.padding, mine.code_dtype, mine.is_data, mine.runs_code) == (
             "", None, None, None, False, False,
         )  # fmt: skip
-        assert mine.encode_jagged(["a"]) is None and mine.decode_jagged(torch.zeros(0), torch.zeros(1)) is None
+        assert mine.encode_ragged(["a"]) is None and mine.decode_ragged(torch.zeros(0), torch.zeros(1)) is None
         with pytest.raises(NotImplementedError, match=r"^the encoder class Mine has no encode$"):
             mine.encode(["a"])
         with pytest.raises(
@@ -570,7 +570,8 @@ class TestTokenizerErrors:
 
     def test_codes_are_a_mapping(self) -> None:
         wrong: Any = torch.ones(1)
-        with pytest.raises(TypeError, match=r"^Tokenizer\(Words\) decodes a mapping with input_ids, got Tensor$"):
+        message = r"^Tokenizer\(Words\) decodes ids, or a mapping with input_ids, got float32\[1\]$"
+        with pytest.raises(TypeError, match=message):
             Tokenizer(Words("a")).decode(wrong)
 
     def test_without_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "classifier": (96, 2, 2, CPU),
     "ppo": (2, CPU),
     "finetune": (3, CPU),
+    "packed": (1, CPU),
     "checkpoint": (FOLDER, "cpu"),
     "soup": (3,),
     "rows": (20_000, 10, 2),
@@ -144,7 +145,7 @@ def printed_by(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any
 def ran(program: Any, arguments: tuple[Any, ...], folder: Path, capsys: Any) -> tuple[Any, str]:
     """What ``run`` of a program returns, and what it prints: no tree of a DeviceDict, no speed."""
     result = program.run(*(folder if one is FOLDER else one for one in arguments))
-    return result, re.sub(r"[\d,]+ rows a second", "rows", TREE.sub("", capsys.readouterr().out))
+    return result, re.sub(r"[\d,]+ (rows|tokens) a second", "speed", TREE.sub("", capsys.readouterr().out))
 
 
 @pytest.mark.slow
@@ -163,6 +164,7 @@ RUN: dict[str, tuple[list[str], str]] = {
     "classifier": (["--workers", "0"], "held-out accuracy "),
     "ppo": ([], "update 16: "),
     "finetune": ([], "6 of 6 right"),
+    "packed": (["--epochs", "2"], "the same losses, packed and padded"),
     "checkpoint": (["--out", "."], "equal, bit for bit"),
     "soup": (["--models", "2"], "greedy soup: error "),
     "rows": (["--rows", "20000", "--batches", "10", "--workers", "0"], "5 people: mean fare "),
@@ -300,6 +302,24 @@ def test_a_soup_is_better_than_its_models_in_the_mean(
     assert example.soup(weights) == DeviceDict(plain.soup([dict(one) for one in weights]))
     other = plain.greedy_soup(example.new_model(), [dict(one) for one in weights])
     assert example.greedy_soup(example.new_model(), weights) == DeviceDict(other)
+
+
+@pytest.mark.slow
+def test_packed_texts_give_the_losses_of_padded_texts(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    example: Any = importlib.import_module("packed")
+    printed = printed_by(example, monkeypatch, capsys)
+    speed = dict(re.findall(r"^(\w+): .*, ([\d,]+) tokens a second$", printed, flags=re.MULTILINE))
+    assert speed.keys() == {"padded", "packed"}
+    assert float(re.findall(r"^packed: loss [\d.]+ to ([\d.]+),", printed, flags=re.MULTILINE)[0]) < 2
+    assert "39 vectors, their mean has 64 numbers: two three four" in printed
+
+    plain, samples = twin("packed"), example.make_samples(5, 2)
+    mine, other = example.collate_texts(samples), plain.collate_texts(samples)
+    assert mine["ids"]["offsets"] is mine["labels"]["offsets"] and mine["ids"].max_length == other["longest"]
+    assert mine["ids"] == {"values": other["ids"], "offsets": other["offsets"]}
+    assert torch.equal(mine["ids"].positions(), plain.positions_of(other))
 
 
 @pytest.mark.slow

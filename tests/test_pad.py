@@ -144,7 +144,7 @@ class TestCollate:
                 {"pad": {"ids": 0, "other": 0}},
                 "pad= names 'other', which no sample has; its keys are 'ids', 'k', 'box', 'n'. Or allow",
             ),
-            ({"jagged": ["ids", "boxes"]}, "jagged= names 'boxes', which no sample has; did you mean 'box'?"),
+            ({"ragged": ["ids", "boxes"]}, "ragged= names 'boxes', which no sample has; did you mean 'box'?"),
             (
                 {"pad": {"ids": 0}, "encoders": {"id": Vocabulary(["a"])}},
                 "encoders= names 'id', which no sample has; did you mean 'ids'?",
@@ -175,7 +175,7 @@ class TestCollate:
         assert collate([{"ids": torch.arange(3)}] * 2, pad={"ids": Pad(0)})["ids"].shape == (2, 3)
 
     def test_an_empty_list_has_the_dtype_of_the_others(self) -> None:
-        d = collate([{"ids": [], "s": ["a"]}, {"ids": [1, 2], "s": []}], pad={"ids": Pad(7, lengths="n")}, jagged=["s"])
+        d = collate([{"ids": [], "s": ["a"]}, {"ids": [1, 2], "s": []}], pad={"ids": Pad(7, lengths="n")}, ragged=["s"])
         assert d["ids"].tolist() == [[7, 7], [1, 2]] and d["n"].tolist() == [0, 2] and d["ids"].dtype == torch.int64
         assert d.decode("s") == [["a"], []]
         assert collate([{"ids": []}] * 2, pad={"ids": 0})["ids"].shape == (2, 0)
@@ -261,7 +261,7 @@ class TestCollate:
             collate(samples, pad=pad)
         assert message in str(caught.value)
 
-    @pytest.mark.parametrize("options", [{"pad": {"x": 0}}, {"jagged": ["x"]}])
+    @pytest.mark.parametrize("options", [{"pad": {"x": 0}}, {"ragged": ["x"]}])
     @pytest.mark.parametrize(
         ("odd", "shown"), [(torch.ones(2, 3), "float32[2, 3]"), (torch.ones(1, 2).long(), "int64[1, 2]")]
     )

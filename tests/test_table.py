@@ -978,7 +978,7 @@ def ragged(count: int = 3, first: int = 0) -> DeviceDict:
     """Jagged columns of numbers and of text beside a plain one."""
     i = range(first, first + count)
     samples = [{"x": n, "ids": torch.arange(n % 4), "text": torch.tensor([97] * (n % 5 + 1)).byte()} for n in i]
-    return collate(samples, jagged=["ids", "text"], encoders={"text": Utf8()})
+    return collate(samples, ragged=["ids", "text"], encoders={"text": Utf8()})
 
 
 @pytest.mark.parametrize("sample", [sample, ragged])
@@ -1047,13 +1047,13 @@ def test_the_golden_tables(tmp_path: Path) -> None:
     made = make.table()
     table = load(GOLDEN / make.TABLE)
     assert table == made and table.encoders == made.encoders and table.decode("name") == ["Ada", "Bo"]
-    jagged = load(GOLDEN / make.JAGGED)
-    assert jagged.decode("text") == ["Ada", "", "é"] and jagged["n"].tolist() == {
+    ragged = load(GOLDEN / make.RAGGED)
+    assert ragged.decode("text") == ["Ada", "", "é"] and ragged["n"].tolist() == {
         "ids": [[1, 2], [], [3]],
         "box": [[[0.5]], [], [[1], [2]]],
     }
     make.save_table(tmp_path)
-    for name in (make.TABLE, make.JAGGED):
+    for name in (make.TABLE, make.RAGGED):
         assert len(list((tmp_path / name).iterdir())) == len(list((GOLDEN / name).iterdir()))
         for path in (GOLDEN / name).iterdir():
             assert (tmp_path / name / path.name).read_bytes() == path.read_bytes()
@@ -1110,13 +1110,13 @@ class TestModes:
         assert load(folder) == sample()
 
     @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-    def test_append_with_other_jagged_columns(self, tmp_path: Path) -> None:
+    def test_append_with_other_ragged_columns(self, tmp_path: Path) -> None:
         like: Any = {"like": {"ids": [[1]]}, "mode": "append"}
-        with RowWriter(tmp_path / "t", jagged=["ids"], **like) as writer:
+        with RowWriter(tmp_path / "t", ragged=["ids"], **like) as writer:
             writer.write({"ids": [[1, 2], []]})
-        with pytest.raises(ValueError, match=r"^'ids' is jagged in this table, and like= with jagged= says otherwise$"):
+        with pytest.raises(ValueError, match=r"^'ids' is ragged in this table, and like= with ragged= says otherwise$"):
             RowWriter(tmp_path / "t", **like)
-        with RowWriter(tmp_path / "t", jagged=["ids"], **like) as writer:
+        with RowWriter(tmp_path / "t", ragged=["ids"], **like) as writer:
             writer.write({"ids": [3]})
         assert load(tmp_path / "t").tolist() == {"ids": [[1, 2], [], [3]]}
 

@@ -23,7 +23,7 @@ TIMES = int(os.environ.get("TIMES", "25"))
 LIKE = DeviceDict(
     {"i": [0], "wide": torch.zeros(1, 300, dtype=torch.float64), "s": ["0"], "text": ["0"]}, encoders={"s": Utf8(12)}
 )
-FILES = ("i", "wide", "s", "text", "text.offsets")
+FILES = ("i", "wide", "s", "text.values", "text.offsets")
 
 
 def rows(first: int, count: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def check_plainly(folder: Path, count: int) -> None:
 def write_forever(folder: Path, acknowledge: Callable[[int], object], seed: int) -> None:
     choose = random.Random(seed)
     append = (folder / "table.json").exists()
-    with RowWriter(folder, append=True) if append else RowWriter(folder, like=LIKE, jagged=["text"]) as writer:
+    with RowWriter(folder, append=True) if append else RowWriter(folder, like=LIKE, ragged=["text"]) as writer:
         if append:
             acknowledge(len(writer))
         stop = len(writer) + 3_000
@@ -122,7 +122,6 @@ def left_over(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) -> None:
@@ -136,7 +135,7 @@ def test_a_signal_at_any_moment(tmp_path: Path, number: int, small_steps: None) 
     for folder in tmp_path.iterdir():
         if not (folder / "table.json").exists():
             assert set(os.listdir(folder)) <= {".table.json.tmp"}
-            RowWriter(folder, like=LIKE, jagged=["text"]).close()  # a new table takes its place
+            RowWriter(folder, like=LIKE, ragged=["text"]).close()  # a new table takes its place
         with RowWriter(folder, append=True) as writer:
             writer.write(rows(len(writer), 10))
         assert not left_over(folder)

@@ -38,7 +38,7 @@ def written(folder: Path) -> Path:
     first = 0
     for part, size in enumerate(SIZES):
         encoders = {"s": Vocabulary(["cat", "dog"])}
-        with RowWriter(folder, like=LIKE, jagged=["text"], part=part, encoders=encoders) as writer:
+        with RowWriter(folder, like=LIKE, ragged=["text"], part=part, encoders=encoders) as writer:
             if size:
                 writer.write(rows(first, size))
         first += size

@@ -187,7 +187,7 @@ def check_at_rest(folder: Path, count: int) -> None:
     names = {"i": count, "wide": count, "text.offsets": count + 1}
     files = {path.name for path in folder.iterdir()} - {"table.json", "checksums.jsonl"}
     stems = {name.removesuffix(".safetensors").split("~")[0] for name in files}
-    assert stems == {*names, "text"} and len(files) == 4
+    assert stems == {*names, "text.values"} and len(files) == 4
     for name in files:
         with safe_open(str(folder / name), "np") as file:
             (key,) = file.keys()
@@ -216,7 +216,7 @@ def replay_all(record: Recorder, folder: Path, tmp: Path, patch: pytest.MonkeyPa
             where = disk / folder.relative_to(record.root)
             if not (where / "table.json").exists():
                 assert not before, "the table is lost"
-                RowWriter(where, like=LIKE, jagged=["text"]).close() if not _files(where) else None
+                RowWriter(where, like=LIKE, ragged=["text"]).close() if not _files(where) else None
             else:
                 count = check(where)
                 verify(where)
@@ -246,7 +246,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*nested tens
 def create_flush_append_and_close(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = recorder.root / "a" / "t"
     with recorder.recording(monkeypatch):
-        writer = RowWriter(folder, like=LIKE, jagged=["text"], checksums=True)
+        writer = RowWriter(folder, like=LIKE, ragged=["text"], checksums=True)
         recorder.acknowledged(0)
         for count in (3, 20):
             writer.write(rows(len(writer), count))
@@ -280,10 +280,10 @@ def test_each_flush_to_disk_is_needed(
 def overwrite(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = recorder.root / "t"
     with recorder.recording(monkeypatch):
-        with RowWriter(folder, like=LIKE, jagged=["text"]) as writer:
+        with RowWriter(folder, like=LIKE, ragged=["text"]) as writer:
             writer.write(rows(0, 7))
         recorder.acknowledged(7)
-        with RowWriter(folder, like=LIKE, jagged=["text"], mode="overwrite") as writer:
+        with RowWriter(folder, like=LIKE, ragged=["text"], mode="overwrite") as writer:
             writer.write(rows(0, 4))
             writer.flush()
             recorder.acknowledged(4)

@@ -29,7 +29,7 @@ def rows(first: int, count: int) -> dict[str, Any]:
 
 def written(folder: Path, **options: Any) -> Path:
     """A table of 30 rows, in three flushes by two writers."""
-    with RowWriter(folder, like=LIKE, jagged=["text"], **{"checksums": True, **options}) as writer:
+    with RowWriter(folder, like=LIKE, ragged=["text"], **{"checksums": True, **options}) as writer:
         for first in (0, 10):
             writer.write(rows(first, 10))
             writer.flush()
@@ -49,7 +49,7 @@ def change(file: Path, at: int, byte: int | None = None) -> None:
     [
         ("x.safetensors", 4096 + 8 * 15, "rows 10 to 19 of the column 'x' have changed: 'x.safetensors' is damaged"),
         ("n.wide.safetensors", 4096 + 160 * 30 - 1, "rows 20 to 29 of the column 'n.wide' have changed"),
-        ("text.safetensors", 4096, "rows 0 to 9 of the column 'text' have changed"),
+        ("text.values.safetensors", 4096, "rows 0 to 9 of the column 'text.values' have changed"),
         ("text.offsets.safetensors", 4096 + 8 * 30, "rows 20 to 29 of the column 'text.offsets' have changed"),
         ("text.offsets.safetensors", 4096, "rows 0 to 9 of the column 'text.offsets' have changed"),
         ("x.safetensors", 30, "'x.safetensors' is no safetensors file with the 30 rows of 'x'; repair the table"),
@@ -143,7 +143,7 @@ def test_a_table_without_checksums(tmp_path: Path) -> None:
     change(folder / "x.safetensors", 4096 + 8)
     verify(folder)  # only the rows have changed
     change(folder / "text.offsets.safetensors", 4096 + 8 * 7, 255)
-    with pytest.raises(InvalidFileError, match=r"the offsets in 'text.offsets.safetensors' do not ascend from 0"):
+    with pytest.raises(InvalidFileError, match=r"'text.offsets.safetensors': 'offsets' falls from"):
         verify(folder)
     (folder / "x.safetensors").unlink()
     with pytest.raises(InvalidFileError, match=r"the file 'x.safetensors' is missing$"):
@@ -151,7 +151,7 @@ def test_a_table_without_checksums(tmp_path: Path) -> None:
 
 
 def test_beside_a_writer(tmp_path: Path) -> None:
-    with RowWriter(tmp_path / "t", like=LIKE, jagged=["text"], checksums=True) as writer:
+    with RowWriter(tmp_path / "t", like=LIKE, ragged=["text"], checksums=True) as writer:
         verify(tmp_path / "t")
         for first in (0, 5, 10):
             writer.write(rows(first, 5))
@@ -164,7 +164,7 @@ def test_beside_a_writer(tmp_path: Path) -> None:
 def test_overwrite_keeps_the_old_checksums_until_it_is_replaced(tmp_path: Path) -> None:
     folder = written(tmp_path / "t")
     for _ in range(2):
-        with RowWriter(folder, like=LIKE, jagged=["text"], checksums=True, mode="overwrite") as writer:
+        with RowWriter(folder, like=LIKE, ragged=["text"], checksums=True, mode="overwrite") as writer:
             writer.write(rows(0, 3))
             verify(folder)
         verify(folder)
@@ -178,7 +178,7 @@ def test_options(tmp_path: Path) -> None:
     ):
         RowWriter(folder, append=True, checksums=True)
     with pytest.raises(ValueError, match=r"^this table has no checksums; only a new table can start them$"):
-        RowWriter(folder, like=LIKE, jagged=["text"], checksums=True, mode="append")
-    RowWriter(written(tmp_path / "u"), like=LIKE, jagged=["text"], checksums=True, mode="append").close()
+        RowWriter(folder, like=LIKE, ragged=["text"], checksums=True, mode="append")
+    RowWriter(written(tmp_path / "u"), like=LIKE, ragged=["text"], checksums=True, mode="append").close()
     with pytest.raises(FileNotFoundError):
         verify(tmp_path / "none")

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tensordict_lite import BatchOrder, DeviceDict, MissingKeyError, RowWriter, TypedDeviceDict, collate, load, prefetch
+from tensordict_lite import (
+    BatchOrder,
+    DeviceDict,
+    MissingKeyError,
+    Ragged,
+    RowWriter,
+    TypedDeviceDict,
+    collate,
+    load,
+    prefetch,
+)
 
 OFFSETS = st.lists(st.integers(-4, 4), min_size=1, max_size=4)
 
@@ -126,8 +136,8 @@ class TestWindows:
         ],
     )
     def test_errors(self, spans: Any, options: Any, error: type[Exception], message: str) -> None:
-        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2), torch.ones(3)], layout=torch.jagged)
-        d = DeviceDict({**series([0, 0, 1]), "j": nested, "k": [None] * 3}, objects="keep")
+        ragged = Ragged.from_rows([torch.ones(1), torch.ones(2), torch.ones(3)])
+        d = DeviceDict({**series([0, 0, 1]), "j": ragged, "k": [None] * 3}, objects="keep")
         with pytest.raises(error, match=re.escape(message)):
             d.rows.windows(spans, **options)
 

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate  # PyTorch documents it as the place to register a type
 
-from .._dict.arguments import jagged_keys
+from .._dict.arguments import ragged_keys
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import place_codes
 from .._dict.rows import Rows
-from .._encoders.protocol import padding
-from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper
+from .._encoders.protocol import encode_ragged, padding
+from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper, with_path
 from .._memory.device import CPU, canonical
 from .._memory.dtypes import FOREACH_DTYPES
-from .._memory.jagged import join_jagged
 from .._memory.packed import can_pack, find_unpackable, packable
+from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
-from .._tree.tree import TreeDict, builtin_dict, kind_nested
+from .._tree.tree import TreeDict, builtin_dict, kind_nested, ragged_class
 from .._tree.walk import as_shared, refuse_key, tensors_in
 from .fill import Spec, fill_buffer, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
@@ -46,7 +46,7 @@ _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
     torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in FOREACH_DTYPES - {torch.bfloat16}
 }
 _DTYPES_OF_NUMPY = frozenset(_NUMPY_DTYPES.values())
-_dtype, _array_kind = attrgetter("dtype"), attrgetter("shape", "dtype")
+_dtype, _shape, _array_kind = attrgetter("dtype"), attrgetter("shape"), attrgetter("shape", "dtype")
 _NO_SAMPLES: Any = object()  # a call without samples
 _NO_KEYS = frozenset[Any]()
 _NO_PADS = Pads(None, "collate")
@@ -59,7 +59,7 @@ def collate(
     encoders: Encoders | None = None,
     objects: Objects | None = None,
     pad: PadLike | None = None,
-    jagged: Iterable[str | Path] = (),
+    ragged: Iterable[str | Path] = (),
     pack: bool = True,
 ) -> D:
     """Stack the samples into one batch: every field along a new first dimension, all fields in one buffer.
@@ -81,15 +81,16 @@ def collate(
             samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. A `Pad` in place of the number can pad on the
             left or to a multiple, and add lengths or a mask. A key stands for the fields of that name at every depth, a
             path for one field. No sample may lack it, unless ``Pad(..., optional=True)`` says so.
-        jagged: keys or paths, as in ``pad``, of fields that become nested tensors of layout ``torch.jagged``. Their
-            samples may differ in the first dimension, and are not padded. A nested tensor is not packed.
+        ragged: keys or paths, as in ``pad``, of fields that become `Ragged`: their samples may differ in the first
+            dimension, and are not padded. Strings become the codes of `Utf8` or the ids of a `Tokenizer`. Fields with
+            the same lengths share their offsets. A field that the class declares as `Ragged` needs no mention.
         pack: False gives every field its own storage.
 
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree, or if no
-    sample has a key that ``pad``, ``jagged`` or ``encoders`` name;
+    sample has a key that ``pad``, ``ragged`` or ``encoders`` name;
     ``TypeError`` if the samples are not a list of mappings, or a value cannot be stored;
     ``DeviceMismatchError`` for tensors on several devices. The samples are never changed.
-    Cost: one allocation, and one copy of every tensor. No synchronization, except on an accelerator: there, each jagged
+    Cost: one allocation, and one copy of every tensor. No synchronization, except on an accelerator: there, each ragged
     field, and each field for lengths or a mask, copies the lengths of the samples from the host.
 
     >>> from tensordict_lite import collate
@@ -110,7 +111,7 @@ def collate(
     rows: Rows[Any] | None = None
     given: Any = samples
     if type(given) is not list:
-        if isinstance(samples, Rows) and not pad and jagged == ():
+        if isinstance(samples, Rows) and not pad and ragged == ():
             rows = samples
         elif not isinstance(samples, (list, tuple)):
             if isinstance(samples, (Mapping, str)) or not isinstance(samples, Iterable):
@@ -123,7 +124,7 @@ def collate(
         shown = cls.__name__ if isinstance(cls, type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
     pads = _NO_PADS if pad is None else Pads(pad, "collate")
-    ragged = _jagged_fields(jagged, pad) if jagged != () else _NO_KEYS
+    rows_of = _ragged_fields(ragged, pad) if ragged != () else _NO_KEYS
     if rows is not None:
         return _batch_of(rows._dict, cls, encoders, objects, pack)
     kind, policy = cls, cls._class_policy
@@ -137,15 +138,16 @@ def collate(
         policy = policy.override_of_copy(keys, encoders, objects=objects)
     device = _device_of(given[0])
     batch = kind._new((), device, policy)
-    walk = _Walk(len(given), device, policy.on_mismatch == "move", pack and can_pack(device), pads, ragged)
+    walk = _Walk(len(given), device, policy.on_mismatch == "move", pack and can_pack(device), pads, rows_of)
     walk.collect(given, batch, (), is_plain_dict)
     walk.finish()
     if cls is not DeviceDict:
         batch._validate()
     if pads:
         pads.require_known(batch, "sample")
-    for key in ragged:
-        require_known("jagged=", key, batch, "sample", "")
+    for key in rows_of:
+        if key not in batch:
+            require_known("ragged=", key, batch, "sample", "")
     if encoders is not None:
         _require_known_encoders(encoders, batch)
     return cast(D, batch)
@@ -157,12 +159,12 @@ def _require_known_encoders(encoders: Encoders, batch: DeviceDict[Any]) -> None:
             require_known("encoders=", key, batch, "sample", " Or allow it: declare the encoder in a class, for cls=")
 
 
-def _jagged_fields(jagged: Any, pad: PadLike | None) -> frozenset[Any]:
-    keys = jagged_keys(jagged, "collate")
+def _ragged_fields(ragged: Any, pad: PadLike | None) -> frozenset[Any]:
+    keys = ragged_keys(ragged, "collate")
     padded = {(key,) if isinstance(key, str) else key for key in pad or ()}
     for key in keys:
         if (key if isinstance(key, tuple) else (key,)) in padded:
-            raise ValueError(f"{key!r} stands in pad= and in jagged=; a field is either padded or jagged")
+            raise ValueError(f"{key!r} stands in pad= and in ragged=; a field is either padded or ragged")
     return keys
 
 
@@ -221,14 +223,16 @@ class _Walk:
     field, the path, and the values of all samples. It returns the encoder of the key if the values are strings.
     """
 
-    __slots__ = ("count", "device", "fields", "jagged", "moves", "packs", "pads")
+    __slots__ = ("by_lengths", "count", "device", "fields", "moves", "packs", "pads", "ragged")
 
     def __init__(
-        self, count: int, device: torch.device, moves: bool, packs: bool, pads: Pads, jagged: frozenset[Any]
+        self, count: int, device: torch.device, moves: bool, packs: bool, pads: Pads, ragged: frozenset[Any]
     ) -> None:
         self.count, self.device, self.moves, self.packs = count, device, moves, packs
-        self.pads, self.jagged = pads, jagged
+        self.pads, self.ragged = pads, ragged
         self.fields: list[_Field] = []
+        self.by_lengths: dict[tuple[int, ...], list[Any]] = {}
+        """The ragged fields by the lengths of their rows. Those of the same lengths share the offsets of the first."""
 
     def collect(
         self, samples: Sequence[Mapping[str, Any]], batch: DeviceDict[Any], at: Path, are_dicts: bool = False
@@ -237,9 +241,17 @@ class _Walk:
 
         Each field gets a placeholder first, which keeps the order of the keys.
         """
-        cls, count, chooses = type(batch), self.count, bool(self.pads or self.jagged)
+        cls, count = type(batch), self.count
+        if cls._is_ragged:
+            raise ValueError(
+                f"{dotted(at) if at else 'each sample'} is ragged, and collate makes one row of each sample; "
+                "cat([...]) joins the rows of ragged fields"
+            )
         if cls._has_fields:
             samples = list(map(cls._drop_none, samples))
+            declared: list[Any] = [(key, cls._nested_class(key)) for key in samples[0]]
+            self.ragged |= {(*at, key) for key, kind in declared if kind._is_ragged}
+        chooses = bool(self.pads or self.ragged)
         if self.pads:
             self.pads.require_new(samples[0], at, "the samples")
         used: dict[str, Any] = {}
@@ -252,7 +264,7 @@ class _Walk:
             if list(map(type, values)).count(kind) != count:
                 kind = None
             if chooses and kind is not dict and self.may_differ(path):
-                method = _RAGGED.get(kind, _Walk.other_ragged)
+                method = _DIFFERENT.get(kind, _Walk.others_that_differ)
             else:
                 method = _METHODS.get(kind, _Walk.others)
             encoder = method(self, batch, path, values)
@@ -272,11 +284,16 @@ class _Walk:
             for field in listed:  # in the same order, which decides the layout
                 if type(field[2]) is tuple:
                     self.examine(*field[:3])
+                elif type(field[2]) is list:
+                    self.examine_rows(*field[:3])
                 else:
                     self.fields.append(field)
             tensors = self.made()
         for (batch, path, _, _), tensor in zip(self.fields, tensors, strict=True):
             builtin_dict.__setitem__(batch, path[-1], tensor)
+        for first, *others in self.by_lengths.values():
+            for one in others:
+                builtin_dict.__setitem__(one, "offsets", first["offsets"])
 
     def made(self) -> Sequence[Tensor]:
         """The tensors of the fields, in one buffer if they can be packed."""
@@ -377,19 +394,21 @@ class _Walk:
 
     # Fields whose samples may differ in length
 
-    def is_jagged(self, path: Path) -> bool:
-        return path[-1] in self.jagged or path in self.jagged
+    def is_ragged(self, path: Path) -> bool:
+        return path[-1] in self.ragged or path in self.ragged
 
     def may_differ(self, path: Path) -> bool:
-        """Whether the field is in ``pad`` or ``jagged``."""
-        return self.is_jagged(path) or self.pads.at(path) is not None
+        """Whether the field is in ``pad`` or ``ragged``."""
+        return self.is_ragged(path) or self.pads.at(path) is not None
 
-    def ragged_lists(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
-        """Lists. Padded lists of numbers become one tensor of all numbers."""
-        numbers = [] if self.is_jagged(path) else list(chain.from_iterable(values))
+    def lists_that_differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
+        """Lists. Lists of numbers become one tensor of all numbers."""
+        numbers = list(chain.from_iterable(values))
         flat = _numbers(numbers, _one_type(numbers), batch._policy)
         if flat is None:
-            return self.other_ragged(batch, path, values)
+            return self.others_that_differ(batch, path, values)
+        if self.is_ragged(path):
+            return self.add_rows(batch, path, flat, list(map(len, values)))
         return self.pad(
             batch,
             path,
@@ -398,37 +417,88 @@ class _Walk:
             cast(Any, self.pads.at(path)),
         )
 
-    def other_ragged(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
+    def strings_that_differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
+        """Strings. Those of a ragged field are encoded without padding."""
+        encoder = batch._policy.encoder(path[-1])
+        try:
+            codes = encode_ragged(encoder, values) if self.is_ragged(path) else None
+        except (TypeError, ValueError) as error:
+            return self.one_by_one(batch, path, values, with_path(error, path))  # its error names the sample
+        if codes is None:
+            return self.one_by_one(batch, path, values)
+        flat, lengths = codes
+        self.add_rows(batch, path, flat.to(self.device), lengths.tolist())
+        return encoder
+
+    def others_that_differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         values = [as_shared(value, path) for value in values]
         mappings = any(issubclass(kind, Mapping) for kind in set(map(type, values)))
         return (self.others if mappings else self.one_by_one)(batch, path, values)
 
-    def ragged(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], encoder: object = None) -> None:
-        """Tensors: pad them, or make a nested tensor of them."""
+    def add_rows(self, batch: DeviceDict[Any], path: Path, values: Any, lengths: Sequence[int]) -> None:
+        """List a ragged field. ``values``: of all rows, a tensor or an array; or a list of tensors to concatenate."""
+        field = ragged_class()._new(dict.fromkeys(("values", "offsets")), self.device, batch._policy)
+        field._max_length = max(lengths)
+        builtin_dict.__setitem__(batch, path[-1], field)
+        if type(values) is not list:
+            self.add(field, (*path, "values"), values)
+        elif packable(values[0]):
+            shape = (sum(lengths), *values[0].shape[1:])
+            self.fields.append((field, (*path, "values"), values, (values[0].dtype, shape, False)))
+        else:
+            self.examine_rows(field, (*path, "values"), values)
+        alike = self.by_lengths.setdefault(tuple(lengths), [])
+        alike.append(field)
+        if len(alike) == 1:
+            self.add(field, (*path, "offsets"), offsets_of(lengths))
+
+    def rows(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], encoder: object) -> None:
+        """Tensors, the rows of a ragged field. torch.cat compares their shapes, but would promote their dtypes."""
+        values = self.moved(values) if self.moves else values
+        if encoder is not None and values[0].dim() > 1:  # each row is a list of strings
+            values = widened(values, encoder) or values
+        shapes, dtypes = list(map(_shape, values)), list(map(_dtype, values))
+        if {*map(len, shapes)} != {len(shapes[0]) or None} or dtypes.count(dtypes[0]) != self.count:
+            self.refuse(path, values)
+        self.add_rows(batch, path, list(values), [shape[0] for shape in shapes])
+
+    def examine_rows(self, field: DeviceDict[Any], path: Path, values: Sequence[Tensor]) -> None:
+        """Join the rows of a ragged field outside the buffer, or raise the error that names the sample."""
+        try:
+            joined = torch.cat(list(values))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.refuse(path[:-1], values, error)
+        if joined.device != self.device or joined.layout is not torch.strided:
+            self.refuse(path[:-1], values)
+        builtin_dict.__setitem__(field, "values", joined)
+
+    def differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], encoder: object = None) -> None:
+        """Tensors: the rows of a ragged field, or samples to pad."""
+        if self.is_ragged(path):
+            return self.rows(batch, path, values, encoder)
         values = self.moved(values) if self.moves else values
         encoder = encoder or batch._policy.encoders.get(path[-1])
-        jagged, pad = self.is_jagged(path), self.pads.at(path) or Pad()
-        if not jagged and encoder is not None and padding(encoder, *values) is not None:
+        pad = self.pads.at(path) or Pad()
+        if encoder is not None and padding(encoder, *values) is not None:
             raise_encoded(path, pad)
         values = widened(values, encoder) or values
         dims = list(map(Tensor.dim, values))
         lengths = dims if 0 in dims else [tensor.size(0) for tensor in values]
-        if not (jagged or pad._always) and dims.count(dims[0]) == lengths.count(lengths[0]) == self.count:
+        if not pad._always and dims.count(dims[0]) == lengths.count(lengths[0]) == self.count:
             return self.examine(batch, path, values, encoder)
         joined = failure = None
         if list(map(_dtype, values)).count(values[0].dtype) == dims.count(dims[0] or -1) == self.count:
             try:
-                joined = join_jagged(values) if jagged else torch.cat(tuple(values))
+                joined = torch.cat(tuple(values))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 failure = error
         if joined is None or joined.device != self.device:
             self.refuse(path, values, failure)
-        if jagged:
-            builtin_dict.__setitem__(batch, path[-1], joined)
-        else:
-            self.pad(batch, path, joined, lengths, pad)
+        self.pad(batch, path, joined, lengths, pad)
 
     def pad(self, batch: DeviceDict[Any], path: Path, flat: Tensor, lengths: Sequence[int], pad: Pad) -> None:
         """List a field to pad, and the new fields for the lengths and the mask. ``flat``: the rows of all samples."""
@@ -502,7 +572,7 @@ class _Walk:
             empty = model.new_empty((0, *model.shape[1:]))
             converted = [empty if i not in filled else value for i, value in enumerate(converted)]
         if all(isinstance(value, Tensor) for value in converted):
-            (self.ragged if differ else self.examine)(batch, path, tuple(converted), encoder)
+            (self.differ if differ else self.examine)(batch, path, tuple(converted), encoder)
             return encoder
         if not keep and any(isinstance(value, (Tensor, Mapping)) for value in converted):
             if reason is not None:
@@ -517,12 +587,12 @@ class _Walk:
             if tensor.device != self.device:
                 raise DeviceMismatchError.at(path, self.device, tensor.device)
         first, key, pad, hint = values[0], path[-1], self.pads.at(path), ""
-        if self.is_jagged(path):
-            hint = "; jagged= lets the first dimension differ only"
+        if self.is_ragged(path):
+            hint = "; ragged= lets the first dimension differ only"
             for i, tensor in enumerate(values):
                 if not tensor.dim() or tensor.is_nested or tensor.layout is not torch.strided:
                     raise ValueError(
-                        f"{dotted(path)}: a jagged field takes dense samples of at least one dimension, "
+                        f"{dotted(path)}: a ragged field takes dense samples of at least one dimension, "
                         f"sample {i} has {described(tensor)}"
                     )
         elif pad is not None:
@@ -532,7 +602,7 @@ class _Walk:
                     f"{dotted(path)}: {pad!r} pads the first dimension, and the samples are single numbers"
                 )
         elif all(differ_in_length(tensor, first) for tensor in values):
-            hint = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, jagged=[{key!r}]"
+            hint = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, ragged=[{key!r}]"
         raise_mismatch(values, path, "sample", error, hint, differ_in_length if self.may_differ(path) else None)
 
 
@@ -546,8 +616,12 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
 }
 """How to convert the values of a field if all have this type. `_Walk.others` converts all others."""
 _HOST = _METHODS.keys() - {Tensor, dict}
-_RAGGED: Mapping[Any, Callable[..., Any]] = {Tensor: _Walk.ragged, list: _Walk.ragged_lists}
-"""The same for fields in ``pad`` or ``jagged``. `_Walk.other_ragged` converts all others."""
+_DIFFERENT: Mapping[Any, Callable[..., Any]] = {
+    Tensor: _Walk.differ,
+    list: _Walk.lists_that_differ,
+    str: _Walk.strings_that_differ,
+}
+"""The same for fields in ``pad`` or ``ragged``. `_Walk.others_that_differ` converts all others."""
 
 
 def _one_type(items: Iterable[Any]) -> Any:

@@ -2,7 +2,8 @@
 
 A field is a value and its spec. The value is one of these:
 
-- a tuple or list of samples to stack: tensors of one dtype and shape,
+- a tuple of samples to stack: tensors of one dtype and shape,
+- a list of samples to concatenate: the rows of a ragged field,
 - a `Padded`: samples to pad,
 - a tensor or a NumPy array of the whole field.
 """
@@ -102,7 +103,11 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
             out[members[0]] = region
             continue
         here = [values[i] for i in members]
-        parts = region.unsafe_split(count) if is_dense else region.unbind()
+        parts = (
+            region.unsafe_split_with_sizes([len(region) // len(members)] * len(members))
+            if is_dense
+            else region.unbind()
+        )
         if is_dense and {tuple}.issuperset(map(type, here)):
             # One call stacks the samples of all fields of the run.
             torch.stack(_joined(here), out=region)
@@ -126,6 +131,8 @@ def _joined(fields: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def _fill(view: Tensor, value: Any) -> None:
     if type(value) is tuple:
         torch.stack(value, out=view)
+    elif type(value) is list:
+        torch.cat(value, out=view)
     elif type(value) is Padded:
         value.fill(view)
     elif type(value) is np.ndarray and view.is_cpu:
@@ -138,6 +145,8 @@ def whole(value: Any, device: torch.device) -> Tensor:
     """A field as a tensor on ``device``, outside a buffer."""
     if type(value) is tuple:
         return torch.stack(value)
+    if type(value) is list:
+        return torch.cat(value)
     if type(value) is Padded:
         return value.joined()
     return (torch.from_numpy(value) if type(value) is np.ndarray else value).to(device)

@@ -13,8 +13,8 @@ from torch import Tensor
 from .._dict.device_dict import DeviceDict
 from .._dict.torch_functions import implements
 from .._encoders.protocol import decode_alike, padding
-from .._errors import DeviceMismatchError, Path, described, dotted
-from .._memory.jagged import cat_jagged, is_jagged
+from .._errors import DeviceMismatchError, Path, described, dotted, is_out_of_memory
+from .._memory.ragged import cat_offsets
 from .._tree.missing import refuse_other_keys
 from .._tree.policy import Policy
 from .._tree.tree import TreeDict
@@ -50,8 +50,7 @@ def cat(
 ) -> DeviceDict[Any]:
     """Concatenate every field of the dicts with ``torch.cat``, along the dimension ``dim``.
 
-    The rules are those of `stack`. In addition, kept lists are concatenated, and so are the rows of nested tensors of
-    layout ``torch.jagged``.
+    The rules are those of `stack`. In addition, kept lists are concatenated, and so are the rows of ragged fields.
 
     Args:
         dicts: as for `stack`.
@@ -92,29 +91,38 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads 
             raise DeviceMismatchError(message, expected=device, actual=d._device)
     if pads:
         trees = pad_rows(trees, pads)
-    return cast("DeviceDict[Any]", _join(trees, verb, dim, device, ()))
+    return cast("DeviceDict[Any]", _join(trees, verb, dim, device, (), {}))
 
 
-def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.device | None, at: Path) -> TreeDict[Any]:
-    """Join dicts at one level, and their nested dicts. ``verb``: ``"stack"`` or ``"cat"``."""
+def _join(
+    trees: Sequence[TreeDict[Any]],
+    verb: str,
+    dim: int,
+    device: torch.device | None,
+    at: Path,
+    known: dict[tuple[int, ...], Tensor],
+) -> TreeDict[Any]:
+    """Join dicts at one level, and their nested dicts. ``verb``: ``"stack"`` or ``"cat"``.
+
+    ``known``: the joined offsets of ragged fields, by the ids of the offsets. Fields with the same offsets share them.
+    """
     join: Any = torch.stack if verb == "stack" else torch.cat
     policy = merged_policy(trees, at, "dict")
+    if trees[0]._is_ragged:
+        return _join_ragged(trees, verb, dim, device, at, policy, known)
     items: dict[str, Any] = {}
     for key, values in values_by_key(trees, at, "dict"):
         path = (*at, key)
         if isinstance(values[0], Tensor):
             encoder = policy.encoders.get(key)
             along = dim if encoder is None else _leading_dim(values[0], encoder, verb, dim, path)
-            rows = verb == "cat" and along == 0 and values[0].is_nested  # torch has no `cat` of nested tensors
-            if rows and not all([isinstance(value, Tensor) and is_jagged(value) for value in values]):  # noqa: C419
-                raise_mismatch(values, path, "dict")
             try:
-                items[key] = cat_jagged(values) if rows else join(values, along)
+                items[key] = join(values, along)
             except torch.OutOfMemoryError:
                 raise
             except IndexError as error:  # the dimension does not exist
                 raise IndexError(f"{dotted(path)}: {error}") from error
-            except (RuntimeError, TypeError, AttributeError) as error:  # nested tensors raise the last
+            except (RuntimeError, TypeError) as error:
                 if verb == "cat" and not values[0].dim():
                     raise ValueError(
                         f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
@@ -126,9 +134,9 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
                     )
                 items[key] = join(wide, along)
         elif isinstance(values[0], TreeDict):
-            if not all(isinstance(value, TreeDict) for value in values):
+            if not all(isinstance(value, TreeDict) and value._is_ragged == values[0]._is_ragged for value in values):
                 raise_mismatch(values, path, "dict")
-            items[key] = _join(values, verb, dim, device, path)
+            items[key] = _join(values, verb, dim, device, path, known)
         elif any(isinstance(value, (Tensor, TreeDict)) for value in values):
             raise_mismatch(values, path, "dict")
         elif verb == "cat" and all(isinstance(value, list) for value in values):
@@ -136,6 +144,37 @@ def _join(trees: Sequence[TreeDict[Any]], verb: str, dim: int, device: torch.dev
         else:
             items[key] = list(values)
     return trees[0]._new(items, device, policy)
+
+
+def _join_ragged(
+    fields: Sequence[Any],
+    verb: str,
+    dim: int,
+    device: torch.device | None,
+    at: Path,
+    policy: Policy,
+    known: dict[tuple[int, ...], Tensor],
+) -> TreeDict[Any]:
+    """Concatenate the rows of ragged fields."""
+    where = dotted(at) if at else "a Ragged"
+    if verb == "stack" or dim:
+        way_out = "cat([...]) joins the rows" if verb == "stack" else "cat along dim=0"
+        raise ValueError(f"{where} is ragged: its rows differ in length, so they have no other dimension; {way_out}")
+    values = [field["values"] for field in fields]
+    try:
+        joined = torch.cat(values)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise_mismatch(values, (*at, "values"), "dict", error, "", partial(_can_cat, along=0))
+    offsets = [field["offsets"] for field in fields]
+    ids = tuple(map(id, offsets))
+    if ids not in known:
+        known[ids] = cat_offsets(offsets, [len(one) for one in values])
+    lengths = [field._max_length for field in fields]
+    out: Any = fields[0]._new({"values": joined, "offsets": known[ids]}, device, policy)
+    out._max_length = None if None in lengths else max(lengths)
+    return out
 
 
 def _leading_dim(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) -> int:

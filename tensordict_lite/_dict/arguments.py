@@ -1,4 +1,4 @@
-"""Parse arguments: the forms of ``DeviceDict.to``, and the keys of jagged fields."""
+"""Parse arguments: the forms of ``DeviceDict.to``, and the keys of ragged fields."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def _once(before: Any, given: Any, name: str) -> Any:
     return before if given is None else given
 
 
-def jagged_keys(given: Any, called: str) -> frozenset[Any]:
-    """The validated argument ``jagged`` of the function ``called``. Raises ``TypeError``."""
+def ragged_keys(given: Any, called: str) -> frozenset[Any]:
+    """The validated argument ``ragged`` of the function ``called``. Raises ``TypeError``."""
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f'{called} takes a list of keys or paths as jagged=, as ["box"], got {given!r:.60}')
+        raise TypeError(f'{called} takes a list of keys or paths as ragged=, as ["box"], got {given!r:.60}')
     keys = frozenset(given)
     for key in keys:
         if not isinstance(key, (str, tuple)):
-            raise TypeError(f"jagged= of {called} takes keys and paths, got {key!r:.60}")
+            raise TypeError(f"ragged= of {called} takes keys and paths, got {key!r:.60}")
     return keys

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._encoders.protocol import decode_nested
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory, with_path
 from .._memory.device import intercepted
 from .._memory.dtypes import FOREACH_DTYPES
 from .._memory.overlap import is_expanded, overlap_partly
+from .._tree.compare import equal
 from .._tree.missing import refuse_other_keys
-from .._tree.tree import TreeDict, tensor_paths
+from .._tree.tree import TreeDict, data_of, data_paths, decode_field
 from .._tree.walk import only_tensors
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
@@ -33,7 +33,7 @@ _FOREACH_CLASSES = frozenset((Tensor, Parameter))
 
 
 def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
-    """The tensors of a mapping with the keys of ``d``, in the order of ``d._tensors()``.
+    """The tensors of a mapping with the keys of ``d``, in the order of `data_of`.
 
     Raises ``ValueError`` for a missing or an extra key, and ``DeviceMismatchError``. Raises ``TypeError`` for a value
     that is not a tensor where ``d`` has a tensor.
@@ -53,6 +53,9 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
 def _match_level(
     d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
 ) -> None:
+    if d._is_ragged:
+        _match_ragged(d, other, device, at, found)
+        return
     if list(d) == list(other):
         values = list(other.values())
     else:
@@ -75,6 +78,23 @@ def _match_level(
             _match_level(value, theirs, device, path, found)
         elif isinstance(theirs, (Tensor, Mapping)):
             _refuse_kind(path, theirs, f"an object: it is a kept {type(value).__name__} in this dict")
+
+
+def _match_ragged(
+    d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
+) -> None:
+    """Match the values of a ragged field. The lengths of its rows are compared where that does not synchronize."""
+    refuse_other_keys(d, other, at, "the other mapping", f"this {type(d).__name__}")
+    values, offsets = other["values"], other["offsets"]
+    if not isinstance(values, Tensor):
+        _refuse_kind((*at, "values"), values, "a tensor")
+    if device is not None and values.device != device:
+        _refuse_device((*at, "values"), device, values.device)
+    ours: Any = d["offsets"]
+    if ours is not offsets and ours.is_cpu and not intercepted() and not equal(ours, offsets):
+        where = dotted(at) if at else "the other Ragged"
+        raise ValueError(f"{where} has rows of other lengths in the other mapping; give it rows of the same lengths")
+    found.append(values)
 
 
 def _refuse_kind(path: Path, value: Any, expected: str) -> NoReturn:
@@ -123,7 +143,7 @@ def call_each(d: TreeDict[Any], function: Callable[..., Any], *others: Sequence[
     """
     results: list[Any] = []
     try:
-        for group in zip(d._tensors(), *others, strict=True):
+        for group in zip(data_of(d), *others, strict=True):
             results.append(function(*group))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         known = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
@@ -134,7 +154,7 @@ def call_each(d: TreeDict[Any], function: Callable[..., Any], *others: Sequence[
 
 
 def _path(d: TreeDict[Any], i: int) -> Path:
-    return next(path for j, (path, _) in enumerate(tensor_paths(d)) if j == i)
+    return next(path for j, (path, _) in enumerate(data_paths(d)) if j == i)
 
 
 # --- writing in place ---
@@ -233,7 +253,7 @@ def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -
     if isinstance(other, Tensor):
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
             _refuse_device((), d._device, other.device)
-        return [other] * len(d._tensors())
+        return [other] * len(data_of(d))
     if not (numbers and isinstance(other, (int, float, complex))):
         kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
         raise TypeError(f"{called} takes {kinds}, got {described(other)}")
@@ -245,7 +265,7 @@ def write(d: TreeDict[Any], operation: _Operation, others: Any) -> None:
 
     ``others``: a list with a tensor for each tensor of ``d``; or one number, or None, for all.
     """
-    tensors = d._tensors()
+    tensors = data_of(d)
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
         together, alone = [], range(len(tensors))
     else:
@@ -426,13 +446,13 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
     if not isinstance(order, (int, float)) or not order > 0:
         raise ValueError(f"ord is a number above 0, or inf, got {order!r}")
     refuse_encoded(d, "total_norm")
-    for path, tensor in tensor_paths(d):
+    for path, tensor in data_paths(d):
         if not _is_float(tensor):
             raise TypeError(
                 f"{dotted(path)} is {dtype_name(tensor.dtype)}, a norm needs floating-point or complex fields; "
                 "leave it out with drop()"
             )
-    tensors = d._tensors()
+    tensors = data_of(d)
     if order == inf:  # torch raises for a tensor without elements
         tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
@@ -448,15 +468,17 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), order)
 
 
-def tolist(d: TreeDict[Any], at: Path = ()) -> dict[str, Any]:
+def tolist(d: Any, at: Path = ()) -> Any:
     """The fields of a dict on the CPU as Python numbers, lists and strings: see `DeviceDict.tolist`."""
+    if d._is_ragged:
+        return [row.tolist() for row in d.unbind()]
     out: dict[str, Any] = {}
     encoders = d._policy.encoders
     for key, value in d.items():
         path = (*at, key)
         if key in encoders and isinstance(value, (Tensor, TreeDict)) and _is_encoded(value):
             try:
-                out[key] = decode_nested(encoders[key], value)
+                out[key] = decode_field(encoders[key], value)
             except (TypeError, ValueError) as error:
                 raise with_path(error, path) from error
         elif isinstance(value, Tensor):

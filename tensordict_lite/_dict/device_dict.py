@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Never, Self, Unpack
 
-from .._encoders.protocol import StringEncoder, as_given, decode_nested
+from .._encoders.protocol import StringEncoder, as_given
 from .._errors import Path, dotted, refuse_deeper, with_path
 from .._files import safetensors
 from .._files.atomic_write import FilePath
@@ -25,11 +25,11 @@ from .._memory.packed import can_pack, find_buffer, map_buffer, pack
 from .._memory.transfer import clone_tensors, transfer
 from .._tables.reader import read_table
 from .._tree import encoding, sendable
-from .._tree.columns import arrow_items, pandas_items
+from .._tree.columns import RaggedColumn, arrow_items, pandas_items
 from .._tree.compare import agree, values_agree
 from .._tree.missing import INSTEAD, NoAttribute, missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
-from .._tree.tree import TreeDict, V, builtin_dict, tensor_paths
+from .._tree.tree import TreeDict, V, builtin_dict, decode_field, ragged_class, ragged_paths, tensor_paths
 from .._tree.walk import (
     Items,
     as_dict,
@@ -317,7 +317,7 @@ class DeviceDict(TreeDict[V]):
         True
         """
         if only_tensors(self.values()):
-            return self._new(self, self._device, self._policy)
+            return self._like(self, self._device)
         return self._map_tensors(lambda tensor: tensor, self._device)
 
     @classmethod
@@ -402,7 +402,7 @@ class DeviceDict(TreeDict[V]):
         results = arithmetic.call_each(self, function, *[arithmetic.match(self, other, "map") for other in others])
         first = next((canonical(result.device) for result in results if isinstance(result, Tensor)), self._device)
         out = self._new(self, first, self._policy)
-        insert(out, self._replace_tensors(results, None))
+        insert(out, self._replace_data(iter(results), None))
         out._validate(self)
         return out
 
@@ -767,8 +767,8 @@ class DeviceDict(TreeDict[V]):
         Args:
             lead: the sizes of new dimensions, which precede the shape of every field.
 
-        Raises: ``TypeError`` that names the field, for kept objects and for nested tensors; torch's error for a size
-            that is not an int of 0 or more.
+        Raises: ``TypeError`` that names the field, for kept objects and for ragged and nested fields; torch's error for
+            a size that is not an int of 0 or more.
         Cost: one allocation per field. The new dict is not packed.
 
         >>> step = DeviceDict({"obs": [1.0, 2.0], "done": False})
@@ -798,6 +798,12 @@ class DeviceDict(TreeDict[V]):
                     f"{dotted(path)} is a nested tensor, whose rows differ in length, so no dimension can precede it; "
                     "drop it first, or pad it with to_padded_tensor"
                 )
+        for path in ragged_paths(self):
+            where = dotted(path) if path else "this Ragged"
+            raise TypeError(
+                f"{where} is ragged: its rows differ in length, so no dimension can precede it; drop it first, "
+                "or put its padded() there"
+            )
         return self._map_tensors(lambda tensor: create(tensor, (*lead, *tensor.shape)), self._device)
 
     def contiguous(self) -> Self:
@@ -913,7 +919,7 @@ class DeviceDict(TreeDict[V]):
         if not isinstance(codes, (Tensor, TreeDict)):
             raise TypeError(f"{dotted(path)} is a kept {type(codes).__name__}, not encoded strings")
         try:
-            return decode_nested(encoder, codes)
+            return decode_field(encoder, codes)
         except (TypeError, ValueError) as error:
             hint = (
                 "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
@@ -1197,8 +1203,9 @@ class DeviceDict(TreeDict[V]):
     def from_arrow(cls, table: Any, *, nulls: Any = "error", **options: Any) -> Self:
         """Create a dict from a ``pyarrow.Table`` or ``RecordBatch``, with options for nulls. Needs ``pyarrow``.
 
-        A list column of numbers becomes a nested tensor of layout ``torch.jagged``. A list column of fixed size becomes
-        a dense tensor. Every other column is converted as by the constructor, which also takes tables without nulls.
+        A list column of numbers becomes a `Ragged`, which ``pyarrow.array`` turns back into a list column. A list
+        column of fixed size becomes a dense tensor. Every other column is converted as by the constructor, which also
+        takes tables without nulls.
 
         Args:
             table: the table.
@@ -1221,7 +1228,11 @@ class DeviceDict(TreeDict[V]):
         >>> d["age"], d["age_valid"]
         (tensor([30,  0]), tensor([ True, False]))
         """
-        return cls(arrow_items(table, nulls, options.get("dtype") or cls._class_policy.dtype), **options)
+        items = arrow_items(table, nulls, options.get("dtype") or cls._class_policy.dtype)
+        for key, value in items.items():
+            if isinstance(value, RaggedColumn):
+                items[key] = ragged_class()(value._asdict())
+        return cls(items, **options)
 
     @classmethod
     def from_pandas(cls, frame: Any, *, nulls: Any = "error", **options: Any) -> Self:
@@ -1350,10 +1361,18 @@ def _nested_items(td: Any) -> dict[str, Any]:
 
 
 def _title(d: TreeDict[Any]) -> str:
-    count, total = field_count(d), sum(map(nbytes, d._tensors()))
+    total = size(sum(map(nbytes, d._tensors())))
+    if d._is_ragged:
+        holds = f"{_counted(len(d['offsets']) - 1, 'row')}, {_counted(len(d['values']), 'value')}"
+    else:
+        holds = _counted(field_count(d), "field")
     device = "no device yet" if d._device is None else str(d._device)
     packed = "" if find_buffer(d._tensors(), d._device) is None else ", packed"
-    return f"{type(d).__name__}({device}, {count} field{'' if count == 1 else 's'}, {size(total)}{packed})"
+    return f"{type(d).__name__}({device}, {holds}, {total}{packed})"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _note(d: Mapping[str, Any], key: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._errors import dtype_name
-from .._tree.walk import leaves
+from .._tree.tree import TreeDict
 
 Note = Callable[[Mapping[str, Any], str], str]
 """A function of a dict and a key. Returns the note to show beside the field, or ``""``."""
@@ -40,8 +40,14 @@ def size(nbytes: int) -> str:
 
 
 def field_count(data: Mapping[str, Any]) -> int:
-    """The number of values at every depth, nested dicts not counted."""
-    return sum(1 for _ in leaves(data))
+    """The number of fields at every depth, nested dicts not counted."""
+    return sum(
+        field_count(value) if isinstance(value, Mapping) and not _is_ragged(value) else 1 for value in data.values()
+    )
+
+
+def _is_ragged(value: Any) -> bool:
+    return isinstance(value, TreeDict) and value._is_ragged
 
 
 def _what(value: Any) -> str:
@@ -49,6 +55,10 @@ def _what(value: Any) -> str:
     if isinstance(value, Tensor):
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
         return f"{dtype_name(value.dtype)}[{shape}]"
+    if _is_ragged(value):
+        values: Tensor = value["values"]
+        shape = ", ".join([str(len(value["offsets"]) - 1), "*", *map(str, values.shape[1:])])
+        return f"{dtype_name(values.dtype)}[{shape}] of {len(values)} values"
     if isinstance(value, Mapping):
         return "" if value else "(empty)"
     return f"object {type(value).__name__}"
@@ -62,7 +72,7 @@ def _lines(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) ->
         if len(said) > _LONGEST_NOTE:
             said = said[: _LONGEST_NOTE - 1] + "…"
         yield Row(here, key if key.isprintable() else repr(key), _what(value), said)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not _is_ragged(value):
             yield from _lines(value, note, here)
 
 

@@ -15,6 +15,7 @@ from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.overlap import is_expanded, share_memory
 from .._memory.transfer import transfer
+from .._tree.compare import equal
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict, builtin_dict
 from .insert import insert
@@ -42,12 +43,19 @@ class _Filling:
         self.targets: list[Tensor] = []
         self.values: list[Tensor] = []
         self.objects: list[tuple[TreeDict[Any], str, Any]] = []
+        self.ragged: list[tuple[Any, int | None]] = []
+        """Ragged fields, and the new lengths of their longest rows."""
+        self.offsets: dict[int, Tensor] = {}
+        """The new offsets of the ragged fields, by the id of the offsets that they replace."""
 
     def add_dict(self, d: TreeDict[Any], other: TreeDict[Any], at: Path) -> None:
         refuse_other_keys(d, other, at, "the given mapping", self.name)
         for key, target in d.items():
             path, value = (*at, key), builtin_dict.__getitem__(other, key)
             if isinstance(target, TreeDict) and isinstance(value, TreeDict):
+                if target._is_ragged:
+                    self.add_ragged(target, value, path)
+                    _same_encoder(d, other, key, path)
                 self.add_dict(target, value, path)
             elif isinstance(target, Tensor) and isinstance(value, Tensor):
                 encoder = _same_encoder(d, other, key, path)
@@ -56,6 +64,18 @@ class _Filling:
                 raise ValueError(f"{dotted(path)} is {described(target)} in {self.name}, got {described(value)}")
             else:
                 self.objects.append((d, key, value))
+
+    def add_ragged(self, target: Any, value: Any, path: Path) -> None:
+        given = value["offsets"] if value._is_ragged else None
+        if given is None:
+            raise ValueError(f"{dotted(path)} is ragged in {self.name}, got a nested dict")
+        shared = self.offsets.setdefault(id(target["offsets"]), given)
+        if shared is not given and not equal(shared, given):
+            raise ValueError(
+                f"{dotted(path)} shares its offsets with another field of {self.name}, and the given rows of the two "
+                "differ in length; clone() the offsets of one first"
+            )
+        self.ragged.append((target, value._max_length))
 
     def add_tensor(self, target: Tensor, value: Tensor, path: Path) -> None:
         where = dotted(path)
@@ -86,6 +106,8 @@ class _Filling:
             copy_to(targets, transfer(values, device, non_blocking=late, source=source))
         for d, key, value in self.objects:
             builtin_dict.__setitem__(d, key, value)
+        for field, longest in self.ragged:
+            field._max_length = longest
 
 
 def _same_encoder(d: TreeDict[Any], other: TreeDict[Any], key: str, path: Path) -> object:

@@ -152,10 +152,13 @@ def _insert_nested(
 ) -> Any:
     """Convert a mapping to a nested dict. A `DeviceDict` keeps its encoders and the policy of its class."""
     refuse_deeper(path)
-    kind = type(value)
+    kind: Any = type(value)
+    same: Any = value
     given = value._policy if isinstance(value, TreeDict) else None
     cls, policy = kind_nested(type(d), path[-1], kind, given, value, d._policy)
-    nested: TreeDict[Any] = cls._new((), target, policy)
+    nested: Any = cls._new((), target, policy)
+    if cls is kind and cls._is_ragged:
+        nested._max_length = same._max_length
     validated = cls is kind  # a second validation would reject a row of a typed batch, which lost its batch dimension
     data = nested._given(value, path) if nested._has_fields and not validated else value
     staged, encoders = _convert_items(nested, data, target, moved, path, shapes)

@@ -18,7 +18,7 @@ from .._tree.convert import find_tensor
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict
 from .row_index import integers
-from .row_values import fit_codes, refuse_encoders, refuse_unfit, row_value
+from .row_values import fit_codes, ragged_rows, refuse_encoders, refuse_unfit, row_value
 
 RowIndex = int | slice | Tensor
 """The rows to write: one row, a slice, or int64[n] on the device of the dict."""
@@ -46,6 +46,8 @@ class _Assignment:
         self.targets: list[Tensor] = []
         self.values: list[Tensor] = []
         self.objects: list[tuple[list[Any], Any]] = []
+        self.places: dict[int, slice | Tensor] = {}
+        """For the values of a ragged field, the places of these rows, by the number of the target."""
         self.can_fail = intercepted()
 
     def add_dict(self, d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:
@@ -83,6 +85,9 @@ class _Assignment:
             return
         if isinstance(target, Tensor) and target.is_nested:
             raise ValueError(f"{dotted(path)} is a nested tensor, whose rows cannot be set; replace the whole field")
+        if isinstance(target, TreeDict) and target._is_ragged:
+            self.add_ragged(d, key, value, at)
+            return
         given = value
         value = row_value(d, key, value, at, d._policy.on_mismatch == "move")
         if isinstance(target, TreeDict) and isinstance(value, Mapping):
@@ -104,6 +109,25 @@ class _Assignment:
         else:
             what = "a nested dict" if isinstance(target, TreeDict) else "a tensor"
             raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")
+
+    def add_ragged(self, d: TreeDict[Any], key: str, value: Any, at: Path) -> None:
+        """Validate rows for a ragged field. They have the lengths of the rows that they replace."""
+        field, path = d[key], (*at, key)
+        rows = ragged_rows(d, key, value, at, d._policy.on_mismatch == "move")
+        place, ours = field._places(self.index)
+        if rows.is_one == bool(self.lead) or len(ours) != len(rows.lengths):
+            got = "one row" if rows.is_one else f"{len(rows.lengths)} rows"
+            raise ValueError(f"{dotted(path)}: expected {f'{len(ours)} rows' if self.lead else 'one row'}, got {got}")
+        differs = (ours != rows.lengths).nonzero()
+        if len(differs):
+            i = int(differs[0])
+            raise ValueError(
+                f"{dotted(path)}: row {i} of these has {int(ours[i])} values, got {int(rows.lengths[i])}; rows of a "
+                "ragged field keep their lengths; to change them, replace the whole field"
+            )
+        self.places[len(self.targets)] = place
+        self.add_tensor((*path, "values"), field["values"], rows.values.to(field["values"].dtype))
+        self.can_fail = True
 
     def add_objects(self, target: object, value: Any, path: Path) -> None:
         """Validate objects for a kept list with one object per row. Any other kept object belongs to no row."""
@@ -164,22 +188,23 @@ class _Assignment:
                 raise RuntimeError(f"{dotted(path)}: the rows of an expanded tensor share memory; clone() it first")
             if target.is_inference() and not torch.is_inference_mode_enabled():  # torch raises after it has written
                 raise RuntimeError(f"{dotted(path)} is an inference tensor; clone() it, or use torch.inference_mode()")
-        before = [target[index].clone() for target in self.targets]
+        places = [self.places.get(i, index) for i in range(len(self.targets))]
+        before = [target[place].clone() for target, place in zip(self.targets, places, strict=True)]
         done = 0
         try:
-            for path, target, value in zip(self.paths, self.targets, values, strict=True):
+            for path, target, place, value in zip(self.paths, self.targets, places, values, strict=True):
                 done += 1  # first, because an interrupt may follow the write
                 try:
                     into, given = viewed_as_bits(target, value) if type(target) is Tensor else (target, value)
-                    into[index] = given
+                    into[place] = given
                 except RuntimeError as error:  # for example, the field is a leaf that requires grad
                     if is_out_of_memory(error):
                         raise
                     raise RuntimeError(f"{dotted(path)}: {error}") from error
         except BaseException:
             with torch.no_grad():
-                for target, old in zip(self.targets[:done], before, strict=False):
-                    target[index] = old
+                for target, place, old in zip(self.targets[:done], places, before, strict=False):
+                    target[place] = old
             raise
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._encoders.protocol import decode_alike, padding, short
-from .._errors import DeviceMismatchError, Path, dotted, dtype_name
+from .._encoders.protocol import decode_alike, encode_ragged, padding, short
+from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
 from .._memory.dense import is_dense
 from .._memory.transfer import transfer
 from .._tree.convert import convert
@@ -25,6 +26,8 @@ def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, move: bool) -> A
     A mapping is returned itself. ``at``: the path of ``d``. ``move``: move tensors that are on another device.
     """
     field, path, device = d[key], (*at, key), d._device
+    if isinstance(field, TreeDict) and field._is_ragged:
+        field = field["values"]
     assert device is not None  # a dict with rows has tensors
     value = as_shared(value, path)
     if isinstance(value, Mapping):
@@ -82,3 +85,80 @@ def fit_codes(field: Tensor, value: Tensor, encoder: object, path: Path) -> Tens
             "shorten the string, or make the field anew, wide enough for it"
         )
     return F.pad(value, (0, width - given), value=number)
+
+
+# --- ragged fields ---
+
+
+class RowsToFit(NamedTuple):
+    """Rows for a ragged field: their values, the length of each, and whether the value was one row, not a list."""
+
+    values: Tensor
+    lengths: Tensor
+    is_one: bool
+
+
+def ragged_rows(d: Any, key: str, value: Any, at: Path, move: bool) -> RowsToFit:
+    """Convert and validate a value for rows of the ragged field ``d[key]``, as `row_value` does for other fields.
+
+    ``value``: a ragged field, strings, a list with a value for each row, a dense tensor of rows, or one row. The
+    padding of strings in a dense tensor is left out.
+    """
+    column, encoder, path = d[key, "values"], d._policy.encoders.get(key), (*at, key)
+    if isinstance(value, Tensor) and value.is_nested:
+        value = type(d[key]).from_rows(value)
+    if isinstance(value, TreeDict) and value._is_ragged:
+        given = _fitting(column, value["values"], path)  # first, as a tensor on meta cannot be moved
+        values = row_value(d, key, given, at, move)
+        return RowsToFit(values, value["offsets"].diff().to(values.device), False)
+    if isinstance(value, Mapping):
+        raise ValueError(f"{dotted(path)} is ragged; its rows cannot be set from {described(value)}")
+    strings = [value] if isinstance(value, str) else value
+    try:
+        codes = None if column.dim() > 1 else encode_ragged(encoder, strings)
+    except ValueError as error:
+        raise with_path(error, path) from error
+    if codes is not None and len(strings):
+        return RowsToFit(codes[0].to(column.device), codes[1].to(column.device), isinstance(value, str))
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, np.ndarray, Tensor)):
+        parts = [_row(d, key, row, at, move) for row in value]
+        if parts[0].dim() == column.dim():
+            for i, part in enumerate(parts):
+                _fitting(column, part, path, f"row {i} is")
+            lengths = torch.tensor(list(map(len, parts)), device=column.device)
+            return RowsToFit(torch.cat(parts).to(column.dtype), lengths, False)
+    whole = _row(d, key, value, at, move)
+    is_one = whole.dim() <= column.dim()
+    rows = whole.unsqueeze(0) if is_one else whole
+    if rows.dim() != column.dim() + 1 or rows.shape[2:] != column.shape[1:]:
+        _fitting(column, whole, path)  # raises the error
+    return RowsToFit(*_without_padding(rows, padding(encoder, column, rows)), is_one)
+
+
+def _row(d: Any, key: str, row: Any, at: Path, move: bool) -> Tensor:
+    """One row, or rows in one tensor. An empty list has no dtype of its own."""
+    column = d[key, "values"]
+    if isinstance(row, (list, tuple)) and not row:
+        return column[:0]
+    if isinstance(row, Tensor):
+        refuse_unfit(column, row, (*at, key))
+    return row_value(d, key, row, at, move)
+
+
+def _fitting(column: Tensor, values: Tensor, path: Path, what: str = "got") -> Tensor:
+    refuse_unfit(column, values, path)
+    if values.dim() != column.dim() or values.shape[1:] != column.shape[1:]:
+        row = ", ".join(["*", *map(str, column.shape[1:])])
+        raise ValueError(f"{dotted(path)}: expected rows [..., {row}] or one row [{row}], {what} {described(values)}")
+    return values
+
+
+def _without_padding(rows: Tensor, number: int | None) -> tuple[Tensor, Tensor]:
+    """The values of rows in a dense tensor, and their lengths. ``number``: the padding of codes, which is left out."""
+    count, width = rows.shape[:2]
+    if number is None or not width:
+        return rows.flatten(0, 1), torch.full((count,), width, device=rows.device)
+    used = rows != number
+    after_last = width - used.flip(1).to(torch.uint8).argmax(1)  # argmax finds the first maximum
+    lengths = torch.where(used.any(1), after_last, 0)
+    return rows[torch.arange(width, device=rows.device) < lengths[:, None]], lengths

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._encoders.protocol import StringEncoder, encode_jagged, padding
-from .._errors import Path, described, dotted, with_path
+from .._encoders.protocol import StringEncoder
+from .._errors import Path, described, dotted
 from .._files.atomic_write import FilePath
 from .._memory.dense import is_dense
 from .._memory.device import CPU
-from .._memory.jagged import is_jagged, values_and_lengths
 from .._memory.transfer import transfer
-from .._tables.writer import JaggedRows, TableWriter, create_table, is_table, open_table, refuse_unknown_keys
+from .._tables.writer import TableWriter, create_table, is_table, open_table, refuse_unknown_keys
 from .._tree.missing import missing_key, refuse_other_keys
 from .._tree.policy import Encoders, Policy
-from .._tree.tree import TreeDict, tensor_paths
+from .._tree.tree import TreeDict, ragged_paths
 from .._tree.walk import Items, as_dict
-from .arguments import jagged_keys
+from .arguments import ragged_keys
 from .device_dict import DeviceDict
-from .row_values import fit_codes, refuse_encoders, refuse_unfit, row_value
+from .ragged import Ragged
+from .row_values import fit_codes, ragged_rows, refuse_encoders, refuse_unfit, row_value
 from .rows import Rows
 
 _LIKE = "the batch that RowWriter got as like="
@@ -52,11 +51,10 @@ class RowWriter:
         like: a batch with the fields of a new table: a `DeviceDict`, or a mapping that is converted to one. It gives
             the keys, dtypes, shapes of a row, options and encoders. Its rows are not written. The folder must be empty.
             If you have one row ``sample``, give ``like=collate([sample])``. A column of strings gets the width of this
-            batch. Choose a width with ``Utf8(max_length)`` as the encoder. A nested tensor of layout ``torch.jagged``
-            becomes a jagged column.
-        jagged: keys or paths of fields of ``like`` that become jagged columns. The rows of a jagged column may differ
-            in their first dimension, such as the bytes of a text or the boxes of an image. `load` returns nested
-            tensors. A key stands for the fields of that name at every depth, a path for one field.
+            batch. Choose a width with ``Utf8(max_length)`` as the encoder. A `Ragged` stays ragged.
+        ragged: keys or paths of more fields of ``like`` that become ragged. Their rows may differ in their first
+            dimension, such as the bytes of a text or the boxes of an image. `load` returns a `Ragged`. A key stands for
+            the fields of that name at every depth, a path for one field.
         append: True: append to the table in ``folder``.
         mode: with ``like``. ``"append"``: append to the table in ``folder``, or create it; ``like`` must fit as a batch
             that you write. ``"overwrite"``: create a table that replaces a table in ``folder``. The first `flush` or
@@ -70,11 +68,11 @@ class RowWriter:
 
     Raises: ``FileExistsError`` for ``like`` if the folder is not empty, except for a table with ``mode``;
     ``FileNotFoundError`` or ``IsADirectoryError`` for ``append`` if there is no table; ``BlockingIOError`` if another
-    writer has opened the table; `InvalidFileError` for a damaged table; ``KeyError`` for a key in ``jagged`` or
-    ``encoders`` that no field has; ``ValueError`` for another encoder than that of the field, for a jagged column whose
-    rows have no dimension, or are ragged in another dimension than the first, and for ``like`` that does not fit the
-    table with ``mode="append"``; ``TypeError`` for fields that files cannot store, as `DeviceDict.save`, and for
-    invalid arguments; ``ImportError`` without safetensors; ``OSError``.
+    writer has opened the table; `InvalidFileError` for a damaged table; ``KeyError`` for a key in ``ragged`` or
+    ``encoders`` that no field has; ``ValueError`` for another encoder than that of the field, for a ragged field whose
+    rows have no dimension, and for ``like`` that does not fit the table with ``mode="append"``; ``TypeError`` for
+    fields that files cannot store, as `DeviceDict.save`, and for invalid arguments; ``ImportError`` without
+    safetensors; ``OSError``.
     Cost: 4 MiB of memory for buffers (more for rows over 4 MiB), allocated at the first `write`.
 
     >>> import tempfile
@@ -88,10 +86,10 @@ class RowWriter:
     ...     table.rows[[2, 0]].decode("name"), table["x"]
     (['Grace', 'Ada'], tensor([1., 2., 3.]))
 
-    A jagged column stores rows of different lengths, such as texts:
+    A ragged field stores rows of different lengths, such as texts:
 
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with RowWriter(folder, like={"text": ["Ada"]}, jagged=["text"]) as writer:
+    ...     with RowWriter(folder, like={"text": ["Ada"]}, ragged=["text"]) as writer:
     ...         writer.write({"text": ["To be, or not to be", "No"]})
     ...     table = load(folder)
     ...     table.decode("text"), table.rows[1]["text"].shape
@@ -103,7 +101,7 @@ class RowWriter:
         folder: FilePath,
         like: Items | Rows[Any] | None = None,
         *,
-        jagged: Iterable[str | Path] = (),
+        ragged: Iterable[str | Path] = (),
         append: bool = False,
         mode: Literal["append", "overwrite"] | None = None,
         checksums: bool = False,
@@ -114,13 +112,13 @@ class RowWriter:
             if type(part) is not int or part < 0:
                 raise ValueError(f"part= of RowWriter is a number from 0 on, such as a rank, got {part!r}")
             folder = os.path.join(os.fsdecode(folder), f"part-{part:05}")
-        keys = jagged_keys(jagged, "RowWriter")
+        keys = ragged_keys(ragged, "RowWriter")
         if mode not in (None, "append", "overwrite"):
             raise ValueError(f"RowWriter takes mode='append' or mode='overwrite', got {mode!r}")
         if mode is not None and (append or like is None):
             raise TypeError(f"RowWriter takes mode={mode!r} with like=, a batch with the fields of the table")
         if append and keys:
-            raise TypeError("RowWriter takes jagged= with like=; a table that exists knows its jagged columns")
+            raise TypeError("RowWriter takes ragged= with like=; a table that exists knows its ragged fields")
         if checksums and like is None:
             raise TypeError("RowWriter takes checksums= with like=; a table that exists has checksums already or never")
         if append == (like is not None):
@@ -149,8 +147,8 @@ class RowWriter:
         Values are converted as by ``d[key] = value``, on any device, and cast as by ``d.rows[i] = row``. Strings are
         padded to the width of their column. The values are copied, so you can change them afterwards.
 
-        A jagged column takes a nested tensor, a dense tensor, strings, or a list with a value for each row. The padding
-        of strings is not written.
+        A ragged field takes a `Ragged`, a dense tensor, strings, or a list with a value for each row. The padding of
+        strings is not written.
 
         Args:
             rows: a mapping with every field of the table, a `DeviceDict`, or its ``rows``. The first dimension of each
@@ -284,7 +282,7 @@ def _data(given: Any) -> Mapping[str, Any]:
     return given if isinstance(given, TreeDict) else as_dict(given)
 
 
-def _no_rows(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> DeviceDict[Any]:
+def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> DeviceDict[Any]:
     """A dict on the CPU with the fields of ``like``, without rows."""
     data: Any = _data(like)
     d = data
@@ -295,24 +293,20 @@ def _no_rows(like: Any, encoders: Encoders | None, jagged: frozenset[Any]) -> De
         refuse_unknown_keys(d, encoders, _LIKE)
     len(d.rows)  # raises if the fields disagree
     found: set[Any] = set()
-    tensors: list[Tensor] = []
-    for path, tensor in tensor_paths(d):
-        names = jagged & {path, path[-1]}
-        found |= names
-        tensors.append(_without_rows(tensor, bool(names), path))
-    if jagged - found:
-        key: Any = min(jagged - found, key=str)
+    out = _without_rows(d, ragged, (), found)
+    if ragged - found:
+        key: Any = min(ragged - found, key=str)
         raise missing_key(d, key, _LIKE)
-    return d._replace_tensors(tensors, CPU)
+    return out
 
 
 def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any]) -> None:
-    """Raise ``ValueError`` unless ``like`` fits the table as a batch does, and has the same jagged columns."""
+    """Raise ``ValueError`` unless ``like`` fits the table as a batch does, and has the same ragged fields."""
+    ours, theirs = set(ragged_paths(fields)), set(ragged_paths(like))
+    for path in sorted(ours ^ theirs):
+        what = "ragged" if path in ours else "not ragged"
+        raise ValueError(f"{dotted(path)} is {what} in this table, and like= with ragged= says otherwise")
     _convert_columns(fields, like, (), _Found())
-    for path, ours in tensor_paths(fields):
-        if isinstance(ours, JaggedRows) != isinstance(like[path], JaggedRows):
-            what = "jagged" if isinstance(ours, JaggedRows) else "not jagged"
-            raise ValueError(f"{dotted(path)} is {what} in this table, and like= with jagged= says otherwise")
 
 
 def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: Policy, at: Path) -> None:
@@ -329,18 +323,31 @@ def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: P
             _refuse_other_encoders(cast("Mapping[str, Any]", value), encoders, asked, (*at, key))
 
 
-def _without_rows(tensor: Tensor, jagged: bool, path: Path) -> Tensor:
-    """A stand-in for a field of a new table, without rows: `JaggedRows` for a jagged column."""
-    if is_jagged(tensor):
-        _refuse_other_jagged(tensor, path)
-        return JaggedRows.of(tensor.dtype, tensor.values().shape[1:])
-    if not is_dense(tensor):
-        return tensor  # refused by `create_table`, which names the field
-    if jagged and tensor.dim() < 2:
-        raise ValueError(f"{dotted(path)}: rows of a jagged column have a dimension, like= has {described(tensor)}")
-    if jagged:
-        return JaggedRows.of(tensor.dtype, tensor.shape[2:])
-    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+def _without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> Any:
+    """The fields of ``d`` without rows, for a new table. The names in ``ragged`` that a field has go to ``found``."""
+    items: dict[str, Any] = {}
+    for key, value in d.items():
+        path = (*at, key)
+        names = ragged & {path, key}
+        found |= names
+        if isinstance(value, TreeDict):
+            items[key] = _without_rows(value, ragged, path, found)
+        elif not isinstance(value, Tensor) or not is_dense(value):
+            items[key] = value  # refused by `create_table`, which names the field
+        elif names and value.dim() < 2:
+            raise ValueError(f"{dotted(path)}: rows of a ragged field have a dimension, like= has {described(value)}")
+        elif names:
+            items[key] = _no_ragged_rows(value.dtype, value.shape[2:], d._policy)
+        else:
+            items[key] = torch.empty((0, *value.shape[1:]), dtype=value.dtype, device="cpu")
+    if d._is_ragged:
+        return _no_ragged_rows(items["values"].dtype, items["values"].shape[1:], d._policy)
+    return d._new(items, CPU, d._policy)
+
+
+def _no_ragged_rows(dtype: torch.dtype, shape: Sequence[int], policy: Policy) -> Any:
+    values = torch.empty((0, *shape), dtype=dtype, device="cpu")
+    return Ragged._new({"values": values, "offsets": torch.zeros(1, dtype=torch.int64, device="cpu")}, CPU, policy)
 
 
 def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _Found) -> None:
@@ -351,8 +358,9 @@ def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, 
         value = given[key]
         path = (*at, key)
         encoder = fields._policy.encoders.get(key)
-        if isinstance(column, JaggedRows) and not isinstance(value, Mapping):
-            _add_jagged(fields, key, value, at, found)
+        if isinstance(column, Ragged):
+            rows = ragged_rows(fields, key, value, at, move=True)
+            found.add(path, None if rows.is_one else len(rows.lengths), rows.values.detach(), rows.lengths)
             continue
         if not isinstance(value, Tensor) and not (isinstance(value, Mapping) and isinstance(column, TreeDict)):
             value = row_value(fields, key, value, at, move=True)
@@ -381,80 +389,6 @@ def _append_column(column: Tensor, value: Tensor, encoder: StringEncoder | None,
             f"got {described(value)}"
         )
     found.add(path, value.shape[0] if lead else None, value if lead else value.unsqueeze(0))
-
-
-def _add_jagged(fields: TreeDict[Any], key: str, value: Any, at: Path, found: _Found) -> None:
-    """Convert and validate a value for the jagged column at ``key`` of ``fields``, and append it to ``found``."""
-    path, column, encoder = (*at, key), fields[key], fields._policy.encoders.get(key)
-    element = column.shape[2:]
-    if not isinstance(value, Tensor):
-        try:
-            codes = None if element else encode_jagged(encoder, value)
-        except ValueError as error:
-            raise with_path(error, path) from error
-        if codes is None and _is_list(value) and value and isinstance(value[0], (list, tuple, np.ndarray, Tensor)):
-            codes = _rows_of_list(fields, key, value, at)
-        if codes is not None:
-            found.add(path, len(codes[1]), *codes)
-            return
-        if _is_list(value) and not value:  # one row without values
-            value = torch.empty((0, *element), dtype=column.dtype, device="cpu")
-        value = row_value(fields, key, value, at, move=True)
-    value = value.detach()
-    count, given = (value.shape[0] if value.dim() == column.dim() else None), value
-    if is_jagged(value):
-        _refuse_other_jagged(value, path)
-        values, lengths = values_and_lengths(value)
-        refuse_unfit(column, values, path)
-        fits = values.shape[1:] == element
-    else:
-        refuse_unfit(column, value, path)
-        value = value if count is not None else value.unsqueeze(0)
-        fits = value.dim() == column.dim() and value.shape[2:] == element
-        values, lengths = _flat(value, padding(encoder, column, value)) if fits else (value, value)
-    if not fits:
-        row = ", ".join(["*", *map(str, element)])
-        raise ValueError(f"{dotted(path)}: expected rows [..., {row}] or one row [{row}], got {described(given)}")
-    found.add(path, count, values, lengths)
-
-
-def _refuse_other_jagged(tensor: Tensor, path: Path) -> None:
-    if cast(Any, tensor)._ragged_idx != 1:
-        raise ValueError(f"{dotted(path)}: rows of a jagged column differ in their first dimension, these in another")
-
-
-def _rows_of_list(fields: TreeDict[Any], key: str, rows: list[Any], at: Path) -> tuple[Tensor, Tensor] | None:
-    """The values and the lengths of a list of rows, converted one by one, since rows differ in length.
-
-    None if the list is a single row.
-    """
-    column, path = fields[key], (*at, key)
-    # An empty list has no dtype of its own.
-    none = torch.empty((0, *column.shape[2:]), dtype=column.dtype, device="cpu")
-    parts = [none if _is_list(row) and not len(row) else row_value(fields, key, row, at, move=True) for row in rows]
-    if parts[0].dim() == none.dim() - 1:
-        return None
-    for i, part in enumerate(parts):
-        refuse_unfit(column, part, path)
-        if part.dim() != none.dim() or part.shape[1:] != none.shape[1:]:
-            row = ", ".join(["*", *map(str, none.shape[1:])])
-            raise ValueError(f"{dotted(path)}: expected rows [{row}], row {i} is {described(part)}")
-    return torch.cat(parts).detach(), torch.tensor(list(map(len, parts)), device="cpu")
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-def _flat(value: Tensor, number: int | None) -> tuple[Tensor, Tensor]:
-    """The values of rows in a dense tensor, and their lengths. ``number``: the padding of codes, which is left out."""
-    count, width = value.shape[:2]
-    if number is None or not width:
-        return value.flatten(0, 1), torch.full((count,), width, device=value.device)
-    used = value != number
-    after_last = width - used.flip(1).to(torch.uint8).argmax(1)  # argmax finds the first maximum
-    lengths = torch.where(used.any(1), after_last, 0)
-    return value[torch.arange(width, device=value.device) < lengths[:, None]], lengths
 
 
 def _count_of_rows(count: int | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 from .._encoders.protocol import padding
 from .._errors import Path, dotted
-from .._memory.jagged import is_jagged, select_row, select_rows
-from .._memory.row_copies import take_batch, take_rows
+from .._memory.row_copies import packed_batch, take_batch, take_rows
 from .._tree.missing import closest
-from .._tree.tree import TreeDict, tensor_paths
+from .._tree.tree import TreeDict, ragged_paths
+from .._tree.walk import only_tensors
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
 from .row_index import integers, row_index
@@ -60,13 +60,13 @@ class Rows(Dataset[D]):
     def __getitem__(self, index: Any) -> D:
         """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
 
-        Ints and slices give views; a slice of a jagged field is a copy. Masks and indices (tensor, array, list or
+        Ints and slices give views; a row of a ragged field is a tensor. Masks and indices (tensor, array, list or
         range) give copies. A row that is a view shares tensors with the dict, and not its keys: ``d.rows[0]["x"] = 1``
         changes the row alone. Write ``d.rows[0]["x"].fill_(1)`` or ``d["x"][0] = 1``.
 
         Raises: ``IndexError`` for a row that is out of range, ``TypeError`` for an invalid index. Only the kernels of
             torch check indices that are on an accelerator.
-        Cost: views, or a copy of these rows. On an accelerator, a mask needs a synchronization.
+        Cost: views, or a copy of these rows. On an accelerator, a mask and a ragged field need a synchronization.
 
         >>> from tensordict_lite import DeviceDict
         >>> d = DeviceDict({"x": [1, 2, 3]})
@@ -74,12 +74,9 @@ class Rows(Dataset[D]):
         (tensor(1), tensor([3, 1]), tensor([2, 3]))
         """
         d = self._dict
-        tensors, flat, count = _fields(d)
+        fields, flat, count = _fields(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
-        if isinstance(at, Tensor):
-            return _with_rows(d, take_rows(tensors, at), flat, at, count)
-        made = [tensor[at] for tensor in tensors] if flat else [_part(tensor, at) for tensor in tensors]
-        return _with_rows(d, made, flat, at, count)
+        return _with_rows(d, _taken(fields, at, count), flat, at, count)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
         """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.
@@ -99,11 +96,14 @@ class Rows(Dataset[D]):
         [['a', 'b', 'c', 'd'], ['e', 'f']]
         """
         d = self._dict
-        tensors, flat, count = _fields(d)
+        fields, flat, count = _fields(d)
         at = row_index(indices, count, d._device)
         if not isinstance(at, Tensor):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
-        return Rows(_with_rows(d, take_batch(tensors, at, d._device), flat, at, count))
+        if only_tensors(fields):
+            return Rows(_with_rows(d, take_batch(fields, at, d._device), flat, at, count))
+        out = _with_rows(d, _taken(fields, at, count), flat, at, count)
+        return Rows(out._replace_tensors(packed_batch(out._tensors(), d._device), d._device))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
@@ -130,16 +130,14 @@ class Rows(Dataset[D]):
     def __iter__(self) -> Iterator[D]:
         """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""
         d = self._dict
-        count = _row_count(d)
-        tensors, flat = d._tensors_and_kind()
-        if not flat or not tensors or torch.is_grad_enabled():
-            # Autograd rejects in-place writes of tensors that require grad into views of `unbind`.
-            yield from (self[i] for i in range(count))
-            return
-        names, device, policy, new = list(d), d._device, d._policy, d._new
+        fields, flat, count = _fields(d)
+        # Autograd rejects in-place writes of tensors that require grad into views of `unbind`.
+        unbinds = not torch.is_grad_enabled()
         for start in range(0, count, _ROWS_AT_ONCE):
-            for row in zip(*(tensor[start : start + _ROWS_AT_ONCE].unbind() for tensor in tensors), strict=True):
-                yield new(zip(names, row, strict=True), device, policy)
+            part = slice(start, min(start + _ROWS_AT_ONCE, count))
+            columns = [_each_row(field, part, unbinds) for field in fields]
+            for i, row in enumerate(zip(*columns, strict=True), start):
+                yield _with_rows(d, row, flat, i, count)
 
     def batches(
         self,
@@ -182,7 +180,7 @@ class Rows(Dataset[D]):
 
         Raises: ``ValueError`` for a size below 1, and for sizes that do not add up to the number of rows; ``TypeError``
             for arguments of another type; the error of ``len``.
-        Cost: the chunks are views; jagged fields are copied.
+        Cost: the chunks are views.
 
         >>> from tensordict_lite import DeviceDict
         >>> [part["x"].tolist() for part in DeviceDict({"x": [1, 2, 3]}).rows.split([2, 1])]
@@ -232,6 +230,9 @@ class Rows(Dataset[D]):
         dims = _positive("flatten", dims, "a number of dimensions", "at least 1 dimension")
         d = self._dict
         count = _row_count(d)
+        for path in ragged_paths(d):
+            where = dotted(path) if path else "this Ragged"
+            raise TypeError(f"{where} is ragged, which has one dimension of rows and none to merge; drop it first")
         lead = d._tensors()[0].shape[:dims]
         _refuse_flatten(d, dims, lead, count, ())
         return d._map_tensors(lambda tensor: tensor.flatten(0, dims - 1), d._device)
@@ -384,17 +385,40 @@ def _sizes(given: Any) -> int | list[int]:
         raise TypeError(f"split takes a size or a list of sizes, got {given!r}") from None
 
 
-def _fields(d: TreeDict[Any]) -> tuple[list[Tensor], bool, int]:
-    """The tensors of the tree, whether they are all its values and plain, and the number of rows.
+def _fields(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
+    """The tensors and the ragged fields of the tree, whether these are all its values, and the number of rows.
 
     Raises ``ValueError`` with the shapes if the fields do not agree.
     """
-    tensors, flat = d._tensors_and_kind()
+    fields, flat = d._tensors_and_kind()
     try:
-        (count,) = {tensor.shape[0] for tensor in tensors}
+        if flat and not d._is_ragged:
+            (count,) = {tensor.shape[0] for tensor in fields}
+            return fields, flat, count
+        found = list(_field_paths(d))
+        (count,) = {_rows_in(field) for _, field in found}
     except (IndexError, ValueError):  # a field without dimensions; none or several sizes
         _refuse_fields(d)
-    return tensors, flat, count
+    for path, field in found:
+        if isinstance(field, Tensor) and field.is_nested:
+            raise TypeError(f"{dotted(path)} is a nested tensor, which has no rows here; store Ragged.from_rows(it)")
+    return [field for _, field in found], len(found) == len(d) and all(len(path) == 1 for path, _ in found), count
+
+
+def _field_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The tensors and the ragged fields of the tree with their paths, depth first."""
+    if d._is_ragged:
+        yield at, d
+        return
+    for key, value in d.items():
+        if isinstance(value, Tensor):
+            yield (*at, key), value
+        elif isinstance(value, TreeDict):
+            yield from _field_paths(value, (*at, key))
+
+
+def _rows_in(field: Any) -> int:
+    return field.shape[0] if isinstance(field, Tensor) else len(field["offsets"]) - 1
 
 
 def _row_count(d: TreeDict[Any]) -> int:
@@ -402,7 +426,10 @@ def _row_count(d: TreeDict[Any]) -> int:
 
 
 def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
-    shapes = [f"{dotted(path)} {list(tensor.shape)}" for path, tensor in tensor_paths(d)]
+    shapes = [
+        f"{dotted(path)} " + (str(list(field.shape)) if isinstance(field, Tensor) else f"[{_rows_in(field)}, *]")
+        for path, field in _field_paths(d)
+    ]
     listed = ", ".join(shapes[:20]) + (f" and {len(shapes) - 20} more" if len(shapes) > 20 else "")
     raise ValueError(
         f"rows need fields that agree on their first dimension, this {type(d).__name__} has {listed or 'no tensors'}"
@@ -426,11 +453,24 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int
             raise TypeError(f"{dotted(path)} is a kept list, which has no dimensions to flatten; drop it first")
 
 
-def _part(tensor: Tensor, at: int | slice) -> Tensor:
-    """One row of a tensor, or some rows in a slice."""
-    if not is_jagged(tensor):
-        return tensor[at]
-    return select_rows(tensor, at) if isinstance(at, slice) else select_row(tensor, at)
+def _taken(fields: list[Any], at: int | slice | Tensor, count: int) -> list[Any]:
+    """The rows ``at`` of tensors and ragged fields, which have ``count`` rows. Views for an int and a slice."""
+    ragged = not only_tensors(fields)
+    tensors = [field for field in fields if isinstance(field, Tensor)] if ragged else fields
+    made = take_rows(tensors, at) if isinstance(at, Tensor) else [tensor[at] for tensor in tensors]
+    if not ragged:
+        return made
+    left = iter(made)
+    inside = torch.arange(count)[at] if isinstance(at, slice) and at.step not in (None, 1) else at
+    known: dict[int, Any] = {}
+    return [next(left) if isinstance(field, Tensor) else field._take(inside, known) for field in fields]
+
+
+def _each_row(field: Any, part: slice, unbinds: bool) -> Iterable[Tensor]:
+    """The rows of a tensor or of a ragged field in a slice, as views. A write to a row may give the field a history."""
+    if not isinstance(field, Tensor):
+        return field._take(part, {}).unbind()
+    return field[part].unbind() if unbinds else (field[i] for i in range(part.start, part.stop))
 
 
 def _plain_rows(d: TreeDict[Any], columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -449,22 +489,24 @@ def _plain_rows(d: TreeDict[Any], columns: Mapping[str, Any], count: int) -> lis
 
 def _copy_rows(d: D, index: Tensor) -> D:
     """The rows at ``index``, which has rows only, as new tensors."""
-    tensors, flat, count = _fields(d)
-    return _with_rows(d, take_rows(tensors, index), flat, index, count)
+    fields, flat, count = _fields(d)
+    return _with_rows(d, _taken(fields, index, count), flat, index, count)
 
 
-def _with_rows(d: D, made: Sequence[Tensor], flat: bool, at: int | slice | Tensor, count: int) -> D:
+def _with_rows(d: D, made: Sequence[Any], flat: bool, at: int | slice | Tensor, count: int) -> D:
     """The same tree with the rows ``at`` of its ``count`` rows.
 
-    ``made``: these rows of each tensor of the tree. ``flat``: its values are plain tensors.
+    ``made``: these rows of each tensor and of each ragged field of the tree. ``flat``: these are all its values.
     """
     if flat:
         return d._new(zip(d, made, strict=True), d._device, d._policy)
     return _rebuilt(d, iter(made), integers(at) if isinstance(at, Tensor) else at, count)
 
 
-def _rebuilt(d: Any, made: Iterator[Tensor], at: int | slice | list[int], count: int) -> Any:
-    """The same tree with the tensors in ``made``, and the objects ``at`` of kept lists with one object per row."""
+def _rebuilt(d: Any, made: Iterator[Any], at: int | slice | list[int], count: int) -> Any:
+    """The same tree with the fields in ``made``, and the objects ``at`` of kept lists with one object per row."""
+    if d._is_ragged:
+        return next(made)
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, Tensor):

@@ -11,7 +11,7 @@ def verify(folder: FilePath) -> None:
     """Read a whole table, and raise `InvalidFileError` for the first damage. Needs ``safetensors``.
 
     A table of ``RowWriter(checksums=True)`` is compared with its checksums: the error names the column and the rows
-    that have changed. For every table, `verify` validates the schema, the sizes of the files, the offsets of jagged
+    that have changed. For every table, `verify` validates the schema, the sizes of the files, the offsets of ragged
     columns, and the headers of a table at rest. `load` does not read the rows or the checksums.
 
     Raises: `InvalidFileError` for the first damage; ``FileNotFoundError`` or ``IsADirectoryError`` if there is no
@@ -44,7 +44,7 @@ def repair(folder: FilePath) -> None:
     Raises: `InvalidFileError` if flushed rows are missing; ``BlockingIOError`` if a writer is open;
     ``FileNotFoundError`` or ``IsADirectoryError`` if there is no table; ``ImportError`` without safetensors;
     ``OSError``.
-    Cost: writes 4 KiB for each column, and reads the offsets of jagged columns. Waits for the disk.
+    Cost: writes 4 KiB for each column, and reads the offsets of ragged fields. Waits for the disk.
 
     >>> import os, tempfile
     >>> from tensordict_lite import RowWriter, load, repair

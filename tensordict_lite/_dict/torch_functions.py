@@ -17,7 +17,7 @@ from .._encoders.protocol import padding
 from .._errors import dotted
 from .._memory.device import canonical
 from .._tree.compare import agree, equal
-from .._tree.tree import TreeDict, tensor_paths
+from .._tree.tree import TreeDict, data_of, tensor_paths
 from . import arithmetic
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -134,7 +134,7 @@ def _like(function: Any, fills: bool) -> Callable[..., Any]:
             arithmetic.refuse_encoded(d, f"torch.{function.__name__}")
         made = arithmetic.call_each(d, lambda tensor: function(tensor, *args, **kwargs))
         device = canonical(made[0].device) if made else d._device
-        return d._replace_tensors(made, device)
+        return d._replace_data(iter(made), device)
 
     return each
 
@@ -183,7 +183,7 @@ def where(condition: Any, input: Any, other: Any) -> Any:
     d: TreeDict[Any] = trees[0]
     for tree in trees:
         arithmetic.refuse_encoded(tree, "torch.where")
-    count = len(d._tensors())
+    count = len(data_of(d))
 
     def values(given: Any) -> Sequence[Any]:
         return arithmetic.match(d, given, "torch.where") if isinstance(given, Mapping) else [given] * count
@@ -191,7 +191,7 @@ def where(condition: Any, input: Any, other: Any) -> Any:
     made = arithmetic.call_each(
         d, lambda _, *group: torch.where(*group), values(condition), values(input), values(other)
     )
-    return d._replace_tensors(made, d._device)
+    return d._replace_data(iter(made), d._device)
 
 
 # --- parts ---
@@ -233,8 +233,10 @@ def _dimensions(d: TreeDict[Any], name: str, dim: int) -> list[int]:
 
     def collect(node: TreeDict[Any], at: tuple[str, ...]) -> None:
         for key, value in node.items():
-            if isinstance(value, TreeDict):
+            if isinstance(value, TreeDict) and not value._is_ragged:
                 collect(value, (*at, key))
+            elif isinstance(value, TreeDict):
+                raise TypeError(f"{dotted((*at, key))} is ragged, which torch.{name} cannot cut; use d.rows.split(...)")
             elif isinstance(value, Tensor):
                 encoder = node._policy.encoders.get(key)
                 dims = value.dim() - (encoder is not None and padding(encoder, value) is not None)

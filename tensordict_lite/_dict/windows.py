@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from .._errors import Path, described, dotted
-from .._tree.tree import TreeDict, tensor_paths
+from .._tree.tree import TreeDict, ragged_paths
 from .row_index import row_index
 
 D = TypeVar("D", bound=TreeDict[Any])
@@ -37,7 +37,7 @@ class Windows(Dataset[D], Generic[D]):
         self._spans = _offsets(d, spans, mask)
         self._count = len(self._dict.rows)
         for key in self._spans:
-            _require_rows(d, key, self._count)
+            _require_rows(d, key)
         self._starts = _starts(d, within, self._count)
 
     def __len__(self) -> int:
@@ -103,13 +103,12 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
     return found
 
 
-def _require_rows(d: Any, key: Any, count: int) -> None:
+def _require_rows(d: Any, key: Any) -> None:
     """Raise unless each row of a field has the same shape."""
     if not isinstance(d[key], (Tensor, TreeDict)):
         raise TypeError(f"{dotted(_path(key))} is {described(d[key])}; windows are of tensors")
-    for path, tensor in tensor_paths(d.select(key)):
-        if tensor.is_nested or len(tensor) != count:
-            raise TypeError(f"{dotted(path)} has rows of any length; windows are of rows of one shape")
+    for path in ragged_paths(d.select(key)):
+        raise TypeError(f"{dotted(path)} has rows of any length; windows are of rows of one shape")
 
 
 def _starts(d: Any, within: Any, count: int) -> Tensor:

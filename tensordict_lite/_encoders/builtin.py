@@ -96,14 +96,14 @@ class Utf8(StringEncoder):
         rows: list[bytes] = array.view(f"S{width}").reshape(count).tolist()
         return [row.decode() for row in rows]
 
-    def encode_jagged(self, strings: Sequence[str], /) -> tuple[Tensor, Tensor]:
+    def encode_ragged(self, strings: Sequence[str], /) -> tuple[Tensor, Tensor]:
         """The codes of ``n`` strings without padding, one string after the other, and the length of each string."""
         encoded, joined = self._encoded(strings)
         lengths = torch.tensor(list(map(len, encoded)), dtype=torch.int64, device="cpu")
         # A copy of the bytes, since a tensor can be written to.
         return torch.as_tensor(np.frombuffer(bytearray(joined), np.uint8), device="cpu"), lengths
 
-    def decode_jagged(self, codes: Tensor, offsets: Tensor, /) -> list[str]:
+    def decode_ragged(self, codes: Tensor, offsets: Tensor, /) -> list[str]:
         """The strings of codes without padding. String ``i`` has ``codes[offsets[i] : offsets[i + 1]]``."""
         if tensor_codes(self, codes).dtype != torch.uint8:
             raise TypeError(f"{self!r} decodes uint8 codes, got {dtype_name(codes.dtype)}")

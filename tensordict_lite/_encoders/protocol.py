@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .._errors import dtype_name
-from .._memory.jagged import is_plain_jagged, values_of
 
 Codes = Tensor | Mapping[str, Tensor]
 
@@ -63,15 +63,15 @@ class StringEncoder:
         """The ``n`` strings of codes in the form of `encode`. Raises ``TypeError`` if codes cannot be decoded."""
         raise TypeError(f"{self!r} only encodes; give an object with encode and decode to get strings back")
 
-    def encode_jagged(self, strings: Sequence[str], /) -> tuple[Tensor, Tensor] | None:
+    def encode_ragged(self, strings: Sequence[str], /) -> tuple[Tensor, Tensor] | None:
         """Codes without padding: those of all strings, one after the other, and the length of each, int64 ``[n]``.
 
         None, the default: this encoder has no such codes.
         """
         return None
 
-    def decode_jagged(self, codes: Tensor, offsets: Tensor, /) -> list[str] | None:
-        """The strings of `encode_jagged`: string ``i`` has ``codes[offsets[i] : offsets[i + 1]]``. None as there."""
+    def decode_ragged(self, codes: Tensor, offsets: Tensor, /) -> list[str] | None:
+        """The strings of `encode_ragged`: string ``i`` has ``codes[offsets[i] : offsets[i + 1]]``. None as there."""
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -280,10 +280,10 @@ def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, 
     return _with_leading(encoder, codes, strings, shape)
 
 
-def encode_jagged(encoder: StringEncoder | None, strings: Any) -> tuple[Tensor, Tensor] | None:
+def encode_ragged(encoder: StringEncoder | None, strings: Any) -> tuple[Tensor, Tensor] | None:
     """The codes of a list of strings without padding, and their lengths. None for other values and other encoders."""
     flat = isinstance(strings, (list, tuple)) and {str}.issuperset(map(type, strings))
-    return encoder.encode_jagged(strings) if flat and encoder is not None else None
+    return encoder.encode_ragged(strings) if flat and encoder is not None else None
 
 
 def _with_leading(encoder: StringEncoder, codes: Any, strings: list[str], shape: tuple[int, ...]) -> Tensor:
@@ -310,13 +310,6 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
             raise TypeError(f"{short(encoder)} decodes tensors, got a nested dict that is not codes")
     else:
         first = codes
-    if not isinstance(codes, Mapping) and codes.is_nested:
-        nested: Any = codes
-        if is_plain_jagged(codes) and codes.dim() == 2:
-            strings = encoder.decode_jagged(values_of(codes).detach().cpu(), nested.offsets().cpu())
-            if strings is not None:
-                return strings
-        return [decode_nested(encoder, row) for row in codes.unbind()]
     # Without code_ndim, the first dimension is the number of strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)
     if lead < 0:
@@ -339,6 +332,17 @@ def _nest(strings: list[str], shape: tuple[int, ...]) -> Any:
         return list(strings)
     step = math.prod(shape[1:])
     return [_nest(strings[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
+def decode_rows(encoder: StringEncoder, values: Tensor, offsets: Tensor) -> list[Any]:
+    """Decode a ragged field of codes: a string for each row, or a list of strings if each value is a string."""
+    if values.dim() == 1 and encoder.code_ndim != 0:
+        strings = encoder.decode_ragged(values.detach().cpu(), offsets.cpu())
+        if strings is not None:
+            return strings
+        return [decode_nested(encoder, row) for row in values.split(offsets.diff().tolist())]
+    decoded, ends = decode_nested(encoder, values), offsets.tolist()
+    return [decoded[start:end] for start, end in pairwise(ends)]
 
 
 def short(encoder: object) -> str:

@@ -7,12 +7,15 @@ import importlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .._errors import described
 from .protocol import StringEncoder, register_encoder
 
 # Fields of a tokenizer's files for its last call and its origin. They are not saved: equal tokenizers may differ there.
@@ -40,7 +43,11 @@ class Tokenizer(StringEncoder):
 
     Two encoders are equal if their tokenizers and their ``call`` are equal. The JSON form contains the files that
     ``save_pretrained`` writes. Decoding calls ``batch_decode(input_ids, skip_special_tokens=True)``; the tokenizer
-    determines whether the result is exact.
+    determines whether the result is exact. It also decodes ids alone, padded ``[n, L]`` or ragged: store what a model
+    generated with this encoder, as ``DeviceDict({"answer": ids}, encoders={"answer": tokenizer})``, and decode it.
+
+    In a ragged field, ``collate(samples, ragged=["text"])``, the ids are the values of a `Ragged`. There is no
+    ``attention_mask``, as there is no padding.
 
     Example (``bert`` is a ``transformers`` tokenizer)::
 
@@ -84,11 +91,24 @@ class Tokenizer(StringEncoder):
             raise ValueError("no strings to tokenize, so the width of their codes is not known")
         return {**self.tokenizer(list(strings), return_tensors="pt", **self.call)}
 
-    def decode(self, codes: Mapping[str, Tensor], /) -> list[str]:
-        """The ``n`` strings of ``codes["input_ids"]``."""
-        if not isinstance(codes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller's mistake)
-            raise TypeError(f"{self!r} decodes a mapping with input_ids, got {type(codes).__name__}")
-        return self.tokenizer.batch_decode(codes["input_ids"], skip_special_tokens=True)
+    def decode(self, codes: Mapping[str, Tensor] | Tensor, /) -> list[str]:
+        """The ``n`` strings of ``codes["input_ids"]``, or of ids alone, such as those that a model generated."""
+        ids = codes["input_ids"] if isinstance(codes, Mapping) else codes
+        if not isinstance(ids, Tensor) or ids.is_floating_point():
+            raise TypeError(f"{self!r} decodes ids, or a mapping with input_ids, got {described(ids)}")
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    def encode_ragged(self, strings: Sequence[str], /) -> tuple[Tensor, Tensor]:
+        """The ids of ``n`` strings without padding, one string after the other, and the number of ids of each."""
+        rows: list[list[int]] = self.tokenizer(list(strings), **{**self.call, "padding": False})["input_ids"]
+        lengths = torch.tensor(list(map(len, rows)), dtype=torch.int64, device="cpu")
+        return torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64, device="cpu"), lengths
+
+    def decode_ragged(self, codes: Tensor, offsets: Tensor, /) -> list[str]:
+        """The strings of ids without padding. String ``i`` has ``codes[offsets[i] : offsets[i + 1]]``."""
+        ids: list[int] = codes.tolist()
+        rows = [ids[start:end] for start, end in pairwise(offsets.tolist())]
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
     def to_json(self) -> dict[str, Any]:
         """The state, as JSON values: ``call`` and the files of the tokenizer. Binary files are encoded in base64.

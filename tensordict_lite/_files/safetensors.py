@@ -39,7 +39,7 @@ from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
 from .._tree.manifest import Manifest, Reader, choose_from, describe, invalid
 from .._tree.policy import Encoders, Policy
-from .._tree.tree import TreeDict
+from .._tree.tree import TreeDict, validate_ragged
 from .atomic_write import FilePath, atomic_write
 
 MANIFEST = "tensordict_lite"
@@ -199,9 +199,10 @@ def read_file(
             names = {stored[i][0] for i in reader.numbers}
             found = _mapped(file, opened, names) if linked else {name: file.get_tensor(name) for name in names}
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]
-    moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
-    with invalid_file(of, library.SafetensorError):
-        return reader.build(choose_from(cls), moved.__getitem__, device)
+            leaves = dict(zip(reader.numbers, tensors, strict=True))
+            out: Any = reader.build(choose_from(cls), leaves.__getitem__, CPU, trusted=False)
+            validate_ragged(out)
+    return out.to(device)
 
 
 def reading(

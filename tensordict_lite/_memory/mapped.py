@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .buffer import view_over
 from .device import CPU
-from .jagged import is_jagged, is_plain_jagged, over_jagged
 from .layout import Sizes, row_major
 
 _SMALLEST = 1 << 20
@@ -88,13 +87,6 @@ def by_file(tensor: Tensor) -> Any:
     """
     if not tensor.is_cpu:
         return tensor
-    if is_jagged(tensor):
-        nested: Any = tensor
-        if not is_plain_jagged(tensor) or tensor.requires_grad:
-            return tensor
-        parts = by_file(nested._values), by_file(nested._offsets)
-        found = [type(part) is _Again for part in parts]
-        return _Again(over_jagged, (*parts, nested._min_seqlen, nested._max_seqlen)) if any(found) else tensor
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.nbytes < _SMALLEST:
         return tensor
     mapped: Any = getattr(tensor.untyped_storage(), "_mapped", None)

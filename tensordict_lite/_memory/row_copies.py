@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .buffer import HUGE, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
+from .buffer import HUGE, copy_into, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
 from .device import CPU, intercepted
 from .dtypes import FOREACH_DTYPES, as_bits
-from .jagged import is_jagged, select_rows
 from .layout import Group, Layout, Sizes, lay_out, row_major
-from .packed import can_pack, find_unpackable, packable
+from .packed import arrange, can_pack, find_unpackable, packable, repeats_of
 
 _MAY_BE_HUGE = HUGE // 16
 """The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
@@ -56,6 +55,21 @@ def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | 
     return out
 
 
+def packed_batch(tensors: list[Tensor], device: torch.device | None) -> list[Tensor]:
+    """The tensors of a batch: in a worker process packed, in memory that can be sent; elsewhere as they are."""
+    if device is None or not (in_worker_process() and can_pack(device)):
+        return tensors
+    repeats = repeats_of(tensors)
+    layout = lay_out(arrange(tensors, repeats)[0])
+    out = list(tensors)
+    if layout.nbytes:
+        buffer = new_batch_buffer(layout, device)
+        views_of(layout, copy_into(buffer, layout, tensors), out)
+    for i, first in repeats.items():
+        out[i] = out[first]
+    return out
+
+
 @lru_cache(maxsize=64)  # the batches of a loader are alike
 def _layout(count: int, *fields: tuple[int, torch.dtype, Sizes]) -> Layout:
     """The layout of ``count`` rows of each field, given as its index, dtype and shape."""
@@ -69,7 +83,7 @@ def _layout(count: int, *fields: tuple[int, torch.dtype, Sizes]) -> Layout:
 def _take(t: Tensor, index: Tensor) -> Tensor:
     """Copy rows of any tensor. A huge result on the CPU goes into a buffer with huge pages."""
     if type(t) is not Tensor:
-        return select_rows(t, index) if is_jagged(t) else t[index]
+        return t[index]
     if t.numel() > _MAY_BE_HUGE and t.is_cpu and packable(t) and not intercepted():
         shape = (len(index), *t.shape[1:])
         nbytes = prod(shape) * t.itemsize

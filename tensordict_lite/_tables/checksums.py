@@ -17,7 +17,7 @@ from typing import Any
 from .._files.atomic_write import FilePath
 from .._files.safetensors import invalid_file, open_regular, reading
 from .._tree.manifest import Reader, invalid
-from .format import INDEX, Column, TableIndex, read_index
+from .format import INDEX, OFFSETS, VALUES, Column, TableIndex, read_index
 from .reader import check_offsets, check_size, missing_file, rows_in
 
 _AT_ONCE = 1 << 20
@@ -102,15 +102,17 @@ def verify_table(path: FilePath) -> None:
             name, nbytes = index.checksums
             with missing_file(name), open_regular(os.path.join(folder, name)) as file:
                 ranges = _read_checksums(file, nbytes)
-        for column in index.columns:
-            length = index.rows
-            if column.offsets is not None:
-                with _verified(folder, index, column.offsets, length + 1, ranges) as (file, path):
-                    offsets = rows_in(file, path, column.offsets, length + 1)
-                check_offsets(offsets, column.offsets.file)
-                length = int(offsets[-1])
-            with _verified(folder, index, column, length, ranges):
-                pass
+        columns: list[Column] = []
+        for column in index.columns:  # the offsets of a ragged field come before its values
+            columns.insert(len(columns) - (column.kind == OFFSETS), column)
+        length = index.rows
+        for column in columns:
+            count = length if column.kind == VALUES else index.rows + (column.kind == OFFSETS)
+            with _verified(folder, index, column, count, ranges) as (file, path):
+                if column.kind == OFFSETS:
+                    offsets = rows_in(file, path, column, count)
+                    check_offsets(offsets, column.file)
+                    length = int(offsets[-1])
 
 
 @contextmanager

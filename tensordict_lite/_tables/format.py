@@ -6,8 +6,8 @@ table has. A column file may have more rows, from a writer that has not called `
 A column file has room for a safetensors header, and the rows follow. While a writer is open, the header means nothing.
 ``close`` writes the headers: then the table is at rest, and any safetensors reader opens every column.
 
-A jagged column has two files: the values of all rows, one row after the other, and ``offsets``. Row ``i`` has the
-values from ``offsets[i]`` to ``offsets[i + 1]``. So the row count alone says how many values the table has.
+A ragged field has two columns: the values of all rows, one row after the other, and the offsets, int64. Row ``i`` has
+the values from ``offsets[i]`` to ``offsets[i + 1]``. So the row count alone says how many values the table has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
@@ -39,8 +40,12 @@ has this many digits."""
 _FILE = re.compile(r"\w[\w.~-]{0,150}\.(safetensors|jsonl)", re.ASCII)
 
 
+ROWS, VALUES, OFFSETS = "rows", "values", "offsets"
+"""What a column has: a row for each row of the table, or the values or the offsets of a ragged field."""
+
+
 class Column(NamedTuple):
-    """One column of a table, or the offsets of a jagged column."""
+    """One column of a table, in a file of its own."""
 
     file: str
     """The name of its file, in the folder."""
@@ -48,14 +53,10 @@ class Column(NamedTuple):
     """The name of its tensor in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """The shape of one row in the file. A row of a jagged column has several rows in the file."""
-    offsets: Column | None = None
-    """The offsets of a jagged column. Their file has one more row than the table; the first offset is 0."""
-
-    @property
-    def parts(self) -> list[Column]:
-        """One column for each file: the column itself, and its offsets."""
-        return [self._replace(offsets=None)] if self.offsets is None else [self._replace(offsets=None), self.offsets]
+    """The shape of one row in the file."""
+    kind: str = ROWS
+    """`ROWS`, `VALUES` or `OFFSETS`. The values of a ragged field precede its offsets, whose file has one more row than
+    the table: the first offset is 0."""
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +94,7 @@ class TableIndex(NamedTuple):
     @property
     def files(self) -> list[str]:
         """The names of all files of the table, except ``table.json``."""
-        files = [part.file for column in self.columns for part in column.parts]
+        files = [column.file for column in self.columns]
         return files if self.checksums is None else [*files, self.checksums[0]]
 
 
@@ -131,11 +132,10 @@ def index_head(rows: int, opened: dict[str, Any] | None, checksums: tuple[str, i
 
 def index_text(columns: Sequence[Column], manifest: Any) -> str:
     """The rest of ``table.json``. Raises ``ValueError`` if it is too long to load."""
-    listed: list[dict[str, Any]] = []
-    for one in columns:
-        listed.append({"file": one.file, "name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape)})
-        if one.offsets is not None:
-            listed[-1]["offsets"] = {"file": one.offsets.file, "name": one.offsets.name}
+    listed = [
+        {"file": one.file, "name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape), "kind": one.kind}
+        for one in columns
+    ]
     rest = json.dumps({"columns": listed, "manifest": manifest}, separators=(",", ":"))
     if is_too_long(rest + 100 * "["):
         raise ValueError(
@@ -181,6 +181,9 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     files = [file.casefold() for file in (*index.files, *index.unused)]
     if len(set(files)) != len(files):
         invalid("two columns have the same file")
+    kinds = [column.kind for column in columns]
+    if any((kind == VALUES) != (after == OFFSETS) for kind, after in pairwise([ROWS, *kinds, ROWS])):
+        invalid("the values and the offsets of a ragged field are not side by side")
     return index
 
 
@@ -203,30 +206,21 @@ def _checksums(entry: Any) -> tuple[str, int]:
 def _column(entry: Any) -> Column:
     """Validate the entry of a column in ``table.json``."""
     given = entry if isinstance(entry, dict) else {}
-    if set(given) - {"offsets"} != {"file", "name", "dtype", "shape"}:
-        invalid("a column is not described by file, name, dtype and shape")
-    dtype, shape = given["dtype"], given["shape"]
+    if set(given) != {"file", "name", "dtype", "shape", "kind"}:
+        invalid("a column is not described by file, name, dtype, shape and kind")
+    dtype, shape, kind = given["dtype"], given["shape"], given["kind"]
     file, name = _file_and_name(given["file"], given["name"])
     if type(dtype) is not str or dtype not in STORED:
         invalid(f"{dtype!r:.60} is no dtype of a column")
     sizes: list[Any] = shape if isinstance(shape, list) else [None]
     if len(sizes) >= MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
         invalid(f"the shape of the column {name[:60]!r} is damaged")
-    column = Column(file, name, STORED[dtype], tuple(sizes))
-    if "offsets" not in given:
-        return column
-    offsets: Any = given["offsets"]
-    if not isinstance(offsets, dict) or set(offsets) != {"file", "name"}:
-        invalid(f"the offsets of the column {name[:60]!r} are not described by file and name")
-    return column._replace(offsets=offsets_column(*_file_and_name(offsets["file"], offsets["name"])))
+    if kind not in (ROWS, VALUES, OFFSETS) or (kind == OFFSETS and (dtype, sizes) != ("int64", [])):
+        invalid(f"the kind of the column {name[:60]!r} is damaged")
+    return Column(file, name, STORED[dtype], tuple(sizes), kind)
 
 
 def _file_and_name(file: Any, name: Any) -> tuple[str, str]:
     if type(file) is not str or not _FILE.fullmatch(file) or type(name) is not str:
         invalid(f"{file!r:.60} is no name of a column file")
     return file, name
-
-
-def offsets_column(file: str, name: str) -> Column:
-    """The offsets of a jagged column."""
-    return Column(file, name, torch.int64, ())

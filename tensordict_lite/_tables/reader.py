@@ -14,15 +14,16 @@ from torch import Tensor
 from .._errors import Path
 from .._files.atomic_write import FilePath
 from .._files.safetensors import invalid_file, open_regular, reading
-from .._memory.jagged import over_jagged
+from .._memory.device import CPU
 from .._memory.mapped import map_append_only
-from .._memory.transfer import transfer
+from .._memory.ragged import problem_of_lengths
 from .._tree.manifest import InvalidManifest, Reader, choose_from, invalid
 from .._tree.policy import Encoders
-from .format import Column, TableIndex, read_index
+from .._tree.tree import validate_ragged
+from .format import OFFSETS, VALUES, Column, TableIndex, read_index
 
-_OFFSETS_AT_ONCE = 1 << 20
-"""The number of offsets that are validated at a time."""
+_NO_ROWS = torch.zeros(1, dtype=torch.int64, device="cpu")
+"""The offsets of a ragged field without rows."""
 
 
 def read_table(
@@ -49,47 +50,38 @@ def read_table(
                 reader.keep(paths, folder)
             count = index.rows if rows is None else min(rows, index.rows)
             try:
-                tensors = [_map_field(folder, index.columns[i], count) for i in reader.numbers]
+                tensors = {i: _map_field(folder, index.columns, i, count) for i in reader.numbers}
                 break
             except InvalidManifest:
                 before, index = index, _read(folder)
                 if index == before:
                     raise
                 # A writer has replaced the table, and removed the files that were read: read the new table.
+        out: Any = reader.build(choose_from(cls), tensors.__getitem__, CPU, trusted=False)
+        validate_ragged(out)
     if rows not in (None, count):
         raise ValueError(f"{folder!r} has {count} rows, and rows={rows} asks for more")
-    moved = dict(zip(reader.numbers, transfer(tensors, device), strict=True))
-    with invalid_file(folder, library.SafetensorError):
-        return reader.build(choose_from(cls), moved.__getitem__, device)
+    return out.to(device)
 
 
 def _read(folder: str) -> TableIndex:
     return read_index(folder, lambda name: open_regular(os.path.join(folder, name)))
 
 
-def _map_field(folder: str, column: Column, rows: int) -> Tensor:
-    """Map the rows of one column into memory, as a dense or as a nested tensor."""
-    if column.offsets is None:
-        return _map_column(folder, column, rows)
-    offsets = _map_column(folder, column.offsets, rows + 1) if rows else torch.zeros(1, dtype=torch.int64, device="cpu")
-    least, most = check_offsets(offsets, column.offsets.file)
-    return over_jagged(_map_column(folder, column, int(offsets[-1])), offsets, least, most)
+def _map_field(folder: str, columns: Sequence[Column], i: int, rows: int) -> Tensor:
+    """Map the rows of one column into memory."""
+    column = columns[i]
+    if column.kind == VALUES:
+        return _map_column(folder, column, max(0, int(_map_field(folder, columns, i + 1, rows)[-1])))
+    if column.kind == OFFSETS:
+        return _map_column(folder, column, rows + 1) if rows else _NO_ROWS
+    return _map_column(folder, column, rows)
 
 
-def check_offsets(offsets: Tensor, file: str) -> tuple[int, int]:
-    """The smallest and the largest length of a row. Raises `InvalidManifest` unless the offsets ascend from 0.
-
-    Cost: reads the offsets once.
-    """
-    least, most = 1 << 63, 0
-    for start in range(0, len(offsets) - 1, _OFFSETS_AT_ONCE):
-        part = offsets[start : start + _OFFSETS_AT_ONCE + 1]
-        # Compared before `diff`: the difference of two offsets cannot overflow if no offset is negative.
-        if int(offsets[0]) != 0 or not bool((part[1:] >= part[:-1]).all()):
-            invalid(f"the offsets in {file!r} do not ascend from 0")
-        low, high = part.diff().aminmax()
-        least, most = min(least, int(low)), max(most, int(high))
-    return min(least, most), most
+def check_offsets(offsets: Tensor, file: str) -> None:
+    """Raise `InvalidManifest` unless the offsets in a file ascend from 0. Cost: reads them once."""
+    if reason := problem_of_lengths(offsets) or ("'offsets' does not start at 0" if offsets[0] else ""):
+        invalid(f"{file!r}: {reason}")
 
 
 def _map_column(folder: str, column: Column, rows: int) -> Tensor:

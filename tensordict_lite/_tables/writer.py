@@ -28,25 +28,14 @@ from .._memory.device import CPU
 from .._tree.manifest import Manifest, Reader, choose_from, describe
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
-from .._tree.tree import TreeDict
+from .._tree.tree import TreeDict, ragged_paths, validate_ragged
 from .checksums import checksum_line
 from .folder import NEW_INDEX, TableFolder, opened, write_all
-from .format import INDEX, Column, TableIndex, checksums_name, choose_names, index_text, offsets_column
+from .format import INDEX, OFFSETS, ROWS, VALUES, Column, TableIndex, checksums_name, choose_names, index_text
 from .reader import check_offsets, check_size, missing_file, rows_in
 
 BUFFER = 4 << 20
 """The size in bytes of all buffers of a writer together."""
-
-
-class JaggedRows(Tensor):
-    """Stands for a jagged column in a dict without rows. Its shape is [0, 0, *shape of a value].
-
-    Note: not a nested tensor, because torch takes seconds to create the first nested tensor of a process.
-    """
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, shape: Sequence[int]) -> JaggedRows:
-        return torch.empty((0, 0, *shape), dtype=dtype, device="cpu").as_subclass(cls)
 
 
 class _Extent(NamedTuple):
@@ -54,7 +43,7 @@ class _Extent(NamedTuple):
 
     rows: int
     lengths: tuple[int, ...]
-    """The rows in each file. A jagged column has two files: one row for each value, and ``rows + 1`` offsets."""
+    """The rows in each file: of a ragged field one for each value, and ``rows + 1`` offsets."""
 
 
 class TableWriter:
@@ -79,15 +68,11 @@ class TableWriter:
         checksums: tuple[str, int] | None = None,
     ) -> None:
         self._folder, self.folder = folder, folder.path
-        self._columns: list[Column] = []  # one for each file
-        self._offsets: list[int] = []
-        """The indices of the files with offsets. The file before such a file has the values."""
-        lengths: list[int] = []
-        for column in columns:
-            self._columns += column.parts
-            lengths += [rows] if column.offsets is None else [0, rows + 1]
-            if column.offsets is not None:
-                self._offsets.append(len(lengths) - 1)
+        self._columns = list(columns)
+        self._offsets = [i for i, column in enumerate(columns) if column.kind == OFFSETS]
+        """The indices of the columns with offsets. The column before such a column has the values."""
+        counts = {ROWS: rows, VALUES: 0, OFFSETS: rows + 1}
+        lengths = [counts[column.kind] for column in columns]
         self._text = text
         self._starts = [column.header_size for column in self._columns]  # the position of the first row in each file
         self._sizes = [column.nbytes for column in self._columns]  # the bytes of a row in each file
@@ -124,8 +109,8 @@ class TableWriter:
         """Append ``count`` rows. Raises ``OSError``; then no row was appended.
 
         ``tensors``: for each column [count, *shape] on the CPU, in a dtype that can be cast to the dtype of the column.
-        For a jagged column two tensors: the values of all rows, and the lengths of the rows, int64[count]. The list is
-        changed. The tensors are copied or written before the call returns.
+        For the offsets of a ragged field: the lengths of the rows, int64[count]. The list is changed. The tensors are
+        copied or written before the call returns.
         """
         self.refuse_unusable()
         extent, written = self._extents
@@ -307,7 +292,7 @@ def is_table(path: FilePath) -> bool:
 def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, checksums: bool = False) -> TableWriter:
     """Create a table without rows, for the fields of ``d``, in a new or empty folder.
 
-    The first dimension of a field counts rows. A field that is `JaggedRows` becomes a jagged column.
+    The first dimension of a field counts rows. A ragged field becomes two columns.
 
     ``overwrite``: the folder may have a table. The new table replaces it at the first `flush`. ``checksums``: keep
     checksums of the rows.
@@ -316,7 +301,7 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
     """
     import_library()
     manifest, leaves = describe(d, partial(by_name, way_out="pass like=d.to_dict()"))
-    index_text(_new_columns(leaves), manifest)  # refuses other fields before the folder is made
+    index_text(_new_columns(d, leaves), manifest)  # refuses other fields before the folder is made
     made = make_folder(path)
     with opened(path) as folder:
         old = None
@@ -326,7 +311,7 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
         else:
             _refuse_unless_empty(folder.path)
         used = [*old.files, *old.unused] if old else []
-        columns = _new_columns(leaves, used)
+        columns = _new_columns(d, leaves, used)
         sums = (checksums_name(used), 0) if checksums else None
         writer = TableWriter(folder, columns, index_text(columns, manifest), replaced=used, checksums=sums)
         try:
@@ -343,29 +328,24 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
     return writer
 
 
-def _new_columns(leaves: Sequence[tuple[Path, Any]], used: Iterable[str] = ()) -> list[Column]:
+def _new_columns(d: TreeDict[Any], leaves: Sequence[tuple[Path, Any]], used: Iterable[str] = ()) -> list[Column]:
     """The columns of a new table, in other files than ``used``.
 
     Raises ``TypeError`` for the first leaf that a file cannot hold.
     """
     refuse_unwritable(leaves, "pass like=d.drop({})")
-    paths: list[Path] = []
-    for path, tensor in leaves:
-        paths += [path, (*path, "offsets")] if isinstance(tensor, JaggedRows) else [path]
-    names = field_names(paths)
-    left = iter(zip(choose_names(names, used), names, strict=True))
+    names = field_names([path for path, _ in leaves])
+    ragged = set(ragged_paths(d))
     columns: list[Column] = []
-    for _, tensor in leaves:
-        jagged = isinstance(tensor, JaggedRows)
-        column = Column(*next(left), tensor.dtype, tuple(tensor.shape[1 + jagged :]))
-        columns.append(column._replace(offsets=offsets_column(*next(left))) if jagged else column)
+    for (path, tensor), file, name in zip(leaves, choose_names(names, used), names, strict=True):
+        kind = path[-1] if path[:-1] in ragged else ROWS  # the keys of a ragged field are the names of the kinds
+        dtype = torch.int64 if kind == OFFSETS else tensor.dtype
+        columns.append(Column(file, name, dtype, tuple(tensor.shape[1:]), kind))
     return columns
 
 
 def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[TableWriter, Any]:
     """Open a table to append rows. Returns the writer, and a dict of class ``cls`` with the fields, without rows.
-
-    The field of a jagged column is `JaggedRows`.
 
     ``encoders``: the encoders that `Reader` does not build. Another encoder than that of the table is refused.
 
@@ -377,12 +357,11 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
             index = folder.read_index()
             reader = Reader(index.manifest, len(index.columns), encoders)
             empty = [
-                torch.empty((0, *c.shape), dtype=c.dtype, device="cpu")
-                if c.offsets is None
-                else JaggedRows.of(c.dtype, c.shape)
-                for c in index.columns
+                torch.zeros((int(one.kind == OFFSETS), *one.shape), dtype=one.dtype, device="cpu")
+                for one in index.columns
             ]
             fields = reader.build(choose_from(cls), empty.__getitem__, CPU)
+            validate_ragged(fields)
         if encoders is not None:
             refuse_unknown_keys(fields, encoders, "this table")
             _refuse_other_encoders(fields, index.manifest)

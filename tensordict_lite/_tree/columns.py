@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +91,13 @@ def pandas_items(frame: Any, nulls: Any) -> dict[str, Any]:
     return items
 
 
+class RaggedColumn(NamedTuple):
+    """A list column of numbers, without nulls. It becomes a `Ragged`."""
+
+    values: Tensor
+    offsets: Tensor
+
+
 class _Arrow:
     """An Arrow array. ``filled`` fills its nulls, ``values`` converts it. ``zero``: the fill value beside a mask."""
 
@@ -114,7 +121,7 @@ class _Arrow:
 
     def values(self) -> Any:
         if self.is_list and self._has_numbers(self.array.type.value_type):
-            return self._jagged()
+            return self._ragged()
         if self.types.is_fixed_size_list(self.array.type) and self._has_numbers(self.array.type.value_type):
             inner = self.array.flatten()
             if not inner.null_count:
@@ -124,16 +131,15 @@ class _Arrow:
     def _has_numbers(self, kind: Any) -> bool:
         return self.types.is_integer(kind) or self.types.is_floating(kind) or self.types.is_boolean(kind)
 
-    def _jagged(self) -> Tensor:
+    def _ragged(self) -> Any:
         inner = self.array.flatten()
         if inner.null_count:
             raise ValueError(f"{inner.null_count} nulls inside of lists; fill them in Arrow first")
         numbers = torch.as_tensor(np.array(inner.to_numpy(zero_copy_only=False)), device="cpu")
         if self.dtype is not None and numbers.is_floating_point():
             numbers = numbers.to(self.dtype)
-        lengths = np.array(self.array.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
-        offsets = torch.as_tensor(np.concatenate([[0], lengths.cumsum()]), device="cpu")
-        return torch.nested.nested_tensor_from_jagged(numbers, offsets)
+        offsets = self.array.offsets.to_numpy()  # of a slice they do not start at 0, and `flatten` gives its values
+        return RaggedColumn(numbers, torch.as_tensor(offsets - offsets[:1], device="cpu"))
 
 
 class _Pandas:

@@ -48,7 +48,7 @@ from .._memory.packed import (
 from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
 from .convert import keep_object
 from .manifest import InvalidManifest, Outline, encoder_entry, invalid, read_text
-from .tree import TreeDict, class_named, name_of
+from .tree import TreeDict, class_named, name_of, validate_ragged
 from .walk import only_tensors
 
 _BY_NAME = 2
@@ -297,11 +297,14 @@ def _rebuilt(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, le
     if len(values) != len(reader.numbers) or (values is fields and fields and max(fields) >= len(fields)):
         invalid("a tensor is missing")
     home = canonical(devices.pop()) if len(devices) == 1 else None if devices or device is None else _device(device)
-    out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, encoders)
+    names = type(classes[0]) is str
+    trusted = not names or home is not CPU
+    out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, encoders, trusted)
     if devices:
         out._infer_device(None)
-    if type(classes[0]) is str:
+    if names:
         _refuse_objects(out)
+        validate_ragged(out)
         out._validate(shapes=False)  # the class may have changed since the dict was saved
     return out
 

@@ -20,7 +20,7 @@ from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_js
 from .._errors import DEPTH, Path, dotted, refuse_deeper
 from .missing import missing_key
 from .policy import Encoders, Policy, options_from_json
-from .tree import TreeDict, reduces_itself
+from .tree import TreeDict, ragged_class, reduces_itself
 from .walk import only_tensors
 
 MANIFEST_VERSION = 1
@@ -36,9 +36,9 @@ Leaves = list[tuple[Path, Any]]
 Instead = Callable[[StringEncoder, "TypeError | None"], Any]
 """Returns the entry of an encoder without a safe JSON form. The second argument is the error of its `to_json`, or
 None if its JSON form runs code."""
-Shape = tuple[int, tuple[Any, ...]]
+Shape = tuple[Any, ...]
 """A dict without its values: the number of its policy, and its items. An item is a key, or the key and the `Shape` of a
-nested dict."""
+nested dict. A ragged field has a third entry: the length of its longest row, or None."""
 
 
 class InvalidManifest(ValueError):
@@ -96,9 +96,10 @@ class Outline:
         else:
             items = tuple([self._item(key, value, at) for key, value in one.items()])
         policy = one._policy
-        if self._pickled and policy is one._class_policy:
-            return OF_ITS_CLASS, items
-        return self.policies.number(policy, lambda: self._policy(policy, at)), items
+        own = self._pickled and policy is one._class_policy
+        number = OF_ITS_CLASS if own else self.policies.number(policy, lambda: self._policy(policy, at))
+        longest: Any = one
+        return (number, items, longest._max_length) if one._is_ragged else (number, items)
 
     def _item(self, key: str, value: Any, at: Path) -> Any:
         if isinstance(value, TreeDict) and not (self._pickled and reduces_itself(value)):
@@ -138,7 +139,7 @@ def _tree(shape: Shape, numbers: Iterator[int]) -> dict[str, Any]:
     for one in shape[1]:
         key, value = (one[0], _tree(one[1], numbers)) if type(one) is tuple else (one, next(numbers))
         items.append([_plain_str(key), value])
-    return {"policy": shape[0], "items": items}
+    return {"policy": shape[0], "items": items, **({"max_length": shape[2]} if len(shape) > 2 else {})}
 
 
 def encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
@@ -180,6 +181,8 @@ class Node(NamedTuple):
     values: tuple[Any, ...]
     flat: bool
     """Whether no value is a node."""
+    ragged: dict[str, int | None]
+    """``max_length`` of a ragged field: the length of its longest row, or None. Any other dict has no entry."""
 
 
 class _PolicyEntry(NamedTuple):
@@ -246,6 +249,7 @@ class Reader:
         leaf: Callable[[int], Any],
         device: torch.device | None,
         encoders: Sequence[Any] | None = None,
+        trusted: bool = True,
     ) -> TreeDict[Any]:
         """Build the dict. The device of every dict in the tree is set to ``device``. Does not validate the values.
 
@@ -255,16 +259,17 @@ class Reader:
             leaf: returns the tensor or object with a number.
             encoders: the entries of the encoders, from a pickle. Then the dicts get the policies of the manifest
                 unchanged. If None, a class with its own options keeps its options and takes only the encoders.
+            trusted: whether ragged fields get the ``max_length`` of the manifest. Else `validate_ragged` finds it.
         """
         pickled = encoders is not None
         policies = _Policies(self._policies, encoders if pickled else self._encoders, self._given, pickled)
-        return _build(self._root, choose(None, ""), choose, leaf, device, policies)
+        return _build(self._root, choose(None, ""), choose, leaf, device, policies, trusted)
 
     def _node(self, node: Any, depth: int) -> Node:
         if depth >= DEPTH:
             invalid(f"it is nested {DEPTH} levels deep or more")
         self.count += 1
-        items = _items(node)
+        items, ragged = _items(node)
         values: list[Any] = []
         for _, value in items:
             if type(value) is int:
@@ -273,7 +278,7 @@ class Reader:
             else:
                 values.append(self._node(value, depth + 1))
         flat = not any(type(value) is Node for value in values)
-        return Node(node["policy"], tuple([key for key, _ in items]), tuple(values), flat)
+        return Node(node["policy"], tuple([key for key, _ in items]), tuple(values), flat, ragged)
 
 
 @lru_cache(maxsize=64)  # a program mostly receives dicts of the same few shapes
@@ -305,12 +310,20 @@ def _build(
     leaf: Callable[[int], Any],
     device: torch.device | None,
     policies: _Policies,
+    trusted: bool,
 ) -> TreeDict[Any]:
+    if node.ragged and not cls._is_ragged:
+        cls = ragged_class()
     policy = policies.of(node, cls)
     if node.flat:
-        return cls._new(zip(node.keys, map(leaf, node.values), strict=True), device, policy)
+        out = cls._new(zip(node.keys, map(leaf, node.values), strict=True), device, policy)
+        if node.ragged and trusted:
+            out._max_length = node.ragged["max_length"]
+        return out
     items = {
-        key: _build(value, choose(cls, key), choose, leaf, device, policies) if type(value) is Node else leaf(value)
+        key: _build(value, choose(cls, key), choose, leaf, device, policies, trusted)
+        if type(value) is Node
+        else leaf(value)
         for key, value in zip(node.keys, node.values, strict=True)
     }
     return cls._new(items, device, policy)
@@ -424,7 +437,8 @@ def _kept(node: Node, asked: Mapping[Any, Any], everything: bool, at: Path, foun
             found.add(path)
         nested = type(value) is Node
         items.append([key, _kept(value, inside, everything or _HERE in inside, path, found) if nested else value])
-    return {"policy": node.policy, "items": items}
+    whole = len(items) == len(node.keys)  # a part of a ragged field is not ragged
+    return {"policy": node.policy, "items": items, **(node.ragged if whole else {})}
 
 
 def _cut(value: object) -> str:
@@ -455,8 +469,14 @@ def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     return fields
 
 
-def _items(node: Any) -> list[tuple[str, Any]]:
-    """The validated items of a node. Raises `InvalidManifest`."""
+def _items(node: Any) -> tuple[list[tuple[str, Any]], dict[str, int | None]]:
+    """The validated items of a node, and `Node.ragged`. Raises `InvalidManifest`."""
+    ragged: dict[str, int | None] = {}
+    if type(node) is dict and "max_length" in node:
+        node = dict(node)
+        ragged["max_length"] = longest = node.pop("max_length")
+        if longest is not None and not (type(longest) is int and longest >= 0):
+            invalid(f"'max_length' of a ragged field is {_cut(longest)}")
     items = _fields(node, "a dict", policy=int, items=list)["items"]
     for item in items:
         pair = item if type(item) is list else []
@@ -467,4 +487,4 @@ def _items(node: Any) -> list[tuple[str, Any]]:
             invalid(f"{key!r} is neither a tensor nor a dict")
     if len({key for key, _ in items}) != len(items):
         invalid("a dict has a key twice")
-    return items
+    return items, ragged

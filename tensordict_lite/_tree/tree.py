@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar, Unpack
 
-from .._encoders.protocol import StringEncoder
-from .._errors import DEPTH, DeviceMismatchError, Path, dotted, refuse_deeper
+from .._encoders.protocol import StringEncoder, decode_nested, decode_rows
+from .._errors import DEPTH, DeviceMismatchError, Path, dotted, refuse_deeper, with_path
 from .._memory.device import CPU, canonical, resolve
 from . import pytree
 from .compare import agree, equal
@@ -82,6 +82,9 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """The class of the nested dict at ``key``; None if any class is allowed. See `TypedDeviceDict`."""
         return None
 
+    _is_ragged: ClassVar[bool] = False
+    """Whether the dict is a ragged field: rows of any length, as values and offsets. See `Ragged`."""
+
     _has_fields: ClassVar[bool] = False  # `TypedDeviceDict` overrides this attribute and the next four methods
 
     @classmethod
@@ -149,6 +152,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         builtin_dict.update(out, items)
         return out
 
+    def _like(self, items: Any, device: torch.device | None) -> Self:
+        """A dict with the class, the policy and the other state of this dict, and with these items on ``device``."""
+        return self._new(items, device, self._policy)
+
     def _untyped_subset(self, items: Any) -> Self:
         """A dict for some of the items. A subset of a typed dict has no schema, since fields may be missing."""
         return self._new(items, self._device, self._policy)
@@ -179,7 +186,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         ``flat``: the caller knows that all values are plain tensors.
         """
         if flat or only_tensors(self.values()):
-            return self._new(zip(self, tensors, strict=True), device, self._policy)
+            return self._like(zip(self, tensors, strict=True), device)
         left = iter(tensors)
         return self._map_tensors(lambda _: next(left), device)
 
@@ -193,7 +200,21 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 items[key] = value._map_tensors(function, device)
             else:
                 items[key] = value
-        return self._new(items, device, self._policy)
+        return self._like(items, device)
+
+    def _replace_data(self, results: Iterator[Any], device: torch.device | None, at: Path = ()) -> Self:
+        """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them.
+
+        ``at``: the path of self, for the error of a ragged field that gets another number of values.
+        """
+        items: dict[str, Any] = {}
+        for key, value in self.items():
+            if isinstance(value, Tensor):
+                items[key] = next(results)
+            else:
+                nested = isinstance(value, TreeDict)
+                items[key] = value._replace_data(results, device, (*at, key)) if nested else value
+        return self._like(items, device)
 
     def _infer_device(self, fallback: torch.device | None, dicts: list[TreeDict[Any]] | None = None) -> None:
         """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
@@ -286,6 +307,63 @@ def kind_nested(
 def tensor_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor with its path, depth first."""
     return ((path, value) for path, value in leaves(d) if isinstance(value, Tensor))
+
+
+def data_of(d: TreeDict[Any]) -> list[Tensor]:
+    """The tensors of the tree without the offsets of ragged fields, depth first. Arithmetic and `map` change these."""
+    tensors, flat = d._tensors_and_kind()
+    return tensors if flat and not d._is_ragged else [tensor for _, tensor in data_paths(d)]
+
+
+def data_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors of `data_of` with their paths."""
+    for key, value in d.items():
+        if isinstance(value, TreeDict):
+            yield from data_paths(value, (*at, key))
+        elif isinstance(value, Tensor) and not (d._is_ragged and key == "offsets"):
+            yield (*at, key), value
+
+
+def decode_field(encoder: StringEncoder, codes: Any) -> Any:
+    """Decode a field: a tensor of codes, a nested dict of codes, or a ragged field."""
+    if isinstance(codes, TreeDict) and codes._is_ragged:
+        return decode_rows(encoder, codes["values"], codes["offsets"])
+    return decode_nested(encoder, codes)
+
+
+def ragged_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[Path]:
+    """The path of every ragged field, depth first; the path ``at`` if ``d`` itself is one."""
+    if d._is_ragged:
+        yield at
+        return
+    for key, value in d.items():
+        if isinstance(value, TreeDict):
+            yield from ragged_paths(value, (*at, key))
+
+
+def validate_ragged(d: Any) -> None:
+    """Raise ``ValueError`` that names the first ragged field with invalid offsets, of data that is not trusted.
+
+    Fields with equal offsets share one tensor then.
+    """
+    known: list[Tensor] = []
+    for path in ragged_paths(d):
+        field = d[path] if path else d
+        try:
+            field._validate()
+        except ValueError as error:
+            raise (with_path(error, path) if path else error) from None
+        offsets = field["offsets"]
+        alike = next((one for one in known if equal(one, offsets)), None)
+        if alike is None:
+            known.append(offsets)
+        else:
+            builtin_dict.__setitem__(field, "offsets", alike)
+
+
+def ragged_class() -> Any:
+    """The class `Ragged`, for modules that it imports."""
+    return class_named("tensordict_lite.Ragged")
 
 
 def dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]:

@@ -14,7 +14,7 @@ from .._dict.device_dict import DeviceDict
 from .._errors import Path, described, dotted
 from .._memory.device import DeviceLike, canonical
 from .._memory.transfer import transfer
-from .._tree.tree import tensor_paths
+from .._tree.tree import ragged_paths, tensor_paths
 from .channel import (
     Channel,
     Destination,
@@ -398,7 +398,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
             d = _weighted(d, weight)
             op, mark = "sum", len(_OPS) + list(d).index(weight if isinstance(weight, str) else weight[0])
     with error_context("all_reduce", group):
-        schema, announced = agreed(lambda: header_of(_checked(d, "all_reduce", _ALL)), errors, group, mark)
+        schema, announced = agreed(lambda: header_of(_reducible(d)), errors, group, mark)
         digests = [digest for digest, _ in announced]
         if len(set(digests)) > 1:
             _refuse_differing(schema, digests, group)
@@ -456,6 +456,14 @@ def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[A
     """``d`` itself. Raises ``TypeError`` unless ``d`` is a `DeviceDict`."""
     if not isinstance(d, DeviceDict):
         raise TypeError(f"{verb} takes a DeviceDict on {on}, got {type(d).__name__}")
+    return d
+
+
+def _reducible(d: Any) -> DeviceDict[Any]:
+    """``d`` itself. Raises ``TypeError`` for a ragged field, whose rows belong to one rank."""
+    for path in ragged_paths(_checked(d, "all_reduce", _ALL)):
+        where = dotted(path) if path else "the dict"
+        raise TypeError(f"{where} is ragged, and the rows of two ranks differ in length; leave it out: drop(...)")
     return d
 
 

@@ -97,14 +97,14 @@ def table() -> DeviceDict:
     return DeviceDict(data, encoders=encoders, dtype=torch.float64)
 
 
-TABLE, JAGGED = "table-1", "jagged-1"
+TABLE, RAGGED = "table-1", "ragged-1"
 
 
 def save_table(folder: Path) -> None:
     with RowWriter(folder / TABLE, like=table()) as writer:
         writer.write(table())
     like = {"text": [""], "n": {"ids": [[0]], "box": [[[0.5]]]}}
-    with RowWriter(folder / JAGGED, like=like, jagged=["text", "ids", ("n", "box")]) as writer:
+    with RowWriter(folder / RAGGED, like=like, ragged=["text", "ids", ("n", "box")]) as writer:
         writer.write({"text": ["Ada", "", "é"], "n": {"ids": [[1, 2], [], [3]], "box": [[[0.5]], [], [[1], [2]]]}})
 
 

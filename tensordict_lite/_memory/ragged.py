@@ -1,0 +1,116 @@
+"""Rows of any length: the values of all rows, one row after the other, and offsets. Row ``i`` has the values
+``values[offsets[i] : offsets[i + 1]]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import described
+from .dense import is_dense
+from .device import intercepted
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+
+
+def offsets_of(lengths: Sequence[int]) -> Tensor:
+    """The offsets of rows with these lengths, on the CPU: int32 ``[rows + 1]``, or int64 if int32 is too small."""
+    ends = [0, *accumulate(lengths)]
+    return torch.tensor(ends, dtype=_dtype_for(ends[-1]), device="cpu")
+
+
+def _dtype_for(total: int) -> torch.dtype:
+    """The dtype of the offsets of ``total`` values: int32, which kernels of attention read, or int64 from 2**31 on."""
+    return torch.int32 if total <= _INT32_MAX else torch.int64
+
+
+def narrowed(offsets: Tensor, total: int) -> Tensor:
+    """Offsets in the dtype for ``total`` values."""
+    return offsets.to(_dtype_for(total))
+
+
+def cat_offsets(offsets: Sequence[Tensor], totals: Sequence[int]) -> Tensor:
+    """The offsets of all rows of several ragged fields, which have ``totals`` values. No synchronization."""
+    parts: list[Tensor] = [offsets[0][:1].to(torch.int64)]
+    before = 0
+    for part, total in zip(offsets, totals, strict=True):
+        parts.append(part[1:].to(torch.int64) + before)
+        before += total
+    return narrowed(torch.cat(parts), before)
+
+
+def problem_of(values: Any, offsets: Any) -> str:
+    """Why these are not the values and offsets of rows, from dtypes and shapes alone. ``""`` if they may be."""
+    if not isinstance(values, Tensor) or not is_dense(values) or not values.dim():
+        return f"'values' is {described(values)}, expected a dense tensor [total, ...]: the values of all rows"
+    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
+        return f"'offsets' is {described(offsets)}, expected int32 or int64 [rows + 1]"
+    return "" if len(offsets) else "'offsets' is empty, expected [rows + 1] offsets: [0] for no rows"
+
+
+def problem_of_ends(values: Tensor, offsets: Tensor) -> str:
+    """Why the first or the last offset is wrong, or ``""``. On an accelerator it synchronizes."""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first:
+        return f"'offsets' starts at {first}, expected 0"
+    return "" if last == len(values) else f"'offsets' ends at {last}, expected {len(values)}, the number of values"
+
+
+def problem_of_lengths(offsets: Tensor) -> str:
+    """Which row has a negative length, or ``""``. On an accelerator it synchronizes."""
+    falls = offsets[1:] < offsets[:-1]  # not `diff`, which could overflow
+    if not falls.any():
+        return ""
+    row = int(falls.nonzero()[0])
+    return (
+        f"'offsets' falls from {int(offsets[row])} to {int(offsets[row + 1])} at row {row}, expected ascending offsets"
+    )
+
+
+class Span(NamedTuple):
+    """Rows in a slice: where their values lie, their offsets, and the length of the longest."""
+
+    start: int
+    end: int
+    offsets: Tensor
+    longest: int
+
+
+def span_of(offsets: Tensor, rows: slice) -> Span:
+    """The rows of a slice without a step. Cost: one synchronization off the CPU."""
+    start, stop, _ = rows.indices(len(offsets) - 1)
+    part = offsets[start : max(start, stop) + 1]
+    lengths = part.diff()
+    longest = lengths.max() if len(lengths) else part.new_zeros(())
+    first, last, most = torch.stack([part[0], part[-1], longest]).tolist()
+    return Span(first, last, narrowed(part - first, last - first), most)
+
+
+class Selection(NamedTuple):
+    """Rows at any indices: the index of each of their values, their offsets, and the length of the longest."""
+
+    positions: Tensor
+    offsets: Tensor
+    longest: int
+
+
+def selection_of(offsets: Tensor, index: Tensor) -> Selection:
+    """The rows at ``index``, int64 on the device of the offsets. Cost: one synchronization off the CPU."""
+    starts = offsets.index_select(0, index).to(torch.int64)
+    lengths = offsets.index_select(0, index + 1) - starts
+    ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    longest = lengths.max() if len(lengths) else ends[0]
+    total, most = torch.stack([ends[-1], longest]).tolist()
+    positions = torch.repeat_interleave(starts - ends[:-1], lengths, output_size=total)
+    positions += torch.arange(total, device=positions.device)
+    return Selection(positions, narrowed(ends, total), most)
+
+
+def can_read(offsets: Tensor) -> bool:
+    """Whether the offsets can be read without a synchronization."""
+    return type(offsets) is Tensor and offsets.is_cpu and not intercepted()

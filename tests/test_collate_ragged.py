@@ -1,0 +1,275 @@
+"""`collate(ragged=)`: samples of any length as `Ragged` fields."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tensordict_lite import (
+    DeviceDict,
+    DeviceMismatchError,
+    Ragged,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    cat,
+    collate,
+)
+
+LENGTHS = (2, 1, 3, 0)
+
+
+class Typed(TypedDeviceDict):
+    ids: Ragged
+    n: DeviceDict[Any]
+    y: Tensor | None = None
+
+
+def samples() -> list[dict[str, Any]]:
+    return [{"box": torch.arange(2.0 * n).view(n, 2), "y": n, "k": {"ids": list(range(n))}} for n in LENGTHS]
+
+
+def rows(field: Ragged) -> list[Any]:
+    return [row.tolist() for row in field.unbind()]
+
+
+class TestRagged:
+    def test_what_collate_makes(self) -> None:
+        d: Any = collate(samples(), ragged=["box", ("k", "ids")])
+        d._check()
+        assert type(d["box"]) is Ragged and rows(d["box"]) == [s["box"].tolist() for s in samples()]
+        assert rows(d["k", "ids"]) == [[0, 1], [0], [0, 1, 2], []] and list(d) == ["box", "y", "k"] and d.is_packed
+        assert d["k", "ids", "values"].dtype == torch.int64 and d["y"].tolist() == [2, 1, 3, 0]
+        assert d["box", "offsets"].dtype == torch.int32 and d["box"]._max_length == d["k", "ids"]._max_length == 3
+        assert d["box", "offsets"] is d["k", "ids", "offsets"], "rows of the same lengths"
+
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_equal_and_empty_samples(self, pack: bool) -> None:
+        for lengths in ([2, 2], [0, 0], [3]):
+            d: Any = collate([{"x": torch.ones(n), "z": [1] * n} for n in lengths], ragged=("x", "z"), pack=pack)
+            d._check()
+            assert d["x"].lengths.tolist() == d["z"].lengths.tolist() == lengths
+            assert d["x"].max_length == max(lengths) and d["x", "offsets"] is d["z", "offsets"]
+            assert d.is_packed == pack or not max(lengths)
+
+    def test_only_fields_of_equal_lengths_share_offsets(self) -> None:
+        d: Any = collate(
+            [{"a": [1], "b": [1, 2], "c": [3]}, {"a": [1, 2], "b": [1], "c": [4, 5]}], ragged=["a", "b", "c"]
+        )
+        assert d["a", "offsets"] is d["c", "offsets"] is not d["b", "offsets"]
+        assert d["a"].lengths.tolist() == [1, 2] and d["b"].lengths.tolist() == [2, 1]
+
+    @pytest.mark.parametrize(
+        ("made", "dtype"),
+        [
+            (lambda n: [0.5] * n, torch.float32),
+            (lambda n: [True] * n, torch.bool),
+            (lambda n: np.full(n, 3, np.uint16), torch.uint16),
+            (lambda n: torch.full((n, 2), 3, dtype=torch.bfloat16), torch.bfloat16),
+            (lambda n: tuple(range(n, 2 * n)), torch.int64),
+            (lambda n: [[1, 2]] * n, torch.int64),
+            (lambda n: np.ones((n, 1, 2), np.float64), torch.float64),
+        ],
+    )
+    def test_kinds_of_samples(self, made: Any, dtype: torch.dtype) -> None:
+        given = [{"x": made(n)} for n in (1, 3, 2)]
+        d: Any = collate(given, ragged=["x"])
+        d._check()
+        assert d["x", "values"].dtype is dtype and d["x"].lengths.tolist() == [1, 3, 2]
+        assert torch.equal(d.rows[1]["x"], DeviceDict(given[1])["x"])
+
+    def test_gradients_flow(self) -> None:
+        w = torch.ones(2, requires_grad=True)
+        batch: Any = collate([{"x": w}, {"x": w[:1] * 3}], ragged=["x"])
+        batch["x", "values"].sum().backward()
+        assert w.grad is not None and w.grad.tolist() == [4, 1]
+
+    def test_copies(self) -> None:
+        d: Any = collate(samples(), ragged=["box", "ids"])
+        copies = [d.clone(), copy.deepcopy(d), d.to("cpu"), d.pack(), d.detach(), pickle.loads(pickle.dumps(d))]
+        for other in [*copies, pickle.loads(ForkingPickler.dumps(d))]:
+            other._check()
+            assert rows(other["box"]) == rows(d["box"]) and rows(other["k", "ids"]) == rows(d["k", "ids"])
+        assert d.to(torch.float64)["box", "values"].dtype == torch.float64 and d.to("meta")["box", "values"].is_meta
+
+    def test_rows(self) -> None:
+        d: Any = collate(samples(), ragged=["box", "ids"])
+        assert len(d.rows) == 4 and d.rows[2]["box"].tolist() == samples()[2]["box"].tolist()
+        assert [len(row["box"]) for row in d.rows] == list(LENGTHS)
+        again = collate(list(d.rows), ragged=["box", "ids"])
+        assert again.tolist() == d.tolist() and again["box", "offsets"] is again["k", "ids", "offsets"]
+
+    def test_strings(self) -> None:
+        words = [["a", "b"], ["b"], []]
+        d: Any = collate([{"s": w} for w in words], ragged=["s"], encoders={"s": Vocabulary(["a", "b"])})
+        assert d.decode("s") == words and rows(d["s"]) == [[0, 1], [1], []]
+        texts = ["Ada", "", "Zoë"]
+        d: Any = collate([{"s": text} for text in texts], ragged=["s"])
+        assert d.decode("s") == texts and d["s"].lengths.tolist() == [3, 0, 4] and d.tolist() == {"s": texts}
+        assert d.rows[2].decode("s") == "Zoë" and d["s", "values"].dtype == torch.uint8
+
+    def test_lists_of_texts(self) -> None:
+        texts = [["ab", "c"], ["def"]]
+        assert collate([{"s": w} for w in texts], ragged=["s"]).decode("s") == texts
+
+    def test_typed_fields_need_no_mention(self) -> None:
+        given = [{"ids": [1, 2], "n": {"ids": 1}, "y": 0.5}, {"ids": [], "n": {"ids": 2}, "y": 1.5}]
+        assert collate(given, cls=Typed) == collate(given, cls=Typed, ragged=[("ids",)])
+        d: Any = collate(given, cls=Typed)
+        d._check()
+        assert type(d) is Typed and d.ids.max_length == 2 and rows(d.ids) == [[1, 2], []]
+        assert d.n["ids"].tolist() == [1, 2], "only the declared field is ragged"
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_loaders(self, workers: int) -> None:
+        loader = DataLoader(samples(), 2, num_workers=workers, collate_fn=partial(collate, ragged=["box", "ids"]))  # type: ignore[arg-type]
+        batches = list(loader)
+        assert [row for d in batches for row in rows(d["k", "ids"])] == [list(range(n)) for n in LENGTHS]
+        assert all(d.is_packed and d["box", "offsets"] is d["k", "ids", "offsets"] for d in batches)
+        assert [d["box"]._max_length for d in batches] == [2, 3]
+
+    @pytest.mark.parametrize(
+        ("given", "options", "error", "message"),
+        [
+            (
+                [{"x": [1]}],
+                {"ragged": "x"},
+                TypeError,
+                r"^collate takes a list of keys or paths as ragged=, as \[\"box\"\], got 'x'$",
+            ),
+            ([{"x": [1]}], {"ragged": 3}, TypeError, "^collate takes a list of keys or paths as ragged=.*, got 3$"),
+            ([{"x": [1]}], {"ragged": [3]}, TypeError, "^ragged= of collate takes keys and paths, got 3$"),
+            (
+                [{"x": [1]}],
+                {"ragged": ["x"], "pad": {"x": 0}},
+                ValueError,
+                "^'x' stands in pad= and in ragged=; a field is either padded or ragged$",
+            ),
+            (
+                [{"x": [1]}],
+                {"ragged": [("x",)], "pad": {"x": 0}},
+                ValueError,
+                r"^\('x',\) stands in pad= and in ragged=; a field is either padded or ragged$",
+            ),
+            (
+                [{"x": [1]}],
+                {"ragged": ["x"], "pad": {("x",): 0}},
+                ValueError,
+                "^'x' stands in pad= and in ragged=; a field is either padded or ragged$",
+            ),
+            (
+                [{"x": 1}],
+                {"ragged": ["x"]},
+                ValueError,
+                r"^'x': a ragged field takes dense samples of at least one dimension, sample 0 has int64\[\]$",
+            ),
+            (
+                [{"x": torch.ones(1)}, {"x": torch.ones(1).to_sparse()}],
+                {"ragged": ["x"]},
+                ValueError,
+                "^'x': a ragged field takes dense samples of at least one dimension, sample 1 has ",
+            ),
+            (
+                [{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}],
+                {"ragged": ["x"]},
+                ValueError,
+                r"^'x': sample 1 has float32\[1, 3\], sample 0 has float32\[1, 2\]; "
+                r"ragged= lets the first dimension differ only$",
+            ),
+            (
+                [{"x": torch.ones(1)}, {"x": torch.ones(1).long()}],
+                {"ragged": ["x"]},
+                ValueError,
+                r"^'x': sample 1 has int64\[1\], sample 0 has float32\[1\]; ragged= lets",
+            ),
+            (
+                [{"x": torch.ones(1)}, {"x": torch.ones(1, 1)}],
+                {"ragged": ["x"]},
+                ValueError,
+                r"^'x': sample 1 has float32\[1, 1\], sample 0 has float32\[1\]; ragged= lets",
+            ),
+            (
+                [{"x": torch.ones(1)}, {"x": torch.ones(1, device="meta")}],
+                {"ragged": ["x"]},
+                DeviceMismatchError,
+                "^'x' is on meta",
+            ),
+            ([{"x": "a"}, {"x": 1}], {"ragged": ["x"]}, ValueError, "^'x': "),
+            ([{"x": "a"}, {"x": "b\0"}], {"ragged": ["x"]}, ValueError, r"^sample 1: 'x': 'b\\x00' holds a NUL"),
+            (
+                [{"x": "a"}, {"x": "Ada"}],
+                {"ragged": ["x"], "encoders": {"x": Utf8(2)}},
+                ValueError,
+                "^sample 1: 'x': 'Ada' is 3 bytes in UTF-8, over max_length=2",
+            ),
+            ([{"x": {"a": [1]}}], {"ragged": ["y"]}, ValueError, "^ragged= names 'y', which no sample has"),
+            (
+                [{"x": Ragged.from_rows([[1]])}] * 2,
+                {},
+                ValueError,
+                r"^'x' is ragged, and collate makes one row of each sample; cat\(\[\.\.\.\]\) joins the rows",
+            ),
+            (
+                [Ragged.from_rows([[1]])] * 2,
+                {},
+                ValueError,
+                r"^each sample is ragged, and collate makes one row of each sample; cat\(\[\.\.\.\]\) joins the rows",
+            ),
+        ],
+    )
+    def test_errors(self, given: Any, options: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            collate(given, **options)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
+def test_rows_by_slice_mask_and_index(lengths: list[int], data: st.DataObject) -> None:
+    parts = [torch.rand(n, 2) for n in lengths]
+    d, count = collate([{"x": part} for part in parts], ragged=["x"]), len(parts)
+    for index in (
+        slice(data.draw(st.integers(-count, count)), data.draw(st.integers(-count, count))),
+        torch.tensor(data.draw(st.lists(st.integers(-count, count - 1), max_size=6)), dtype=torch.int64),
+        torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count))),
+    ):
+        wanted = torch.arange(count)[index].tolist()
+        found: Any = d.rows[index]
+        found._check()
+        assert rows(found["x"]) == [parts[i].tolist() for i in wanted]
+        assert found["x"]._max_length == max((lengths[i] for i in wanted), default=0)
+
+
+def test_a_stream_is_recorded_for_each_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    d: Any = collate([{"b": torch.ones(2)}, {"b": torch.ones(3)}], ragged=["b"], pack=False)
+    seen: list[int] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: seen.append(self.numel()))
+    d.record_stream(None)
+    assert seen == [5, 3]
+    memory = torch.zeros(9)
+    DeviceDict({"x": memory[:4], "y": memory[4:], "b": d["b"]}).record_stream(None)
+    assert seen[2:] == [4, 5, 3], "once for each storage"
+
+
+def test_a_stream_is_recorded_for_each_part_of_a_nested_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nested tensor of torch has no storage of its own: its values and offsets have."""
+    batch: Any = collate([{"b": torch.ones(2)}, {"b": torch.ones(3)}], ragged=["b"])
+    nested = batch["b"].nested()
+    seen: list[int] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: seen.append(self.numel()))
+    DeviceDict({"b": nested}).record_stream(None)
+    assert seen == [5, 3] and type(nested) is not Tensor
+
+
+def test_joined_batches_are_the_batch_of_all_samples() -> None:
+    join: Any = partial(collate, ragged=["box", "ids"])
+    assert cat([join(samples()[:1]), join(samples()[1:])]) == join(samples())

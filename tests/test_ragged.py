@@ -1,0 +1,942 @@
+"""`Ragged`: the class itself, its rows, and what every other part of the package does with it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, default_collate
+
+from tensordict_lite import (
+    DeviceDict,
+    DeviceMismatchError,
+    Ragged,
+    StringEncoder,
+    Tokenizer,
+    TypedDeviceDict,
+    Utf8,
+    Vocabulary,
+    cat,
+    collate,
+    load,
+    prefetch,
+    stack,
+    to_device,
+)
+
+LENGTHS = [2, 0, 3, 1]
+ROWS = [[0, 1], [], [2, 3, 4], [5]]
+
+
+class Typed(TypedDeviceDict):
+    """At module level, as what is pickled must be."""
+
+    ids: Ragged
+    y: Tensor
+
+
+def ragged() -> Ragged:
+    return Ragged.from_rows([torch.tensor(row, dtype=torch.float32) for row in ROWS])
+
+
+def made() -> Any:
+    """Two fields with the same offsets, one with others, one nested; and dense and encoded fields."""
+    samples = [
+        {
+            "x": float(i),
+            "ids": torch.arange(n) + 0.5,
+            "box": torch.ones(n, 2) * i,
+            "s": "ab"[: i % 3],
+            "n": {"e": [i] * i},
+        }
+        for i, n in enumerate(LENGTHS)
+    ]
+    return collate(samples, ragged=["ids", "box", "s", ("n", "e")])
+
+
+def plain(field: Ragged) -> list[Any]:
+    return [row.tolist() for row in field.unbind()]
+
+
+def through_torch_save(d: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(d, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def fails(error: type[Exception], message: str) -> Any:
+    return pytest.raises(error, match=message)
+
+
+class TestClass:
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_constructor(self, dtype: torch.dtype) -> None:
+        values, offsets = torch.arange(6), torch.tensor([0, 2, 2, 5, 6], dtype=dtype)
+        field = Ragged({"offsets": offsets, "values": values})
+        field._check()
+        assert list(field) == ["values", "offsets"] and field["values"] is values
+        assert field["offsets"].dtype is torch.int32 and (field["offsets"] is offsets) == (dtype is torch.int32)
+        assert field._max_length == field.max_length == 3 and field.lengths.tolist() == LENGTHS
+
+    def test_rows_that_need_int64(self) -> None:
+        many = 1 << 31
+        offsets = torch.tensor([0, 5, many])
+        field = Ragged({"values": torch.zeros(1).expand(many), "offsets": offsets})
+        assert field["offsets"].dtype is torch.int64 and field.max_length == many - 5
+        assert len(field.rows[0]) == 5 and field.rows[:1]["offsets"].dtype is torch.int32
+
+    def test_without_rows_and_without_values(self) -> None:
+        none = Ragged({"values": torch.zeros(0, 2), "offsets": torch.tensor([0])})
+        assert none.max_length == 0 and none.lengths.tolist() == none.unbind() == none.tolist() == []
+        assert none.padded().shape == (0, 0, 2) and none.mask().shape == (0, 0) and len(none.rows) == 0
+        assert none.positions().shape == none.row_ids().shape == (0,) and list(none.rows) == []
+        empty = Ragged.from_rows([[], []])
+        assert empty["values"].dtype is torch.float32 and empty.max_length == 0 and plain(empty) == [[], []]
+        assert empty.padded().shape == (2, 0) and empty.rows[[1, 0, 1]].tolist() == [[], [], []]
+
+    @pytest.mark.parametrize(
+        ("rows", "expected"),
+        [
+            (ROWS, ROWS),
+            ([[], [0.5]], [[], [0.5]]),
+            ((np.arange(2), np.arange(0)), [[0, 1], []]),
+            ([torch.ones(1, 2), torch.ones(0, 2)], [[[1, 1]], []]),
+            ([[], torch.ones(1, 2)], [[], [[1, 1]]]),
+            ([range(2), (3,)], [[0, 1], [3]]),
+            (torch.arange(4).view(2, 2), [[0, 1], [2, 3]]),
+            (iter([[1], [2]]), [[1], [2]]),
+            ([[True], [False, True]], [[True], [False, True]]),
+        ],
+    )
+    def test_from_rows(self, rows: Any, expected: Any) -> None:
+        field = Ragged.from_rows(rows)
+        field._check()
+        assert field.tolist() == expected and field["offsets"].dtype is torch.int32
+        assert Ragged.from_rows(expected, "meta").device == torch.device("meta")
+
+    @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+    def test_nested_tensors_in_and_out(self) -> None:
+        nested = ragged().nested()
+        assert nested.layout is torch.jagged and [row.tolist() for row in nested.unbind()] == ROWS
+        assert Ragged.from_rows(nested) == ragged()
+        d: Any = DeviceDict({"x": nested})
+        with fails(TypeError, "^'x' is a nested tensor, which has no rows here; store Ragged.from_rows"):
+            len(d.rows)
+
+    @pytest.mark.parametrize(
+        ("rows", "error", "message"),
+        [
+            ([], ValueError, "^from_rows takes at least one row; without rows, give Ragged values, and "),
+            ("text", TypeError, "^from_rows takes a list of rows, got "),
+            (3, TypeError, "^from_rows takes a list of rows, got "),
+            ({"a": [1]}, TypeError, "^from_rows takes a list of rows, got a mapping$"),
+            ([[1], "a"], TypeError, "^row 1: is "),
+            ([[1], {"a": 1}], TypeError, "^row 1: is a mapping$"),
+            ([[1], None], TypeError, "^row 1: "),
+            ([[1], 2], ValueError, r"^row 1 is int64\[\], row 0 is int64\[1\]; rows have one dtype, and may differ in"),
+            ([2], ValueError, r"^row 0 is int64\[\], row 0 is"),
+            ([[1], [0.5]], ValueError, r"^row 1 is float32\[1\], row 0 is int64\[1\]"),
+            ([torch.ones(1), torch.ones(1, 1)], ValueError, r"^row 1 is float32\[1, 1\], row 0 is"),
+            (
+                [torch.ones(1), torch.ones(1, device="meta")],
+                DeviceMismatchError,
+                r"^row 1 is on meta, row 0 is on cpu; move it with .to\('cpu'\)$",
+            ),
+        ],
+    )
+    def test_from_rows_refuses(self, rows: Any, error: type[Exception], message: str) -> None:
+        with fails(error, message):
+            Ragged.from_rows(rows)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"offsets": None}, "^Ragged has the keys 'values' and 'offsets', got 'values'$"),
+            ({"values": None, "offsets": None}, "^Ragged has the keys 'values' and 'offsets', got no keys$"),
+            (
+                {"extra": torch.ones(1)},
+                "^Ragged has the keys 'values' and 'offsets', got 'values', 'offsets', 'extra'$",
+            ),
+            (
+                {"values": 3},
+                r"^'values' is int64\[\], expected a dense tensor \[total, \.\.\.\]: the values of all rows$",
+            ),
+            ({"values": torch.ones(6).to_sparse()}, "^'values' is .*, expected a dense tensor"),
+            ({"values": {"a": 1}}, "^'values' is a mapping, expected a dense tensor"),
+            ({"offsets": [0.0, 6.0]}, r"^'offsets' is float32\[2\], expected int32 or int64 \[rows \+ 1\]$"),
+            ({"offsets": torch.tensor([0, 6], dtype=torch.int16)}, r"^'offsets' is int16\[2\], expected int32"),
+            ({"offsets": [[0, 6]]}, r"^'offsets' is int64\[1, 2\], expected int32 or int64"),
+            ({"offsets": {"a": 1}}, "^'offsets' is a mapping, expected int32 or int64"),
+            (
+                {"offsets": torch.ones(0).int()},
+                r"^'offsets' is empty, expected \[rows \+ 1\] offsets: \[0\] for no rows$",
+            ),
+            ({"offsets": [1, 6]}, "^'offsets' starts at 1, expected 0$"),
+            ({"offsets": [0, 7]}, "^'offsets' ends at 7, expected 6, the number of values$"),
+            ({"offsets": [0]}, "^'offsets' ends at 0, expected 6, the number of values$"),
+            ({"offsets": [0, 4, 3, 6]}, "^'offsets' falls from 4 to 3 at row 1, expected ascending offsets$"),
+            ({"offsets": [0, -(1 << 63), 6]}, "^'offsets' falls from 0 to -9223372036854775808 at row 0"),
+            ({"offsets": [0, (1 << 32) + 1, 6]}, "^'offsets' falls from 4294967297 to 6 at row 1"),
+        ],
+    )
+    def test_invalid_rows_change_nothing(self, change: Any, message: str) -> None:
+        items = {"values": torch.arange(6), "offsets": torch.tensor([0, 2, 2, 5, 6])}
+        wrong = {key: value for key, value in {**items, **change}.items() if value is not None}
+        with fails(ValueError, message):
+            Ragged(wrong)
+        with fails(ValueError, message):
+            DeviceDict({"r": Ragged(wrong)})
+        field = Ragged(items)
+        before = dict(field), field._max_length
+        if set(wrong) < set(items):
+            return
+        for write in (lambda: field.update(wrong), lambda: field.__ior__(wrong)):
+            with fails(ValueError, message):
+                write()
+            assert (dict(field), field._max_length) == before and field["values"] is before[0]["values"]
+
+    def test_writing(self) -> None:
+        field = ragged()
+        field["values"] = torch.zeros(6, 2)
+        assert field["values"].shape == (6, 2) and field._max_length == 3
+        field["offsets"] = [0, 6]
+        assert field.lengths.tolist() == [6] and field._max_length == 6 and field["offsets"].dtype is torch.int32
+        field.update(values=torch.arange(2), offsets=torch.tensor([0, 1, 2]))
+        assert plain(field) == [[0], [1]] and field._max_length == 1
+        with fails(ValueError, r"^expected 2 values, as the offsets say, got int64\[3\]$"):
+            field["values"] = [1, 2, 3]
+        with fails(ValueError, "got 'values', 'offsets', 'x'$"):
+            field["x"] = 1
+        with fails(DeviceMismatchError, "'values' is on meta"):
+            field["values"] = torch.arange(2, device="meta")
+        assert plain(field) == [[0], [1]]
+
+    @pytest.mark.parametrize(
+        "delete",
+        [
+            lambda f: f.__delitem__("values"),
+            lambda f: f.pop("offsets"),
+            lambda f: f.popitem(),
+            lambda f: f.clear(),
+            lambda f: DeviceDict({"f": f}).__delitem__(("f", "values")),
+        ],
+    )
+    def test_keys_stay(self, delete: Callable[[Any], Any]) -> None:
+        field = ragged()
+        with fails(
+            TypeError, r"cannot be deleted: a Ragged has values and offsets; select\(\.\.\.\) gives a DeviceDict$"
+        ):
+            delete(field)
+        assert field == ragged()
+
+    def test_other_dicts_of_its_items(self) -> None:
+        field = ragged()
+        for part in (field.select("values"), field.drop("offsets")):
+            assert type(part) is DeviceDict and list(part) == ["values"]
+        assert field.pop("x", 3) == 3 and isinstance(field.copy(), Ragged) and field.to_dict().keys() == field.keys()
+        with fails(
+            TypeError, r"^Ragged takes a mapping with 'values' and 'offsets'; Ragged.from_rows\(rows\) takes rows$"
+        ):
+            Ragged()
+        with pytest.raises(KeyError):
+            field.pop("x")
+        assert field["offsets"] is Ragged(field)["offsets"]
+
+    def test_what_it_says_of_its_rows(self) -> None:
+        field = ragged()
+        assert field.lengths.tolist() == LENGTHS and field.lengths.dtype is torch.int32 and field.max_length == 3
+        assert field.positions().tolist() == [0, 1, 0, 1, 2, 0] and field.positions().dtype is torch.int64
+        assert field.row_ids().tolist() == [0, 0, 2, 2, 2, 3] and field.row_ids().dtype is torch.int64
+        assert plain(field) == ROWS and all(row._base is field["values"] for row in field.unbind())
+
+    @pytest.mark.parametrize("shape", [(), (2,), (1, 2)])
+    @pytest.mark.parametrize("side", ["right", "left"])
+    def test_padded(self, side: Any, shape: tuple[int, ...]) -> None:
+        field = ragged().with_values(torch.rand(6, *shape))
+        out, mask = field.padded(-1, side), field.mask(side)
+        assert out.shape == (4, 3, *shape) and mask.shape == (4, 3) and mask.dtype is torch.bool
+        assert torch.equal(out[mask], field["values"]) and (out[~mask] == -1).all()
+        assert mask.sum(1).tolist() == LENGTHS and (mask[:, 0 if side == "right" else -1]).tolist() == [
+            n > 0 for n in LENGTHS
+        ]
+        for call in (partial(field.padded, 0), field.mask):
+            with fails(ValueError, '^side is "right" or "left", got \'top\'$'):
+                call("top")  # type: ignore[arg-type]
+
+    def test_with_values(self) -> None:
+        field = ragged()
+        other = field.with_values(torch.arange(12).view(6, 2))
+        other._check()
+        assert other["offsets"] is field["offsets"] and other._max_length == 3 and type(other) is Ragged
+        for wrong in (torch.ones(5), torch.tensor(1.0), [1] * 6):
+            with fails(
+                ValueError, r"^'values': expected a tensor \[6, \.\.\.\], got .*; a ragged field keeps the number of"
+            ):
+                field.with_values(wrong)  # type: ignore[arg-type]
+        with fails(DeviceMismatchError, "^'values' is on meta"):
+            field.with_values(torch.ones(6, device="meta"))
+
+    def test_gradients(self) -> None:
+        w = torch.ones(6, requires_grad=True)
+        field = ragged().with_values(w * 2)
+        (field.padded(5).sum() + field.rows[[2, 2]]["values"].sum() + field.rows[1:3]["values"].sum()).backward()
+        assert w.grad is not None and w.grad.tolist() == [2, 2, 8, 8, 8, 2]
+
+    def test_meta_has_no_values_to_read(self) -> None:
+        field = Ragged(
+            {"values": torch.ones(4, device="meta"), "offsets": torch.zeros(3, dtype=torch.int32, device="meta")}
+        )
+        assert field._max_length is None and field.lengths.shape == (2,)
+        assert ragged().to("meta").max_length == 3 and ragged().to("meta").padded().shape == (4, 3)
+
+    def test_display(self) -> None:
+        d: Any = made()
+        assert repr(ragged()) == "Ragged(cpu, 4 rows, 6 values, 44 B)\n├─ values   float32[6]\n└─ offsets  int32[5]"
+        assert "ids   float32[4, *] of 6 values" in repr(d) and "box   float32[4, *, 2] of 6 values" in repr(d)
+        assert ", 5 fields, " in repr(d) and "offsets" not in repr(d) and "float32[4, *] of 6 values" in d._repr_html_()
+        assert repr(Ragged.from_rows([[1]])).startswith("Ragged(cpu, 1 row, 1 value, ")
+
+    def test_offsets_on_an_accelerator_are_not_read(self, device: torch.device) -> None:
+        wrong = torch.tensor([0, 9, 3], dtype=torch.int32).to(device)
+        field = Ragged({"values": torch.ones(6).to(device), "offsets": wrong})
+        assert field._max_length is None
+        good = ragged().to(device)
+        assert good._max_length == 3 and good.lengths.cpu().tolist() == LENGTHS
+        assert Ragged({"values": good["values"], "offsets": good["offsets"]}).max_length == 3, "computed, once"
+        assert torch.equal(good.padded(7).cpu(), ragged().padded(7)) and torch.equal(
+            good.mask("left").cpu(), ragged().mask("left")
+        )
+        assert good.positions().cpu().tolist() == ragged().positions().tolist() and plain(good) == ROWS
+        assert Ragged.from_rows(ROWS, device).device == device
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "to": lambda d: d.to("cpu"),
+    "to, copied": lambda d: d.to("cpu", copy=True),
+    "to meta": lambda d: d.to("meta"),
+    "to dtype": lambda d: d.to(torch.float64),
+    "clone": lambda d: d.clone(),
+    "copy": lambda d: d.copy(),
+    "copy.copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "detach": lambda d: d.detach(),
+    "pack": lambda d: d.pack(),
+    "contiguous": lambda d: d.contiguous(),
+    **{f"pickle {n}": lambda d, n=n: pickle.loads(pickle.dumps(d, n)) for n in range(2, 6)},
+    "pickle, packed": lambda d: pickle.loads(pickle.dumps(d.pack())),
+    "queue": lambda d: pickle.loads(ForkingPickler.dumps(d)),
+    "queue, packed": lambda d: pickle.loads(ForkingPickler.dumps(d.pack())),
+    "torch.save": through_torch_save,
+    "pytree": lambda d: pytree.tree_map(torch.clone, d),
+    "map": lambda d: d.map(torch.clone),
+    "constructor": lambda d: type(d)(dict(d)),
+    "arithmetic": lambda d: d.clone().mul_(1),
+    "cat": lambda d: cat([d]),
+    "rows": lambda d: d.rows[:],
+    "rows, copied": lambda d: d.rows[list(range(4))],
+    "shuffled twice": lambda d: d.rows[[2, 0, 3, 1]].rows[[1, 3, 0, 2]],
+    "default_collate": lambda d: default_collate(d.rows.__getitems__([0, 1, 2, 3])),
+    "collate of rows": lambda d: collate(list(d.rows), ragged=["ids", "box"]),
+    "__getitems__": lambda d: collate(d.rows.__getitems__([0, 1, 2, 3])),
+    "prefetch": lambda d: next(iter(prefetch([d], "cpu"))),
+    "to_device": lambda d: to_device({"d": [d]}, "cpu")["d"][0],
+    "torch.clone": torch.clone,
+    "in a list": lambda d: through_torch_save({"state": [d]})["state"][0],
+}
+
+
+class TestWholeDicts:
+    @pytest.mark.parametrize("name", COPIES)
+    def test_every_copy(self, name: str) -> None:
+        """A copy has the same rows, one tensor for offsets that were shared, and the length of the longest row."""
+        d: Any = made().select("x", "ids", "box")
+        out = COPIES[name](d)
+        out._check()
+        assert type(out["ids"]) is type(out["box"]) is Ragged
+        assert out["ids"]._max_length == (None if name == "pytree" else 3) and out["ids"].max_length == 3
+        if name not in ("pytree", "clone", "torch.clone", "arithmetic", "to meta"):
+            assert out["ids", "offsets"].untyped_storage()._cdata == out["box", "offsets"].untyped_storage()._cdata
+        if not name.endswith("meta"):
+            assert out.tolist() == d.tolist() and out["ids", "offsets"].dtype is torch.int32
+
+    def test_files(self, tmp_path: Path) -> None:
+        d: Any = made()
+        d.save(tmp_path / "d")
+        out: Any
+        for out in (load(tmp_path / "d"), DeviceDict.load(tmp_path / "d", keys=["ids", "box"])):
+            out._check()
+            assert out["ids"]._max_length == 3 and type(out["ids"]) is Ragged and out["ids"] == d["ids"]
+        assert load(tmp_path / "d") == d and load(tmp_path / "d").decode("s") == d.decode("s")
+        part = load(tmp_path / "d", keys=[("ids", "values")])["ids"]
+        assert type(part) is DeviceDict and list(part) == ["values"], "a part of a ragged field is not ragged"
+        assert load(tmp_path / "d", "meta")["ids"].max_length == 3
+        ragged().save(tmp_path / "r")
+        assert Ragged.load(tmp_path / "r") == ragged() and type(load(tmp_path / "r")) is Ragged
+
+    def test_moves(self, device: torch.device) -> None:
+        d: Any = made()
+        there = d.to(device)
+        there._check()
+        assert there["ids"]._max_length == 3 and there["ids", "offsets"].device == device
+        assert there.rows[1:3]["ids"].lengths.tolist() == [0, 3] and there.rows[[3, 2]]["ids"]._max_length == 3
+        assert there.rows[[3, 2]].cpu() == d.rows[[3, 2]] and there.rows[2].cpu() == d.rows[2]
+        assert cat([there, there]).cpu() == cat([d, d]) and there.cpu() == d and there.decode("s") == d.decode("s")
+        (batch,) = prefetch([d], device)
+        assert batch.cpu() == d and to_device(d, device).device == device
+
+    def test_a_packed_batch_moves_with_one_copy(self, device: torch.device, copies: Any) -> None:
+        d: Any = made().pack()
+        copies.clear()
+        d.to(device)
+        assert copies["h2d"] == 1
+
+    def test_arithmetic_leaves_the_offsets_alone(self) -> None:
+        d: Any = made().select("x", "ids", "box")
+        offsets = d["ids", "offsets"]
+        doubled = d.map(lambda t: t * 2)
+        results = [
+            doubled,
+            d.map(torch.add, d),
+            d.double(),
+            torch.zeros_like(d),
+            d.clone().mul_(2),
+            d.clone().lerp_(d, 0.5),
+        ]
+        out: Any
+        for out in (*results, torch.where(d.map(lambda t: t > 0), d, d)):
+            assert out["ids", "offsets"].tolist() == offsets.tolist() and out["ids", "offsets"].dtype is torch.int32
+            assert out["ids"]._max_length == 3
+        assert doubled["ids", "offsets"] is offsets and d["ids"].map(lambda t: t * 2) == doubled["ids"]
+        assert d.map(torch.add, d) == doubled == d.clone().add_(d) == d.clone().mul_(2)
+        norm = made()["ids"]["values"].norm()
+        assert torch.allclose(made().select("ids").total_norm(), norm)
+        with fails(TypeError, r"^'r.values' is int64, a norm needs floating-point"):
+            DeviceDict({"r": Ragged.from_rows([[1]])}).total_norm()
+
+    def test_lengths_that_differ_are_refused(self) -> None:
+        one = DeviceDict({"r": Ragged.from_rows([[1.0, 2.0], [3.0]])})
+        two = DeviceDict({"r": Ragged.from_rows([[1.0], [2.0, 3.0]])})
+        message = "^'r' has rows of other lengths in the other mapping; give it rows of the same lengths$"
+        for call in (lambda: one.add_(two), lambda: one.map(torch.add, two), lambda: one.copy_(two)):
+            with fails(ValueError, message):
+                call()
+        with fails(ValueError, "^the other Ragged has rows of other lengths"):
+            one["r"].sub_(two["r"])
+        assert one["r"].tolist() == [[1, 2], [3]] and one != two and not one.allclose(two)
+        message = (
+            r"^'r.values': expected a tensor \[3, \.\.\.\], got float32\[2\]; a ragged field keeps the number of its"
+        )
+        with fails(ValueError, message):
+            one.map(lambda t: t[:2])
+        same = DeviceDict({"r": {"values": torch.ones(3), "offsets": torch.tensor([0, 2, 3]).int()}})
+        assert one.map(torch.add, same)["r"].tolist() == [[2, 3], [4]], "a mapping with the same offsets"
+
+    def test_comparisons(self) -> None:
+        assert made() == made() and ragged() == Ragged.from_rows(ROWS).map(Tensor.float)
+        near, far = (ragged().map(lambda t, by=by: t + by) for by in (1e-9, 1))  # type: ignore[misc]
+        assert ragged() != ragged().rows[:3] and ragged().allclose(near) and not ragged().allclose(far)
+
+    def test_fill(self) -> None:
+        buffer, other = made(), made()
+        values, offsets = buffer["ids", "values"], buffer["ids", "offsets"]
+        other["ids"].mul_(3)
+        buffer.fill_(other)
+        assert buffer == other and buffer["ids", "values"] is values and buffer["ids", "offsets"] is offsets
+        field = Ragged.from_rows([[1, 2], [3]])
+        field.fill_(Ragged.from_rows([[1], [2, 3]]))
+        assert field.tolist() == [[1], [2, 3]]
+        longer = Ragged.from_rows([[1, 2, 3], []])
+        d: Any = DeviceDict({"r": field})
+        d.fill_({"r": longer})
+        assert d["r"]._max_length == 3 and d["r"].tolist() == [[1, 2, 3], []]
+        with fails(
+            ValueError, r"^'r.values' is int64\[3\] in this DeviceDict, got int64\[2\]; fill_ casts and broadcasts"
+        ):
+            d.fill_({"r": Ragged.from_rows([[1], [2]])})
+        with fails(ValueError, "^'r' is ragged in this DeviceDict, got a nested dict$"):
+            d.fill_({"r": dict(longer)})
+        two = DeviceDict({"a": longer, "b": longer.with_values(torch.zeros(3))})
+        with fails(
+            ValueError, "^'b' shares its offsets with another field of this DeviceDict, and the given rows of the"
+        ):
+            two.fill_({"a": longer, "b": Ragged.from_rows([[1.0], [2.0, 3.0]])})
+        assert two["b", "values"].tolist() == [0, 0, 0]
+
+    def test_refused(self) -> None:
+        d: Any = made()
+        with fails(
+            TypeError, r"^'ids' is ragged: its rows differ in length, so no dimension can precede it; drop it first"
+        ):
+            d.new_zeros(2)
+        with fails(TypeError, "^this Ragged is ragged: its rows differ in length"):
+            d["ids"].new_empty(2)
+        for call in (lambda: torch.split(d, 2), lambda: torch.unbind(d)):
+            with fails(TypeError, r"^'ids' is ragged, which torch.\w+ cannot cut; use d.rows.split\(\.\.\.\)$"):
+                call()
+        with fails(TypeError, "^'ids' is ragged, which has one dimension of rows and none to merge; drop it first$"):
+            d.select("ids").rows.flatten()
+        with fails(TypeError, "^'ids' is a Ragged; rows are grouped by a tensor field$"):
+            d.rows.group_by("ids")
+
+
+class TestJoin:
+    def test_cat(self) -> None:
+        d: Any = made()
+        joined = cat([d, d.rows[:0], d.rows[2:]])
+        joined._check()
+        assert (
+            joined
+            == torch.cat([d, d.rows[2:]])
+            == collate([*d.rows, *d.rows[2:].rows], ragged=["ids", "box", "s", "e"])
+        )
+        assert joined["ids", "offsets"] is joined["box", "offsets"] and joined["ids"]._max_length == 3
+        assert joined["ids", "offsets"].dtype is torch.int32 and joined.decode("s") == [
+            *d.decode("s"),
+            *d.decode("s")[2:],
+        ]
+        assert cat([ragged(), ragged()]).tolist() == ROWS * 2 and type(cat([ragged()] * 2)) is Ragged
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (
+                lambda: stack([made(), made()]),
+                r"^'ids' is ragged: its rows differ in length, so they have no other dimension; cat\(\[\.\.\.\]\) ",
+            ),
+            (lambda: torch.stack(cast(Any, [ragged()] * 2)), "^a Ragged is ragged: its rows differ in length"),
+            (
+                lambda: cat([made().select("ids")] * 2, dim=1),
+                "'ids' is ragged: .* no other dimension; cat along dim=0$",
+            ),
+            (
+                lambda: cat([Ragged.from_rows([torch.ones(1, n)]) for n in (1, 2)]),
+                r"^'values': dict 1 has float32\[1, 2\], dict 0 has float32\[1, 1\]$",
+            ),
+            (
+                lambda: cat([{"r": Ragged.from_rows([torch.ones(1, n)])} for n in (1, 2)]),
+                r"^'r.values': dict 1 has float32\[1, 2\], dict 0 has float32\[1, 1\]$",
+            ),
+            (lambda: cat([{"r": ragged()}, {"r": torch.ones(1)}]), r"^'r': dict 1 has float32\[1\], dict 0 has "),
+            (lambda: cat([{"r": torch.ones(1)}, {"r": ragged()}]), r"^'r': dict 1 has .*, dict 0 has float32\[1\]$"),
+            (lambda: cat([{"r": ragged()}, {"r": dict(ragged())}]), "^'r': dict 1 has a mapping, dict 0 has a Ragged"),
+        ],
+    )
+    def test_refused(self, call: Callable[[], Any], message: str) -> None:
+        with fails(ValueError, message):
+            call()
+
+    def test_unknown_lengths_stay_unknown(self) -> None:
+        unknown = pytree.tree_map(torch.clone, ragged())
+        joined: Any = cat([ragged(), unknown])
+        assert unknown._max_length is joined._max_length is None and joined.max_length == 3
+
+
+INDEXES: list[Any] = [
+    slice(None), slice(1, 3), slice(-2, None), slice(3, 1), slice(None, None, 2), slice(None, None, 3), slice(1, 99),
+    [], [0], [3, 0, 0, -1], range(2), np.array([2, 1]), torch.tensor([1, 1]), torch.tensor([2], dtype=torch.int32),
+    torch.tensor([True, False, False, True]), [False] * 4, np.array([True] * 4),
+]  # fmt: skip
+
+
+class TestRows:
+    @pytest.mark.parametrize("index", INDEXES)
+    def test_several(self, index: Any) -> None:
+        d: Any = made()
+        at = index if isinstance(index, slice) else torch.as_tensor(list(index) or np.array([], int))
+        wanted = torch.from_numpy(np.arange(4)[at if isinstance(at, slice) else at.numpy()]).tolist()
+        out = d.rows[index]
+        out._check()
+        assert len(out.rows) == len(wanted) and out["x"].tolist() == wanted
+        assert (
+            plain(out["ids"]) == [plain(made()["ids"])[i] for i in wanted]
+            and out["ids", "offsets"].dtype is torch.int32
+        )
+        assert out["ids"]._max_length == max((LENGTHS[i] for i in wanted), default=0)
+        assert out["ids", "offsets"] is out["box", "offsets"] is not out["s", "offsets"], "shared offsets stay shared"
+        assert out.decode("s") == [made().decode("s")[i] for i in wanted] and type(out["n", "e"]) is Ragged
+        is_view = isinstance(index, slice) and index.step is None
+        shares = out["ids", "values"].untyped_storage().data_ptr() == d["ids", "values"].untyped_storage().data_ptr()
+        assert shares == is_view
+
+    @pytest.mark.parametrize("grad", [True, False])
+    def test_one(self, grad: bool) -> None:
+        d: Any = made()
+        with torch.set_grad_enabled(grad):
+            rows = list(d.rows)
+        for i, row in enumerate(rows):
+            assert row == d.rows[i] == d.rows[i - 4] == d.rows[torch.tensor(i)] == d.rows[np.int64(i)]
+            assert (
+                type(row["ids"]) is Tensor
+                and row["ids"].untyped_storage()._cdata == d["ids", "values"].untyped_storage()._cdata
+            )
+            assert row["ids"].tolist() == plain(d["ids"])[i] and row["box"].shape == (LENGTHS[i], 2)
+            assert row.decode("s") == d.decode("s")[i]
+        for wrong in (4, -5, [4], [-5]):
+            with pytest.raises(IndexError):
+                d.rows[wrong]
+
+    def test_of_the_field_itself(self) -> None:
+        field = ragged()
+        assert (
+            len(field.rows) == 4
+            and field.rows[2].tolist() == [2, 3, 4]
+            and field.rows[[2, 1]].tolist() == [[2, 3, 4], []]
+        )
+        assert [row.tolist() for row in field.rows] == ROWS and type(field.rows[1:]) is Ragged
+
+    def test_writes_to_a_row_are_seen(self) -> None:
+        d: Any = made()
+        d.rows[2]["ids"][:] = 9
+        d.rows[3:]["ids"]["values"][:] = 8
+        assert plain(d["ids"])[2:] == [[9, 9, 9], [8]]
+
+    def test_fields_that_disagree(self) -> None:
+        d: Any = DeviceDict({"x": torch.ones(3), "r": ragged()})
+        with fails(
+            ValueError,
+            r"^rows need fields that agree on their first dimension, this DeviceDict has 'x' \[3\], 'r' \[4, \*\]$",
+        ):
+            len(d.rows)
+
+    def test_split_shuffle_and_batches(self) -> None:
+        d: Any = made()
+        for parts in (d.rows.split(3), d.rows.split([3, 1]), list(d.rows.batches(3))):
+            assert [len(part.rows) for part in parts] == [3, 1] and cat(parts) == d
+        order = torch.randperm(4, generator=torch.Generator().manual_seed(1))
+        assert d.rows.shuffle(torch.Generator().manual_seed(1)) == d.rows[order]
+        batches = list(d.rows.batches(3, shuffle=True, generator=torch.Generator().manual_seed(1)))
+        assert cat(batches) == d.rows[order] and all(b["ids", "offsets"] is b["box", "offsets"] for b in batches)
+        groups = DeviceDict({"k": [1, 0, 1, 0], "r": ragged()}).rows.group_by("k")
+        assert {key: part["r"].tolist() for key, part in groups.items()} == {
+            0: [ROWS[1], ROWS[3]],
+            1: [ROWS[0], ROWS[2]],
+        }
+
+    def test_pickled_rows(self) -> None:
+        rows = pickle.loads(pickle.dumps(made().rows))
+        assert rows[:] == made() and rows[2] == made().rows[2]
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_loader(self, workers: int) -> None:
+        d: Any = made()
+        batches = list(DataLoader(d.rows, 3, num_workers=workers, collate_fn=collate))  # type: ignore[arg-type]
+        assert cat(batches) == d and [len(batch.rows) for batch in batches] == [3, 1]
+        assert [batch["ids"]._max_length for batch in batches] == [3, 1]
+        assert all(batch["ids", "offsets"] is batch["box", "offsets"] or workers for batch in batches)
+        if workers:
+            assert all(batch.is_packed for batch in batches)
+
+
+ASSIGN: list[tuple[Any, Any]] = [
+    (2, [7, 8, 9]),
+    (-2, torch.tensor([7.0, 8, 9])),
+    (2, np.array([7, 8, 9])),
+    (1, []),
+    (slice(1, 3), [[], [7, 8, 9]]),
+    (slice(1, 3), Ragged.from_rows([[], [7.0, 8, 9]])),
+    ([3, 0], [[7], [8, 9]]),
+    ([3, 0], Ragged.from_rows([[7.0], [8.0, 9.0]])),
+    (slice(None, None, 2), [np.array([7.0, 8.0]), [1, 2, 3]]),
+    (torch.tensor([True, False, True, False]), [torch.tensor([7, 8]), torch.tensor([1, 2, 3])]),
+    ([0], torch.tensor([[7.0, 8.0]])),
+    (slice(0, 1), torch.tensor([[7, 8]])),
+    ([], Ragged.from_rows([[1.0]]).rows[:0]),
+]
+
+
+class TestAssignment:
+    @pytest.mark.parametrize(("index", "given"), ASSIGN)
+    def test_rows(self, index: Any, given: Any) -> None:
+        d: Any = DeviceDict({"x": torch.zeros(4), "r": ragged()})
+        values, expected = d["r", "values"], list(ROWS)
+        d.rows[index] = {"x": 1, "r": given}
+        wanted = torch.arange(4)[index].tolist() if not isinstance(index, list) or index else []
+        rows = [given] if isinstance(wanted, int) else given.tolist() if isinstance(given, Ragged) else given
+        for i, row in zip([wanted] if isinstance(wanted, int) else wanted, rows, strict=True):
+            expected[i] = torch.as_tensor(row).tolist()
+        assert d["r"].tolist() == expected and d["r", "values"] is values and d["r"].max_length == 3
+        assert d["x"].nonzero().flatten().tolist() == sorted([wanted] if isinstance(wanted, int) else wanted)
+        d._check()
+
+    @pytest.mark.parametrize(
+        ("index", "given", "message"),
+        [
+            (
+                2,
+                [1],
+                "^'r': row 0 of these has 3 values, got 1; rows of a ragged field keep their lengths; to change them",
+            ),
+            (slice(2, 4), [[1, 2, 3], []], "^'r': row 1 of these has 1 values, got 0; rows of a ragged"),
+            (slice(2, 4), [[1, 2, 3]], "^'r': expected 2 rows, got 1 rows$"),
+            (slice(2, 4), [1, 2], "^'r': expected 2 rows, got one row$"),
+            (2, [[1, 2, 3]], "^'r': expected one row, got 1 rows$"),
+            ([2], torch.ones(3), "^'r': expected 1 rows, got one row$"),
+            (2, torch.ones(3, 2, 2), r"^'r': expected rows \[\.\.\., \*\] or one row \[\*\], got float32\[3, 2, 2\]$"),
+            (
+                2,
+                torch.ones(3, dtype=torch.complex64),
+                "^'r': complex64 cannot be written into float32; convert it first$",
+            ),
+            (2, ["a", "b", "c"], "^'r' is a field of numbers, got strings; encode them first$"),
+            (2, {"a": 1}, "^'r' is ragged; its rows cannot be set from a mapping$"),
+            (2, torch.ones(3, device="meta"), "^'r' is on meta"),
+            (2, None, "^'r' is NoneType"),
+        ],
+    )
+    def test_a_value_that_does_not_fit_changes_nothing(self, index: Any, given: Any, message: str) -> None:
+        d: Any = DeviceDict({"x": torch.zeros(4), "r": ragged(), "y": torch.zeros(4)})
+        with pytest.raises((TypeError, ValueError), match=message):
+            d.rows[index] = {"x": 1, "r": given, "y": 1}
+        assert d["r"] == ragged() and not d["x"].any() and not d["y"].any()
+        with pytest.raises((TypeError, ValueError)):
+            d.rows[0] = {"x": 1, "r": [1, 2], "y": [1, 2]}
+        assert d["r"] == ragged() and not d["x"].any()
+
+    def test_a_write_that_torch_refuses_is_undone(self) -> None:
+        d: Any = DeviceDict({"r": ragged(), "leaf": torch.zeros(4, requires_grad=True)})
+        for index in (0, slice(0, 1), [0]):
+            with fails(RuntimeError, "^'leaf': "):
+                d.rows[index] = {"r": [9, 9] if index == 0 else [[9, 9]], "leaf": 1}
+            assert d["r"] == ragged()
+
+    def test_texts(self) -> None:
+        d: Any = collate([{"s": "abc"}, {"s": ""}, {"s": "Zoë"}], ragged=["s"])
+        d.rows[0] = {"s": "xyz"}
+        d.rows[[1, 2]] = {"s": ["", "four"]}
+        assert d.decode("s") == ["xyz", "", "four"]
+        d.rows[1:] = d.rows[1:].map(torch.clone)
+        d.rows[[0]] = DeviceDict({"s": ["abc"]})
+        d.rows[1:] = DeviceDict({"s": ["", "nine"]})  # without the padding of dense codes
+        assert d.decode("s") == ["abc", "", "nine"]
+        for text, message in (("ab", "has 3 values, got 2"), ("a\0b", "holds a NUL character")):
+            with fails(ValueError, message):
+                d.rows[0] = {"s": text}
+        words = collate([{"w": ["a"]}, {"w": ["b", "a"]}], ragged=["w"], encoders={"w": Vocabulary(["a", "b"])})
+        words.rows[1] = {"w": ["b", "b"]}
+        words.rows[[0]] = {"w": [["b"]]}
+        assert words.decode("w") == [["b"], ["b", "b"]]
+        with fails(ValueError, "'c' is not among the 2 tokens"):
+            words.rows[0] = {"w": ["c"]}
+
+    def test_rows_of_itself(self) -> None:
+        d: Any = DeviceDict({"r": Ragged.from_rows([[1, 2], [3, 4]])})
+        d.rows[[0, 1]] = d.rows[[1, 0]]
+        assert d["r"].tolist() == [[3, 4], [1, 2]]
+        d.rows[0:1] = d.rows[1:2]
+        assert d["r"].tolist() == [[1, 2], [1, 2]]
+
+    def test_autograd_records_the_write(self) -> None:
+        w = torch.ones(2, requires_grad=True)
+        d: Any = DeviceDict({"r": ragged().with_values(torch.zeros(6))})
+        d.rows[0] = {"r": w * 3}
+        d["r", "values"].sum().backward()
+        assert w.grad is not None and w.grad.tolist() == [3, 3]
+
+
+class Words(StringEncoder):
+    """An encoder without ragged codes of its own."""
+
+    code_ndim = 1
+
+    def encode(self, strings: Any, /) -> Tensor:
+        return torch.tensor([[len(s), ord(s[0])] for s in strings])
+
+    def decode(self, codes: Any, /) -> list[str]:
+        return [chr(int(row[1])) * int(row[0]) for row in codes]
+
+
+class Letters:
+    """A tokenizer of transformers, as far as the encoder calls it."""
+
+    def __call__(self, strings: list[str], padding: bool = True, **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(letter) for letter in text] for text in strings]}
+
+    def batch_decode(self, ids: Any, skip_special_tokens: bool) -> list[str]:
+        rows = ids.tolist() if isinstance(ids, Tensor) else ids
+        return ["".join(chr(n) for n in row if n) for row in rows]
+
+
+class TestTexts:
+    def test_a_tokenizer(self) -> None:
+        texts = ["Ada", "", "Grace"]
+        d: Any = collate([{"t": text} for text in texts], ragged=["t"], encoders={"t": Tokenizer(Letters())})
+        assert plain(d["t"]) == [[ord(letter) for letter in text] for text in texts] and d["t"].max_length == 5
+        assert d.decode("t") == d.tolist()["t"] == texts and d.rows[[2, 0]].decode("t") == ["Grace", "Ada"]
+        generated = DeviceDict({"a": d["t"].padded()}, encoders={"a": Tokenizer(Letters())})
+        assert generated.decode("a") == texts
+        ids = DeviceDict({"a": Ragged.from_rows([[72, 105], []])}, encoders={"a": Tokenizer(Letters())})
+        assert ids.decode("a") == ["Hi", ""]
+
+    def test_encoders(self) -> None:
+        lists = [["a", "b"], [], ["b"]]
+        d: Any = collate([{"s": row} for row in lists], ragged=["s"], encoders={"s": Vocabulary(["a", "b"])})
+        assert d.decode("s") == d.tolist()["s"] == lists and d.rows[0].decode("s") == ["a", "b"]
+        d: Any = collate([{"s": row} for row in lists if row], ragged=["s"], encoders={"s": Words()})
+        assert d.decode("s") == [["a", "b"], ["b"]]
+        d: Any = collate([{"s": "é" * n} for n in (0, 2)], ragged=["s"], encoders={"s": Utf8(4)})
+        assert d.decode("s") == ["", "éé"]
+
+    def test_broken_codes(self) -> None:
+        d: Any = DeviceDict({"s": Ragged.from_rows([torch.tensor([255], dtype=torch.uint8)])}, encoders={"s": Utf8()})
+        with fails(ValueError, "^'s'"):
+            d.decode("s")
+
+
+class TestTyped:
+    def test_fields(self) -> None:
+        samples = [{"ids": [1, 2], "y": 0.5}, {"ids": [], "y": 1.0}]
+        d: Any = collate(samples, cls=Typed)
+        d._check()
+        assert type(d.ids) is Ragged and d.rows[[1, 0]].ids.tolist() == [[], [1, 2]] and type(d.rows[1:]) is Typed
+        made: Any = Typed
+        built = Typed(ids=Ragged.from_rows([[1, 2], []]), y=torch.tensor([0.5, 1.0]))
+        assert built == d == pickle.loads(pickle.dumps(d)) and type(d.to("meta").ids) is Ragged
+        assert (
+            made(ids={"values": torch.arange(2), "offsets": torch.tensor([0, 2])}, y=torch.ones(1)).ids.max_length == 2
+        )
+        for wrong, error in ((torch.ones(2), TypeError), ({"values": torch.ones(2)}, ValueError)):
+            with pytest.raises(error, match="ids"):
+                made(ids=wrong, y=torch.ones(2))
+            with pytest.raises(error, match="ids"):
+                d.ids = wrong
+        assert d == built
+
+    def test_a_subclass(self) -> None:
+        class Tokens(Ragged):
+            pass
+
+        field = Tokens.from_rows(ROWS)
+        for out in (field, field.rows[1:], field.rows[[0]], field.map(torch.neg), field.clone(), cat([field])):
+            assert type(out) is Tokens
+        assert type(DeviceDict({"r": field}).rows[[1]]["r"]) is Tokens
+
+
+class TestCompiledAndTransformed:
+    @pytest.mark.slow
+    def test_few_graphs_for_many_lengths(self) -> None:
+        def step(d: Any) -> Any:
+            field = d["r"]
+            made = field.with_values(field["values"] * 2 + field.positions())
+            return made, field.row_ids(), made.padded(7), field.mask("left"), field.lengths
+
+        counter = CompileCounter()
+        compiled = torch.compile(step, backend=counter, fullgraph=True)
+        for lengths in ([2, 3], [4, 2], [5, 6], [7, 8], [1, 9], [3, 3], [10, 2]):
+            d: Any = collate([{"r": torch.rand(n)} for n in lengths], ragged=["r"])
+            out, *others = compiled(d)
+            expected, *rest = step(d)
+            assert type(out) is Ragged and out == expected and out._max_length == max(lengths)
+            assert out["offsets"] is d["r", "offsets"]
+            assert all(torch.equal(a, b) for a, b in zip(others, rest, strict=True))
+        assert counter.frame_count <= 2
+
+    def test_functorch(self) -> None:
+        field = ragged()
+
+        def loss(values: Tensor) -> Tensor:
+            return (field.with_values(values).padded() ** 2).sum()
+
+        assert torch.func.grad(loss)(field["values"]).tolist() == (2 * field["values"]).tolist()
+        w = torch.func.vmap(loss)(torch.stack([field["values"]] * 2))
+        assert w.tolist() == [loss(field["values"]).item()] * 2
+
+    def test_pytree(self) -> None:
+        leaves, spec = pytree.tree_flatten(made())
+        out = pytree.tree_unflatten(leaves, spec)
+        assert (
+            type(out["ids"]) is Ragged
+            and out["ids"]._max_length is None
+            and out["ids"].max_length == 3
+            and out == made()
+        )
+
+
+class TestArrow:
+    def test_both_ways(self) -> None:
+        arrow = pytest.importorskip("pyarrow")
+        for field in (ragged(), ragged().rows[1:3], Ragged.from_rows([[True], []])):
+            array = arrow.array(field)
+            back = DeviceDict.from_arrow(arrow.table({"r": array}))["r"]
+            assert array.to_pylist() == field.tolist() and type(back) is Ragged and back == field
+        boxes = Ragged.from_rows([torch.rand(2, 3, 1), torch.rand(0, 3, 1)])
+        assert arrow.array(boxes).to_pylist() == boxes.tolist()
+        table = arrow.table({"r": arrow.array([[1], [2, 3], [], [4, 5, 6]]), "x": [1, 2, 3, 4]})
+        for part in (table, table.slice(1, 2), table.slice(4)):
+            d = DeviceDict.from_arrow(part)
+            d._check()
+            assert d["r"].tolist() == part["r"].to_pylist() and len(d.rows) == len(part)
+        large = arrow.array(ragged(), type=arrow.large_list(arrow.float64()))
+        assert large.type == arrow.large_list(arrow.float64()) and large.to_pylist() == ROWS
+        with fails(ValueError, "nulls inside of lists; fill them in Arrow first"):
+            DeviceDict.from_arrow(arrow.table({"r": arrow.array([[1, None]])}))
+
+
+LISTS = st.lists(st.lists(st.integers(-9, 9), max_size=4), min_size=1, max_size=6)
+
+
+def build(rows: list[list[int]]) -> Ragged:
+    return Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
+
+
+@given(LISTS, st.data())
+def test_it_behaves_as_a_list_of_lists(rows: list[list[int]], data: st.DataObject) -> None:
+    """Any sequence of operations on rows, beside the same on plain lists."""
+    field: Any = build(rows)
+    model = list(rows)
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(
+            st.sampled_from(["index", "slice", "mask", "cat", "add", "pickle", "torch.save", "set", "values"])
+        )
+        count = len(model)
+        if kind == "index":
+            index = data.draw(st.lists(st.integers(-count, count - 1), max_size=6)) if count else []
+            field, model = field.rows[torch.tensor(index, dtype=torch.int64)], [model[i] for i in index]
+        elif kind == "slice":
+            bound = st.none() | st.integers(-count - 1, count + 1)
+            part = slice(data.draw(bound), data.draw(bound), data.draw(st.none() | st.integers(1, 3)))
+            field, model = field.rows[part], model[part]
+        elif kind == "mask":
+            mask = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+            field, model = (
+                field.rows[torch.tensor(mask, dtype=torch.bool)],
+                [row for row, keep in zip(model, mask, strict=True) if keep],
+            )
+        elif kind == "cat":
+            more = data.draw(LISTS)
+            field, model = cat([field, build(more), field]), [*model, *more, *model]  # type: ignore[assignment]
+        elif kind == "add":
+            field, model = field.map(lambda t: t + 1), [[number + 1 for number in row] for row in model]
+        elif kind == "pickle":
+            field = pickle.loads(pickle.dumps(field, data.draw(st.integers(2, 5))))
+        elif kind == "torch.save":
+            field = through_torch_save(field)
+        elif kind == "set" and count:
+            i = data.draw(st.integers(-count, count - 1))
+            d: Any = DeviceDict({"r": field.clone()})
+            d.rows[i] = {"r": field.rows[i] * 2}
+            field, model[i] = d["r"], [2 * number for number in model[i]]
+        else:
+            field = field.with_values(field["values"].clone())
+        field._check()
+        assert field.tolist() == model == plain(field) and field["offsets"].dtype is torch.int32
+        assert field.lengths.tolist() == list(map(len, model)) and field.max_length == max(map(len, model), default=0)
+        padded, mask = field.padded(99, "left"), field.mask("left")
+        assert [row[keep].tolist() for row, keep in zip(padded, mask, strict=True)] == model
+        assert [row.tolist() for row in field.rows] == model and field.row_ids().tolist() == [
+            i for i, row in enumerate(model) for _ in row
+        ]
