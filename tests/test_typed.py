@@ -26,6 +26,7 @@ from typing_extensions import TypeAliasType
 from tensordict_lite import (
     DeviceDict,
     DeviceMismatchError,
+    Ragged,
     TypedDeviceDict,
     Utf8,
     Vocabulary,
@@ -519,6 +520,38 @@ class TestDeclaring:
 
 
 class TestShapes:
+    def test_the_values_of_a_ragged_field(self) -> None:
+        class Tokens(TypedDeviceDict):
+            ids: Annotated[Ragged, Int[Tensor, "total"]]
+            states: Annotated[Ragged, Float[Tensor, "total d"]]
+            w: Float[Tensor, "n d"]
+
+        ids = Ragged.from_rows([[1, 2], [3]])
+        states = ids.with_values(torch.ones(3, 4))
+        good: Any = {"ids": ids, "states": states, "w": torch.ones(2, 4)}
+        assert Tokens(**good).rows[1:].states["values"].shape == (1, 4)
+        rows = [{"ids": [1], "states": torch.ones(1, 4), "w": torch.ones(4)}] * 2
+        assert type(collate(rows, cls=Tokens).ids) is Ragged
+        wrong: list[tuple[dict[str, Any], str]] = [
+            (
+                {"ids": ids.with_values(torch.ones(3))},
+                r"Tokens\.ids\.values: expected Int\[Tensor, 'total'\], got float32\[3\]",
+            ),
+            ({"w": torch.ones(2, 5)}, r"Tokens\.w: .*size of dimension d is 5 .* from Tokens\.states\.values"),
+        ]
+        for change, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                Tokens(**{**good, **change})
+
+    def test_an_annotation_of_values_is_for_ragged_fields(self) -> None:
+        class Wrong(TypedDeviceDict):
+            x: Annotated[Tensor, Int[Tensor, "n"]]
+
+        with pytest.raises(
+            TypeError, match=r"Wrong\.x: only a Ragged has an annotation for its values; annotate a tensor"
+        ):
+            Wrong(x=torch.ones(2))
+
     def test_what_jaxtyping_can_say(self) -> None:
         class Shapes(TypedDeviceDict):
             a: Float[Tensor, "*batch n"]

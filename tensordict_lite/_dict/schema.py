@@ -108,6 +108,8 @@ class Field(NamedTuple):
     """The dtypes of the only alternative, if all of them are floating-point."""
     encoder: StringEncoder | None
     """The encoder of ``Annotated[Tensor, encoder]``: the field takes strings or their codes, and nothing else."""
+    values: tuple[Any, ...]
+    """The jaxtyping annotation of the values of ``Annotated[Ragged, Int[Tensor, "total"]]``, or none."""
 
     def takes(self, value: Any) -> bool:
         """Whether a value is an instance of one of the kinds. Ignores shape and dtype."""
@@ -255,12 +257,17 @@ def _field(where: str, hint: Any, optional: bool) -> Field:
     encoders = [one for one in _metadata(hint) if isinstance(one, StringEncoder)]
     if encoders and (kinds != (Tensor,) or len(encoders) > 1):
         raise TypeError(f"{where}: declare a field of strings as Annotated[Tensor, encoder], with one encoder")
+    values = tuple(one for one in _metadata(hint) if isinstance(one, type) and _is_shaped(one))
+    if values and not all(_is_tree(kind) and kind._is_ragged for kind in kinds):
+        raise TypeError(
+            f"{where}: only a Ragged has an annotation for its values; annotate a tensor with {values[0].__name__}"
+        )
     classes = tuple(Tensor if _is_shaped(kind) else kind for kind in kinds)
     plain = _plain_shape(kinds[0]) if len(kinds) == 1 and _is_shaped(kinds[0]) else None
     dtypes = _dtypes(kinds[0]) if len(kinds) == 1 and _is_shaped(kinds[0]) else frozenset[torch.dtype]()
     floats = dtypes if all(dtype.is_floating_point for dtype in dtypes) else frozenset[torch.dtype]()
     shown = " | ".join(kind.__name__ for kind in kinds)
-    return Field(kinds, optional, shown, classes, plain, floats, encoders[0] if encoders else None)
+    return Field(kinds, optional, shown, classes, plain, floats, encoders[0] if encoders else None, values)
 
 
 def _metadata(hint: Any) -> Iterator[Any]:

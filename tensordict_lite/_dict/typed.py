@@ -412,7 +412,7 @@ def _fits(cls: type[TypedDeviceDict], items: Mapping[str, Any], sizes: dict[str,
         if isinstance(value, Tensor):  # without a plain shape, it fits if no alternative has a shape
             fits = declared.classes == declared.kinds if declared.plain is None else declared.plain.fits(value, sizes)
         else:
-            fits = not isinstance(value, TypedDeviceDict) or _fits(type(value), value, sizes)
+            fits = not declared.values and (not isinstance(value, TypedDeviceDict) or _fits(type(value), value, sizes))
         if not fits:
             return False
     return True
@@ -426,6 +426,8 @@ def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) ->
             yield f"{where}.{name}", value, declared.kinds
         elif isinstance(value, TypedDeviceDict):
             yield from _shaped(type(value), value, f"{where}.{name}")
+        elif isinstance(value, TreeDict) and value._is_ragged and declared.values:
+            yield f"{where}.{name}.values", value["values"], declared.values
 
 
 @contextmanager
