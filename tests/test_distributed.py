@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import DeviceDict, StringEncoder, TypedDeviceDict, Vocabulary, register_encoder
+from tensordict_lite import DeviceDict, Ragged, StringEncoder, TypedDeviceDict, Vocabulary, cat, register_encoder
 from tensordict_lite import distributed as d_
 from tensordict_lite.distributed import channel as channel_module
 from tensordict_lite.distributed.message import message_of, prefix_of, read_header, read_prefix
@@ -342,9 +342,19 @@ def groups(rank: int, world: int) -> None:
     assert d_.broadcast(sample(1) if rank == 0 else None) == sample(1)
 
 
+def rows_of_any_length(rank: int, world: int) -> None:
+    d = DeviceDict({"ids": Ragged.from_rows([[i] * i for i in range(1, world + 1)])})
+    got: Any = d_.broadcast(d if rank == 0 else None)
+    assert got == d and got["ids"]._max_length == world
+    part: Any = d_.scatter(d if rank == 0 else None)
+    assert part["ids"].tolist() == [[rank + 1] * (rank + 1)] and cat(d_.all_gather(part)) == d
+    assert "'ids' is ragged, and the rows of two ranks differ in length" in text(lambda: d_.all_reduce(d), RuntimeError)
+
+
 def on_some(rank: int, world: int) -> None:
     every_call(rank, world)
     errors(rank, world)
+    rows_of_any_length(rank, world)
     if world == 4:
         groups(rank, world)
 

@@ -533,10 +533,7 @@ class TestShapes:
         rows = [{"ids": [1], "states": torch.ones(1, 4), "w": torch.ones(4)}] * 2
         assert type(collate(rows, cls=Tokens).ids) is Ragged
         wrong: list[tuple[dict[str, Any], str]] = [
-            (
-                {"ids": ids.with_values(torch.ones(3))},
-                r"Tokens\.ids\.values: expected Int\[Tensor, 'total'\], got float32\[3\]",
-            ),
+            ({"ids": ids.with_values(torch.ones(3))}, r"Tokens\.ids\.values: expected Int\[.*, got float32\[3\]"),
             ({"w": torch.ones(2, 5)}, r"Tokens\.w: .*size of dimension d is 5 .* from Tokens\.states\.values"),
         ]
         for change, message in wrong:
@@ -544,13 +541,10 @@ class TestShapes:
                 Tokens(**{**good, **change})
 
     def test_an_annotation_of_values_is_for_ragged_fields(self) -> None:
-        class Wrong(TypedDeviceDict):
-            x: Annotated[Tensor, Int[Tensor, "n"]]
+        with pytest.raises(TypeError, match=r"Wrong\.x: only a Ragged has an annotation for its values; annotate a"):
 
-        with pytest.raises(
-            TypeError, match=r"Wrong\.x: only a Ragged has an annotation for its values; annotate a tensor"
-        ):
-            Wrong(x=torch.ones(2))
+            class Wrong(TypedDeviceDict):
+                x: Annotated[Tensor, Int[Tensor, "n"]]
 
     def test_what_jaxtyping_can_say(self) -> None:
         class Shapes(TypedDeviceDict):
