@@ -109,14 +109,17 @@ class TestWriting:
             "d = {'a': torch.ones(1 << 20), 'b': torch.ones(1 << 20)}\n"
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nhard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))\n"
-            "try:\n    save(d, sys.argv[1])\nexcept OSError:\n    print('full', flush=True)\n"
+            "try:\n    save(d, sys.argv[1])\nexcept OSError:\n    print('full', flush=True)\nsys.stdin.readline()\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
             "def slow(tensor):\n    print('half', flush=True)\n    time.sleep(60)\n"
             "safetensors.bytes_of = slow\nsave(d, sys.argv[1])\n"
         )
-        with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as killed:
-            assert killed.stdout is not None and killed.stdout.readline() == "full\n"
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", program, str(path)], **pipes) as killed:
+            assert killed.stdin is not None and killed.stdout is not None and killed.stdout.readline() == "full\n"
             assert os.listdir(tmp_path) == ["d"] and load(path)["x"] == 1
+            killed.stdin.write("\n")
+            killed.stdin.flush()
             assert killed.stdout.readline() == "half\n"
             killed.send_signal(signal.SIGKILL)
         left = set(os.listdir(tmp_path)) - {"d"}

@@ -455,15 +455,17 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int
 
 def _taken(fields: list[Any], at: int | slice | Tensor, count: int) -> list[Any]:
     """The rows ``at`` of tensors and ragged fields, which have ``count`` rows. Views for an int and a slice."""
-    ragged = not only_tensors(fields)
-    tensors = [field for field in fields if isinstance(field, Tensor)] if ragged else fields
-    made = take_rows(tensors, at) if isinstance(at, Tensor) else [tensor[at] for tensor in tensors]
-    if not ragged:
-        return made
-    left = iter(made)
-    inside = torch.arange(count)[at] if isinstance(at, slice) and at.step not in (None, 1) else at
     known: dict[int, Any] = {}
-    return [next(left) if isinstance(field, Tensor) else field._take(inside, known) for field in fields]
+    if isinstance(at, Tensor):
+        if only_tensors(fields):
+            return take_rows(fields, at)
+        made = iter(take_rows([field for field in fields if isinstance(field, Tensor)], at))
+        return [next(made) if isinstance(field, Tensor) else field._take(at, known) for field in fields]
+    inside = torch.arange(count)[at] if isinstance(at, slice) and at.step not in (None, 1) else at
+    return [
+        field[at] if type(field) is Tensor or isinstance(field, Tensor) else field._take(inside, known)
+        for field in fields
+    ]
 
 
 def _each_row(field: Any, part: slice, unbinds: bool) -> Iterable[Tensor]:
