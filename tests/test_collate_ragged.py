@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -273,3 +274,39 @@ def test_a_stream_is_recorded_for_each_part_of_a_nested_tensor(monkeypatch: pyte
 def test_joined_batches_are_the_batch_of_all_samples() -> None:
     join: Any = partial(collate, ragged=["box", "ids"])
     assert cat([join(samples()[:1]), join(samples()[1:])]) == join(samples())
+
+
+class TestObjects:
+    """Lists of mappings, as the objects that are marked in an image."""
+
+    def test_a_ragged_field_for_each_key(self) -> None:
+        cat = {"box": [0.0, 1.0], "label": "cat", "n": {"z": 1}}
+        dog = {"box": [2.0, 3.0], "label": "dog", "n": {"z": 2}}
+        samples = [{"y": 1, "objects": [cat, dog]}, {"y": 2, "objects": []}, {"y": 3, "objects": [dog]}]
+        d: Any = collate(samples, ragged=["objects"], encoders={"label": Vocabulary(["cat", "dog"])})
+        d._check()
+        labels, boxes = [["cat", "dog"], [], ["dog"]], [[[0, 1], [2, 3]], [], [[2, 3]]]
+        assert d.is_packed and d.decode(("objects", "label")) == labels
+        assert d.tolist()["objects"] == {"box": boxes, "label": labels, "n": {"z": [[1, 2], [], [2]]}}
+        assert d["objects", "box", "offsets"] is d["objects", "n", "z", "offsets"] and len(d.rows) == 3
+        assert d.rows[0]["objects", "box"].tolist() == boxes[0]
+
+    @pytest.mark.parametrize(
+        ("samples", "error", "message"),
+        [
+            (
+                [{"o": [{"a": 1}]}, {"o": [{"b": 1}]}],
+                ValueError,
+                "sample 1 lacks 'o.a', which sample 0 has, and has 'o.b'; these samples are the items of the lists at ",
+            ),
+            ([{"o": [{"a": None}]}], TypeError, "these samples are the items of the lists at 'o'"),
+        ],
+        ids=["keys", "None"],
+    )
+    def test_errors(self, samples: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=re.escape(message)):
+            collate(samples, ragged=["o"])
+
+    def test_kept_objects_are_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"^'o.a' has kept objects; a ragged field has tensors only"):
+            collate([{"o": [{"a": None}]}], ragged=["o"], objects="keep")

@@ -9,6 +9,7 @@ import re
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -338,3 +339,71 @@ class TestCat:
         batches = [DeviceDict({"ids": torch.zeros(2, 2)}), DeviceDict({"ids": torch.zeros(2, 3), **others})]
         with pytest.raises(ValueError, match=rf"^'ids': pad= puts its {shown}; choose another key$"):
             cat(batches, pad={"ids": Pad(0, lengths="n", mask="m")})
+
+
+class TestSeveralDimensions:
+    """Images that differ in height and width."""
+
+    IMAGES = (torch.ones(3, 4, 8), torch.ones(3, 6, 5), torch.ones(3, 2, 2))
+
+    def samples(self) -> list[dict[str, Any]]:
+        return [{"image": image, "y": i} for i, image in enumerate(self.IMAGES)]
+
+    @pytest.mark.parametrize("side", ["right", "left"])
+    def test_images(self, side: Any) -> None:
+        pad = Pad(-1, side, multiple_of=4, lengths="size", mask="real", dims=(-2, -1))
+        batch = collate(self.samples(), pad={"image": pad})
+        assert batch.is_packed and batch["image"].shape == (3, 3, 8, 8) and batch["real"].shape == (3, 8, 8)
+        assert batch["size"].tolist() == [[4, 8], [6, 5], [2, 2]]
+        for image, padded, real, size in zip(
+            self.IMAGES, batch["image"], batch["real"], batch["size"].tolist(), strict=True
+        ):
+            height, width = size
+            inside = padded[:, :height, :width] if side == "right" else padded[:, 8 - height :, 8 - width :]
+            assert torch.equal(inside, image) and int(real.sum()) == height * width
+            assert torch.equal(padded[:, real], image.flatten(1)) and bool((padded[:, ~real] == -1).all())
+
+    @pytest.mark.parametrize("given", [torch.ones, np.ones], ids=["tensors", "arrays"])
+    def test_the_first_dimensions(self, given: Any) -> None:
+        batch = collate([{"x": given((2, 3, 1))}, {"x": given((1, 4, 1))}], pad={"x": Pad(0, dims=2)})
+        assert batch["x"].shape == (2, 2, 4, 1) and float(batch["x"].sum()) == 10
+        lists = collate([{"i": [[1, 2], [3, 4]]}, {"i": [[1, 2, 3]]}], pad={"i": Pad(0, dims=2)})
+        assert lists["i"].tolist() == [[[1, 2, 0], [3, 4, 0]], [[1, 2, 3], [0, 0, 0]]]
+
+    def test_gradients_flow(self) -> None:
+        images = [image.clone().requires_grad_() for image in self.IMAGES]
+        collate([{"x": image} for image in images], pad={"x": Pad(0, dims=(1, 2))})["x"].sum().backward()
+        assert all(image.grad is not None and torch.equal(image.grad, torch.ones_like(image)) for image in images)
+
+    @pytest.mark.parametrize(
+        ("pad", "message"),
+        [
+            (Pad(0, dims=(1, 5)), r"'image': Pad(0, dims=(1, 5)) pads dimensions that samples of 3 dimensions lack"),
+            (
+                Pad(0, dims=2),
+                "'image': sample 1 has float32[3, 6, 5], sample 0 has float32[3, 4, 8]; "
+                "Pad(0, dims=2) lets dense samples differ in the dimensions [0, 1] only",
+            ),
+        ],
+        ids=["no such dimension", "another dimension"],
+    )
+    def test_samples_that_do_not_fit(self, pad: Pad, message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            collate(self.samples(), pad={"image": pad})
+
+    def test_cat_refuses_them(self) -> None:
+        d = DeviceDict({"x": torch.ones(1, 2, 2)})
+        with pytest.raises(ValueError, match="is for collate; cat fills up the second"):
+            cat([d, d], pad={"x": Pad(0, dims=2)})
+
+    @pytest.mark.parametrize(
+        ("dims", "error"), [(0, ValueError), ((), TypeError), ("x", TypeError), (1.5, TypeError), (True, TypeError)]
+    )
+    def test_invalid_dims(self, dims: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match=r"^dims is "):
+            Pad(0, dims=dims)
+
+    def test_json(self) -> None:
+        pad = Pad(0, dims=(1, 2))
+        assert Pad.from_json(json.loads(json.dumps(pad.to_json()))) == pad == pickle.loads(pickle.dumps(pad))
+        assert repr(pad) == "Pad(0, dims=(1, 2))"

@@ -33,7 +33,7 @@ from .._tree.tree import TreeDict, builtin_dict, kind_nested, ragged_class
 from .._tree.walk import as_shared, refuse_key, tensors_in
 from .fill import Spec, fill_buffer, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
-from .pad import Pad, Padded, Pads, extra_fields, raise_encoded, require_fit, require_known, widened
+from .pad import Pad, Padded, Pads, extra_fields, padded_in, raise_encoded, require_fit, require_known, widened
 
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
@@ -77,13 +77,14 @@ def collate(
             ``on_mismatch="move"`` all tensors move to the device of the first sample.
         encoders: as for `DeviceDict`.
         objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one item per sample.
-        pad: fill values for fields whose samples differ in their first dimension: ``{"input_ids": 0}``. Shorter
-            samples are padded as by ``torch.nn.utils.rnn.pad_sequence``. A `Pad` in place of the number can pad on the
-            left or to a multiple, and add lengths or a mask. A key stands for the fields of that name at every depth, a
-            path for one field. No sample may lack it, unless ``Pad(..., optional=True)`` says so.
+        pad: fill values for fields whose samples differ in their first dimension: ``{"input_ids": 0}``. Shorter samples
+            are padded as by ``torch.nn.utils.rnn.pad_sequence``. A `Pad` in place of the number can pad on the left, to
+            a multiple or in several dimensions, and add lengths or a mask. A key stands for the fields of that name at
+            every depth, a path for one field. No sample may lack it, unless ``Pad(..., optional=True)`` says so.
         ragged: keys or paths, as in ``pad``, of fields that become `Ragged`: their samples may differ in the first
             dimension, and are not padded. Strings become the codes of `Utf8` or the ids of a `Tokenizer`. Fields with
-            the same lengths share their offsets. A field that the class declares as `Ragged` needs no mention.
+            the same lengths share their offsets. Lists of mappings, as the objects in an image, become a nested dict
+            with a ragged field for each of their keys. A field that the class declares as `Ragged` needs no mention.
         pack: False gives every field its own storage.
 
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree, or if no
@@ -404,7 +405,10 @@ class _Walk:
     def lists_that_differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Lists. Lists of numbers become one tensor of all numbers."""
         numbers = list(chain.from_iterable(values))
-        flat = _numbers(numbers, _one_type(numbers), batch._policy)
+        if self.is_ragged(path) and numbers and all(isinstance(one, Mapping) for one in numbers):
+            return self.objects(batch, path, numbers, list(map(len, values)))
+        several = (self.pads.at(path) or Pad()).dims != 1
+        flat = None if several else _numbers(numbers, _one_type(numbers), batch._policy)
         if flat is None:
             return self.others_that_differ(batch, path, values)
         if self.is_ragged(path):
@@ -416,6 +420,37 @@ class _Walk:
             list(map(len, values)),
             cast(Any, self.pads.at(path)),
         )
+
+    def objects(
+        self, batch: DeviceDict[Any], path: Path, items: Sequence[Mapping[str, Any]], lengths: Sequence[int]
+    ) -> None:
+        """Lists of mappings, as the objects in an image: a nested dict with a ragged field for each of their keys.
+
+        ``items``: the mappings of all samples. ``lengths``: how many of them each sample has.
+        """
+        joined = DeviceDict[Any]._new((), self.device, batch._policy)
+        walk = _Walk(len(items), self.device, self.moves, False, self.pads, frozenset())
+        try:
+            walk.collect(items, joined, path)
+            walk.finish()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}; these samples are the items of the lists at {dotted(path)}") from error
+        self.add_objects(batch, path, joined, lengths)
+
+    def add_objects(self, batch: DeviceDict[Any], path: Path, joined: DeviceDict[Any], lengths: Sequence[int]) -> None:
+        kind: Any = batch._nested_class(path[-1]) or type(batch)
+        nested = kind._new((), self.device, joined._policy)
+        builtin_dict.__setitem__(batch, path[-1], nested)
+        for key, value in joined.items():
+            where = (*path, key)
+            if isinstance(value, DeviceDict):
+                self.add_objects(nested, where, value, lengths)
+            elif isinstance(value, Tensor):
+                self.add_rows(nested, where, value, lengths)
+            else:
+                raise TypeError(
+                    f"{dotted(where)} has kept objects; a ragged field has tensors only, so leave the key out"
+                )
 
     def strings_that_differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Strings. Those of a ragged field are encoded without padding."""
@@ -483,6 +518,8 @@ class _Walk:
         pad = self.pads.at(path) or Pad()
         if encoder is not None and padding(encoder, *values) is not None:
             raise_encoded(path, pad)
+        if pad.dims != 1:
+            return self.pad_several(batch, path, values, pad)
         values = widened(values, encoder) or values
         dims = list(map(Tensor.dim, values))
         lengths = dims if 0 in dims else [tensor.size(0) for tensor in values]
@@ -499,6 +536,30 @@ class _Walk:
         if joined is None or joined.device != self.device:
             self.refuse(path, values, failure)
         self.pad(batch, path, joined, lengths, pad)
+
+    def pad_several(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], pad: Pad) -> None:
+        """Tensors that differ in several dimensions, such as images."""
+        first = values[0]
+        try:
+            axes = pad._axes(first.dim())
+        except ValueError as error:
+            raise with_path(error, path) from None
+        others = [dim for dim in range(first.dim()) if dim not in axes]
+        for i, tensor in enumerate(values):
+            if tensor.device != self.device:
+                raise DeviceMismatchError.at(path, self.device, tensor.device)
+            alike = tensor.dtype == first.dtype and tensor.dim() == first.dim() and packable(tensor.detach())
+            if not alike or any(tensor.shape[dim] != first.shape[dim] for dim in others):
+                raise ValueError(
+                    f"{dotted(path)}: sample {i} has {described(tensor)}, sample 0 has {described(first)}; "
+                    f"{pad!r} lets dense samples differ in the dimensions {list(axes)} only"
+                )
+        require_fit(pad, first.dtype, path)
+        padded, extras = padded_in(values, axes, pad)
+        self.add(batch, path, padded)
+        for key, extra in extras.items():
+            builtin_dict.__setitem__(batch, key, None)
+            self.add(batch, (*path[:-1], key), extra)
 
     def pad(self, batch: DeviceDict[Any], path: Path, flat: Tensor, lengths: Sequence[int], pad: Pad) -> None:
         """List a field to pad, and the new fields for the lengths and the mask. ``flat``: the rows of all samples."""

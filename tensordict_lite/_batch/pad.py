@@ -23,14 +23,17 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pad:
-    """How to pad samples that differ in their first dimension: an immutable value for ``pad=`` of `collate` and `cat`.
+    """How to pad samples that differ in size: an immutable value for ``pad=`` of `collate` and `cat`.
 
     Args:
         value: the number to pad with.
         side: ``"right"`` pads after the sample, ``"left"`` before it.
         multiple_of: round the length of the batch up to a multiple of this number.
-        lengths: the key of a new field for the lengths of the samples: int64 ``[n]``.
+        lengths: the key of a new field for the lengths of the samples: int64 ``[n]``, or ``[n, dims]`` for several.
         mask: the key of a new bool field ``[n, length]``: True for the elements of a sample, False for the padding.
+            For several dimensions, ``[n, height, width]`` and so on.
+        dims: the dimensions of a sample to pad, for `collate`. A number: the first dimensions. A tuple: these
+            dimensions, as ``(1, 2)`` for images ``[channels, height, width]``.
         optional: no sample need have the key, as labels that are missing at prediction. Otherwise a key in ``pad=``
             that no sample has is an error.
 
@@ -46,6 +49,9 @@ class Pad:
     ([[0, 1, 2, 3], [0, 0, 0, 4]], [3, 1])
     >>> batch["real"].tolist()
     [[False, True, True, True], [False, False, False, True]]
+    >>> images = [{"image": torch.ones(3, 4, 8)}, {"image": torch.ones(3, 6, 5)}]
+    >>> collate(images, pad={"image": Pad(0, dims=(1, 2))})["image"].shape
+    torch.Size([2, 3, 6, 8])
     """
 
     value: float = 0
@@ -54,8 +60,19 @@ class Pad:
     lengths: str | None = None
     mask: str | None = None
     optional: bool = False
+    dims: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
+        given: Any = self.dims
+        if isinstance(given, list):  # from JSON
+            object.__setattr__(self, "dims", tuple(given))
+        if isinstance(given, int) and given < 1:
+            raise ValueError(f"dims is 1 or more dimensions, or a tuple of dimensions, got {given!r}")
+        each: tuple[Any, ...] = (
+            (given,) if isinstance(given, int) else tuple(given) if isinstance(given, (tuple, list)) else ()
+        )
+        if not each or not all(type(dim) is int for dim in each):
+            raise TypeError(f"dims is a number of dimensions, or a tuple of dimensions, got {given!r:.60}")
         if not isinstance(self.value, (bool, int, float)):
             raise TypeError(f"Pad takes a real number as value, got {self.value!r:.60}")
         if self.side not in ("left", "right"):
@@ -98,6 +115,13 @@ class Pad:
     def _always(self) -> bool:
         """Whether to pad samples of one length too."""
         return self.multiple_of > 1 or bool(self._extras)
+
+    def _axes(self, dims: int) -> tuple[int, ...]:
+        """The dimensions to pad of samples with ``dims`` dimensions, ascending. Raises ``ValueError``."""
+        given = tuple(range(self.dims)) if isinstance(self.dims, int) else self.dims
+        if not all(-dims <= dim < dims for dim in given):
+            raise ValueError(f"{self!r} pads dimensions that samples of {dims} dimensions lack")
+        return tuple(sorted({dim % dims for dim in given}))
 
     def _length(self, longest: int) -> int:
         """The length of the batch."""
@@ -239,6 +263,28 @@ def extra_fields(lengths: Sequence[int], length: int, pad: Pad) -> dict[str, np.
     }
 
 
+def padded_in(samples: Sequence[Tensor], axes: Sequence[int], pad: Pad) -> tuple[Tensor, dict[str, Tensor]]:
+    """The samples padded in several dimensions and stacked, and the new fields that ``pad`` names.
+
+    The samples have one dtype, and agree in every other dimension. Autograd records the copies.
+    """
+    first = samples[0]
+    sizes = [[tensor.shape[axis] for axis in axes] for tensor in samples]
+    whole = list(first.shape)
+    for axis, own in zip(axes, zip(*sizes, strict=True), strict=True):
+        whole[axis] = pad._length(max(own))
+    out = filler(first, (len(samples), *whole), pad)
+    mask = torch.zeros((len(samples), *[whole[axis] for axis in axes]), dtype=torch.bool, device="cpu")
+    for i, (tensor, own) in enumerate(zip(samples, sizes, strict=True)):
+        places = [slice(None)] * first.dim()
+        for axis, size in zip(axes, own, strict=True):
+            places[axis] = slice(size) if pad.side == "right" else slice(whole[axis] - size, None)
+        out[(i, *places)] = tensor
+        mask[(i, *[places[axis] for axis in axes])] = True
+    made = {"lengths": torch.tensor(sizes, device="cpu"), "mask": mask}
+    return out, {key: made[option].to(out.device) for key, option in pad._extras.items()}
+
+
 def _filled_up(tensor: Tensor, dim: int, length: int, pad: Pad) -> Tensor:
     """``tensor`` with the dimension ``dim`` padded to ``length``."""
     sizes = list(tensor.shape)
@@ -293,6 +339,8 @@ def _pad_field(
             )
     for value in values:
         require_fit(pad, value.dtype, path)
+    if pad.dims != 1:
+        raise ValueError(f"{dotted(path)}: {pad!r} is for collate; cat fills up the second dimension only")
     length = pad._length(max(value.shape[1] for value in values))
     for i, (items, value) in enumerate(zip(out, values, strict=True)):
         rows, own = value.shape[:2]
