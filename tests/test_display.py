@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensordict_lite import DeviceDict, Vocabulary
+from tensordict_lite import DeviceDict, Vocabulary, collate
 
 
 def test_the_tree() -> None:
@@ -114,3 +114,18 @@ def test_no_value_is_read(copies: Any) -> None:
     copies.clear()
     assert repr(d) and d._repr_html_() and d.nbytes
     assert not copies
+
+
+def test_the_title_says_that_all_tensors_are_views() -> None:
+    d = DeviceDict({"x": torch.zeros(3, 2), "n": {"y": torch.zeros(3)}})
+    assert repr(d.rows[0]).startswith("DeviceDict(cpu, 2 fields, 12 B, views)\n")
+    assert repr(d.rows[1:]).startswith("DeviceDict(cpu, 2 fields, 24 B, views)\n")
+    for own in (
+        d,
+        d.rows[[0]],
+        d.pack(),
+        collate([{"x": 1.0}] * 2),
+        DeviceDict({"o": None}, objects="keep"),
+        DeviceDict(),
+    ):
+        assert "views" not in repr(own)

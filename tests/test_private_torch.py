@@ -15,8 +15,8 @@ FOREACH = "one call for a list of tensors; documented, in beta, under these name
 REASONS = {
     "torch.Tensor._base": "whether a view of a leaf is written in place; there is no public name",
     "torch.Tensor._indices": "`indices()` refuses a sparse tensor that is not coalesced",
-    "torch.Tensor._values": "`values()` refuses it too, and takes 10 times longer for a nested tensor",
-    "torch.Tensor._is_view": "whether a view of a leaf is written in place; there is no public name",
+    "torch.Tensor._values": "`values()` refuses it too",
+    "torch.Tensor._is_view": "whether a view of a leaf is written in place, and for the repr; there is no public name",
     "torch.Tensor._version": "whether memory was written since; there is no public name",
     "torch.UntypedStorage._new_shared": "`share_memory_()` would copy the new memory; torch's own collate calls it",
     "torch._C.DisableTorchFunctionSubclass": "documented under this name for `__torch_function__`",

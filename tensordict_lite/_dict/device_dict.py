@@ -1361,14 +1361,17 @@ def _nested_items(td: Any) -> dict[str, Any]:
 
 
 def _title(d: TreeDict[Any]) -> str:
-    total = size(sum(map(nbytes, d._tensors())))
+    tensors = d._tensors()
+    total = size(sum(map(nbytes, tensors)))
     if d._is_ragged:
         holds = f"{_counted(len(d['offsets']) - 1, 'row')}, {_counted(len(d['values']), 'value')}"
     else:
         holds = _counted(field_count(d), "field")
     device = "no device yet" if d._device is None else str(d._device)
-    packed = "" if find_buffer(d._tensors(), d._device) is None else ", packed"
-    return f"{type(d).__name__}({device}, {holds}, {total}{packed})"
+    packed = "" if find_buffer(tensors, d._device) is None else ", packed"
+    # A row: `row["x"].fill_(1)` writes to the batch too, and `row["x"] = 1` to the row alone.
+    views = ", views" if tensors and all(tensor._is_view() for tensor in tensors) else ""
+    return f"{type(d).__name__}({device}, {holds}, {total}{packed}{views})"
 
 
 def _counted(count: int, what: str) -> str:
