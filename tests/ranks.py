@@ -14,11 +14,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+def free_port() -> int:
+    """A port for the store of a group that a framework or a program makes. Each group needs one of its own: a rank
+    that is early would find the store of the group before."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def on_ranks(function: Callable[..., None], *args: Any, count: int = 2) -> None:
     """``function(rank, *args)`` on ``count`` gloo ranks, each a process; an error of one is raised here."""
-    with socket.socket() as free:  # for frameworks; the group itself meets in a file, as a port may be taken meanwhile
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()  # for frameworks; the group itself meets in a file, as a port may be taken meanwhile
     with tempfile.TemporaryDirectory() as folder:
         given = (function, args, count, port, folder)
         mp.start_processes(_rank, args=given, nprocs=count, start_method="forkserver")

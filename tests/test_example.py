@@ -13,7 +13,7 @@ import runpy
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import meet, on_ranks
+from ranks import free_port, meet, on_ranks
 
 from tensordict_lite import DeviceDict
 
@@ -197,10 +197,14 @@ def printed_on_a_rank(name: str) -> str:
     return printed.getvalue()
 
 
-def penguins_on_a_rank(rank: int) -> None:
+def penguins_on_a_rank(rank: int, ports: Sequence[int]) -> None:
     sys.path.insert(0, str(EXAMPLES))
     dist.destroy_process_group()
-    printed, plain = (TREE.sub("", printed_on_a_rank(name)) for name in ("ddp_penguins", "plain_ddp_penguins"))
+    outputs: list[str] = []
+    for name, port in zip(("ddp_penguins", "plain_ddp_penguins"), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        outputs.append(TREE.sub("", printed_on_a_rank(name)))
+    printed, plain = outputs
     meet(rank, 2, os.environ["MEETING"], "after")
     assert printed == plain
     if rank == 0:
@@ -212,7 +216,7 @@ def penguins_on_a_rank(rank: int) -> None:
 @pytest.mark.ranks
 def test_penguins_on_two_processes() -> None:
     """Both programs print the same, so they do the same."""
-    on_ranks(penguins_on_a_rank)
+    on_ranks(penguins_on_a_rank, [free_port(), free_port()])
 
 
 @pytest.mark.slow
