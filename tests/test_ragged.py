@@ -443,6 +443,10 @@ class TestWholeDicts:
         )
         with fails(ValueError, message):
             one.map(lambda t: t[:2])
+        wide = {"r": {"values": torch.ones(3), "offsets": torch.tensor([0, 2, 3])}}
+        assert one.map(torch.add, wide)["r"].tolist() == [[2, 3], [4]], "offsets of int64 are the same rows"
+        with fails(TypeError, r"^'r.offsets' is a list in the other mapping, expected a tensor$"):
+            one.add_({"r": {"values": torch.ones(3), "offsets": [0, 2, 3]}})
         same = DeviceDict({"r": {"values": torch.ones(3), "offsets": torch.tensor([0, 2, 3]).int()}})
         assert one.map(torch.add, same)["r"].tolist() == [[2, 3], [4]], "a mapping with the same offsets"
 
@@ -539,6 +543,16 @@ class TestJoin:
     def test_refused(self, call: Callable[[], Any], message: str) -> None:
         with fails(ValueError, message):
             call()
+
+    @pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a dict"])
+    @pytest.mark.parametrize("ragged_first", [False, True])
+    @pytest.mark.parametrize("join", [cat, stack, collate])
+    def test_a_dict_with_the_same_keys_is_not_ragged(self, join: Any, ragged_first: bool, nested: bool) -> None:
+        plain = DeviceDict({"values": torch.ones(6), "offsets": ragged()["offsets"]})
+        pair: list[Any] = [ragged(), plain] if ragged_first else [plain, ragged()]
+        pair = [{"r": one} for one in pair] if nested else pair
+        with pytest.raises(ValueError, match=r"has a Ragged|is ragged, and collate"):
+            join(pair)
 
     def test_unknown_lengths_stay_unknown(self) -> None:
         unknown = pytree.tree_map(torch.clone, ragged())

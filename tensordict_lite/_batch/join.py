@@ -108,6 +108,10 @@ def _join(
     """
     join: Any = torch.stack if verb == "stack" else torch.cat
     policy = merged_policy(trees, at, "dict")
+    for i, tree in enumerate(trees):
+        if tree._is_ragged != trees[0]._is_ragged:
+            where = f"{dotted(at)}: " if at else ""
+            raise ValueError(f"{where}dict {i} has {described(tree)}, dict 0 has {described(trees[0])}")
     if trees[0]._is_ragged:
         return _join_ragged(trees, verb, dim, device, at, policy, known)
     items: dict[str, Any] = {}
@@ -134,7 +138,7 @@ def _join(
                     )
                 items[key] = join(wide, along)
         elif isinstance(values[0], TreeDict):
-            if not all(isinstance(value, TreeDict) and value._is_ragged == values[0]._is_ragged for value in values):
+            if not all(isinstance(value, TreeDict) for value in values):
                 raise_mismatch(values, path, "dict")
             items[key] = _join(values, verb, dim, device, path, known)
         elif any(isinstance(value, (Tensor, TreeDict)) for value in values):

@@ -19,7 +19,6 @@ from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, 
 from .._memory.device import intercepted
 from .._memory.dtypes import FOREACH_DTYPES
 from .._memory.overlap import is_expanded, overlap_partly
-from .._tree.compare import equal
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict, data_of, data_paths, decode_field
 from .._tree.walk import only_tensors
@@ -86,12 +85,13 @@ def _match_ragged(
     """Match the values of a ragged field. The lengths of its rows are compared where that does not synchronize."""
     refuse_other_keys(d, other, at, "the other mapping", f"this {type(d).__name__}")
     values, offsets = other["values"], other["offsets"]
-    if not isinstance(values, Tensor):
-        _refuse_kind((*at, "values"), values, "a tensor")
-    if device is not None and values.device != device:
-        _refuse_device((*at, "values"), device, values.device)
+    for key, theirs in (("values", values), ("offsets", offsets)):
+        if not isinstance(theirs, Tensor):
+            _refuse_kind((*at, key), theirs, "a tensor")
+        if device is not None and theirs.device != device:
+            _refuse_device((*at, key), device, theirs.device)
     ours: Any = d["offsets"]
-    if ours is not offsets and ours.is_cpu and not intercepted() and not equal(ours, offsets):
+    if ours is not offsets and ours.is_cpu and not intercepted() and not torch.equal(ours.long(), offsets.long()):
         where = dotted(at) if at else "the other Ragged"
         raise ValueError(f"{where} has rows of other lengths in the other mapping; give it rows of the same lengths")
     found.append(values)
