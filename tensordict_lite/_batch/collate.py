@@ -243,8 +243,8 @@ class _Walk:
         Each field gets a placeholder first, which keeps the order of the keys.
         """
         cls, count = type(batch), self.count
-        given = () if are_dicts else _trees(samples)
-        if cls._is_ragged or any(sample._is_ragged for sample in given):
+        kinds: Any = () if are_dicts else {*map(type, samples)}
+        if cls._is_ragged or (kinds and any(getattr(kind, "_is_ragged", False) for kind in kinds)):
             raise ValueError(
                 f"{dotted(at) if at else 'each sample'} is ragged, and collate makes one row of each sample; "
                 "cat([...]) joins the rows of ragged fields"
