@@ -97,6 +97,7 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_loader.py --json $(RESULTS)/loader-cpu.json
 	$(BENCH)/plot.py $(RESULTS)/loader-cpu.json $(RESULTS)/loader-cpu.svg
 	$(BENCH)/bench_disk.py --json $(RESULTS)/disk-cpu.json
+	$(BENCH)/bench_memory.py --json $(RESULTS)/memory-cpu.json
 	$(BENCH)/bench_rows.py --json $(RESULTS)/rows-cpu.json
 	$(BENCH)/plot.py $(RESULTS)/rows-cpu.json $(RESULTS)/rows-cpu.svg
 	$(BENCH)/bench_table.py --json $(RESULTS)/table-cpu.json

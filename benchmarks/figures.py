@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from harness import DICT, OURS, PEER, code_lines
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ROOT / "examples"
@@ -23,7 +25,6 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("perfor
 CHART = ROOT / "docs" / "charts" / "loader-bars.svg"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)((?:\|.*\n)*)\n?")
 
-OURS, DICT, PEER = "DeviceDict", "dict", "TensorDict"
 Rows = list[list[str]]
 Line = dict[str, Any]
 
@@ -205,6 +206,14 @@ def descriptors() -> Rows:
     return [head, *([label, f"{growth[who]:.0f}"] for label, who in named.items())]
 
 
+def memory() -> Rows:
+    """The most memory of each operation, as a multiple of the data, with a column for each contender."""
+    found = [["operation", "DeviceDict", "plain dicts", "TensorDict"]]
+    for one in lines("memory"):
+        found.append([one["operation"], *(number(one["medians"][who]) for who in (OURS, DICT, PEER))])
+    return found
+
+
 def ranks() -> Rows:
     """The times of the loop, with a column for each operation."""
     verbs = list(dict.fromkeys(line["operation"] for line in results("distributed")["results"]))
@@ -260,16 +269,9 @@ def slower() -> Rows:
 
 
 def definitions(path: Path) -> dict[str, tuple[int, set[str]]]:
-    """For each definition of a file: its lines of code, and the names that it uses.
-
-    Blank lines, comments and docstrings are no lines of code.
-    """
+    """For each definition of a file: its lines of code, and the names that it uses."""
     source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    code = {i for i, line in enumerate(source.splitlines(), 1) if line.strip() and not line.strip().startswith("#")}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
-            code -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+    code, tree = code_lines(source).keys(), ast.parse(source)
     found: dict[str, tuple[int, set[str]]] = {}
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -279,7 +281,7 @@ def definitions(path: Path) -> dict[str, tuple[int, set[str]]]:
             first = node.lineno
         else:
             continue
-        count = len(code.intersection(range(first, (node.end_lineno or 0) + 1)))
+        count = len(code & {*range(first, (node.end_lineno or 0) + 1)})
         used = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
         for i, name in enumerate(names):
             found[name] = (0 if i else count, used)
@@ -348,7 +350,7 @@ def programs() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     **FROM_RESULTS,
-    **{table.__name__: table for table in (descriptors, ranks, order, outputs, slower, programs)},
+    **{table.__name__: table for table in (descriptors, memory, ranks, order, outputs, slower, programs)},
 }
 
 

@@ -14,7 +14,9 @@ A peer that is not installed, or that fails, is left out and named. An error of 
 from __future__ import annotations
 
 import argparse
+import ast
 import atexit
+import hashlib
 import importlib
 import json
 import os
@@ -242,8 +244,29 @@ def accelerator() -> torch.device | None:
     return None if found is None else torch.empty(0, device=found).device
 
 
+def code_lines(source: str) -> dict[int, str]:
+    """The lines of code of a module, by number: all but blank lines, comments and docstrings."""
+    lines = {i: line for i, line in enumerate(source.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for i in range(node.lineno, (node.end_lineno or 0) + 1):
+                lines.pop(i, None)
+    return lines
+
+
+def code_of_package() -> str:
+    """A digest of the package's lines of code. Another one means that results may be those of older code."""
+    found = hashlib.sha256()
+    for path in sorted((Path(__file__).parent.parent / "tensordict_lite").rglob("*.py")):
+        found.update("\n".join(code_lines(path.read_text(encoding="utf-8")).values()).encode())
+    return found.hexdigest()[:16]
+
+
 def setting(packages: Iterable[str]) -> dict[str, str | None]:
-    """The commit, the processor, the accelerator and the versions. None for a package that is not installed."""
+    """The commit, a digest of the package's code, the processor, the accelerator and the versions.
+
+    None for a package that is not installed.
+    """
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     known = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
     cpuinfo = Path("/proc/cpuinfo")
@@ -251,7 +274,8 @@ def setting(packages: Iterable[str]) -> dict[str, str | None]:
     device = accelerator()
     gpu = None if device is None else getattr(torch.get_device_module(device), "get_device_name", str)(device)
     out: dict[str, str | None] = {"commit": known.stdout.strip() or None if known else None}
-    out |= {"cpu": cpu[0] or "unknown", "gpu": gpu, "python": platform.python_version(), "torch": torch.__version__}
+    out |= {"code": code_of_package(), "cpu": cpu[0] or "unknown", "gpu": gpu}
+    out |= {"python": platform.python_version(), "torch": torch.__version__}
     for package in packages:
         try:
             out[package] = version(package)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 sys.path.append(str(BENCHMARKS))
 figures: Any = importlib.import_module("figures")
+harness: Any = importlib.import_module("harness")
 PAGES: list[Path] = figures.PAGES
 
+VERSION: Any = re.search('^version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
 AGAIN = "; run `make figures`"
 
 
@@ -55,6 +58,15 @@ def test_no_measured_number_stands_outside_a_table() -> None:
             assert line.startswith("|") or not measured.search(re.sub(r"`[^`]*`", "", line)), f"{page.name}: {line}"
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*-*.json")), ids=lambda path: path.stem)
+def test_the_results_of_a_release_are_those_of_its_code(path: Path) -> None:
+    """Between releases, results may be older than the code: a version with "dev" says so."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert results["commit"]
+    if "dev" not in VERSION[1]:
+        assert results["code"] == harness.code_of_package(), f"{path.name} is of older code; measure again"
+
+
 def test_the_chart_of_the_readme_is_that_of_the_results() -> None:
     assert figures.CHART.read_text(encoding="utf-8") == figures.bars(), f"{figures.CHART.name}{AGAIN}"
     assert figures.CHART.name in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -72,3 +84,8 @@ def test_the_charts_are_those_of_the_results(tmp_path: Path, monkeypatch: pytest
         with matplotlib.rc_context():
             importlib.import_module("plot").main()
         assert again.read_bytes() == drawn.read_bytes(), f"{drawn.name}{AGAIN}"
+
+
+def test_only_code_changes_the_digest_of_the_code() -> None:
+    source = '"""About."""\n\nx = 1  # one\n\n# why\ndef f():\n    """Two\n    lines."""\n    return x\n'
+    assert harness.code_lines(source) == {3: "x = 1  # one", 6: "def f():", 9: "    return x"}
