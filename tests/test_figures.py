@@ -31,6 +31,17 @@ def test_the_tables_are_those_of_the_results(page: Path) -> None:
     assert figures.with_figures(text) == text
 
 
+def test_a_ratio_is_that_of_its_two_times() -> None:
+    for path in sorted(RESULTS.glob("*-cpu.json")):
+        results = figures.results(path.stem.removesuffix("-cpu"))["results"]
+        for line in results if isinstance(results, list) else []:
+            reference, *_ = line["medians"].values()
+            for who, ratio in line["ratios"].items():
+                if reference and line["medians"][who]:
+                    expected = line["medians"][who] / reference
+                    assert ratio["median"] == pytest.approx(expected), f"{path.name}: {line['operation']}: {who}"
+
+
 def test_a_changed_number_is_noticed() -> None:
     """Every number of every table: the test above fails where one differs."""
     for page in PAGES:
