@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .._errors import dtype_name
 
@@ -82,6 +83,10 @@ class StringEncoder:
     def from_json(cls, state: Mapping[str, Any]) -> StringEncoder:
         """Build the encoder from a `to_json` state. The default passes its items to the constructor."""
         return cls(**state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The encoder itself, since encoders are immutable: a deep copy of a dict shares its encoders."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, repr=False)

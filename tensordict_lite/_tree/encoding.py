@@ -115,7 +115,7 @@ def reduction(d: TreeDict[Any], protocol: int, /) -> tuple[Any, ...]:
     of a packed dict.
     """
     names = protocol == _BY_NAME and _objects_allowed(d)
-    outline = Outline(d, _json_or_itself if names else _itself, pickled=True)
+    outline = Outline(d, pickled=True)
     if protocol >= 5 and d._device is CPU and not intercepted():
         return arguments(d, outline, _out_of_band(outline.values))
     return arguments(d, outline, in_storages(_without_slices(outline.values, d._device), d._device), names)
@@ -133,27 +133,9 @@ def _objects_allowed(d: TreeDict[Any]) -> bool:
 def arguments(d: TreeDict[Any], outline: Outline, carried: Carried, names: bool = False) -> tuple[Any, ...]:
     """The reduction of a dict from its parts. ``names``: write the names of the classes, not the classes."""
     classes = [name_of(type(node)) if names else type(node) for node in outline.nodes]
-    encoders = outline.encoders.entries
-    if encoders and not names:
-        encoders = _Shared(encoders)
+    encoders = outline.entries(_json_or_itself) if names else outline.encoders
     device = "cpu" if d._device is CPU else d._device and str(d._device)  # `str` of a device takes long
     return rebuild, (outline.text(), classes, encoders, device, *carried)
-
-
-class _Shared(tuple[Any, ...]):
-    """Encoders, which are immutable: a deep copy of the dict shares them. In a pickle it is a tuple."""
-
-    __slots__ = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (list(self),)
-
-
-def _itself(encoder: StringEncoder) -> StringEncoder:
-    return encoder
 
 
 def _json_or_itself(encoder: StringEncoder) -> Any:

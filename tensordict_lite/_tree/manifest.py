@@ -18,17 +18,15 @@ import torch
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, runs_code
 from .._errors import DEPTH, Path, dotted, refuse_deeper
-from .missing import missing_key
+from .missing import holds, missing_key
 from .policy import Encoders, Policy, options_from_json
 from .tree import TreeDict, ragged_class, reduces_itself
-from .walk import only_tensors
+from .walk import leaves, only_tensors
 
 MANIFEST_VERSION = 1
 """The version of the format of a manifest."""
 OF_ITS_CLASS = -1
 """Replaces the number of a policy if the dict has the policy of its class."""
-_HERE = object()
-"""Marks the end of a path in a tree of keys."""
 
 Manifest = dict[str, Any]
 Leaves = list[tuple[Path, Any]]
@@ -51,43 +49,50 @@ def describe(d: TreeDict[Any], instead: Instead) -> tuple[Manifest, Leaves]:
     ``instead``: returns the entry of an encoder that has no JSON form, or whose JSON form runs code. If the function
     raises ``TypeError``, the path is added to the error. Raises ``TooDeep``.
     """
-    made = Outline(d, lambda encoder: encoder_entry(encoder, instead))
-    manifest = {
-        "version": MANIFEST_VERSION,
-        "root": _tree(made.shape, count()),
-        "policies": made.policies.entries,
-        "encoders": made.encoders.entries,
-    }
-    return manifest, list(zip(paths_of(manifest), made.values, strict=True))
+    outline = Outline(d)
+    entries = outline.entries(lambda encoder: encoder_entry(encoder, instead))
+    return {**json.loads(outline.text()), "encoders": entries}, outline.leaves()
 
 
 class Outline:
     """The shape of a tree, its policies, its encoders, its leaves and its dicts.
 
     Args:
-        entry: returns the entry of an encoder in the manifest.
         pickled: a dict with the policy of its class gets `OF_ITS_CLASS`. A nested dict with a reduction of its own is a
             leaf.
 
     Raises ``TooDeep``: pytree can make a tree that is too deep.
     """
 
-    def __init__(self, d: TreeDict[Any], entry: Callable[[StringEncoder], Any], pickled: bool = False) -> None:
-        self._entry, self._pickled = entry, pickled
+    def __init__(self, d: TreeDict[Any], pickled: bool = False) -> None:
+        self._pickled = pickled
         self.values: list[Any] = []
         self.nodes: list[TreeDict[Any]] = []
-        self.policies, self.encoders = _Numbering(), _Numbering()
-        self.shape = self._shape(d, ())
+        self._policies: list[Policy] = []
+        self._policy_entries: list[dict[str, Any]] = []
+        self.encoders: list[StringEncoder] = []
+        self._encoder_paths: list[Path] = []
+        self._shape = self._shape_of(d, ())
 
     def text(self) -> str:
         """The manifest as text, without the entries of the encoders."""
-        return with_encoders(self.head())
+        return _text(self._shape, json.dumps(self._policy_entries) if self._policy_entries else "[]")
 
-    def head(self) -> str:
-        """The text of the manifest up to the entries of the encoders."""
-        return _head(self.shape, json.dumps(self.policies.entries) if self.policies.entries else "[]")
+    def entries(self, entry: Callable[[StringEncoder], Any]) -> list[Any]:
+        """``entry(encoder)`` for each encoder. If it raises ``TypeError``, the path is added to the error."""
+        found: list[Any] = []
+        for encoder, path in zip(self.encoders, self._encoder_paths, strict=True):
+            try:
+                found.append(entry(encoder))
+            except TypeError as error:
+                raise TypeError(f"{dotted(path)}: {error}") from error
+        return found
 
-    def _shape(self, one: TreeDict[Any], at: Path) -> Shape:
+    def leaves(self) -> Leaves:
+        """The leaves in the order of their numbers. Reads the text of the manifest."""
+        return list(zip(paths_of(json.loads(self.text())), self.values, strict=True))
+
+    def _shape_of(self, one: TreeDict[Any], at: Path) -> Shape:
         refuse_deeper(at)
         self.nodes.append(one)
         items: tuple[Any, ...] = tuple(one)
@@ -95,50 +100,45 @@ class Outline:
             self.values += one.values()
         else:
             items = tuple([self._item(key, value, at) for key, value in one.items()])
-        policy = one._policy
-        own = self._pickled and policy is one._class_policy
-        number = OF_ITS_CLASS if own else self.policies.number(policy, lambda: self._policy(policy, at))
+        own = self._pickled and one._policy is one._class_policy
+        number = OF_ITS_CLASS if own else self._policy_number(one._policy, at)
         longest: Any = one
         return (number, items, longest._max_length) if one._is_ragged else (number, items)
 
     def _item(self, key: str, value: Any, at: Path) -> Any:
         if isinstance(value, TreeDict) and not (self._pickled and reduces_itself(value)):
-            return key, self._shape(value, (*at, key))
+            return key, self._shape_of(value, (*at, key))
         self.values.append(value)
         return key
 
-    def _policy(self, one: Policy, at: Path) -> dict[str, Any]:
-        default = one.default_encoder
-        return {
-            "encoders": {_plain_str(key): self._encoder(given, (*at, key)) for key, given in one.encoders.items()},
-            "default": None if default == Utf8() else self._encoder(default, (*at, "*")),
-            **one.options_to_json(),
-        }
+    def _policy_number(self, one: Policy, at: Path) -> int:
+        if one not in self._policies:  # equal policies share one entry
+            default = one.default_encoder
+            entry = {
+                "encoders": {key: self._encoder_number(given, (*at, key)) for key, given in one.encoders.items()},
+                "default": None if default == Utf8() else self._encoder_number(default, (*at, "*")),
+                **one.options_to_json(),
+            }
+            self._policies.append(one)
+            self._policy_entries.append(entry)
+        return self._policies.index(one)
 
-    def _encoder(self, one: StringEncoder, path: Path) -> int:
-        try:
-            return self.encoders.number(one, lambda: self._entry(one))
-        except TypeError as error:
-            raise TypeError(f"{dotted(path)}: {error}") from error
+    def _encoder_number(self, one: StringEncoder, path: Path) -> int:
+        if one not in self.encoders:
+            self.encoders.append(one)
+            self._encoder_paths.append(path)
+        return self.encoders.index(one)
 
 
 @lru_cache(maxsize=64)  # a program mostly pickles and sends dicts of the same few shapes
-def _head(shape: Shape, policies: str) -> str:
+def _text(shape: Shape, policies: str) -> str:
     root = json.dumps(_tree(shape, count()), separators=(",", ":"))
-    return f'{{"version":{MANIFEST_VERSION},"root":{root},"policies":{policies},"encoders":'
-
-
-def with_encoders(head: str, entries: Sequence[str] = ()) -> str:
-    """The text of a manifest from `Outline.head` and the JSON texts of the entries of its encoders."""
-    return f"{head}[{','.join(entries)}]}}"
+    return f'{{"version":{MANIFEST_VERSION},"root":{root},"policies":{policies},"encoders":[]}}'
 
 
 def _tree(shape: Shape, numbers: Iterator[int]) -> dict[str, Any]:
     """The JSON form of a shape. ``numbers``: the numbers of its leaves."""
-    items: list[Any] = []
-    for one in shape[1]:
-        key, value = (one[0], _tree(one[1], numbers)) if type(one) is tuple else (one, next(numbers))
-        items.append([_plain_str(key), value])
+    items = [[one[0], _tree(one[1], numbers)] if type(one) is tuple else [one, next(numbers)] for one in shape[1]]
     return {"policy": shape[0], "items": items, **({"max_length": shape[2]} if len(shape) > 2 else {})}
 
 
@@ -152,37 +152,16 @@ def encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
         return instead(encoder, error)
 
 
-def _plain_str(key: str) -> str:
-    """The key as a plain ``str``. Its class may be a subclass of ``str``, such as an enum or a NumPy string."""
-    return key if type(key) is str else str.__str__(key)
-
-
-class _Numbering:
-    """Numbers objects, and lists the entry of each. Equal objects share one entry."""
-
-    def __init__(self) -> None:
-        self.entries: list[Any] = []
-        self._seen: list[Any] = []
-
-    def number(self, one: Any, entry: Callable[[], Any]) -> int:
-        for i, other in enumerate(self._seen):
-            if one is other or one == other:
-                return i
-        self.entries.append(entry())
-        self._seen.append(one)
-        return len(self._seen) - 1
-
-
-class Node(NamedTuple):
+class Node(dict[str, Any]):
     """A validated dict of a manifest. Each value is the number of a leaf, or a node."""
 
-    policy: int
-    keys: tuple[str, ...]
-    values: tuple[Any, ...]
-    flat: bool
-    """Whether no value is a node."""
-    ragged: dict[str, int | None]
-    """``max_length`` of a ragged field: the length of its longest row, or None. Any other dict has no entry."""
+    __slots__ = ("policy", "ragged")
+
+    def __init__(self, policy: int, items: Mapping[str, Any], ragged: Mapping[str, int | None]) -> None:
+        super().__init__(items)
+        self.policy = policy
+        self.ragged = ragged
+        """``max_length`` of a ragged field: the length of its longest row, or None. Any other dict has no entry."""
 
 
 class _PolicyEntry(NamedTuple):
@@ -211,7 +190,7 @@ class Reader:
     numbers: list[int]
     """The numbers of the leaves, in the order of the tree."""
     count: int
-    """The number of dicts in the tree."""
+    """The number of dicts in the manifest."""
 
     def __init__(self, manifest: Any, count: int | None, given: Encoders | None = None) -> None:
         version = manifest.get("version") if isinstance(manifest, dict) else None
@@ -220,28 +199,26 @@ class Reader:
         if version != MANIFEST_VERSION:
             invalid(f"its version is {version}, and this package reads version {MANIFEST_VERSION}; update the package")
         fields = _fields(manifest, "a manifest", version=int, root=dict, policies=list, encoders=list)
-        self._policies, self._encoders, self._given = list(map(_policy, fields["policies"])), fields["encoders"], given
-        self.numbers, self.count = [], 0
+        self.policies, self.encoders, self.given = list(map(_policy, fields["policies"])), fields["encoders"], given
+        self.count = 0
         self._root = self._node(fields["root"], 0)
+        self.numbers = [number for _, number in leaves(self._root)]
         count = len(self.numbers) if count is None else count
         if sorted(self.numbers) != list(range(count)):
             invalid(f"its tree does not contain each of the {count} tensors exactly once")
 
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of the leaves, in the order of the tree."""
+        return [path for path, _ in leaves(self._root)]
+
     def keep(self, paths: Sequence[Path], owner: str) -> None:
         """Keep only the values at these paths. Raises ``KeyError`` for a missing path; the message names ``owner``."""
-        asked: dict[Any, Any] = {}
         for path in paths:
-            inside = asked
-            for key in path:
-                inside = inside.setdefault(key, {})
-            inside[_HERE] = {}
-        found: set[Path] = set()
-        kept = _kept(self._root, asked, False, (), found)
-        for path in paths:
-            if path not in found:
-                raise missing_key(_names_in(self._root), path if len(path) != 1 else next(iter(path)), owner)
-        self.numbers, self.count = [], 0
-        self._root = self._node(kept, 0)
+            if not holds(self._root, path):
+                raise missing_key(_names_in(self._root), path if len(path) != 1 else path[0], owner)
+        self._root = _kept(self._root, paths)
+        self.numbers = [number for _, number in leaves(self._root)]
 
     def build(
         self,
@@ -261,24 +238,29 @@ class Reader:
                 unchanged. If None, a class with its own options keeps its options and takes only the encoders.
             trusted: whether ragged fields get the ``max_length`` of the manifest. Else `validate_ragged` finds it.
         """
-        pickled = encoders is not None
-        policies = _Policies(self._policies, encoders if pickled else self._encoders, self._given, pickled)
-        return _build(self._root, choose(None, ""), choose, leaf, device, policies, trusted)
+        return _Builder(self, choose, leaf, device, encoders, trusted).dict_of(self._root, choose(None, ""))
 
     def _node(self, node: Any, depth: int) -> Node:
         if depth >= DEPTH:
             invalid(f"it is nested {DEPTH} levels deep or more")
         self.count += 1
-        items, ragged = _items(node)
-        values: list[Any] = []
-        for _, value in items:
-            if type(value) is int:
-                self.numbers.append(value)
-                values.append(value)
-            else:
-                values.append(self._node(value, depth + 1))
-        flat = not any(type(value) is Node for value in values)
-        return Node(node["policy"], tuple([key for key, _ in items]), tuple(values), flat, ragged)
+        ragged: dict[str, int | None] = {}
+        if type(node) is dict and "max_length" in node:
+            node = dict(node)
+            ragged["max_length"] = longest = node.pop("max_length")
+            if longest is not None and not (type(longest) is int and longest >= 0):
+                invalid(f"'max_length' of a ragged field is {_cut(longest)}")
+        items: dict[str, Any] = {}
+        for item in _fields(node, "a dict", policy=int, items=list)["items"]:
+            key, value = item if type(item) is list and len(item) == 2 else (None, None)
+            if type(key) is not str:
+                invalid("an item of a dict is not a pair of key and value")
+            if type(value) not in (int, dict):
+                invalid(f"{key!r} is neither a tensor nor a dict")
+            if key in items:
+                invalid("a dict has a key twice")
+            items[key] = value if type(value) is int else self._node(value, depth + 1)
+        return Node(node["policy"], items, ragged)
 
 
 @lru_cache(maxsize=64)  # a program mostly receives dicts of the same few shapes
@@ -303,45 +285,39 @@ def _policy(entry: Any) -> _PolicyEntry:
         raise InvalidManifest(str(error)) from error
 
 
-def _build(
-    node: Node,
-    cls: Any,
-    choose: Callable[[Any, str], Any],
-    leaf: Callable[[int], Any],
-    device: torch.device | None,
-    policies: _Policies,
-    trusted: bool,
-) -> TreeDict[Any]:
-    if node.ragged and not cls._is_ragged:
-        cls = ragged_class()
-    policy = policies.of(node, cls)
-    if node.flat:
-        out = cls._new(zip(node.keys, map(leaf, node.values), strict=True), device, policy)
-        if node.ragged and trusted:
-            out._max_length = node.ragged["max_length"]
-        return out
-    items = {
-        key: _build(value, choose(cls, key), choose, leaf, device, policies, trusted)
-        if type(value) is Node
-        else leaf(value)
-        for key, value in zip(node.keys, node.values, strict=True)
-    }
-    return cls._new(items, device, policy)
-
-
-class _Policies:
-    """The policies of a manifest. Each is read when a dict needs it, once."""
+class _Builder:
+    """Builds the dicts of a `Reader`. Each policy and each encoder is read when a dict needs it, once."""
 
     def __init__(
-        self, policies: list[_PolicyEntry], encoders: Sequence[Any], given: Encoders | None, pickled: bool
+        self,
+        reader: Reader,
+        choose: Callable[[Any, str], Any],
+        leaf: Callable[[int], Any],
+        device: torch.device | None,
+        encoders: Sequence[Any] | None,
+        trusted: bool,
     ) -> None:
-        self._policies, self._encoders, self._given, self._pickled = policies, encoders, given, pickled
+        self._choose, self._leaf, self._device, self._trusted = choose, leaf, device, trusted
+        self._policies, self._given, self._pickled = reader.policies, reader.given, encoders is not None
+        self._encoders = reader.encoders if encoders is None else encoders
         self._known: dict[int, Policy] = {}
         self._merged: dict[tuple[int, Any], Policy] = {}
         self._made: dict[int, StringEncoder] = {}
 
-    def of(self, node: Node, cls: Any) -> Policy:
-        """The policy of a dict of class ``cls``."""
+    def dict_of(self, node: Node, cls: Any) -> TreeDict[Any]:
+        """The dict of a node, of class ``cls``."""
+        if node.ragged and not cls._is_ragged:
+            cls = ragged_class()
+        items = {
+            key: self._leaf(value) if type(value) is int else self.dict_of(value, self._choose(cls, key))
+            for key, value in node.items()
+        }
+        out = cls._new(items, self._device, self._policy(node, cls))
+        if node.ragged and self._trusted:
+            out._max_length = node.ragged["max_length"]
+        return out
+
+    def _policy(self, node: Node, cls: Any) -> Policy:
         number = node.policy
         if self._pickled and number == OF_ITS_CLASS:
             return cls._class_policy
@@ -352,10 +328,10 @@ class _Policies:
             return policy
         if (number, cls) not in self._merged:  # merged once for all dicts that share the policy
             self._merged[number, cls] = cls._class_policy.with_encoders(policy.encoders)
-        return self._merged[number, cls].with_default_of(policy, node.keys)
+        return self._merged[number, cls].with_default_of(policy, node)
 
     def _read(self, entry: _PolicyEntry) -> Policy:
-        own = Policy() if self._given is None else Policy().override(self._given)
+        own = Policy().override(self._given)
         encoders, default = dict(own.encoders), own.default_encoder
         if self._given is None or isinstance(self._given, Mapping):
             encoders |= {key: self._encoder(n, key) for key, n in entry.encoders.items() if key not in own.encoders}
@@ -378,8 +354,7 @@ _TENSOR = torch.empty(0, device="meta")
 
 def _names_in(node: Node) -> dict[str, Any]:
     """The keys of a node as a nested dict."""
-    pairs = zip(node.keys, node.values, strict=True)
-    return {key: _names_in(value) if type(value) is Node else _TENSOR for key, value in pairs}
+    return {key: _TENSOR if type(value) is int else _names_in(value) for key, value in node.items()}
 
 
 def _make_encoder(entry: dict[Any, Any], key: str) -> StringEncoder:
@@ -409,36 +384,19 @@ def choose_from(cls: Any) -> Callable[[Any, str], Any]:
 
 def paths_of(manifest: Manifest) -> list[Path]:
     """The paths of the tensors of a valid manifest, in the order of the tree."""
-
-    return list(_paths_in(manifest["root"], ()))
-
-
-def _paths_in(node: Any, at: Path) -> Iterator[Path]:
-    for key, value in node["items"]:
-        if type(value) is int:
-            yield (*at, key)
-        else:
-            yield from _paths_in(value, (*at, key))
+    return Reader(manifest, None).paths
 
 
-def _kept(node: Node, asked: Mapping[Any, Any], everything: bool, at: Path, found: set[Path]) -> dict[str, Any]:
-    """The JSON form of a node with only the items in ``asked``, or with all items if ``everything`` is True.
-
-    ``asked`` is a tree of keys; `_HERE` marks the end of a path. The paths that end in this node are added to
-    ``found``.
-    """
-    items: list[Any] = []
-    for key, value in zip(node.keys, node.values, strict=True):
-        inside = asked.get(key, {})
-        if not (inside or everything):
-            continue
-        path = (*at, key)
-        if _HERE in inside:
-            found.add(path)
-        nested = type(value) is Node
-        items.append([key, _kept(value, inside, everything or _HERE in inside, path, found) if nested else value])
-    whole = len(items) == len(node.keys)  # a part of a ragged field is not ragged
-    return {"policy": node.policy, "items": items, **(node.ragged if whole else {})}
+def _kept(node: Node, paths: Sequence[Path]) -> Node:
+    """A node with only the values at these paths, which it has."""
+    asked: dict[str, list[Path]] = {}
+    for path in paths:
+        asked.setdefault(path[0], []).append(path[1:])
+    items = {
+        key: value if () in asked[key] else _kept(value, asked[key]) for key, value in node.items() if key in asked
+    }
+    whole = len(items) == len(node)  # a part of a ragged field is not ragged
+    return Node(node.policy, items, node.ragged if whole else {})
 
 
 def _cut(value: object) -> str:
@@ -467,24 +425,3 @@ def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
         if kind is not object and type(fields[name]) is not kind:
             invalid(f"{name!r} of {what} is not a {kind.__name__}")
     return fields
-
-
-def _items(node: Any) -> tuple[list[tuple[str, Any]], dict[str, int | None]]:
-    """The validated items of a node, and `Node.ragged`. Raises `InvalidManifest`."""
-    ragged: dict[str, int | None] = {}
-    if type(node) is dict and "max_length" in node:
-        node = dict(node)
-        ragged["max_length"] = longest = node.pop("max_length")
-        if longest is not None and not (type(longest) is int and longest >= 0):
-            invalid(f"'max_length' of a ragged field is {_cut(longest)}")
-    items = _fields(node, "a dict", policy=int, items=list)["items"]
-    for item in items:
-        pair = item if type(item) is list else []
-        if len(pair) != 2 or type(pair[0]) is not str:
-            invalid("an item of a dict is not a pair of key and value")
-        key, value = pair
-        if type(value) not in (int, dict):
-            invalid(f"{key!r} is neither a tensor nor a dict")
-    if len({key for key, _ in items}) != len(items):
-        invalid("a dict has a key twice")
-    return items, ragged

@@ -97,7 +97,7 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
         if part not in inside:
             split = tuple(part.split("."))
             nested = ((name, part) for name, value in inside.items() if isinstance(value, dict) and part in value)
-            paths = (split,) if len(split) > 1 and _holds(inside, split) else tuple(nested)
+            paths = (split,) if len(split) > 1 and holds(inside, split) else tuple(nested)
             return MissingKeyError(key, owner=owner, path=path, depth=depth, known=tuple(inside), paths=paths)
         node = inside[part]
     raise AssertionError(f"{path} is there")  # pragma: no cover  (the caller did not find the path)
@@ -141,7 +141,7 @@ def rows_hint(index: Any) -> str:
     return "; rows are d.rows[mask_or_indices]" if isinstance(index, (Tensor, np.ndarray, list)) else ""
 
 
-def _holds(tree: Any, path: Path) -> bool:
+def holds(tree: Any, path: Path) -> bool:
     """Whether the path exists in ``tree``."""
     for part in path:
         if not isinstance(tree, Mapping) or part not in tree:

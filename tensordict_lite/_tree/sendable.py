@@ -80,7 +80,7 @@ class Unsent(ExceptionWrapper):
 
 def _reduction(d: TreeDict[Any]) -> tuple[tuple[Any, ...], bool]:
     """The reduction of ``d``, and whether pickling it cannot fail."""
-    outline = Outline(d, lambda encoder: encoder, pickled=True)
+    outline = Outline(d, pickled=True)
     # Another process maps a file again, so a reference replaces each large tensor of a mapped file.
     values = [by_file(value) if isinstance(value, Tensor) else value for value in outline.values]
     parts, leaves = in_storages(values, d._device, alone=True)
@@ -88,7 +88,7 @@ def _reduction(d: TreeDict[Any]) -> tuple[tuple[Any, ...], bool]:
     plain = (
         (d._device is not None and d._device.type in _DEVICES)
         and all(map(_is_importable, set(map(type, outline.nodes))))
-        and all(encoder.is_data for encoder in outline.encoders.entries)
+        and all(encoder.is_data for encoder in outline.encoders)
         and _are_plain(outline.values if leaves is not None else ())
     )
     return arguments(d, outline, carried), plain

@@ -19,7 +19,7 @@ from .._memory.device import canonical
 from .._memory.dtypes import DTYPES
 from .._memory.layout import Group, Layout, lay_out
 from .._memory.packed import arrange, find_buffer, is_saved_group
-from .._tree.manifest import Manifest, Outline, Reader, choose_from, encoder_entry, paths_of, with_encoders
+from .._tree.manifest import Manifest, Outline, Reader, choose_from, encoder_entry, paths_of
 from .._tree.tree import TreeDict
 
 PREFIX = 6
@@ -179,13 +179,14 @@ def header_of(d: TreeDict[Any], values: bool = True) -> Header:
 
 
 def _with_header(d: TreeDict[Any], values: bool = True) -> tuple[list[Tensor], Header]:
-    outline = Outline(d, lambda encoder: _encoder_text(_Identity(encoder)))
+    outline = Outline(d)
+    encoders = outline.entries(lambda encoder: _encoder_text(_Identity(encoder)))
     tensors = [tensor.detach() for tensor in d._tensors()]
     groups, unpackable = arrange(tensors)
     if unpackable or len(outline.values) != len(tensors):
         _refuse(outline, *unpackable[:1])
     specs = tuple([(spec, tuple(members)) for spec, members in groups])
-    schema = _header(outline.head(), tuple(outline.encoders.entries), specs)
+    schema = _header(outline.text(), tuple(encoders), specs)
     if values and any(tensor.is_meta for tensor in tensors):
         raise TypeError("a dict on meta has no values to send")
     return tensors, schema
@@ -193,7 +194,7 @@ def _with_header(d: TreeDict[Any], values: bool = True) -> tuple[list[Tensor], H
 
 def _refuse(outline: Outline, unpackable: int = 0) -> NoReturn:
     """Raise ``TypeError`` for the kept objects of a dict, or for the tensor with the number ``unpackable``."""
-    leaves = list(zip(paths_of(json.loads(outline.text())), outline.values, strict=True))
+    leaves = outline.leaves()
     kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
     if kept:
         raise TypeError(f"{', '.join(kept)}: kept objects cannot be sent, only tensors; drop them first")
@@ -205,15 +206,15 @@ def _refuse(outline: Outline, unpackable: int = 0) -> NoReturn:
 
 
 @lru_cache(maxsize=64)  # a program mostly sends dicts of the same few schemas
-def _header(head: str, encoders: tuple[str, ...], groups: tuple[Any, ...]) -> Header:
-    """The header of a dict with this `Outline.head`, the entries of these encoders, and these groups of tensors."""
-    manifest = with_encoders(head, encoders)
+def _header(outline: str, encoders: tuple[str, ...], groups: tuple[Any, ...]) -> Header:
+    """The header of a dict with this `Outline.text`, the entries of these encoders, and these groups of tensors."""
+    manifest = {**json.loads(outline), "encoders": list(map(json.loads, encoders))}
     layout = lay_out(groups)
     specs = [[dtype_name(spec[0]), *map(list, spec[1:]), members] for spec, members in layout.groups]
-    text = f'{{"manifest":{manifest},"specs":{json.dumps(specs, separators=(",", ":"))}}}'.encode()
+    text = json.dumps({"manifest": manifest, "specs": specs}, separators=(",", ":")).encode()
     if len(text) > _LARGEST:
         raise ValueError(f"the structure and encoders of this dict take {len(text)} bytes, a message holds {_LARGEST}")
-    return Header(text, _digest(text), json.loads(manifest), layout)
+    return Header(text, _digest(text), manifest, layout)
 
 
 class _Identity:
