@@ -291,6 +291,16 @@ class TestObjects:
         assert d["objects", "box", "offsets"] is d["objects", "n", "z", "offsets"] and len(d.rows) == 3
         assert d.rows[0]["objects", "box"].tolist() == boxes[0]
 
+    def test_the_options_of_a_declared_class(self) -> None:
+        class Marks(TypedDeviceDict, encoders={"label": Vocabulary(["cat", "dog"])}):
+            label: Ragged
+
+        class Scene(TypedDeviceDict):
+            marks: Marks
+
+        d = collate([{"marks": [{"label": "dog"}]}, {"marks": []}], cls=Scene, ragged=["marks"])
+        assert d.marks.label["values"].tolist() == [1] and d.decode(("marks", "label")) == [["dog"], []]
+
     @pytest.mark.parametrize(
         ("samples", "error", "message"),
         [

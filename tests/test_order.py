@@ -335,7 +335,10 @@ class TestPrefetch:
         with pytest.raises(ValueError, match=message):
             batches.state_dict()
         assert hasattr(loaded(BatchOrder(23, 3), "cpu", 0), "load_state_dict")
-        assert not hasattr(prefetch(DataLoader(TABLE.rows, 3), "cpu"), "state_dict")  # pyright: ignore[reportArgumentType]
+        plain = prefetch(DataLoader(TABLE.rows, 3), "cpu")  # pyright: ignore[reportArgumentType]
+        assert not hasattr(plain, "state_dict")
+        with pytest.raises(AttributeError, match=r"^the loader has no state_dict; give the DataLoader a Ba"):
+            _ = plain.state_dict
 
 
 class TestErrors:
@@ -353,6 +356,7 @@ class TestErrors:
             ((9, 2), {"rank": 2, "world": 2}, ValueError, "BatchOrder takes a rank below the world of 2, got 2"),
             ((9, 2), {"longer": "cut"}, ValueError, 'BatchOrder takes longer="error" or longer="alone", got \'cut\''),
             ((None, 2), {}, TypeError, "takes a dataset, row numbers or a number of rows of type int, got a NoneType"),
+            ((DeviceDict({"x": [1]}), 2), {}, TypeError, "takes a dataset, got a mapping; give its rows, d.rows"),
             ((-1, 2), {}, ValueError, "takes a dataset, row numbers or a number of rows of at least 0, got -1"),
             (([-1, 2], 2), {}, ValueError, "BatchOrder takes row numbers of at least 0, got -1"),
             (([1.5], 2), {}, TypeError, "takes row numbers as a tensor, an array or a list of ints, got a list"),

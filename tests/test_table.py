@@ -353,6 +353,11 @@ class TestRefused:
         strings = {**sample(), "species": ["cat"] * 3, "name": ["a"] * 3}
         RowWriter(tmp_path / "u", like=strings, encoders={"species": Hashing(4)}).close()
 
+    def test_like_is_no_single_row(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"^'n.s': like= is a batch, got one string; give like=collate"):
+            RowWriter(tmp_path / "t", like={"x": [1, 2, 3], "n": {"s": "Ada"}})
+        assert not (tmp_path / "t").exists()
+
     def test_the_width_of_strings_is_that_of_like(self, tmp_path: Path) -> None:
         with RowWriter(tmp_path / "t", like={"name": ["Ada", "Bo"]}) as writer:
             writer.write({"name": ["Cy"]})

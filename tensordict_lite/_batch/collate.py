@@ -429,7 +429,8 @@ class _Walk:
 
         ``items``: the mappings of all samples. ``lengths``: how many of them each sample has.
         """
-        joined = DeviceDict[Any]._new((), self.device, batch._policy)
+        _, policy = kind_nested(type(batch), path[-1], dict, None, (), batch._policy)
+        joined = DeviceDict[Any]._new((), self.device, policy)
         walk = _Walk(len(items), self.device, self.moves, False, self.pads, frozenset())
         try:
             walk.collect(items, joined, path)

@@ -403,6 +403,8 @@ def _rows(given: Any) -> tuple[_Numbers | None, int]:
         if len(index) and (lowest := int(index.min())) < 0:
             raise ValueError(f"BatchOrder takes row numbers of at least 0, got {lowest}")
         return index, len(index)
+    if isinstance(given, Mapping):  # its length is the number of keys
+        raise TypeError(f"BatchOrder takes a dataset, got {described(given)}; give its rows, d.rows")
     if isinstance(given, Sized):
         return None, len(given)
     return None, _number("a dataset, row numbers or a number of rows", given)

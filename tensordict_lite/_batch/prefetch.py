@@ -105,7 +105,9 @@ class prefetch(Generic[B]):
         if name.startswith("__") or "loader" not in self.__dict__:  # unpickling asks before the attributes are there
             raise AttributeError(name)
         # Not methods of the class, so that hasattr answers as it does for the loader.
-        if name in ("state_dict", "load_state_dict") and hasattr(self._source, name):
+        if name in ("state_dict", "load_state_dict"):
+            if not hasattr(self._source, name):
+                raise AttributeError(f"the loader has no {name}; give the DataLoader a BatchOrder as batch_sampler=")
             return self._state_dict if name == "state_dict" else self._load_state_dict
         return getattr(self.loader, name)
 

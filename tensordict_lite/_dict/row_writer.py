@@ -334,6 +334,8 @@ def _without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> 
             items[key] = _without_rows(value, ragged, path, found)
         elif not isinstance(value, Tensor) or not is_dense(value):
             items[key] = value  # refused by `create_table`, which names the field
+        elif key in d._policy.encoders and value.dim() <= (d._policy.encoder(key).code_ndim or 0):
+            raise ValueError(f"{dotted(path)}: like= is a batch, got one string; give like=collate([row])")
         elif names and value.dim() < 2:
             raise ValueError(f"{dotted(path)}: rows of a ragged field have a dimension, like= has {described(value)}")
         elif names:
