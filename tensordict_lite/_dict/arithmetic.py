@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory, with_path
 from .._memory.device import intercepted
-from .._memory.dtypes import FOREACH_DTYPES
+from .._memory.dtypes import CASTABLE, FOREACH_DTYPES
 from .._memory.overlap import is_expanded, overlap_partly
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict, data_of, data_paths, decode_field
@@ -52,15 +53,13 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
 def _match_level(
     d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
 ) -> None:
-    if d._is_ragged:
-        _match_ragged(d, other, device, at, found)
-        return
     if list(d) == list(other):
         values = list(other.values())
     else:
         refuse_other_keys(d, other, at, "the other mapping", f"this {type(d).__name__}")
         values = [other[key] for key in d]
-    if only_tensors((*d.values(), *values)) and [t.device for t in values].count(device) == len(values):
+    plain = only_tensors((*d.values(), *values)) and not d._is_ragged
+    if plain and [t.device for t in values].count(device) == len(values):
         found += values
         return
     for (key, value), theirs in zip(d.items(), values, strict=True):
@@ -70,7 +69,10 @@ def _match_level(
                 _refuse_kind(path, theirs, "a tensor; DeviceDict(other) makes tensors of numbers")
             if device is not None and theirs.device != device:
                 _refuse_device(path, device, theirs.device)
-            found.append(theirs)
+            if d._is_ragged and key == "offsets":
+                _refuse_other_lengths(value, theirs, at)
+            else:
+                found.append(theirs)
         elif isinstance(value, TreeDict):
             if not isinstance(theirs, Mapping):
                 _refuse_kind(path, theirs, "a mapping")
@@ -79,22 +81,11 @@ def _match_level(
             _refuse_kind(path, theirs, f"an object: it is a kept {type(value).__name__} in this dict")
 
 
-def _match_ragged(
-    d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
-) -> None:
-    """Match the values of a ragged field. The lengths of its rows are compared where that does not synchronize."""
-    refuse_other_keys(d, other, at, "the other mapping", f"this {type(d).__name__}")
-    values, offsets = other["values"], other["offsets"]
-    for key, theirs in (("values", values), ("offsets", offsets)):
-        if not isinstance(theirs, Tensor):
-            _refuse_kind((*at, key), theirs, "a tensor")
-        if device is not None and theirs.device != device:
-            _refuse_device((*at, key), device, theirs.device)
-    ours: Any = d["offsets"]
-    if ours is not offsets and ours.is_cpu and not intercepted() and not torch.equal(ours.long(), offsets.long()):
+def _refuse_other_lengths(ours: Tensor, theirs: Tensor, at: Path) -> None:
+    """Compare the offsets of the ragged field ``at``, where that does not synchronize."""
+    if ours is not theirs and ours.is_cpu and not intercepted() and not torch.equal(ours.long(), theirs.long()):
         where = dotted(at) if at else "the other Ragged"
         raise ValueError(f"{where} has rows of other lengths in the other mapping; give it rows of the same lengths")
-    found.append(values)
 
 
 def _refuse_kind(path: Path, value: Any, expected: str) -> NoReturn:
@@ -118,22 +109,20 @@ def refuse_encoded(d: TreeDict[Any], called: str, at: Path = ()) -> None:
     if not encoders and only_tensors(d.values()):
         return
     for key, value in d.items():
-        nested = isinstance(value, TreeDict)
-        if key in encoders and (nested or (isinstance(value, Tensor) and not _is_float(value))):
+        if _is_encoded(d, key):
             raise TypeError(
                 f"{dotted((*at, key))} holds encoded strings, which {called} would change; "
                 f"leave it out: drop({key!r}) shares the tensors of the other fields"
             )
-        if nested:
+        if isinstance(value, TreeDict):
             refuse_encoded(value, called, (*at, key))
 
 
-def _is_float(tensor: Tensor) -> bool:
-    return _is_float_dtype(tensor.dtype)
-
-
-def _is_float_dtype(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+def _is_encoded(d: TreeDict[Any], key: str) -> bool:
+    """Whether a field holds codes of strings: it has an encoder, and is not a tensor of floating-point numbers."""
+    value: Any = d[key]
+    codes = isinstance(value, TreeDict) or (isinstance(value, Tensor) and value.dtype not in CASTABLE)
+    return codes and key in d._policy.encoders
 
 
 def call_each(d: TreeDict[Any], function: Callable[..., Any], *others: Sequence[Any]) -> list[Any]:
@@ -173,7 +162,20 @@ class _Operation(NamedTuple):
     """The operation for integer and bool tensors, if it differs."""
 
     def on(self, dtype: torch.dtype) -> _Operation:
-        return self if self.integers is None or _is_float_dtype(dtype) else self.integers
+        return self if self.integers is None or dtype in CASTABLE else self.integers
+
+
+_ZERO = _Operation("zero_", lambda tensor, _: tensor.zero_(), lambda tensors, _: torch._foreach_zero_(tensors))
+_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_)
+_MANY: Mapping[str, Callable[..., Any]] = {
+    "add_": torch._foreach_add_,
+    "sub_": torch._foreach_sub_,
+    "mul_": torch._foreach_mul_,
+    "div_": torch._foreach_div_,
+    "lerp_": torch._foreach_lerp_,
+    "copy_": torch._foreach_copy_,
+}
+"""For each method of tensors with an operand, the function of torch for a list of tensors."""
 
 
 def zero_(d: TreeDict[Any]) -> None:
@@ -181,68 +183,24 @@ def zero_(d: TreeDict[Any]) -> None:
     write(d, _ZERO, None)
 
 
-def add_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
-    _add_scaled(d, "add_", Tensor.add_, torch._foreach_add_, other, alpha)
+def combine(d: TreeDict[Any], called: str, other: Any, **scale: Any) -> None:
+    """Call a method of `_MANY` for every tensor of ``d``, with the operand ``other``.
+
+    ``scale``: the number ``alpha`` or ``weight``, as the method takes it.
+    """
+    for name, number in scale.items():
+        if not isinstance(number, (int, float, complex)):
+            raise TypeError(f"{name} is a number, got {described(number)}; use .item() for a tensor of one element")
+    others = _operands(d, other, called)
+    if scale == {"alpha": 1}:
+        scale = {}
+    # The function for lists and a number takes no alpha.
+    many = partial(_MANY[called], **scale) if "alpha" not in scale or isinstance(others, list) else None
+    integers = _COPY._replace(name=called) if called == "lerp_" else None
+    write(d, _Operation(called, partial(getattr(Tensor, called), **scale), many, integers), others)
 
 
-def sub_(d: TreeDict[Any], other: Any, alpha: complex) -> None:
-    _add_scaled(d, "sub_", Tensor.sub_, torch._foreach_sub_, other, alpha)
-
-
-def _add_scaled(d: TreeDict[Any], name: str, each: Any, many: Any, other: Any, alpha: Any) -> None:
-    _refuse_unless_number(alpha, "alpha")
-    others = _operands(d, other, name)
-
-    def each_scaled(tensor: Tensor, value: Any) -> None:
-        each(tensor, value, alpha=alpha)
-
-    def many_scaled(tensors: list[Tensor], values: list[Tensor]) -> None:
-        many(tensors, values, alpha=alpha)
-
-    if alpha == 1:
-        operation = _Operation(name, each, many)
-    else:  # the function for lists and a number takes no alpha
-        operation = _Operation(name, each_scaled, many_scaled if isinstance(others, list) else None)
-    write(d, operation, others)
-
-
-def mul_(d: TreeDict[Any], other: Any) -> None:
-    write(d, _Operation("mul_", Tensor.mul_, torch._foreach_mul_), _operands(d, other, "mul_"))
-
-
-def div_(d: TreeDict[Any], other: Any) -> None:
-    write(d, _Operation("div_", Tensor.div_, torch._foreach_div_), _operands(d, other, "div_"))
-
-
-def copy_(d: TreeDict[Any], other: Any) -> None:
-    write(d, _COPY, _operands(d, other, "copy_", numbers=False))
-
-
-def lerp_(d: TreeDict[Any], other: Any, weight: Any) -> None:
-    if isinstance(other, (int, float)) and isinstance(weight, (Mapping, Tensor)):
-        raise TypeError(f"lerp_ takes the other mapping first and the weight second: lerp_(other, {other!r})")
-    _refuse_unless_number(weight, "weight")
-
-    def each(tensor: Tensor, end: Tensor) -> None:
-        tensor.lerp_(end, weight)
-
-    def many(tensors: list[Tensor], ends: list[Tensor]) -> None:
-        torch._foreach_lerp_(tensors, ends, weight)
-
-    others = _operands(d, other, "lerp_", numbers=False)
-    write(d, _Operation("lerp_", each, many, integers=_COPY._replace(name="lerp_")), others)
-
-
-_ZERO = _Operation("zero_", lambda tensor, _: tensor.zero_(), lambda tensors, _: torch._foreach_zero_(tensors))
-_COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_)
-
-
-def _refuse_unless_number(value: Any, name: str) -> None:
-    if not isinstance(value, (int, float, complex)):
-        raise TypeError(f"{name} is a number, got {described(value)}; use .item() for a tensor of one element")
-
-
-def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -> Any:
+def _operands(d: TreeDict[Any], other: Any, called: str) -> Any:
     """The other operand of each tensor of ``d``, as a list. A number stays itself."""
     refuse_encoded(d, called)
     if isinstance(other, Mapping):
@@ -254,6 +212,7 @@ def _operands(d: TreeDict[Any], other: Any, called: str, numbers: bool = True) -
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
             _refuse_device((), d._device, other.device)
         return [other] * len(data_of(d))
+    numbers = called not in ("copy_", "lerp_")
     if not (numbers and isinstance(other, (int, float, complex))):
         kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
         raise TypeError(f"{called} takes {kinds}, got {described(other)}")
@@ -411,10 +370,8 @@ def _is_foreign(tensor: Tensor) -> bool:
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
-    try:
-        return torch.broadcast_shapes(shape, target) == target
-    except RuntimeError:
-        return False
+    sizes = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in sizes)
 
 
 def _try(d: TreeDict[Any], operation: _Operation, i: int, tensors: list[Tensor], others: Any, whole: bool) -> None:
@@ -447,7 +404,7 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
         raise ValueError(f"ord is a number above 0, or inf, got {order!r}")
     refuse_encoded(d, "total_norm")
     for path, tensor in data_paths(d):
-        if not _is_float(tensor):
+        if tensor.dtype not in CASTABLE:
             raise TypeError(
                 f"{dotted(path)} is {dtype_name(tensor.dtype)}, a norm needs floating-point or complex fields; "
                 "leave it out with drop()"
@@ -460,11 +417,11 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
     # Note: not torch.nn.utils.get_total_norm, which records no gradient.
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        together = not (_is_foreign(tensor) or intercepted()) and tensor.dtype in FOREACH_DTYPES
-        groups.setdefault(tensor.dtype if together else torch.bool, []).append(tensor)
-    norms = [torch.linalg.vector_norm(tensor, order) for tensor in groups.pop(torch.bool, ())]
-    for group in groups.values():
-        norms += torch._foreach_norm(group, order)
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    norms: list[Tensor] = []
+    for dtype, group in groups.items():
+        together = dtype in FOREACH_DTYPES and not (intercepted() or any(map(_is_foreign, group)))
+        norms += torch._foreach_norm(group, order) if together else [torch.linalg.vector_norm(t, order) for t in group]
     return torch.linalg.vector_norm(torch.stack(norms), order)
 
 
@@ -476,7 +433,7 @@ def tolist(d: Any, at: Path = ()) -> Any:
     encoders = d._policy.encoders
     for key, value in d.items():
         path = (*at, key)
-        if key in encoders and isinstance(value, (Tensor, TreeDict)) and _is_encoded(value):
+        if _is_encoded(d, key):
             try:
                 out[key] = decode_field(encoders[key], value)
             except (TypeError, ValueError) as error:
@@ -488,10 +445,6 @@ def tolist(d: Any, at: Path = ()) -> Any:
         else:
             out[key] = value
     return out
-
-
-def _is_encoded(value: Any) -> bool:
-    return isinstance(value, TreeDict) or not _is_float(value)
 
 
 def _tensor_to_list(tensor: Tensor, path: Path) -> Any:

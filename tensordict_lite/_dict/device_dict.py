@@ -21,6 +21,7 @@ from .._files import safetensors
 from .._files.atomic_write import FilePath
 from .._memory.cast import host_array, pin
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
+from .._memory.dtypes import CASTABLE
 from .._memory.packed import can_pack, find_buffer, map_buffer, pack
 from .._memory.transfer import clone_tensors, transfer
 from .._tables.reader import read_table
@@ -826,7 +827,7 @@ class DeviceDict(TreeDict[V]):
         """
         _refuse_any(self, _unable_to_require if requires_grad else _unable_to_stop)
         for tensor in self._tensors():
-            if _differentiable(tensor):
+            if tensor.dtype in CASTABLE:
                 tensor.requires_grad_(requires_grad)
         return self
 
@@ -968,7 +969,7 @@ class DeviceDict(TreeDict[V]):
         ...
         ValueError: the other mapping lacks 'n', which this DeviceDict has
         """
-        arithmetic.add_(self, other, alpha)
+        arithmetic.combine(self, "add_", other, alpha=alpha)
         return self
 
     def sub_(self, other: Mapping[str, Any] | Tensor | Number, *, alpha: Number = 1) -> Self:
@@ -979,7 +980,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0]}).sub_(1)["x"]
         tensor([0., 1.])
         """
-        arithmetic.sub_(self, other, alpha)
+        arithmetic.combine(self, "sub_", other, alpha=alpha)
         return self
 
     def mul_(self, other: Mapping[str, Any] | Tensor | Number) -> Self:
@@ -990,7 +991,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0]}).mul_(0.5)["x"]
         tensor([0.5000, 1.0000])
         """
-        arithmetic.mul_(self, other)
+        arithmetic.combine(self, "mul_", other)
         return self
 
     def div_(self, other: Mapping[str, Any] | Tensor | Number) -> Self:
@@ -1001,7 +1002,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0]}).div_({"x": torch.tensor([2.0, 4.0])})["x"]
         tensor([0.5000, 0.5000])
         """
-        arithmetic.div_(self, other)
+        arithmetic.combine(self, "div_", other)
         return self
 
     def lerp_(self, other: Mapping[str, Any] | Tensor, weight: Number) -> Self:
@@ -1022,7 +1023,9 @@ class DeviceDict(TreeDict[V]):
         >>> average.lerp_(model.state_dict(), 0.01) is average
         True
         """
-        arithmetic.lerp_(self, other, weight)
+        if isinstance(other, (int, float)) and isinstance(weight, (Mapping, Tensor)):
+            raise TypeError(f"lerp_ takes the other mapping first and the weight second: lerp_(other, {other!r})")
+        arithmetic.combine(self, "lerp_", other, weight=weight)
         return self
 
     def copy_(self, other: Mapping[str, Any] | Tensor) -> Self:
@@ -1039,7 +1042,7 @@ class DeviceDict(TreeDict[V]):
         >>> d.copy_({"x": torch.tensor([3, 4])})["x"]
         tensor([3., 4.])
         """
-        arithmetic.copy_(self, other)
+        arithmetic.combine(self, "copy_", other)
         return self
 
     def fill_(self, other: Mapping[str, Any], non_blocking: bool = False) -> Self:
@@ -1383,11 +1386,6 @@ def _note(d: Mapping[str, Any], key: str) -> str:
     return "" if encoder is None else repr(encoder)
 
 
-def _differentiable(tensor: Tensor) -> bool:
-    """Whether the dtype of a tensor can require grad."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _refuse_any(d: TreeDict[Any], reason: Callable[[Tensor], str]) -> None:
     """Raise ``RuntimeError`` for the first tensor with a ``reason``, before any tensor is changed."""
     for path, tensor in tensor_paths(d):
@@ -1396,7 +1394,7 @@ def _refuse_any(d: TreeDict[Any], reason: Callable[[Tensor], str]) -> None:
 
 
 def _unable_to_require(tensor: Tensor) -> str:
-    if not (_differentiable(tensor) and tensor.is_inference()) or torch.is_inference_mode_enabled():
+    if not (tensor.dtype in CASTABLE and tensor.is_inference()) or torch.is_inference_mode_enabled():
         return ""
     return "is an inference tensor, which cannot require grad outside torch.inference_mode(); clone() it first"
 
