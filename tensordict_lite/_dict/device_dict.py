@@ -30,7 +30,7 @@ from .._tree.columns import RaggedColumn, arrow_items, pandas_items
 from .._tree.compare import agree, values_agree
 from .._tree.missing import INSTEAD, NoAttribute, missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
-from .._tree.tree import TreeDict, V, builtin_dict, decode_field, ragged_class, ragged_paths, tensor_paths
+from .._tree.tree import TreeDict, V, builtin_dict, decode_field, ragged_class, refuse_ragged, tensor_paths
 from .._tree.walk import (
     Items,
     as_dict,
@@ -42,7 +42,7 @@ from .._tree.walk import (
 )
 from . import arithmetic, by_value, torch_functions
 from .arguments import to_arguments
-from .display import field_count, html, size, tree
+from .display import html, tree
 from .fill import fill_
 from .insert import insert
 from .rows import Rows
@@ -205,12 +205,11 @@ class DeviceDict(TreeDict[V]):
             and (value.is_cpu if self._device is CPU else value.device == self._device)
         ):
             builtin_dict.__setitem__(self, key, value)
-        elif type(key) is str:
-            insert(self, {key: value})
         else:
             self._set(key, value)
 
     def __delitem__(self, key: str | Path, /) -> None:
+        self._refuse_without(key)
         if type(key) is tuple:
             node, last = self._walk(key)
             del node[last]
@@ -240,10 +239,14 @@ class DeviceDict(TreeDict[V]):
                 del self[key]
                 return value
         elif builtin_dict.__contains__(self, key):
+            self._refuse_without(key)
             return builtin_dict.pop(self, key)
         if default is _MISSING:
             raise missing_key(self, key)
         return default
+
+    def _refuse_without(self, key: Any) -> None:
+        """Raise ``TypeError`` if this class needs the item."""
 
     def setdefault(self, key: str | Path, default: Any = None, /) -> Any:
         """Return the value at ``key``. If the key is missing, store ``default`` there first.
@@ -791,6 +794,10 @@ class DeviceDict(TreeDict[V]):
         return self._new_like(Tensor.new_empty, lead)
 
     def _new_like(self, create: Callable[..., Tensor], lead: Sequence[int]) -> Self:
+        refuse_ragged(
+            self,
+            ": its rows differ in length, so no dimension can precede it; drop it first, or put its padded() there",
+        )
         for path, value in leaves(self):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{dotted(path)} is a kept {type(value).__name__}, which has no zero; drop it first")
@@ -799,12 +806,6 @@ class DeviceDict(TreeDict[V]):
                     f"{dotted(path)} is a nested tensor, whose rows differ in length, so no dimension can precede it; "
                     "drop it first, or pad it with to_padded_tensor"
                 )
-        for path in ragged_paths(self):
-            where = dotted(path) if path else "this Ragged"
-            raise TypeError(
-                f"{where} is ragged: its rows differ in length, so no dimension can precede it; drop it first, "
-                "or put its padded() there"
-            )
         return self._map_tensors(lambda tensor: create(tensor, (*lead, *tensor.shape)), self._device)
 
     def contiguous(self) -> Self:
@@ -1292,10 +1293,10 @@ class DeviceDict(TreeDict[V]):
         return [name for name in super().__dir__() if name not in INSTEAD or hasattr(type(self), name)]
 
     def __repr__(self) -> str:
-        return tree(self, _title(self), _note)
+        return tree(self)
 
     def _repr_html_(self) -> str:
-        return html(self, _title(self), _note)
+        return html(self)
 
     # --- paths ---
 
@@ -1361,29 +1362,6 @@ def _nested_items(td: Any) -> dict[str, Any]:
         value = td[key]
         out[key] = _nested_items(value) if hasattr(value, "keys") else value
     return out
-
-
-def _title(d: TreeDict[Any]) -> str:
-    tensors = d._tensors()
-    total = size(sum(map(nbytes, tensors)))
-    if d._is_ragged:
-        holds = f"{_counted(len(d['offsets']) - 1, 'row')}, {_counted(len(d['values']), 'value')}"
-    else:
-        holds = _counted(field_count(d), "field")
-    device = "no device yet" if d._device is None else str(d._device)
-    packed = "" if find_buffer(tensors, d._device) is None else ", packed"
-    # A row: `row["x"].fill_(1)` writes to the batch too, and `row["x"] = 1` to the row alone.
-    views = ", views" if tensors and all(tensor._is_view() for tensor in tensors) else ""
-    return f"{type(d).__name__}({device}, {holds}, {total}{packed}{views})"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _note(d: Mapping[str, Any], key: str) -> str:
-    encoder = d._policy.encoders.get(key) if isinstance(d, TreeDict) else None
-    return "" if encoder is None else repr(encoder)
 
 
 def _refuse_any(d: TreeDict[Any], reason: Callable[[Tensor], str]) -> None:

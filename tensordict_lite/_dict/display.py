@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .._errors import dtype_name
-from .._tree.tree import TreeDict
-
-Note = Callable[[Mapping[str, Any], str], str]
-"""A function of a dict and a key. Returns the note to show beside the field, or ``""``."""
+from .._memory.packed import find_buffer
+from .._tree.tree import TreeDict, fields_of
+from .._tree.walk import nbytes
 
 _LONGEST_TREE = 100  # lines; a longer tree omits its middle
 _UNFOLDED = 20  # rows; a notebook shows a longer table folded
@@ -29,25 +28,32 @@ class Row(NamedTuple):
     note: str
 
 
-def size(nbytes: int) -> str:
-    """Format ``nbytes`` with a unit: ``'24 B'``, ``'1.5 KiB'``, ``'3.0 GiB'``."""
-    value, unit = float(nbytes), "B"
+def _title(d: TreeDict[Any]) -> str:
+    """The first line: what the whole dict is."""
+    tensors = d._tensors()
+    if d._is_ragged:
+        holds = f"{_counted(len(d['offsets']) - 1, 'row')}, {_counted(len(d['values']), 'value')}"
+    else:
+        holds = _counted(sum(1 for _ in fields_of(d)), "field")
+    device = "no device yet" if d._device is None else str(d._device)
+    packed = "" if find_buffer(tensors, d._device) is None else ", packed"
+    # A row: `row["x"].fill_(1)` writes to the batch too, and `row["x"] = 1` to the row alone.
+    views = ", views" if tensors and all(tensor._is_view() for tensor in tensors) else ""
+    return f"{type(d).__name__}({device}, {holds}, {_size(sum(map(nbytes, tensors)))}{packed}{views})"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _size(count: int) -> str:
+    """Format a number of bytes with a unit: ``'24 B'``, ``'1.5 KiB'``, ``'3.0 GiB'``."""
+    value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # pragma: no branch  (it always breaks)
         if value < 1024 or unit == "TiB":
             break
         value /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def field_count(data: Mapping[str, Any]) -> int:
-    """The number of fields at every depth, nested dicts not counted."""
-    return sum(
-        field_count(value) if isinstance(value, Mapping) and not _is_ragged(value) else 1 for value in data.values()
-    )
-
-
-def _is_ragged(value: Any) -> bool:
-    return isinstance(value, TreeDict) and value._is_ragged
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _what(value: Any) -> str:
@@ -55,30 +61,31 @@ def _what(value: Any) -> str:
     if isinstance(value, Tensor):
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
         return f"{dtype_name(value.dtype)}[{shape}]"
-    if _is_ragged(value):
+    if isinstance(value, TreeDict) and value._is_ragged:
         values: Tensor = value["values"]
         shape = ", ".join([str(len(value["offsets"]) - 1), "*", *map(str, values.shape[1:])])
         return f"{dtype_name(values.dtype)}[{shape}] of {len(values)} values"
-    if isinstance(value, Mapping):
+    if isinstance(value, TreeDict):
         return "" if value else "(empty)"
     return f"object {type(value).__name__}"
 
 
-def _lines(data: Mapping[str, Any], note: Note, lasts: tuple[bool, ...] = ()) -> Iterator[Row]:
+def _lines(d: TreeDict[Any], lasts: tuple[bool, ...] = ()) -> Iterator[Row]:
     """Yield a line for each key at every depth. ``lasts``: see `Row`, for the ancestors."""
-    for i, (key, value) in enumerate(data.items()):
-        here = (*lasts, i == len(data) - 1)
-        said = note(data, key)
+    for i, (key, value) in enumerate(d.items()):
+        here = (*lasts, i == len(d) - 1)
+        encoder = d._policy.encoders.get(key)
+        said = "" if encoder is None else repr(encoder)
         if len(said) > _LONGEST_NOTE:
             said = said[: _LONGEST_NOTE - 1] + "…"
         yield Row(here, key if key.isprintable() else repr(key), _what(value), said)
-        if isinstance(value, Mapping) and not _is_ragged(value):
-            yield from _lines(value, note, here)
+        if isinstance(value, TreeDict) and not value._is_ragged:
+            yield from _lines(value, here)
 
 
-def tree(data: Mapping[str, Any], title: str, note: Note) -> str:
+def tree(d: TreeDict[Any]) -> str:
     """Format the title and one line per field, indented by depth."""
-    rows = list(_lines(data, note))
+    rows = list(_lines(d))
     left_out = len(rows) - _LONGEST_TREE
     if left_out > 0:
         rows[_LONGEST_TREE // 2 : _LONGEST_TREE // 2 + left_out] = []
@@ -90,18 +97,18 @@ def tree(data: Mapping[str, Any], title: str, note: Note) -> str:
     lines = [f"{name:{left}}  {row.what:{middle}}  {row.note}".rstrip() for name, row in zip(names, rows, strict=True)]
     if left_out > 0:
         lines.insert(_LONGEST_TREE // 2, f"┆  … {left_out} more")
-    return "\n".join([title, *lines])
+    return "\n".join([_title(d), *lines])
 
 
 _STYLE = "text-align:left;padding:.15em 1em .15em 0;font-family:monospace;white-space:pre"
 
 
-def html(data: Mapping[str, Any], title: str, note: Note) -> str:
+def html(d: TreeDict[Any]) -> str:
     """Format the same lines as an HTML table, folded if it is long. Inherits the colors of the page, light or dark."""
     # Imported here, because importing `html` is slow and only notebooks need it.
     from html import escape  # noqa: PLC0415
 
-    rows = list(_lines(data, note))
+    rows = list(_lines(d))
     cells = ((f"{'    ' * (len(row.lasts) - 1)}{row.key}", row.what, row.note) for row in rows)
     body = "".join(
         "<tr>" + "".join(f'<td style="{_STYLE}">{escape(cell)}</td>' for cell in line) + "</tr>" for line in cells
@@ -111,6 +118,6 @@ def html(data: Mapping[str, Any], title: str, note: Note) -> str:
     # `color:inherit`, because tables do not inherit the color of a page without a doctype.
     style = "border-collapse:collapse;color:inherit;margin:.3em 0 0 1em"
     return (
-        f'<details{opened}><summary style="cursor:pointer;font-family:monospace">{escape(title)}</summary>'
+        f'<details{opened}><summary style="cursor:pointer;font-family:monospace">{escape(_title(d))}</summary>'
         f'<table style="{style}"><tr>{head}</tr>{body}</table></details>'
     )

@@ -33,7 +33,6 @@ from .._tree.policy import Policy
 from .._tree.tree import builtin_dict
 from .._tree.walk import Items
 from .device_dict import DeviceDict
-from .insert import insert
 
 Side = Literal["right", "left"]
 Known = dict[int, Any]
@@ -270,18 +269,7 @@ class Ragged(DeviceDict[Tensor]):
         return DeviceDict  # refused by `_commit`, but not as rows
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
-        if type(key) is str:
-            insert(self, {key: value})
-        else:
-            self._set(key, value)
-
-    def __delitem__(self, key: str | Path, /) -> None:
-        self._refuse_without(key)
-
-    def pop(self, key: str | Path, *default: Any) -> Any:
-        if key not in self:
-            return super().pop(key, *default)
-        self._refuse_without(key)
+        self._set(key, value)
 
     def popitem(self) -> NoReturn:
         self._refuse_without("offsets")

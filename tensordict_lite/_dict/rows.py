@@ -16,7 +16,7 @@ from .._encoders.protocol import padding
 from .._errors import Path, dotted
 from .._memory.row_copies import packed_batch, take_batch, take_rows
 from .._tree.missing import closest
-from .._tree.tree import TreeDict, ragged_paths
+from .._tree.tree import TreeDict, fields_of, refuse_ragged
 from .._tree.walk import only_tensors
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
@@ -230,11 +230,8 @@ class Rows(Dataset[D]):
         dims = _positive("flatten", dims, "a number of dimensions", "at least 1 dimension")
         d = self._dict
         count = _row_count(d)
-        for path in ragged_paths(d):
-            where = dotted(path) if path else "this Ragged"
-            raise TypeError(f"{where} is ragged, which has one dimension of rows and none to merge; drop it first")
-        lead = d._tensors()[0].shape[:dims]
-        _refuse_flatten(d, dims, lead, count, ())
+        refuse_ragged(d, ", which has one dimension of rows and none to merge; drop it first")
+        _refuse_flatten(d, dims, count)
         return d._map_tensors(lambda tensor: tensor.flatten(0, dims - 1), d._device)
 
     def group_by(self, *keys: str | Path) -> dict[Any, D]:
@@ -405,16 +402,9 @@ def _fields(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
     return [field for _, field in found], len(found) == len(d) and all(len(path) == 1 for path, _ in found), count
 
 
-def _field_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _field_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Any]]:
     """The tensors and the ragged fields of the tree with their paths, depth first."""
-    if d._is_ragged:
-        yield at, d
-        return
-    for key, value in d.items():
-        if isinstance(value, Tensor):
-            yield (*at, key), value
-        elif isinstance(value, TreeDict):
-            yield from _field_paths(value, (*at, key))
+    return ((path, field) for path, field, _ in fields_of(d) if isinstance(field, (Tensor, TreeDict)))
 
 
 def _rows_in(field: Any) -> int:
@@ -436,14 +426,12 @@ def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
     )
 
 
-def _refuse_flatten(d: TreeDict[Any], dims: int, lead: Sequence[int], count: int, at: Path) -> None:
-    """Raise the error for the first field whose first ``dims`` dimensions are not ``lead``."""
-    for key, value in d.items():
-        path = (*at, key)
-        if isinstance(value, TreeDict):
-            _refuse_flatten(value, dims, lead, count, path)
-        elif isinstance(value, Tensor):
-            own = value.dim() - (padding(d._policy.encoders.get(key), value) is not None)
+def _refuse_flatten(d: TreeDict[Any], dims: int, count: int) -> None:
+    """Raise the error for the first field whose first ``dims`` dimensions are not those of the first tensor."""
+    lead = d._tensors()[0].shape[:dims]
+    for path, value, encoder in fields_of(d):
+        if isinstance(value, Tensor):
+            own = value.dim() - (padding(encoder, value) is not None)
             if own < dims or value.shape[:dims] != lead:
                 raise ValueError(
                     f"{dotted(path)} has the shape {list(value.shape)}; flatten({dims}) needs fields that agree on "

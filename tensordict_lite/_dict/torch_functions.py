@@ -17,7 +17,7 @@ from .._encoders.protocol import padding
 from .._errors import dotted
 from .._memory.device import canonical
 from .._tree.compare import agree, equal
-from .._tree.tree import TreeDict, data_of, tensor_paths
+from .._tree.tree import TreeDict, data_of, fields_of, refuse_ragged, tensor_paths
 from . import arithmetic
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -229,24 +229,16 @@ def _cut_each(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]],
 
 def _dimensions(d: TreeDict[Any], name: str, dim: int) -> list[int]:
     """``dim`` for each tensor of ``d``. For strings it counts the dimensions of the strings, as in ``stack``."""
+    refuse_ragged(d, f", which torch.{name} cannot cut; use d.rows.split(...)")
     found: list[int] = []
-
-    def collect(node: TreeDict[Any], at: tuple[str, ...]) -> None:
-        for key, value in node.items():
-            if isinstance(value, TreeDict) and not value._is_ragged:
-                collect(value, (*at, key))
-            elif isinstance(value, TreeDict):
-                raise TypeError(f"{dotted((*at, key))} is ragged, which torch.{name} cannot cut; use d.rows.split(...)")
-            elif isinstance(value, Tensor):
-                encoder = node._policy.encoders.get(key)
-                dims = value.dim() - (encoder is not None and padding(encoder, value) is not None)
-                if not -dims <= dim < dims:
-                    raise IndexError(f"{dotted((*at, key))} has {dims} dimensions, no dim={dim} to {name} along")
-                found.append(dim % dims)
-            elif value is not None:
-                raise TypeError(
-                    f"{dotted((*at, key))} is a kept {type(value).__name__}, which torch.{name} cannot cut; use d.rows"
-                )
-
-    collect(d, ())
+    for path, value, encoder in fields_of(d):
+        if isinstance(value, Tensor):
+            dims = value.dim() - (padding(encoder, value) is not None)
+            if not -dims <= dim < dims:
+                raise IndexError(f"{dotted(path)} has {dims} dimensions, no dim={dim} to {name} along")
+            found.append(dim % dims)
+        elif value is not None:
+            raise TypeError(
+                f"{dotted(path)} is a kept {type(value).__name__}, which torch.{name} cannot cut; use d.rows"
+            )
     return found

@@ -311,10 +311,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         return made
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
-        if type(key) is str:
-            insert(self, {key: value})
-        else:
-            self._set(key, value)
+        self._set(key, value)
 
     def _set_path(self, path: Path, value: Any, at: Path = ()) -> None:
         node: DeviceDict[Any] = self  # becomes the nested dict that the insert changes
@@ -328,14 +325,6 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             super()._set_path(path, value, at)
             if node is not self:  # the insert validated `node` only, not the dimensions that it shares with `self`
                 self._validate(before)
-
-    def __delitem__(self, key: str | Path, /) -> None:
-        self._refuse_without(key)
-        super().__delitem__(key)
-
-    def pop(self, key: str | Path, *default: Any) -> Any:
-        self._refuse_without(key)
-        return super().pop(key, *default)
 
     def popitem(self) -> tuple[str, Tensor]:
         self._refuse_without(next(reversed(self), None))

@@ -315,13 +315,13 @@ def data_of(d: TreeDict[Any]) -> list[Tensor]:
     return tensors if flat and not d._is_ragged else [tensor for _, tensor in data_paths(d)]
 
 
-def data_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def data_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
     """The tensors of `data_of` with their paths."""
-    for key, value in d.items():
-        if isinstance(value, TreeDict):
-            yield from data_paths(value, (*at, key))
-        elif isinstance(value, Tensor) and not (d._is_ragged and key == "offsets"):
-            yield (*at, key), value
+    for path, field, _ in fields_of(d):
+        if isinstance(field, TreeDict):
+            yield (*path, "values"), field["values"]
+        elif isinstance(field, Tensor):
+            yield path, field
 
 
 def decode_field(encoder: StringEncoder, codes: Any) -> Any:
@@ -331,14 +331,27 @@ def decode_field(encoder: StringEncoder, codes: Any) -> Any:
     return decode_nested(encoder, codes)
 
 
-def ragged_paths(d: TreeDict[Any], at: Path = ()) -> Iterator[Path]:
-    """The path of every ragged field, depth first; the path ``at`` if ``d`` itself is one."""
+def fields_of(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any, StringEncoder | None]]:
+    """Every field with its path and encoder, depth first. A ragged field is one field, whose encoder is left out."""
     if d._is_ragged:
-        yield at
+        yield at, d, None
         return
     for key, value in d.items():
         if isinstance(value, TreeDict):
-            yield from ragged_paths(value, (*at, key))
+            yield from fields_of(value, (*at, key))
+        else:
+            yield (*at, key), value, d._policy.encoders.get(key)
+
+
+def ragged_paths(d: TreeDict[Any]) -> Iterator[Path]:
+    """The path of every ragged field, depth first; the path ``()`` if ``d`` itself is one."""
+    return (path for path, field, _ in fields_of(d) if isinstance(field, TreeDict))
+
+
+def refuse_ragged(d: TreeDict[Any], reason: str) -> None:
+    """Raise ``TypeError`` for the first ragged field."""
+    for path in ragged_paths(d):
+        raise TypeError(f"{dotted(path) if path else 'this Ragged'} is ragged{reason}")
 
 
 def validate_ragged(d: Any) -> None:

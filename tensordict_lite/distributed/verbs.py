@@ -14,7 +14,7 @@ from .._dict.device_dict import DeviceDict
 from .._errors import Path, described, dotted
 from .._memory.device import DeviceLike, canonical
 from .._memory.transfer import transfer
-from .._tree.tree import ragged_paths, tensor_paths
+from .._tree.tree import refuse_ragged, tensor_paths
 from .channel import (
     Channel,
     Destination,
@@ -461,9 +461,9 @@ def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[A
 
 def _reducible(d: Any) -> DeviceDict[Any]:
     """``d`` itself. Raises ``TypeError`` for a ragged field, whose rows belong to one rank."""
-    for path in ragged_paths(_checked(d, "all_reduce", _ALL)):
-        where = dotted(path) if path else "the dict"
-        raise TypeError(f"{where} is ragged, and the rows of two ranks differ in length; leave it out: drop(...)")
+    refuse_ragged(
+        _checked(d, "all_reduce", _ALL), ", and the rows of two ranks differ in length; leave it out: drop(...)"
+    )
     return d
 
 
