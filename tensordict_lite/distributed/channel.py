@@ -192,15 +192,14 @@ class Channel:
         text = failure(errors.first)
         return [prefix_of(None, len(text), self.comm_device), as_tensor(text, self.comm_device)]
 
-    def empty_prefix(self) -> Tensor:
-        return torch.zeros(PREFIX, dtype=torch.int64, device=self.comm_device)
-
-    def receive(self, prefix: Tensor, take: Callable[[list[Tensor]], Any], src: int) -> tuple[Header, Tensor]:
-        """Receive the rest of a message after its prefix: the schema and the buffer. ``take`` receives into tensors.
+    def receive(self, take: Callable[[list[Tensor]], Any], src: int) -> tuple[Header, Tensor]:
+        """Receive a message: the schema and the buffer. ``take`` receives into tensors.
 
         Raises ``RuntimeError`` that names rank ``src`` if the sender failed or the message is invalid.
         """
         rank = dist.get_rank()
+        prefix = torch.zeros(PREFIX, dtype=torch.int64, device=self.comm_device)
+        take([prefix])
         try:
             failed, digest, size, nbytes, count = read_prefix(prefix)
             sizes = [nbytes][:count]

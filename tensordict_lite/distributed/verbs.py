@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -123,7 +122,7 @@ def irecv(
     cls: type[D] = DeviceDict,
     device: DeviceLike | None = None,
 ) -> Work:
-    """Receive a dict asynchronously, like `recv`. ``wait()`` receives the rest of the message and returns the dict."""
+    """Receive a dict asynchronously, like `recv`. ``wait()`` receives the message and returns the dict."""
     return _receiving(src, tag, like, group, cls, device, f"receive from rank {src}")
 
 
@@ -136,26 +135,16 @@ def _receiving(
     device: DeviceLike | None,
     what: str,
 ) -> Work:
-    """Start to receive a message. ``what``: the call and the peer, for the errors of torch."""
-    channel = Channel(group, "from", src, tag)
-    errors = Errors()
+    """The receipt of a message. ``what``: the call and the peer, for the errors of torch."""
+    channel, errors = Channel(group, "from", src, tag), Errors()
     target = errors.attempt(lambda: Destination(cls, device))
     expected = errors.attempt(
         lambda: None if like is None else header_of(_checked(like, "like=", "the rank that receives"), False)
     )
-    prefix = channel.empty_prefix()
-
-    def post() -> Any:
-        with error_context(what):
-            return dist.irecv(prefix, src, group=group, tag=tag)
+    earlier = list(channel.pending)  # messages arrive in order, and each has several parts
 
     def take(parts: list[Tensor]) -> None:
         together(lambda part: dist.irecv(part, src, group=group, tag=tag), parts)
-
-    # Messages arrive in order, and each has several parts. So a receive starts only after all parts of the earlier
-    # messages were received.
-    earlier = list(channel.pending)
-    first = None if earlier else post()
 
     def finish() -> DeviceDict[Any]:
         while earlier:
@@ -163,8 +152,7 @@ def _receiving(
                 earlier.pop(0).wait()
         received: Any = None
         with errors, error_context(what):
-            (post() if first is None else first).wait()
-            received = channel.receive(prefix, take, src)
+            received = channel.receive(take, src)
         errors.raise_first()
         schema, buffer = received
         different = "" if expected is None else schema.difference(expected)
@@ -209,9 +197,7 @@ def broadcast(
     target: Any = errors.attempt(lambda: Destination(cls, device))
     received: Any = None
     with errors, error_context(f"broadcast from rank {src}", group):
-        prefix = channel.empty_prefix()
-        share([prefix])
-        received = channel.receive(prefix, share, src)
+        received = channel.receive(share, src)
     errors.raise_first()
     schema, buffer = received
     return target.build(schema, buffer, src)
@@ -278,12 +264,10 @@ def gather(
     if isinstance(made, Message):
         _started(made, errors, dst, _TAG, group, f"gather to rank {dst}").wait()
         return None
-    ranks, works = ranks_of(group), list[Work]()
-    for src in ranks:
-        if src != dst:
-            with errors:
-                works.append(_receiving(src, _TAG, None, group, kind, device, f"gather from rank {src}"))
-    gathered = errors.results(works)
+    ranks = ranks_of(group)
+    gathered = errors.results(
+        [_receiving(src, _TAG, None, group, kind, device, f"gather from rank {src}") for src in ranks if src != dst]
+    )
     gathered.insert(ranks.index(dst), d)
     return gathered
 
@@ -403,21 +387,18 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
         if len(set(digests)) > 1:
             _refuse_differing(schema, digests, group)
         names, tensors = list(map(dotted, schema.paths)), [tensor.detach() for tensor in d._tensors()]
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        groups: dict[Any, list[int]] = {}  # one collective each: the small tensors of a dtype, or a large tensor
         for i, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(i)
-        for dtype, members in by_dtype.items():
-            reason = _irreducible(dtype, op)
-            if reason:
-                raise RuntimeError(f"rank {dist.get_rank()}: {names[members[0]]} is {dtype}: {reason}")
+            if reason := _irreducible(tensor.dtype, op):
+                raise RuntimeError(f"rank {dist.get_rank()}: {names[i]} is {tensor.dtype}: {reason}")
+            groups.setdefault(tensor.dtype if tensor.nbytes < LARGE else i, []).append(i)
         out: list[Any] = [None] * len(tensors)
-        parts = _together_or_alone(by_dtype, tensors)
 
         def start(members: list[int]) -> Work:
             what = f"{op} of {tensors[members[0]].dtype}, which {names[members[0]]} is, in all_reduce"
             return _started_reduction(_one_copy([tensors[i] for i in members]), op, group, what)
 
-        for members, flat in zip(parts, together(start, parts), strict=True):
+        for members, flat in zip(groups.values(), together(start, groups.values()), strict=True):
             split = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
             for i, part in zip(members, split, strict=True):
                 out[i] = part.reshape(tensors[i].shape).data  # .data has its own version counter
@@ -479,8 +460,7 @@ def _split_rows(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict
     each, more = divmod(len(d.rows), count)
     if more and not uneven:
         raise ValueError(f"{len(d.rows)} rows cannot be split evenly over {count} ranks; set uneven=True")
-    starts = [i * each + min(i, more) for i in range(count + 1)]
-    return [d.rows[start:end] for start, end in pairwise(starts)]
+    return d.rows.split([each + (i < more) for i in range(count)])
 
 
 def _refuse_differing(mine: Header, digests: list[int], group: ProcessGroup) -> None:
@@ -495,16 +475,6 @@ def _refuse_differing(mine: Header, digests: list[int], group: ProcessGroup) -> 
                 f"rank {dist.get_rank()}: all_reduce needs one schema, and rank {rank} differs from rank {lead}: "
                 f"{different}"
             )
-
-
-def _together_or_alone(by_dtype: dict[torch.dtype, list[int]], tensors: list[Tensor]) -> list[list[int]]:
-    """The tensors that one collective reduces: the small ones of a dtype, or one large one."""
-    out: list[list[int]] = []
-    for members in by_dtype.values():
-        small = [i for i in members if tensors[i].nbytes < LARGE]
-        out += [small] if small else []
-        out += [[i] for i in members if tensors[i].nbytes >= LARGE]
-    return out
 
 
 def _one_copy(tensors: list[Tensor]) -> Tensor:
