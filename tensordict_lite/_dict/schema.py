@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from keyword import iskeyword
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, ForwardRef, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -26,10 +26,14 @@ _CLASS_VAR = re.compile(r"""['"]?(\w+\.)*ClassVar\b""")
 
 
 class Default(NamedTuple):
-    """The default of a field, as `field` declares it."""
+    """The default of a field, as `field` declares it. None makes the field optional."""
 
-    value: Any
-    factory: Callable[[], Any] | None
+    value: Any = None
+    factory: Callable[[], Any] | None = None
+
+    @property
+    def is_none(self) -> bool:
+        return self.value is None and self.factory is None
 
     def make(self) -> Any:
         return self.value if self.factory is None else self.factory()
@@ -82,15 +86,6 @@ class PlainShape(NamedTuple):
     dtypes: frozenset[torch.dtype]
     dims: tuple[int | str, ...]
 
-    def fits(self, tensor: Tensor, sizes: dict[str, int]) -> bool:
-        """Whether a tensor has this dtype and shape. ``sizes``: the dimensions known so far; new ones are added."""
-        if tensor.dtype not in self.dtypes or tensor.dim() != len(self.dims):
-            return False
-        for dim, size in zip(self.dims, tensor.shape, strict=True):
-            if size != (sizes.setdefault(dim, size) if isinstance(dim, str) else dim):
-                return False
-        return True
-
 
 class Field(NamedTuple):
     """A field, as its annotation declares it."""
@@ -108,8 +103,8 @@ class Field(NamedTuple):
     """The dtypes of the only alternative, if all of them are floating-point."""
     encoder: StringEncoder | None
     """The encoder of ``Annotated[Tensor, encoder]``: the field takes strings or their codes, and nothing else."""
-    values: tuple[Any, ...]
-    """The jaxtyping annotation of the values of ``Annotated[Ragged, Int[Tensor, "total"]]``, or none."""
+    values: Field | None
+    """The values of a ragged field, as ``Annotated[Ragged, Int[Tensor, "total"]]`` declares them."""
 
     def takes(self, value: Any) -> bool:
         """Whether a value is an instance of one of the kinds. Ignores shape and dtype."""
@@ -122,6 +117,20 @@ class Field(NamedTuple):
             return True
         # Frameworks may replace a tensor by an object of their own.
         return value is not None and all(issubclass(kind, Tensor) for kind in self.classes)
+
+    def fits(self, tensor: Tensor, sizes: dict[str, int]) -> bool:
+        """Whether a tensor fits for sure. ``sizes``: the dimensions known so far; new ones are added."""
+        if self.plain is None:
+            return self.classes == self.kinds
+        dtypes, dims = self.plain
+        return (
+            tensor.dtype in dtypes
+            and tensor.dim() == len(dims)
+            and all(
+                size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim)
+                for dim, size in zip(dims, tensor.shape, strict=True)
+            )
+        )
 
     def dtype_of_numbers(self, dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype | None:
         """The dtype for Python numbers that became a tensor of ``dtype``; None to leave them as they are.
@@ -190,19 +199,12 @@ class Schema:
                 )
 
 
-class Declared(NamedTuple):
-    """A field as its class declares it, before its annotation is evaluated."""
-
-    optional: bool
-    default: Default | None
-
-
-def declared_by(cls: type) -> dict[str, Declared]:
-    """The fields that ``cls`` itself declares, without its bases. Evaluates no annotation.
+def declared_by(cls: type) -> dict[str, Default | None]:
+    """The fields that ``cls`` itself declares, without its bases, and their defaults. Evaluates no annotation.
 
     Raises ``TypeError`` for a default other than None and `field`.
     """
-    found: dict[str, Declared] = {}
+    found: dict[str, Default | None] = {}
     for name, annotation in get_annotations(cls, format=Format.FORWARDREF).items():
         text = getattr(annotation, "__forward_arg__", annotation)  # a string, if Python did not evaluate it
         if _CLASS_VAR.match(text) if isinstance(text, str) else ClassVar in (text, get_origin(text)):
@@ -213,12 +215,11 @@ def declared_by(cls: type) -> dict[str, Declared]:
                 f"{cls.__name__}.{name} has the default {given!r}; declare it as "
                 f"`{name}: ... = field(default=...)`, or `{name}: ... | None = None` for an optional field"
             )
-        default = None if given is None or (given.factory is None and given.value is None) else given
-        found[name] = Declared(name in cls.__dict__ and default is None, default)
+        found[name] = Default() if name in cls.__dict__ and given is None else given
     return found
 
 
-def read_annotations(cls: type, declared: Mapping[str, Declared], names: Mapping[str, Any]) -> dict[str, Field]:
+def read_annotations(cls: type, declared: Mapping[str, Default | None], names: Mapping[str, Any]) -> dict[str, Field]:
     """Evaluate the annotations of the fields that ``cls`` itself declares.
 
     Args:
@@ -240,10 +241,13 @@ def read_annotations(cls: type, declared: Mapping[str, Declared], names: Mapping
             f"{cls.__name__}: an annotation uses {error.name!r}, which is not defined in {cls.__module__}; "
             "define or import it at the top level of that module, not only under TYPE_CHECKING"
         ) from error
-    return {name: _field(f"{cls.__name__}.{name}", hints[name], one.optional) for name, one in declared.items()}
+    return {
+        name: _field(f"{cls.__name__}.{name}", hints[name], one is not None and one.is_none)
+        for name, one in declared.items()
+    }
 
 
-def _field(where: str, hint: Any, optional: bool) -> Field:
+def _field(where: str, hint: Any, optional: bool = False) -> Field:
     """The field of an evaluated annotation."""
     kinds = tuple(dict.fromkeys(_kinds(where, hint)))
     if (NoneType in kinds) != optional and object not in kinds:
@@ -263,11 +267,18 @@ def _field(where: str, hint: Any, optional: bool) -> Field:
             f"{where}: only a Ragged has an annotation for its values; annotate a tensor with {values[0].__name__}"
         )
     classes = tuple(Tensor if _is_shaped(kind) else kind for kind in kinds)
-    plain = _plain_shape(kinds[0]) if len(kinds) == 1 and _is_shaped(kinds[0]) else None
-    dtypes = _dtypes(kinds[0]) if len(kinds) == 1 and _is_shaped(kinds[0]) else frozenset[torch.dtype]()
-    floats = dtypes if all(dtype.is_floating_point for dtype in dtypes) else frozenset[torch.dtype]()
-    shown = " | ".join(kind.__name__ for kind in kinds)
-    return Field(kinds, optional, shown, classes, plain, floats, encoders[0] if encoders else None, values)
+    shaped = kinds[0] if len(kinds) == 1 and _is_shaped(kinds[0]) else None
+    dtypes = frozenset[torch.dtype]() if shaped is None else _dtypes(shaped)
+    return Field(
+        kinds,
+        optional,
+        shown=" | ".join(kind.__name__ for kind in kinds),
+        classes=classes,
+        plain=None if shaped is None else _plain_shape(shaped),
+        floats=dtypes if all(dtype.is_floating_point for dtype in dtypes) else frozenset(),
+        encoder=encoders[0] if encoders else None,
+        values=_field(where, Union[values]) if values else None,  # noqa: UP007  (of a tuple)
+    )
 
 
 def _metadata(hint: Any) -> Iterator[Any]:
@@ -357,61 +368,52 @@ def _called(value: Any) -> str:
     return type(value).__name__ if isinstance(value, TreeDict) else described(value)
 
 
-Shaped = tuple[str, Tensor, tuple[Any, ...]]
-"""A field to check: its name such as ``Batch.obs.state``, the tensor, and the alternatives of its annotation."""
+Shaped = tuple[str, Tensor, Field]
+"""A tensor to check: its name such as ``Batch.obs.state``, the tensor, and its field."""
 
 
-def shape_error(fields: Iterable[Shaped]) -> str:
+def shape_error(tensors: Iterable[Shaped]) -> str:
     """Check dtypes and shapes with jaxtyping. Return the error message, or ``""`` if all tensors fit.
 
-    All tensors are checked in one jaxtyping context, so dimensions with the same name must have the same size.
+    All tensors are checked in one jaxtyping context, so dimensions with the same name must have the same size. If all
+    annotations are plain, jaxtyping is not asked: it takes ten times as long for a request that a server validates.
     """
-    jaxtyping = _jaxtyping()
+    jaxtyping, queue, sizes = _jaxtyping(), list(tensors), dict[str, int]()
     if jaxtyping is None or jaxtyping.config.jaxtyping_disable:
         return ""
-    passed: list[Shaped] = []
-    later: list[Shaped] = []
-    with _jaxtyping_context(jaxtyping):
-        for field in fields:
+    if all(field.fits(tensor, sizes) for _, tensor, field in queue):
+        return ""
+    count, passed = len(queue), list[Shaped]()
+    with jaxtyping.jaxtyped("context"):  # independent of the dimension names that the caller's code uses
+        for i, one in enumerate(queue):
             try:
-                reason = _reason(field)
+                reason = _reason(one)
             except jaxtyping.AnnotationError as error:
                 if not isinstance(error.__cause__, NameError):
-                    raise TypeError(f"{field[0]}: {error}") from error
-                later.append(field)  # "n+1", before a field defines n
+                    raise TypeError(f"{one[0]}: {error}") from error
+                if i < count:  # "n+1", before a field defines n; the optional field that defines it may be absent
+                    queue.append(one)
                 continue
             if reason:
-                return _message(jaxtyping, field, reason, passed)
-            passed.append(field)
-        for field in later:
-            reason = ""
-            with suppress(jaxtyping.AnnotationError):  # the optional field that defines n may be absent
-                reason = _reason(field)
-            if reason:
-                return _message(jaxtyping, field, reason, passed)
+                return _message(jaxtyping, one, reason, passed)
+            passed.append(one)
     return ""
 
 
-def _message(jaxtyping: Any, field: Shaped, reason: str, passed: Iterable[Shaped]) -> str:
+def _message(jaxtyping: Any, shaped: Shaped, reason: str, passed: Iterable[Shaped]) -> str:
     """The error message. If the field conflicts with an earlier field, the message names that field too."""
-    where, value, kinds = field
-    expected = " | ".join(kind.__name__ for kind in kinds)
-    alone = _conflict(jaxtyping, [field])
-    partner = None if alone else next((one for one in passed if _conflict(jaxtyping, [one, field])), None)
+    where, value, field = shaped
+    alone = _conflict(jaxtyping, [shaped])
+    partner = None if alone else next((one for one in passed if _conflict(jaxtyping, [one, shaped])), None)
     other = "" if partner is None else f", from {partner[0]}, which is {described(partner[1])}"
-    return f"{where}: expected {expected}, got {described(value)}: {reason}{other}"
+    return f"{where}: expected {field.shown}, got {described(value)}: {reason}{other}"
 
 
-def _jaxtyping_context(jaxtyping: Any) -> AbstractContextManager[Any]:
-    """A new jaxtyping context, independent of the dimension names that the caller's code uses."""
-    return jaxtyping.jaxtyped("context")
-
-
-def _reason(field: Shaped) -> str:
+def _reason(shaped: Shaped) -> str:
     """The reason why a tensor does not fit its annotations; ``""`` if it fits."""
-    _, value, kinds = field
+    _, value, field = shaped
     first = ""
-    for kind in kinds:
+    for kind in field.kinds:
         reason = str(kind.__instancecheck_str__(value)) if _is_shaped(kind) else ""
         if not reason:
             return ""
@@ -419,8 +421,8 @@ def _reason(field: Shaped) -> str:
     return first
 
 
-def _conflict(jaxtyping: Any, fields: Iterable[Shaped]) -> bool:
-    """Whether these fields alone do not fit their annotations."""
-    with _jaxtyping_context(jaxtyping), suppress(jaxtyping.AnnotationError):
-        return any(map(_reason, fields))
+def _conflict(jaxtyping: Any, tensors: Iterable[Shaped]) -> bool:
+    """Whether these tensors alone do not fit their annotations."""
+    with jaxtyping.jaxtyped("context"), suppress(jaxtyping.AnnotationError):
+        return any(map(_reason, tensors))
     return False

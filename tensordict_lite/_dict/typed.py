@@ -23,7 +23,7 @@ from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in
 from .device_dict import DeviceDict
 from .insert import insert
-from .schema import Declared, Field, Schema, Shaped, declared_by, field, read_annotations, shape_error
+from .schema import Default, Field, Schema, Shaped, declared_by, field, read_annotations, shape_error
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
@@ -111,8 +111,8 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     __slots__ = ()
     __module__ = "tensordict_lite"
     # No annotations here: they would be evaluated in the public module, where these names are missing.
-    _own = cast("Mapping[str, Declared]", {})  # the fields that this class itself declares
-    _declared = cast("Mapping[str, Declared]", {})  # the fields of this class and its bases
+    _own = cast("Mapping[str, Default | None]", {})  # the fields that this class itself declares, and their defaults
+    _declared = cast("Mapping[str, Default | None]", {})  # the fields of this class and its bases
     _evaluated = cast("Schema | None", None)  # the schema; None until the annotations can be evaluated
 
     if TYPE_CHECKING:  # pragma: no cover
@@ -138,13 +138,13 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._own = declared_by(cls)
-        declared: dict[str, Declared] = {}
+        declared: dict[str, Default | None] = {}
         for base in reversed(cls.__mro__):
             declared |= base.__dict__.get("_own", {})
         cls._declared = declared
         _refuse_collisions(cls)
-        for name, one in cls._own.items():
-            setattr(cls, name, _attribute(name, one.optional))
+        for name in cls._own:
+            setattr(cls, name, _attribute(name, cls._is_optional(name)))
         cls._evaluated = None
 
     @classmethod
@@ -278,7 +278,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         schema = self._schema()
         schema.check_required(items)
         schema.check_kinds({k: v for k, v in items.items() if before.get(k) is not v} if before else items)
-        if not shapes or not schema.shaped or _fits(type(self), items, {}):
+        if not shapes or not schema.shaped:
             return
         reason = shape_error(_shaped(type(self), items, schema.name))
         # If the shapes did not fit before the change (a row, a cast), they may stay so.
@@ -298,13 +298,14 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
     @classmethod
     def _is_optional(cls, key: Any) -> bool:
-        return key in cls._declared and cls._declared[key].optional
+        default = cls._declared.get(key)
+        return default is not None and default.is_none
 
     @classmethod
     def _absent_defaults(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults of the fields that ``data`` lacks, on the device of the tensors in ``data``."""
-        absent = {name: one.default for name, one in cls._declared.items() if one.default and name not in data}
-        made = {name: default.make() for name, default in absent.items()}
+        absent = {name: one for name, one in cls._declared.items() if name not in data}
+        made = {name: one.make() for name, one in absent.items() if one is not None and not one.is_none}
         if any(isinstance(value, Tensor) for value in made.values()) and (tensors := tensors_in(data)):
             device = tensors[0].device
             made = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
@@ -391,28 +392,12 @@ def _is_defined(base: type, name: str) -> bool:
     return name in base.__dict__ and not isinstance(base.__dict__[name], NoAttribute)
 
 
-def _fits(cls: type[TypedDeviceDict], items: Mapping[str, Any], sizes: dict[str, int]) -> bool:
-    """Whether all tensors surely fit: their annotations are plain. If not, `shape_error` asks jaxtyping.
-
-    This takes a tenth of the time of jaxtyping, which matters for a request that a server validates.
-    """
-    for name, declared in cls._schema().fields.items():
-        value = items.get(name)
-        if isinstance(value, Tensor):  # without a plain shape, it fits if no alternative has a shape
-            fits = declared.classes == declared.kinds if declared.plain is None else declared.plain.fits(value, sizes)
-        else:
-            fits = not declared.values and (not isinstance(value, TypedDeviceDict) or _fits(type(value), value, sizes))
-        if not fits:
-            return False
-    return True
-
-
 def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) -> Iterator[Shaped]:
     """Yield every tensor with its annotations, in the order of the schema. Nested typed dicts are included."""
     for name, declared in cls._schema().fields.items():
         value = items.get(name)
         if isinstance(value, Tensor):
-            yield f"{where}.{name}", value, declared.kinds
+            yield f"{where}.{name}", value, declared
         elif isinstance(value, TypedDeviceDict):
             yield from _shaped(type(value), value, f"{where}.{name}")
         elif isinstance(value, TreeDict) and value._is_ragged and declared.values:
