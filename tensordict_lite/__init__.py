@@ -13,7 +13,7 @@ from ._dict.io import load, save
 from ._dict.ragged import Ragged
 from ._dict.row_writer import RowWriter
 from ._dict.schema import field
-from ._dict.tables import repair, verify
+from ._dict.tables import add_column, drop_column, repair, verify
 from ._dict.typed import TypedDeviceDict
 from ._encoders.builtin import Hashing, Utf8, Vocabulary
 from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
@@ -46,6 +46,8 @@ __all__ = [
     "join_parts",
     "verify",
     "repair",
+    "add_column",
+    "drop_column",
     "InvalidFileError",
     # between processes
     "view_read_only",

@@ -169,12 +169,7 @@ class RowWriter:
         ...
         ValueError: 'x': expected rows [..., 2] or one row [2], got float32[3]
         """
-        found = _Found()
-        _convert_columns(self._fields, _data(rows), (), found)
-        tensors = found.tensors
-        if not all(tensor.is_cpu for tensor in tensors):
-            tensors = transfer(tensors, CPU)
-        self._table.append(tensors, 1 if found.count is None else found.count)
+        append_rows(self._table, self._fields, _data(rows), ())
 
     def flush(self) -> None:
         """Make all rows visible to `load`, and durable: they survive a crash of the machine.
@@ -254,6 +249,16 @@ class RowWriter:
         return cast(TableWriter, self._writer)
 
 
+def append_rows(table: TableWriter, fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> None:
+    """Append a batch or one row to the columns of ``fields``, which are at the path ``at``. See `RowWriter.write`."""
+    found = _Found()
+    _convert_columns(fields, given, at, found)
+    tensors = found.tensors
+    if not all(tensor.is_cpu for tensor in tensors):
+        tensors = transfer(tensors, CPU)
+    table.append(tensors, 1 if found.count is None else found.count)
+
+
 class _Found:
     """The tensors of a batch, in the order of the columns, and the number of rows. See `TableWriter.append`."""
 
@@ -293,7 +298,7 @@ def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> De
         refuse_unknown_keys(d, encoders, _LIKE)
     len(d.rows)  # raises if the fields disagree
     found: set[Any] = set()
-    out = _without_rows(d, ragged, (), found)
+    out = without_rows(d, ragged, (), found)
     if ragged - found:
         key: Any = min(ragged - found, key=str)
         raise missing_key(d, key, _LIKE)
@@ -323,7 +328,7 @@ def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: P
             _refuse_other_encoders(cast("Mapping[str, Any]", value), encoders, asked, (*at, key))
 
 
-def _without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> Any:
+def without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> Any:
     """The fields of ``d`` without rows, for a new table. The names in ``ragged`` that a field has go to ``found``."""
     items: dict[str, Any] = {}
     for key, value in d.items():
@@ -331,7 +336,7 @@ def _without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> 
         names = ragged & {path, key}
         found |= names
         if isinstance(value, TreeDict):
-            items[key] = _without_rows(value, ragged, path, found)
+            items[key] = without_rows(value, ragged, path, found)
         elif not isinstance(value, Tensor) or not is_dense(value):
             items[key] = value  # refused by `create_table`, which names the field
         elif key in d._policy.encoders and value.dim() <= (d._policy.encoder(key).code_ndim or 0):

@@ -1,10 +1,37 @@
-"""Functions of whole tables on disk: `verify` and `repair`."""
+"""Functions of whole tables on disk: `verify`, `repair`, `add_column` and `drop_column`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._errors import Path, described, dotted
 from .._files.atomic_write import FilePath
 from .._tables.checksums import verify_table
-from .._tables.writer import repair_table
+from .._tables.writer import (
+    TableWriter,
+    create_columns,
+    drop_columns,
+    fields_of,
+    refuse_unknown_keys,
+    repair_table,
+    table_at_rest,
+)
+from .._tree.missing import rows_hint
+from .._tree.policy import Encoders, Policy
+from .._tree.tree import tensor_paths
+from .._tree.walk import refuse_key
+from .device_dict import DeviceDict
+from .ragged import Ragged
+from .row_writer import append_rows, without_rows
+from .rows import Rows
+
+_RANGE = 64 << 20
+"""The bytes of a new column that have one checksum."""
 
 
 def verify(folder: FilePath) -> None:
@@ -58,3 +85,154 @@ def repair(folder: FilePath) -> None:
     (4112, tensor([1, 2]))
     """
     repair_table(folder)
+
+
+def add_column(
+    folder: FilePath,
+    key: str | Path,
+    batches: Iterable[Any],
+    *,
+    ragged: bool = False,
+    encoders: Encoders | None = None,
+) -> None:
+    """Add a column to a table: values that you compute from its rows later, such as embeddings or labels.
+
+    The other columns are neither read nor written. The new column becomes visible at once, when all of its rows are on
+    the disk. After an error, an interrupt or a crash before that, the table is as it was. Dicts that were loaded before
+    do not change. Needs ``safetensors``.
+
+    Args:
+        folder: the folder of the table. The folder of a part is a table too.
+        key: the key of the column, or a path into nested dicts, which are made if they are missing.
+        batches: the values of consecutive rows, batch by batch: tensors on any device, arrays, lists, strings, a
+            `Ragged`, or mappings, which become a nested dict. Together they have one value for each row of the table.
+            The first batch gives the dtype and the shape of a row. Later batches must fit, as in `RowWriter.write`.
+        ragged: True: the rows differ in their first dimension, as for ``RowWriter(ragged=...)``.
+        encoders: the encoder of the new strings, or encoders by key. None: the encoder that the table has for this key,
+            else ``Utf8()``, whose width is that of the first batch. Like `load`, it needs the encoders of other columns
+            that `load` does not build, such as `Tokenizer`.
+
+    Raises: ``ValueError`` if the table has the key, if the batches have more or fewer rows than the table, and for a
+    batch that does not fit, as `RowWriter.write`; ``TypeError`` for a whole column in the place of ``batches``, and for
+    a path through a column; ``BlockingIOError`` if a writer is open; `InvalidFileError` for a damaged table;
+    ``FileNotFoundError`` or ``IsADirectoryError`` if there is no table; ``ImportError`` without safetensors;
+    ``OSError``; the errors of ``batches``.
+    Cost: as `RowWriter` for these values. One batch is in memory at a time.
+
+    >>> import tempfile
+    >>> from tensordict_lite import RowWriter, add_column, load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with RowWriter(folder, like={"x": [0.0]}) as writer:
+    ...         writer.write({"x": [1.0, 2.0, 3.0]})
+    ...     add_column(folder, "square", (batch["x"] ** 2 for batch in load(folder).rows.batches(2)))
+    ...     load(folder)["square"]
+    tensor([1., 4., 9.])
+    """
+    if isinstance(batches, (str, Tensor, np.ndarray, Mapping, Rows)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"add_column takes an iterable of batches, got {described(batches)}; give [values] for one batch"
+        )
+    path = _as_path(key)
+    if encoders is not None and not isinstance(encoders, Mapping):
+        encoders = {path[-1]: encoders}
+    Policy().override(encoders)  # raises for an invalid argument
+    with table_at_rest(folder) as (table, index):
+        fields: DeviceDict[Any]
+        fields, _ = fields_of(table, index, DeviceDict, encoders)
+        if path in fields:
+            raise ValueError(f"{dotted(path)} is in this table already; drop_column removes it, or choose another key")
+        fields.copy()[path] = torch.empty(0)  # raises for a path through a column
+        added, at = fields, ()
+        while path[len(at)] in added:
+            added, at = added[path[len(at)]], path[: len(at) + 1]
+        writer: TableWriter | None = None
+        try:
+            for batch in batches:
+                value = batch._dict if isinstance(batch, Rows) else batch
+                if writer is None:
+                    new = _new_fields(added, path[len(at) :], at, value, ragged)
+                    added.update(new)
+                    refuse_unknown_keys(fields, encoders, "this table")
+                    writer, added = create_columns(table, index, fields), new
+                for part in reversed(path[len(at) :]):
+                    value = {part: value}
+                append_rows(writer, added, value, at)
+                if writer.rows > index.rows:
+                    raise _other_rows(path, index.rows, f"{writer.rows} or more")
+                if writer.has_checksums:
+                    writer.sync(_RANGE)
+            if writer is None:
+                raise ValueError(f"{dotted(path)}: there is no batch; the first batch gives the dtype and the shape")
+            if writer.rows < index.rows:
+                raise _other_rows(path, index.rows, str(writer.rows))
+            writer.sync()
+        except BaseException:
+            if writer is not None:
+                writer.discard(index)
+            raise
+        writer.close()
+
+
+def drop_column(folder: FilePath, key: str | Path) -> None:
+    """Remove a column from a table, or a nested dict with all of its columns. Needs ``safetensors``.
+
+    The column disappears at once. Then its files are removed. Dicts that were loaded before keep the column: the system
+    keeps a mapped file until its last reader is gone. After a crash, the next writer or `repair` removes the files.
+
+    Args:
+        folder: the folder of the table. The folder of a part is a table too.
+        key: the key or the path of the column.
+
+    Raises: ``KeyError`` for a key that the table lacks; ``ValueError`` for the last column, and for a part of a ragged
+    column; ``BlockingIOError`` if a writer is open; `InvalidFileError` for a damaged table; ``FileNotFoundError`` or
+    ``IsADirectoryError`` if there is no table; ``ImportError`` without safetensors; ``OSError``.
+    Cost: replaces ``table.json`` twice, and waits for the disk. No row is read or written.
+
+    >>> import tempfile
+    >>> from tensordict_lite import RowWriter, drop_column, load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with RowWriter(folder, like={"x": [0], "y": [0]}) as writer:
+    ...         writer.write({"x": [1, 2], "y": [3, 4]})
+    ...     drop_column(folder, "y")
+    ...     list(load(folder))
+    ['x']
+    """
+    path = _as_path(key)
+    with table_at_rest(folder) as (table, index):
+        drop_columns(table, index, path)
+
+
+def _as_path(key: Any) -> Path:
+    if not isinstance(key, (str, tuple)):
+        refuse_key(key, (), rows_hint(key))
+    return (key,) if isinstance(key, str) else key
+
+
+def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragged: bool) -> DeviceDict[Any]:
+    """A dict without rows with the field at the path ``rest``, from its first batch. ``parent``: the dict at ``at``."""
+    path = (*at, *rest)
+    ragged = ragged and not isinstance(value, Ragged)
+    given = value
+    if ragged and isinstance(
+        value, (list, tuple)
+    ):  # rows of other lengths are no tensor; one row gives dtype and shape
+        given = [next((row for row in value if not isinstance(row, (list, tuple)) or row), [])]
+    d: DeviceDict[Any] = DeviceDict._new((), None, parent._policy)
+    d._set_path(rest, given, at)
+    tensors = list(tensor_paths(d))
+    if not tensors:
+        raise ValueError(f"{dotted(path)}: a column needs tensors, got {described(value)} without any")
+    if ragged and isinstance(value, Mapping):
+        raise ValueError(f"{dotted(path)}: ragged=True is for one field; in a mapping, give a Ragged for each field")
+    for leaf, tensor in tensors:
+        if isinstance(value, str) or tensor.dim() <= ragged:
+            inside = " and one in each row" if ragged else ""
+            raise ValueError(
+                f"{dotted((*at, *leaf))}: a batch has a dimension for the rows{inside}, got {described(value)}; "
+                "for a single row or a whole column, give [values]"
+            )
+    return without_rows(d, frozenset([path] * ragged), at, set())
+
+
+def _other_rows(path: Path, rows: int, got: str) -> ValueError:
+    return ValueError(f"{dotted(path)}: the table has {rows} rows, and the batches have {got}; the table is unchanged")

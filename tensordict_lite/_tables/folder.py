@@ -216,10 +216,15 @@ class TableFolder:
     def _kept(self, error: OSError) -> str:
         return f"{error.strerror or error}; the table keeps the {self.rows} rows of the last flush"
 
-    def close(self) -> None:
-        """Close the files, and let another writer open the table."""
+    def close_files(self) -> None:
+        """Close the files, and keep the table locked."""
         for file in (*self.files, *([] if self.checksums is None else [self.checksums])):
             file.close()
+        self.files, self.checksums = [], None
+
+    def close(self) -> None:
+        """Close the files, and let another writer open the table."""
+        self.close_files()
         descriptor, self.descriptor = self.descriptor, None
         if descriptor is not None and fcntl is not None:
             if self.is_mine:  # forked processes may hold copies of the descriptor, and share its lock

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from operator import add, gt, sub
+from operator import add, gt, mul, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from .._errors import Path, dotted
 from .._files.atomic_write import FilePath, make_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
-from .._tree.manifest import Manifest, Reader, choose_from, describe
+from .._tree.manifest import Manifest, Reader, choose_from, describe, without
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict, ragged_paths, validate_ragged
@@ -142,20 +142,33 @@ class TableWriter:
         torch._foreach_copy_(into, tensors)
         self._extents = after, written
 
+    def sync(self, least: int = 0) -> None:
+        """Flush rows and their checksums to disk, and show none of them.
+
+        ``least``: do nothing for fewer bytes of rows that lack a checksum. Raises ``OSError``.
+        """
+        after, before = self._extents[0], self._summed[1]
+        if sum(map(mul, self._sizes, map(sub, after.lengths, before.lengths))) >= least:
+            with self._folder.explained():
+                self._folder.refuse_other_writer()
+                self._write_buffers()
+                self._folder.sync_files(self._write_checksums)
+
     def flush(self) -> None:
         """Make all rows visible and durable, at once. Raises ``OSError``; then the table is as it was."""
-        self._publish()
+        self.publish()
 
     def close(self) -> None:
         """Flush, make each column a safetensors file, and release the table. Raises the errors of `flush`."""
         if self.closed:
             return
         try:
-            self._publish(at_rest=True)
+            self.publish(at_rest=True)
         finally:
             self.release()
 
-    def _publish(self, at_rest: bool = False) -> None:
+    def publish(self, at_rest: bool = False) -> None:
+        """Flush. ``at_rest``: make each column a safetensors file too."""
         self.refuse_unusable()
         with self._folder.explained():
             self._folder.refuse_other_writer()
@@ -194,12 +207,15 @@ class TableWriter:
         self._folder.close()
 
     def create(self, old: TableIndex | None = None) -> None:
-        """Start a new table without rows. ``old``: the table that this table replaces at the first `flush`."""
+        """Start a new table without rows, or new columns.
+
+        ``old``: the table that this table replaces at the first `flush`. It may have the same file of checksums.
+        """
         # First, so that a crash leaves a table.
         if old is None:
             self._write_index(())
         else:
-            unused = [*self.files(), *old.unused]
+            unused = [*self._new_files(old), *old.unused]
             self._folder.write_index(index_text(old.columns, old.manifest), old.rows, unused, old.checksums)
         self._create_columns()
 
@@ -221,8 +237,26 @@ class TableWriter:
             self._folder.files.append(self._folder.open(column.file, "x+b"))
             self._folder.files[i].truncate(self._end(i, int(i in self._offsets)))  # the offset 0 of the first row
         if self._summed[0] is not None:
-            self._folder.checksums = self._folder.open(self._summed[0][0], "x+b")
+            name, at = self._summed[0]
+            self._folder.checksums = self._folder.open(name, "r+b" if at else "x+b")
         self._folder.sync_names()
+
+    def discard(self, old: TableIndex) -> None:
+        """Remove the files that `create` made, and release the table, which is still ``old``.
+
+        A later writer removes what remains, for example after an error of the disk.
+        """
+        if self.closed:
+            return
+        with suppress(OSError):
+            if self.is_usable:
+                self._folder.refuse_other_writer()
+                self._folder.remove_unused(self._new_files(old))
+                self._folder.write_index(index_text(old.columns, old.manifest), old.rows, None, old.checksums)
+        self.release()
+
+    def _new_files(self, old: TableIndex) -> list[str]:
+        return [name for name in self.files() if name not in old.files]
 
     def files(self) -> list[str]:
         """The names of all files of this table."""
@@ -328,12 +362,17 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
     return writer
 
 
-def _new_columns(d: TreeDict[Any], leaves: Sequence[tuple[Path, Any]], used: Iterable[str] = ()) -> list[Column]:
-    """The columns of a new table, in other files than ``used``.
+def _new_columns(
+    d: TreeDict[Any],
+    leaves: Sequence[tuple[Path, Any]],
+    used: Iterable[str] = (),
+    way_out: str = "pass like=d.drop({})",
+) -> list[Column]:
+    """The columns for some leaves of ``d``, in other files than ``used``.
 
     Raises ``TypeError`` for the first leaf that a file cannot hold.
     """
-    refuse_unwritable(leaves, "pass like=d.drop({})")
+    refuse_unwritable(leaves, way_out)
     names = field_names([path for path, _ in leaves])
     ragged = set(ragged_paths(d))
     columns: list[Column] = []
@@ -355,33 +394,89 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     with opened(path) as folder:
         with invalid_file(folder.path, RuntimeError):
             index = folder.read_index()
-            reader = Reader(index.manifest, len(index.columns), encoders)
-            empty = [
-                torch.zeros((int(one.kind == OFFSETS), *one.shape), dtype=one.dtype, device="cpu")
-                for one in index.columns
-            ]
-            fields = reader.build(choose_from(cls), empty.__getitem__, CPU)
-            validate_ragged(fields)
-        if encoders is not None:
-            refuse_unknown_keys(fields, encoders, "this table")
-            _refuse_other_encoders(fields, index.manifest)
+        fields, columns = fields_of(folder, index, cls, encoders)
+        refuse_unknown_keys(fields, encoders, "this table")
         text = index_text(index.columns, index.manifest)
-        writer = TableWriter(folder, [index.columns[i] for i in reader.numbers], text, index.rows, (), index.checksums)
+        writer = TableWriter(folder, columns, text, index.rows, (), index.checksums)
         with invalid_file(folder.path, RuntimeError):
             writer.open(index.unused)
     return writer, fields
 
 
+def fields_of(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encoders | None) -> tuple[Any, list[Column]]:
+    """A dict of class ``cls`` with the fields of a table, without rows; and their columns in the order of the dict.
+
+    Raises the errors of `open_table` for ``encoders``, but for the keys that the table lacks.
+    """
+    with invalid_file(folder.path, RuntimeError):
+        reader = Reader(index.manifest, len(index.columns), encoders)
+        empty = [
+            torch.zeros((int(one.kind == OFFSETS), *one.shape), dtype=one.dtype, device="cpu") for one in index.columns
+        ]
+        fields = reader.build(choose_from(cls), empty.__getitem__, CPU)
+        validate_ragged(fields)
+    if encoders is not None:
+        _refuse_other_encoders(fields, index.manifest)
+    return fields, [index.columns[i] for i in reader.numbers]
+
+
 def repair_table(path: FilePath) -> None:
     """Remove what a crash left in a table, and make each column a safetensors file."""
+    with table_at_rest(path, repair=True):
+        pass
+
+
+@contextmanager
+def table_at_rest(path: FilePath, repair: bool = False) -> Generator[tuple[TableFolder, TableIndex]]:
+    """Open a table, to change it as a whole. What a crash left is repaired first, with ``repair`` in any case."""
     import_library()
-    with opened(path) as folder, invalid_file(folder.path, RuntimeError):
-        index = folder.read_index()
-        Reader(index.manifest, len(index.columns))
-        text = index_text(index.columns, index.manifest)
-        writer = TableWriter(folder, index.columns, text, index.rows, (), index.checksums)
-        writer.open(index.unused)
-        writer.close()
+    with opened(path) as folder:
+        with invalid_file(folder.path, RuntimeError):
+            index = folder.read_index()
+            Reader(index.manifest, len(index.columns))
+            if repair or not index.at_rest:
+                text = index_text(index.columns, index.manifest)
+                writer = TableWriter(folder, index.columns, text, index.rows, (), index.checksums)
+                writer.open(index.unused)
+                writer.publish(at_rest=True)
+                folder.close_files()
+        yield folder, index._replace(unused=[], at_rest=True)
+        folder.close()
+
+
+def create_columns(folder: TableFolder, index: TableIndex, d: TreeDict[Any]) -> TableWriter:
+    """Start the columns that the fields of ``d`` have, and that a table at rest lacks.
+
+    The columns become visible when the writer closes. It must have the rows of the table then.
+    """
+    manifest, leaves = describe(d, partial(by_name, way_out="give codes"))
+    reader = Reader(index.manifest, len(index.columns))
+    known = {path: index.columns[i] for path, i in zip(reader.paths, reader.numbers, strict=True)}
+    new = [(path, value) for path, value in leaves if path not in known]
+    added = _new_columns(d, new, index.files, "convert the values of {} first")
+    known |= {path: column for (path, _), column in zip(new, added, strict=True)}
+    text = index_text([known[path] for path, _ in leaves], manifest)
+    writer = TableWriter(folder, added, text, checksums=index.checksums)
+    writer.create(index)
+    return writer
+
+
+def drop_columns(folder: TableFolder, index: TableIndex, path: Path) -> None:
+    """Remove the columns at a path from a table at rest. Raises ``KeyError`` and ``ValueError``."""
+    reader = Reader(index.manifest, len(index.columns))
+    reader.keep([path], "this table")
+    manifest, kept = without(index.manifest, path)
+    columns = [index.columns[i] for i in kept]
+    kinds = [column.kind for column in columns]
+    if kinds.count(VALUES) != kinds.count(OFFSETS):
+        raise ValueError(f"{dotted(path)} is a part of a ragged column; drop {dotted(path[:-1])}")
+    if not columns:
+        raise ValueError(f"{dotted(path)} has the last columns of this table; remove the folder {folder.path!r}")
+    text = index_text(columns, manifest)
+    unused = [index.columns[i].file for i in reader.numbers]
+    folder.write_index(text, index.rows, unused, index.checksums)
+    folder.remove_unused(unused)
+    folder.write_index(text, index.rows, None, index.checksums)
 
 
 def refuse_unknown_keys(d: TreeDict[Any], encoders: Encoders | None, owner: str) -> None:

@@ -387,6 +387,39 @@ def paths_of(manifest: Manifest) -> list[Path]:
     return Reader(manifest, None).paths
 
 
+def without(manifest: Manifest, path: Path) -> tuple[Manifest, list[int]]:
+    """A valid manifest without the values at ``path``, and without the dicts that would be empty then.
+
+    Returns it, and the old number of each leaf that it has. The policies lose the encoders of keys that are in no dict
+    any more.
+    """
+    kept: list[int] = []
+    keys: set[str] = set()
+    root = _without(manifest["root"], path, (), kept, keys)
+    policies = [
+        {**policy, "encoders": {key: number for key, number in policy["encoders"].items() if key in keys}}
+        for policy in manifest["policies"]
+    ]
+    return {**manifest, "root": root, "policies": policies}, kept
+
+
+def _without(node: Any, gone: Path, at: Path, kept: list[int], keys: set[str]) -> Any:
+    items: list[Any] = []
+    for key, value in node["items"]:
+        path = (*at, key)
+        if path == gone:
+            continue
+        keys.add(key)
+        if type(value) is int:
+            kept.append(value)
+            items.append([key, len(kept) - 1])
+        else:
+            inner = _without(value, gone, path, kept, keys)
+            if inner["items"] or not value["items"]:
+                items.append([key, inner])
+    return {**node, "items": items}
+
+
 def _kept(node: Node, paths: Sequence[Path]) -> Node:
     """A node with only the values at these paths, which it has."""
     asked: dict[str, list[Path]] = {}
