@@ -1,5 +1,7 @@
 """A power failure at any moment: the table has the rows of the last flush that returned, or of the one that ran.
 
+The same holds for a column that is added or dropped, and for parts that become one table.
+
 A writer runs once, over files that record what it does. Then every moment is replayed. Until a file is flushed to disk,
 the disk may have any of its pages and any of its sizes, in any order. Until a folder is flushed, the disk may have any
 of its new, renamed and removed names. `CHOICES=200 pytest tests/test_table_power.py` replays more states.
@@ -11,7 +13,8 @@ import io
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +22,18 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors import safe_open
 
-from tensordict_lite import InvalidFileError, RowWriter, load, repair, verify
+from tensordict_lite import (
+    InvalidFileError,
+    RowWriter,
+    add_column,
+    drop_column,
+    join_parts,
+    load,
+    repair,
+    verify,
+)
+from tensordict_lite._batch import parts  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._dict import tables as dict_tables  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._files import atomic_write  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import folder as table_folder  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
@@ -29,12 +43,20 @@ CHOICES = int(os.environ.get("CHOICES", "3"))
 PAGE = 512
 """The bytes that a disk writes at once."""
 LIKE: dict[str, Any] = {"i": [0], "wide": [[0] * 40], "text": ["a"]}
+RAGGED = {"text", "words"}
 
 
-def rows(first: int, count: int) -> dict[str, Any]:
+def rows(first: int, count: int, keys: Iterable[str] = LIKE) -> dict[str, Any]:
     """Rows whose values follow from their number."""
     i = list(range(first, first + count))
-    return {"i": i, "wide": [[n] * 40 for n in i], "text": [f"row {n}" * (n % 3) for n in i]}
+    values: dict[str, Any] = {
+        "i": i,
+        "wide": [[n] * 40 for n in i],
+        "text": [f"row {n}" * (n % 3) for n in i],
+        "late": [[n] * 30 for n in i],
+        "words": [f"{n} " * (n % 5) for n in i],
+    }
+    return {key: values[key] for key in keys}
 
 
 class Op(NamedTuple):
@@ -54,7 +76,10 @@ class Recorder:
         self._nodes: dict[int, int] = {}
         self._new = 0
         self.top = self._node(os.stat(root))
-        self.acknowledged: Callable[[Any], None] = lambda value: self.ops.append(Op("returned", 0, value))
+
+    def acknowledged(self, folder: Path, count: int, keys: Iterable[str] = LIKE) -> None:
+        """A call returned that left a table with these rows and keys."""
+        self.ops.append(Op("returned", 0, (folder, (set(keys), count))))
 
     def _node(self, found: os.stat_result, fresh: bool = False) -> int:
         """The number of a file or folder. An inode is used again after its file is removed."""
@@ -164,7 +189,7 @@ class Recorder:
 
 
 def write_tree(tree: dict[str, Any], into: Path) -> None:
-    into.mkdir()
+    into.mkdir(parents=True)
     for name, value in tree.items():
         if isinstance(value, dict):
             write_tree(value, into / name)
@@ -172,61 +197,71 @@ def write_tree(tree: dict[str, Any], into: Path) -> None:
             (into / name).write_bytes(value)
 
 
-def check(folder: Path) -> int:
-    """The number of rows, each of them whole."""
+def check(folder: Path, first: int) -> Any:
+    """The keys and the number of rows, each of them whole. ``first``: the number of the first row."""
     table = load(folder)
     count = len(table.rows)
-    expected = rows(0, count)
-    assert table["i"].tolist() == expected["i"] and table["wide"].tolist() == expected["wide"]
-    assert table.decode("text") == expected["text"]
-    return count
+    for key, expected in rows(first, count, table).items():
+        assert (table.decode(key) if key in RAGGED else table[key].tolist()) == expected
+    return set(table), count
 
 
-def check_at_rest(folder: Path, count: int) -> None:
+def check_at_rest(folder: Path, keys: set[str], count: int) -> None:
     """safetensors reads every column, and nothing else is in the folder."""
-    names = {"i": count, "wide": count, "text.offsets": count + 1}
+    names = dict.fromkeys(keys - RAGGED, count) | {f"{key}.offsets": count + 1 for key in keys & RAGGED}
     files = {path.name for path in folder.iterdir()} - {"table.json", "checksums.jsonl"}
     stems = {name.removesuffix(".safetensors").split("~")[0] for name in files}
-    assert stems == {*names, "text.values"} and len(files) == 4
+    assert stems == {*names, *(f"{key}.values" for key in keys & RAGGED)} and len(files) == len(stems)
     for name in files:
         with safe_open(str(folder / name), "np") as file:
             (key,) = file.keys()
             assert key not in names or file.get_slice(key).get_shape()[0] == names[key]
 
 
-def replay_all(record: Recorder, folder: Path, tmp: Path, patch: pytest.MonkeyPatch) -> int:
-    """Replay every moment. The row count must be that of the last flush that returned, or of the next one."""
+def replay_all(record: Recorder, folders: Sequence[Path], tmp: Path, patch: pytest.MonkeyPatch) -> int:
+    """Replay every moment. The keys and the row count must be those of the last call that returned, or of the next.
+
+    ``folders``: the tables. The name of a part is the number of its first row.
+    """
     choose = random.Random(0)
     acknowledged = [(i, op.value) for i, op in enumerate(record.ops) if op.kind == "returned"]
-    seen: set[str] = set()
+    seen: set[Any] = set()
     for name in ("fsync", "fdatasync"):
         patch.setattr(os, name, lambda _: None)
     for stop in range(1, len(record.ops) + 1):
-        before = [value for i, value in acknowledged if i < stop]
-        after = [value for i, value in acknowledged if i >= stop]
-        allowed = {0, *before[-1:], *after[:1]} if not before else {before[-1], *after[:1]}
         for number in range(CHOICES):
             tree = record.replay(stop, choose, (0.0, 1.0, 0.5, 0.9, 0.1)[number % 5])
-            key = repr(tree)
-            if key in seen:
-                continue
-            seen.add(key)
-            disk = tmp / "disk"
-            write_tree(tree, disk)
-            where = disk / folder.relative_to(record.root)
-            if not (where / "table.json").exists():
-                assert not before, "the table is lost"
-                RowWriter(where, like=LIKE, ragged=["text"]).close() if not _files(where) else None
-            else:
-                count = check(where)
-                verify(where)
-                assert count in allowed
-                repair(where)
-                assert check(where) == count
-                verify(where)
-                check_at_rest(where, count)
-            shutil.rmtree(disk)
+            for folder in folders:
+                states = [(i < stop, state) for i, (of, state) in acknowledged if of == folder]
+                before, after = ([state for returned, state in states if returned is want] for want in (True, False))
+                inside = tree
+                for name in folder.relative_to(record.root).parts:
+                    inside = inside.get(name, {})
+                key = folder, len(before), repr(inside)
+                if key in seen:
+                    continue
+                seen.add(key)
+                where = tmp / "disk" / folder.name
+                write_tree(inside, where)
+                check_state(where, before, after)
+                shutil.rmtree(tmp / "disk")
     return len(seen)
+
+
+def check_state(where: Path, before: list[Any], after: list[Any]) -> None:
+    """Check a table as a disk may have it. ``before``, ``after``: what it was when the calls returned."""
+    first = int(where.name.removeprefix("part-")) if where.name.startswith("part-") else 0
+    if not (where / "table.json").exists():
+        assert not before, "the table is lost"
+        RowWriter(where, like=LIKE, ragged=["text"]).close() if not _files(where) else None
+        return
+    found = check(where, first)
+    verify(where)
+    assert found in [*(before[-1:] or [(set(LIKE), 0)]), *after[:1]]
+    repair(where)
+    assert check(where, first) == found
+    verify(where)
+    check_at_rest(where, *found)
 
 
 def _files(folder: Path) -> list[str]:
@@ -247,22 +282,22 @@ def create_flush_append_and_close(recorder: Recorder, monkeypatch: pytest.Monkey
     folder = recorder.root / "a" / "t"
     with recorder.recording(monkeypatch):
         writer = RowWriter(folder, like=LIKE, ragged=["text"], checksums=True)
-        recorder.acknowledged(0)
+        recorder.acknowledged(folder, 0)
         for count in (3, 20):
             writer.write(rows(len(writer), count))
             writer.flush()
-            recorder.acknowledged(len(writer))
+            recorder.acknowledged(folder, len(writer))
         writer.close()
         with RowWriter(folder, append=True) as writer:
             writer.write(rows(23, 5))
             writer.write(rows(28, 2))
-        recorder.acknowledged(30)
+        recorder.acknowledged(folder, 30)
     return folder
 
 
 def test_create_flush_append_and_close(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = create_flush_append_and_close(recorder, monkeypatch)
-    assert replay_all(recorder, folder, tmp_path, monkeypatch) > 200
+    assert replay_all(recorder, [folder], tmp_path, monkeypatch) > 200
 
 
 @pytest.mark.parametrize("name", ["sync_files", "sync_names"])
@@ -274,7 +309,7 @@ def test_each_flush_to_disk_is_needed(
         patch.setattr(table_folder.TableFolder, name, lambda *_: None)
         folder = create_flush_append_and_close(recorder, monkeypatch)
     with pytest.raises((AssertionError, InvalidFileError)):
-        replay_all(recorder, folder, tmp_path, monkeypatch)
+        replay_all(recorder, [folder], tmp_path, monkeypatch)
 
 
 def overwrite(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -282,15 +317,74 @@ def overwrite(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
     with recorder.recording(monkeypatch):
         with RowWriter(folder, like=LIKE, ragged=["text"]) as writer:
             writer.write(rows(0, 7))
-        recorder.acknowledged(7)
+        recorder.acknowledged(folder, 7)
         with RowWriter(folder, like=LIKE, ragged=["text"], mode="overwrite") as writer:
             writer.write(rows(0, 4))
             writer.flush()
-            recorder.acknowledged(4)
+            recorder.acknowledged(folder, 4)
             writer.write(rows(4, 4))
-        recorder.acknowledged(8)
+        recorder.acknowledged(folder, 8)
     return folder
 
 
 def test_overwrite(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert replay_all(recorder, overwrite(recorder, monkeypatch), tmp_path, monkeypatch) > 150
+    assert replay_all(recorder, [overwrite(recorder, monkeypatch)], tmp_path, monkeypatch) > 150
+
+
+def new_columns(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = recorder.root / "t"
+    monkeypatch.setattr(dict_tables, "_RANGE", 900)
+
+    def batches(key: str, count: int) -> Iterator[Any]:
+        for first in range(0, count, 3):
+            yield rows(first, min(3, count - first), [key])[key]
+
+    with recorder.recording(monkeypatch):
+        with RowWriter(folder, like=LIKE, ragged=["text"], checksums=True) as writer:
+            writer.write(rows(0, 7))
+        recorder.acknowledged(folder, 7)
+        with pytest.raises(ValueError, match="the batches have 4"):
+            add_column(folder, "late", batches("late", 4))
+        recorder.acknowledged(folder, 7)
+        add_column(folder, "late", batches("late", 7))
+        recorder.acknowledged(folder, 7, [*LIKE, "late"])
+        add_column(folder, "words", batches("words", 7), ragged=True)
+        recorder.acknowledged(folder, 7, [*LIKE, "late", "words"])
+        drop_column(folder, "text")
+        recorder.acknowledged(folder, 7, ["i", "wide", "late", "words"])
+        with RowWriter(folder, append=True) as writer:
+            writer.write(rows(7, 2, ["i", "wide", "late", "words"]))
+        recorder.acknowledged(folder, 9, ["i", "wide", "late", "words"])
+        drop_column(folder, "late")
+        recorder.acknowledged(folder, 9, ["i", "wide", "words"])
+        add_column(folder, "late", batches("late", 9))
+        recorder.acknowledged(folder, 9, ["i", "wide", "words", "late"])
+    return folder
+
+
+def test_new_columns(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PAGE", 2048)
+    assert replay_all(recorder, [new_columns(recorder, monkeypatch)], tmp_path, monkeypatch) > 150
+
+
+def parts_and_one_table(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    root = recorder.root / "parts"
+    monkeypatch.setattr(parts, "_AT_ONCE", 4)
+    folders = [root / "part-00000", root / "part-00006", recorder.root / "whole"]
+    with recorder.recording(monkeypatch):
+        writers = [RowWriter(root, like=LIKE, ragged=["text"], part=first) for first in (0, 6)]
+        for count in (4, 2):  # in turn, as on two ranks
+            for first, writer, folder in zip((0, 6), writers, folders, strict=False):
+                writer.write(rows(first + len(writer), count))
+                writer.flush()
+                recorder.acknowledged(folder, len(writer))
+        for writer in writers:
+            writer.close()
+        join_parts(root, folders[-1])
+        recorder.acknowledged(folders[-1], 12)
+    return folders
+
+
+def test_parts_and_one_table(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PAGE", 2048)
+    assert replay_all(recorder, parts_and_one_table(recorder, monkeypatch), tmp_path, monkeypatch) > 150

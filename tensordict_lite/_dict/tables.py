@@ -21,7 +21,7 @@ from .._tables.writer import (
     repair_table,
     table_at_rest,
 )
-from .._tree.missing import rows_hint
+from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import tensor_paths
 from .._tree.walk import refuse_key
@@ -205,7 +205,9 @@ def drop_column(folder: FilePath, key: str | Path) -> None:
 def _as_path(key: Any) -> Path:
     if not isinstance(key, (str, tuple)):
         refuse_key(key, (), rows_hint(key))
-    return (key,) if isinstance(key, str) else key
+    if not (path := (key,) if isinstance(key, str) else key):
+        raise missing_key({}, path)
+    return path
 
 
 def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragged: bool) -> DeviceDict[Any]:
