@@ -173,8 +173,8 @@ clean:
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	touch $@
 
-# An environment of its own, as tianshou and the tests of frameworks want different versions of pandas.
-.venv-bench/benchmarks: benchmarks/requirements.txt examples/requirements.txt tests/requirements.txt pyproject.toml
+# An environment of its own: the newest torch; and tianshou and the tests of frameworks want different versions of pandas.
+.venv-bench/benchmarks: benchmarks/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python $(PIP_INSTALL) -r $<
 	.venv-bench/bin/python $(PIP_INSTALL) --no-deps --editable .
