@@ -156,6 +156,13 @@ def test_the_pages_show_the_tree_as_it_is() -> None:
                        encoders={"species": tensordict_lite.Vocabulary(["cat", "dog"])})  # fmt: skip
     shown = repr(state).replace("(cpu", "(cuda:0")
     assert shown in (ROOT / "docs" / "storing.md").read_text(encoding="utf-8")
+    samples = [{"image": torch.rand(3, 8, 8), "label": i % 3, "name": f"img_{i}"} for i in range(64)]
+    shown = repr(tensordict_lite.collate(samples)).replace("(cpu", "(cuda:0")
+    assert shown in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
 
 
 def test_links_between_pages_lead_somewhere() -> None:
