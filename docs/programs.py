@@ -1,8 +1,12 @@
-"""Pages of the site for the programs and notebooks in `examples`, to which the gallery links."""
+"""Pages of the site that are no files of `docs`: the programs and notebooks in `examples`, and the changelog.
+
+The links of the repository become links of the site, and a page with Markdown that was not rendered is a warning.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -12,16 +16,22 @@ from mkdocs.structure.files import File, Files
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LINK = re.compile(r"\]\(\.\./examples/([\w/]+)\.(py|ipynb)\)")
+CHANGELOG = Path(__file__).parent.parent / "CHANGELOG.md"
+BACK = "[Back to the gallery]({}gallery.md)\n"
+# What a page counts in a search: the changelog has every word, and a program with plain dicts shows what to avoid.
+BOOST = {"changelog": 0.2, "examples/plain_": 0.1, "examples/": 0.7}
+log = logging.getLogger("mkdocs.hooks.programs")
 
 
 def program(path: Path) -> str:
     """The code, on a page without a table of contents, so that lines have more room."""
-    return f"---\nhide: [toc]\n---\n\n# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+    code = path.read_text(encoding="utf-8")
+    return f"---\nhide: [toc]\n---\n\n# {path.name}\n\n{BACK.format('../')}\n```python\n{code}```\n"
 
 
 def notebook(path: Path) -> str:
     """The cells as Markdown, with their outputs. A table of a DeviceDict stays HTML."""
-    parts: list[str] = []
+    parts = [BACK.format("../../")]
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
@@ -37,10 +47,21 @@ def on_files(files: Files, config: Any) -> Files:
         content = notebook(path) if path.suffix == ".ipynb" else program(path)
         page = path.relative_to(EXAMPLES.parent).with_suffix(".md").as_posix()
         files.append(File.generated(config, page, content=content))
+    files.append(File.generated(config, "changelog.md", content=CHANGELOG.read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of the repository become links of the site."""
-    to_root = posixpath.relpath(".", posixpath.dirname(page.file.src_uri) or ".")
-    return LINK.sub(rf"]({to_root}/examples/\1.md)", markdown)
+    name = page.file.src_uri
+    page.meta.setdefault("search", {"boost": next((BOOST[start] for start in BOOST if name.startswith(start)), 1)})
+    to_root = posixpath.relpath(".", posixpath.dirname(name) or ".")
+    return LINK.sub(rf"]({to_root}/examples/\1.md)", markdown).replace("](../CHANGELOG.md)", "](changelog.md)")
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Warn of a backtick outside code: there, Markdown was not rendered. `make docs` takes a warning for an error."""
+    text = re.sub(r"<(pre|code)\b.*?</\1>", "", html, flags=re.DOTALL)
+    for line in re.findall(r"[^\n]*`[^\n]*", re.sub(r"<[^>]*>", "", text)):
+        log.warning("%s: not rendered: %s", page.file.src_uri, line.strip())
+    return html
