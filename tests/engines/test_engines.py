@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,8 +32,99 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+MEANS = {"Adelie": 4.0, "Chinstrap": 5.0, "Gentoo": 6.0}
+READ_WITH_RAY = """
+import os, sys
+import ray.data
+import table_engines as example
+
+def read(batch, folder):  # and the process that reads
+    found = example.read(batch, folder)
+    return {**found, "process": [os.getpid()] * len(found["number"])}
+
+example.write(sys.argv[1], 5000)
+ray.init(num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
+context = ray.data.DataContext.get_current()
+context.execution_options.preserve_order = True
+context.target_max_block_size = 50_000  # bytes
+numbers, folder = ray.data.range(10_000, override_num_blocks=4), {"folder": sys.argv[1]}
+table = numbers.map_batches(read, batch_size=900, fn_kwargs=folder).materialize()
+assert table.num_blocks() > 8, table.num_blocks()  # no more than a few batches are in memory
+rows = table.to_pandas()
+assert rows["number"].tolist() == list(range(10_000))
+assert rows["species"].tolist() == [example.SPECIES.tokens[i % 3] for i in range(10_000)]
+assert all(masses.tolist() == [4.0 + i % 3] * (1 + i % 3) for i, masses in enumerate(rows["weighings"]))
+assert rows["size"][0].shape == (4,)
+assert 2 == rows["process"].nunique() and os.getpid() not in set(rows["process"])
+types = {field.name: str(field.type) for field in table.schema().base_schema}
+assert types["number"] == "int64" and types["mass"] == "float" and types["species"] == "string", types
+batch = next(iter(table.iter_batches(batch_size=100)))
+batch["weighings"] = example.Ragged.from_rows(batch["weighings"])
+batch = example.DeviceDict(batch, encoders={"species": example.SPECIES})
+assert batch["weighings"].lengths[:4].tolist() == [1, 2, 3, 1]
+assert batch["size"].shape == (100, 4) and batch.decode("species")[:2] == ["Adelie", "Chinstrap"]
+picked = ray.data.from_items([{"id": i} for i in (9999, 4, 5000)]).map_batches(read, fn_kwargs=folder)
+assert sorted(picked.to_pandas()["number"]) == [4, 5000, 9999]
+"""
+READ_WITH_DASK = """
+import os, sys
+from dask.dataframe import from_map
+from dask.distributed import Client, LocalCluster
+import table_engines as example
+
+def frame(rows, folder, columns=None):  # and the process that reads
+    return example.frame(rows, folder, columns).assign(process=os.getpid(), fields=len(columns or ()))
+
+if __name__ == "__main__":
+    example.write(sys.argv[1], 5000)
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=None) as cluster:
+        with Client(cluster):
+            ranges = [range(i, min(i + 900, 10_000)) for i in range(0, 10_000, 900)]
+            table = from_map(frame, ranges, folder=sys.argv[1], columns=["number", "species"])
+            rows = table.compute()
+    assert rows["number"].tolist() == list(range(10_000))
+    assert rows["species"].tolist() == [example.SPECIES.tokens[i % 3] for i in range(10_000)]
+    assert set(rows["fields"]) == {2} and table.npartitions == 12
+    assert 2 == rows["process"].nunique() and os.getpid() not in set(rows["process"])
+"""
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Run code that imports the examples, as its workers do. Its argument is the path of a new folder."""
+    script = tmp_path / "script.py"
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=os.pathsep)
+
+    def run_it(code: str) -> str:
+        script.write_text(code, encoding="utf-8")
+        return run(str(script), str(tmp_path / "table"))
+
+    return run_it
+
+
+def test_a_range_is_read_across_the_border_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example: Any = import_module("table_engines")
+    example.write(str(tmp_path), 10)
+    found = example.read({"id": np.arange(8, 12)}, str(tmp_path))
+    assert {key: list(values) for key, values in found.items() if key in ("number", "species", "mass")} == {
+        "number": [8, 9, 10, 11],
+        "species": ["Gentoo", "Adelie", "Chinstrap", "Gentoo"],
+        "mass": [6.0, 4.0, 5.0, 6.0],
+    }
+    assert [masses.tolist() for masses in found["weighings"]] == [[6.0] * 3, [4.0], [5.0] * 2, [6.0] * 3]
+    assert found["size"].shape == (4, 4)
+    assert list(example.read({"id": np.arange(2)}, str(tmp_path), ["mass"])) == ["mass"]
+
+
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 class TestRay:
+    def test_ray_data_reads_a_table(self) -> None:
+        assert ast.literal_eval(run("table_engines.py", "ray").splitlines()[-1].removeprefix("ray ")) == MEANS
+
+    def test_two_processes_read_every_row_once(self, run_script: Callable[[str], str]) -> None:
+        run_script(READ_WITH_RAY)
+
     def test_ray_data_feeds_a_training_loop(self) -> None:
         assert float(run("engines.py", "ray-data").split()[-1]) > 0.9
 
@@ -45,6 +141,12 @@ class TestRay:
 
 @pytest.mark.skipif(find_spec("distributed") is None, reason="Dask is not installed")
 class TestDask:
+    def test_dask_reads_a_table(self) -> None:
+        assert ast.literal_eval(run("table_engines.py", "dask").splitlines()[-1].removeprefix("dask ")) == MEANS
+
+    def test_two_processes_read_every_row_once(self, run_script: Callable[[str], str]) -> None:
+        run_script(READ_WITH_DASK)
+
     def test_scatter_and_gather(self) -> None:
         assert run("engines.py", "dask").strip().endswith("[0.0, 200000.0, 400000.0]")
 
@@ -70,7 +172,7 @@ class TestDask:
 
 
 def test_examples_are_short() -> None:
-    for name in ("engines.py", "ray_penguins.py"):
+    for name in ("engines.py", "ray_penguins.py", "table_engines.py"):
         assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 150, name
 
 
