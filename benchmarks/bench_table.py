@@ -1,4 +1,4 @@
-"""Writing a table and gathering random rows of it, beside other formats for data that is larger than memory.
+"""Tables on disk, beside other formats for data that is larger than memory, and beside code by hand.
 
     python benchmarks/bench_table.py [--quick] [--rounds N] [--mib N] [--only TEXT] [--json PATH]
 
@@ -9,44 +9,31 @@ as strings. ``TMPDIR`` is where the files are written.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from containers import TensorDict, images, length, selected
-from harness import OURS, Case, Fields, Prepare, Run, folder, main, optional, same_values, statement, statements
+from containers import TensorDict, as_tensordict, images, length
+from harness import OURS, Case, Fields, Helpers, Prepare, Run, folder, main, optional, same_values, statement
+from torch.utils.data import ConcatDataset
 
-from tensordict_lite import RowWriter, load
+from tensordict_lite import RowWriter, add_column, collate, join_parts, load, load_parts, verify
 
 h5py = optional("h5py")
 datasets = optional("datasets")
 tensordict = optional("tensordict")
 
 BATCH, BLOCK = 256, 4096  # rows that are written at a time
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table, and its rows in parts: the place of a part in the table, and its fields."""
-
-    name: str
-    whole: Fields
-
-    @cached_property
-    def batches(self) -> list[tuple[slice, Fields]]:
-        return self.parts(BATCH)
-
-    def parts(self, size: int) -> list[tuple[slice, Fields]]:
-        places = [slice(first, first + size) for first in range(0, length(self.whole), size)]
-        return [(at, {key: value[at] for key, value in self.whole.items()}) for at in places]
+Gather = Callable[[torch.Tensor], Any]
+Write = Callable[[Path, Fields], Any]
 
 
 def columns(mib: int) -> Fields:
@@ -62,87 +49,82 @@ def columns(mib: int) -> Fields:
 TABLES = {"12 columns": columns, "images": lambda mib: images((mib << 20) // (3 * 64 * 64))}
 
 
+def batches(whole: Fields, size: int = BATCH) -> Iterator[tuple[slice, Fields]]:
+    """The place of each batch in a table, and its fields."""
+    for first in range(0, length(whole), size):
+        at = slice(first, first + size)
+        yield at, {key: value[at] for key, value in whole.items()}
+
+
 # --- writing: each function writes the batches to a new path ---
 
 
-def write_ours(path: Path, table: Table) -> None:
-    with RowWriter(path, like=table.batches[0][1]) as writer:
-        for _, part in table.batches:
-            writer.write(part)
+def write_ours(path: Path, whole: Fields, **options: Any) -> None:
+    with RowWriter(path, like={key: value[:1] for key, value in whole.items()}, **options) as writer:
+        for _, batch in batches(whole):
+            writer.write(batch)
 
 
-def write_numpy(path: Path, table: Table) -> None:
+def write_numpy(path: Path, whole: Fields) -> None:
     path.mkdir()
-    for key, value in table.whole.items():
+    for key, value in whole.items():
         out = np.lib.format.open_memmap(path / f"{key}.npy", "w+", value.numpy().dtype, tuple(value.shape))
-        for at, part in table.batches:
-            out[at] = part[key].numpy()
+        for at, batch in batches(whole):
+            out[at] = batch[key].numpy()
         out.flush()
 
 
-def as_tensordict(fields: Fields) -> Any:
-    return TensorDict(fields, batch_size=[length(fields)])
-
-
-def write_chunks(path: Path, table: Table) -> None:
-    like = as_tensordict({key: value[:1] for key, value in table.whole.items()})
-    out = like.expand(length(table.whole)).memmap_like(path)
-    for at, part in table.batches:
-        out[at] = as_tensordict(part)
-
-
-def write_synced(path: Path, table: Table) -> None:
-    """As durable as ours: the files are on the disk at the end. The other formats leave that to the system."""
-    write_chunks(path, table)
-    for file in (*path.iterdir(), path):
+def write_chunks(path: Path, whole: Fields, synced: bool = False) -> None:
+    """If synced, as durable as ours: the files are on the disk. The other formats leave that to the system."""
+    like = as_tensordict({key: value[:1] for key, value in whole.items()})
+    out = like.expand(length(whole)).memmap_like(path)
+    for at, batch in batches(whole):
+        out[at] = as_tensordict(batch)
+    for file in (*path.iterdir(), path) if synced else ():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
 
 
-def write_append(path: Path, table: Table) -> None:
-    first, *others = [as_tensordict(part) for _, part in table.batches]
+def write_append(path: Path, whole: Fields) -> None:
+    first, *others = [as_tensordict(batch) for _, batch in batches(whole)]
     first.memmap(path)
-    for part in others:
-        tensordict.append_memmap(path, part)
+    for batch in others:
+        tensordict.append_memmap(path, batch)
 
 
-def write_hdf5(path: Path, table: Table) -> None:
+def write_hdf5(path: Path, whole: Fields) -> None:
     path.mkdir()
     with h5py.File(path / "t.h5", "w") as file:
-        for key, value in table.whole.items():
+        for key, value in whole.items():
             file.create_dataset(key, tuple(value.shape), value.numpy().dtype, chunks=(BATCH, *value.shape[1:]))
-        for at, part in table.parts(BLOCK):  # with 256 at a time, it takes several times as long
-            for key, value in part.items():
+        for at, batch in batches(whole, BLOCK):  # with 256 at a time, it takes several times as long
+            for key, value in batch.items():
                 file[key][at] = value.numpy()
 
 
-def write_arrow(path: Path, table: Table) -> None:
-    features = datasets.Features({key: feature(value) for key, value in table.whole.items()})
+def write_arrow(path: Path, whole: Fields) -> None:
     path.mkdir()
+    features = datasets.Features({key: feature(value) for key, value in whole.items()})
     writer = datasets.arrow_writer.ArrowWriter(features=features, path=str(path / "t.arrow"))
-    for _, part in table.batches:
-        writer.write_batch({key: value.numpy() for key, value in part.items()})
+    for _, batch in batches(whole):
+        writer.write_batch({key: value.numpy() for key, value in batch.items()})
     writer.finalize()
 
 
 def feature(value: torch.Tensor) -> Any:
     dtype = str(value.numpy().dtype)
-    if value.dim() == 1:
-        return datasets.Value(dtype)
-    if value.dim() == 2:
-        return datasets.Sequence(datasets.Value(dtype), length=value.shape[1])
+    if value.dim() < 3:
+        one = datasets.Value(dtype)
+        return one if value.dim() == 1 else datasets.Sequence(one, length=value.shape[1])
     return getattr(datasets, f"Array{value.dim() - 1}D")(shape=tuple(value.shape[1:]), dtype=dtype)
 
 
 # --- reading: each function opens a path, and returns a function that gathers rows as a dict of tensors ---
 
-Gather = Callable[[torch.Tensor], Any]
 
-
-def open_ours(path: Path) -> Gather:
-    rows = load(path).rows
-    return lambda index: rows[index]
+def open_ours(path: Path, keys: Sequence[str] | None = None) -> Gather:
+    return load(path, keys=keys).rows.__getitem__
 
 
 def open_numpy(path: Path) -> Gather:
@@ -151,8 +133,7 @@ def open_numpy(path: Path) -> Gather:
 
 
 def open_tensordict(path: Path) -> Gather:
-    table = TensorDict.load_memmap(path)
-    return lambda index: table[index]
+    return TensorDict.load_memmap(path).__getitem__
 
 
 def open_hdf5(path: Path) -> Gather:
@@ -170,130 +151,160 @@ def open_arrow(path: Path) -> Gather:
     return lambda index: table[index.tolist()]
 
 
-@dataclass(frozen=True)
-class Format:
-    """How to write a table to a path, and how to open it."""
-
-    write: Callable[[Path, Table], None]
-    open: Callable[[Path], Gather]
-    gathered: bool = True
-    """Whether its reading is measured. Three ways to write give the files of TensorDict."""
+def open_parts(path: Path) -> Gather:
+    return load_parts(path).__getitem__
 
 
-FORMATS = {
-    OURS: Format(write_ours, open_ours),
-    "TensorDict memmap_like": Format(write_chunks, open_tensordict),
-    "TensorDict memmap_like, synced": Format(write_synced, open_tensordict, gathered=False),
-    "TensorDict append_memmap": Format(write_append, open_tensordict, gathered=False),
-    "NumPy memmap": Format(write_numpy, open_numpy),
-    "h5py": Format(write_hdf5, open_hdf5),
-    "HF datasets": Format(write_arrow, open_arrow),
+def open_concatenated(path: Path) -> Gather:
+    """As torch joins datasets: row by row."""
+    rows = ConcatDataset([load(part).rows for part in sorted(path.iterdir())])
+    return lambda index: collate([rows[i] for i in index.tolist()])
+
+
+WRITE: dict[str, Write] = {
+    OURS: write_ours,
+    "TensorDict memmap_like": write_chunks,
+    "TensorDict memmap_like, synced": partial(write_chunks, synced=True),
+    "TensorDict append_memmap": write_append,
+    "NumPy memmap": write_numpy,
+    "h5py": write_hdf5,
+    "HF datasets": write_arrow,
 }
+OPEN: dict[str, Callable[[Path], Gather]] = {
+    OURS: open_ours,
+    "TensorDict memmap_like": open_tensordict,
+    "NumPy memmap": open_numpy,
+    "h5py": open_hdf5,
+    "HF datasets": open_arrow,
+}
+"""The three ways of TensorDict to write give the same files."""
 
 
-def emptied(who: str, table: Table) -> Path:
-    """The path of the table in a format, without the files of an earlier round."""
-    path = folder() / table.name / who
-    path.parent.mkdir(exist_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
-    return path
+def seconds(do: Write, read: Callable[[Path], Gather], before: Write | None = None) -> Prepare:
+    """The seconds of writing to a path, to which ``before`` writes first. The result is some of the rows."""
+    path = folder() / "timed"
 
-
-def opened(who: str, table: Table) -> Gather:
-    """Write the table, and open it."""
-    path = emptied(who, table)
-    FORMATS[who].write(path, table)
-    return FORMATS[who].open(path)
-
-
-def writing(who: str, some: torch.Tensor) -> Prepare:
-    """The seconds of writing a table. The result is some of its rows."""
-
-    def prepare(table: Table) -> Run:
+    def prepare(whole: Fields) -> Run:
         def measure() -> float:
-            path = emptied(who, table)
+            shutil.rmtree(path, ignore_errors=True)
+            if before:
+                before(path, whole)
             start = perf_counter()
-            FORMATS[who].write(path, table)
+            do(path, whole)
             return perf_counter() - start
 
-        return Run(lambda: selected(opened(who, table)(some), table.whole), measure)
+        def result() -> Any:
+            measure()
+            return read(path)(torch.arange(BATCH))
+
+        return Run(result, measure)
 
     return prepare
 
 
-def gathering(who: str, index: torch.Tensor) -> Prepare:
-    return statement(
-        "gather(index)",
-        lambda table: (opened(who, table), table),
-        "selected(gather(index), table.whole)",
-        "gather, table = x",
-        index=index,
-        selected=selected,
-    )
+def formats(name: str, mib: int) -> list[Case]:
+    whole = TABLES[name](mib)
+    writing = {who: seconds(write, OPEN.get(who, open_tensordict)) for who, write in WRITE.items()}
+    found = [Case("write", name, writing, lambda: whole, same_values, at_most=3)]
 
+    @cache
+    def opened(who: str) -> Gather:
+        path = folder() / f"{name}, {who}"
+        WRITE[who](path, whole)
+        return OPEN[who](path)
 
-def table_cases(name: str, mib: int) -> list[Case]:
-    table = Table(name, TABLES[name](mib))
-    found = [
-        Case(
-            "write",
-            name,
-            {who: writing(who, torch.arange(BATCH)) for who in FORMATS},
-            lambda: table,
-            same_values,
-            at_most=3,
-        )
-    ]
     for size in (256, 4096):
-        index = torch.randint(length(table.whole), (size,))
-        contenders = {who: gathering(who, index) for who, one in FORMATS.items() if one.gathered}
-        found.append(Case(f"{size} rows", name, contenders, lambda: table, same_values))
+        index = torch.randint(length(whole), (size,))
+        gathering = {who: statement("x(index)", lambda _, who=who: opened(who), index=index) for who in OPEN}
+        found.append(Case(f"{size} rows", name, gathering, equal=same_values, at_most=3))
     return found
 
 
-# --- texts ---
+# --- what else a table can do, beside the same by hand ---
+
+HALVES: dict[int, Fields] = {}  # in each of two other processes: its half of the table
 
 
-def by_byte(values: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor) -> list[str]:
-    """With an index for each byte, as for dense fields."""
-    starts, ends = offsets[:-1][index], offsets[1:][index]
-    at = (ends - starts).cumsum(0)
-    shift = torch.repeat_interleave(ends - at, ends - starts)
-    together = values.index_select(0, torch.arange(int(at[-1])) + shift).numpy().tobytes()
-    return [together[a:b].decode() for a, b in pairwise([0, *at.tolist()])]
+def take_half(rank: int, mib: int) -> None:
+    torch.manual_seed(0)
+    HALVES[rank] = {key: value.chunk(2)[rank] for key, value in columns(mib).items()}
 
 
-def by_row(values: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor) -> list[str]:
-    """With a slice for each row."""
-    return [bytes(values[offsets[i] : offsets[i + 1]].numpy()).decode() for i in index.tolist()]
+def write_half(path: Path) -> None:
+    for part, half in HALVES.items():
+        write_ours(path, half, part=part)
 
 
-def text_case(size: int, mib: int) -> Case:
-    """Gathering texts of 0 to 400 bytes from a ragged column, as Python strings."""
+def write_parts(path: Path, whole: Fields) -> None:
+    for part in range(2):
+        write_ours(path, {key: value.chunk(2)[part] for key, value in whole.items()}, part=part)
 
-    def make() -> tuple[Any, ...]:
-        texts = ["x" * length for length in torch.randint(400, ((mib << 20) // 200,)).tolist()]
-        path = folder() / f"texts {size}"
-        with RowWriter(path, like={"text": ["x"]}, ragged=["text"]) as writer:
-            for first in range(0, len(texts), BLOCK):
-                writer.write({"text": texts[first : first + BLOCK]})
-        table = load(path)
-        text: Any = table["text"]
-        return table, text["values"], text["offsets"], torch.randint(len(texts), (size,))
 
-    codes = {
-        OURS: "out = table.rows[index].decode('text')",
-        "index of every byte": "out = by_byte(values, offsets, index)",
-        "a slice for each row": "out = by_row(values, offsets, index)",
+def others(mib: int) -> list[Case]:
+    torch.manual_seed(0)  # as `take_half`
+    whole = columns(mib)
+    index = torch.randint(length(whole), (BATCH,))
+    added = whole["f0"].repeat(1, 4)  # a column of 64 numbers
+    processes = cache(partial(Helpers, 2, take_half, mib))
+    table, parts, sure = (folder() / name for name in ("table", "parts", "sure"))
+    write_ours(table, whole)
+    write_parts(parts, whole)
+    write_ours(sure, whole, checksums=True)
+
+    open_added = partial(open_ours, keys=["added"])
+    writer = seconds(write_ours, open_ours)
+    gather = {OURS: open_parts(parts), "one table": open_ours(table), "ConcatDataset": open_concatenated(parts)}
+    digests = {"`zlib.crc32`": zlib.crc32, "`hashlib.sha256`": hashlib.sha256}
+    by_hand = "for file in x: digest(file.read_bytes())"
+    found: dict[str, dict[str, Prepare]] = {
+        "two processes write parts": {
+            OURS: seconds(lambda path, _: processes().ask(write_half, path), open_parts),
+            "one process writes a table": writer,
+        },
+        "write with checksums": {
+            OURS: seconds(partial(write_ours, checksums=True), open_ours),
+            "without checksums": writer,
+        },
+        "256 rows of two parts": {
+            who: statement("gather(index)", gather=one, index=index) for who, one in gather.items()
+        },
+        "`join_parts`": {
+            OURS: seconds(lambda path, _: join_parts(parts, path), open_ours),
+            "`shutil.copytree`": seconds(lambda path, _: shutil.copytree(parts, path), open_parts),
+        },
+        "`verify`": {
+            OURS: statement("verify(x)", lambda _: sure, "{}", verify=verify),
+        }
+        | {who: statement(by_hand, lambda _: [*sure.iterdir()], "{}", digest=one) for who, one in digests.items()},
+        "`add_column`": {
+            OURS: seconds(lambda path, _: add_column(path, "added", added.split(BATCH)), open_added, write_ours),
+            "writing the column alone": seconds(lambda path, _: write_ours(path, {"added": added}), open_added),
+            "writing all columns": seconds(lambda path, _: write_ours(path, {**whole, "added": added}), open_added),
+        },
     }
-    makers = dict.fromkeys(codes, tuple)
-    names: dict[str, Any] = {"by_byte": by_byte, "by_row": by_row}
-    contenders = statements(codes, makers, result="out", setup="table, values, offsets, index = x", **names)
-    return Case(f"{size} texts", "texts", contenders, make)
+    return [Case(name, "12 columns", each, lambda: whole, same_values, at_most=5) for name, each in found.items()]
+
+
+def texts(mib: int) -> list[Case]:
+    """Gathering texts of 0 to 400 bytes from a ragged column, as Python strings."""
+    path, lengths = folder() / "texts", torch.randint(400, ((mib << 20) // 200,)).tolist()
+    with RowWriter(path, like={"text": ["x"]}, ragged=["text"]) as writer:
+        for first in range(0, len(lengths), BLOCK):
+            writer.write({"text": ["x" * length for length in lengths[first : first + BLOCK]]})
+    table: Any = load(path)
+    v, o = table["text"]["values"], table["text"]["offsets"]
+    by_row = "[bytes(v[o[i] : o[i + 1]].numpy()).decode() for i in index.tolist()]"
+    codes = {OURS: "table.rows[index].decode('text')", "a slice for each row": by_row}
+    found: list[Case] = []
+    for size in (256, 4096):
+        index = torch.randint(len(lengths), (size,))
+        contenders = {who: statement(code, table=table, v=v, o=o, index=index) for who, code in codes.items()}
+        found.append(Case(f"{size} texts", "texts", contenders))
+    return found
 
 
 def cases(mib: int = 64) -> list[Case]:
-    return [*table_cases("12 columns", mib), *table_cases("images", mib), text_case(256, mib), text_case(4096, mib)]
+    return [*(case for name in TABLES for case in formats(name, mib)), *others(mib), *texts(mib)]
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ ON_PAGE = (
     "`.to()` on the current device", "cast of every tensor", "`numpy`", "clone", "read one field", "write 80 fields",
     "construct", "one row", "stack 32 dicts", "1000 strings in", "1000 strings out", "import after torch",
 )  # fmt: skip
+BESIDE_FORMATS = ("write", "256 rows", "4096 rows")
 LOADED = ("8 x 64 float32", "40 x 16 float32", "200 x 4 float32", "4 images")
 FROM_RESULTS = {
     "speed": Table(
@@ -163,13 +164,7 @@ FROM_RESULTS = {
             "`append_memmap` (x)": "TensorDict append_memmap",
             **{f"{who} (x)": who for who in ("NumPy memmap", "h5py", "HF datasets")},
         },
-        fields=("12 columns", "images"),
-    ),
-    "texts": Table(
-        "table",
-        OPERATION,
-        {f"{who} (x)": who for who in ("index of every byte", "a slice for each row")},
-        fields=("texts",),
+        BESIDE_FORMATS,
     ),
     "sequences": Table(
         "ragged",
@@ -320,6 +315,17 @@ def order() -> Rows:
     return found
 
 
+def tasks() -> Rows:
+    """What else a table can do: a row for each contender that stands beside it."""
+    found = [["operation", "time (ms)", "beside", "its time (x)"]]
+    for one in lines("table"):
+        own, *others = one["medians"]
+        if one["operation"] not in BESIDE_FORMATS:
+            time = number(1e3 * one["medians"][own])
+            found += [[one["operation"], time, who, number(one["ratios"][who]["median"])] for who in others]
+    return found
+
+
 PROGRAMS = {
     "[Image classifier](#image-classifier-with-ragged-boxes)": "classifier",
     "[PPO](#ppo-with-a-rollout-buffer)": "ppo",
@@ -349,7 +355,7 @@ def programs() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     **FROM_RESULTS,
-    **{table.__name__: table for table in (descriptors, memory, ranks, order, outputs, slower, programs)},
+    **{table.__name__: table for table in (descriptors, memory, ranks, tasks, order, outputs, slower, programs)},
 }
 
 
