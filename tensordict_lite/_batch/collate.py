@@ -24,21 +24,22 @@ from .._encoders.protocol import encode_ragged, padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper, with_path
 from .._memory.device import CPU, canonical
 from .._memory.dtypes import FOREACH_DTYPES
-from .._memory.packed import can_pack, find_unpackable, packable
+from .._memory.layout import FieldSpec
+from .._memory.packed import can_pack, packable
 from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.tree import TreeDict, builtin_dict, kind_nested, ragged_class
-from .._tree.walk import as_shared, refuse_key, tensors_in
-from .fill import Spec, fill_buffer, whole
+from .._tree.walk import NO_EXPORTS, as_shared, refuse_key, tensors_in
+from .fill import fill_buffer, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
 from .pad import Pad, Padded, Pads, extra_fields, padded_in, raise_encoded, require_fit, require_known, widened
 
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
 
-_Field = tuple[DeviceDict[Any], Path, Any, Spec]
+_Field = tuple[DeviceDict[Any], Path, Any, FieldSpec]
 """The dict that gets the field, the path, and the value and the spec for `fill_buffer`."""
 _NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The types of Python numbers that NumPy converts as torch does."""
@@ -197,7 +198,12 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
     """The device of a sample: of the dict, or of its first tensor. If it has no tensor, torch's default device."""
     if type(sample) is not dict and isinstance(sample, TreeDict) and sample._device is not None:
         return sample._device
-    tensors = [] if _HOST.issuperset(map(type, sample.values())) else tensors_in(sample)
+    for value in sample.values():
+        if type(value) is Tensor:
+            return canonical(value.device)
+        if type(value) not in NO_EXPORTS or isinstance(value, dict):
+            break  # it may have a tensor inside
+    tensors = tensors_in(sample)
     return canonical((tensors[0] if tensors else torch.empty(0)).device)
 
 
@@ -592,7 +598,7 @@ class _Walk:
         here = all(tensor.device == self.device for tensor in values)
         if not here or len({(tensor.layout, tensor.is_nested or tensor.shape, tensor.dtype) for tensor in wide}) > 1:
             self.refuse(path, values)
-        if self.packs and not find_unpackable([tensor.resolve_neg() for tensor in wide]):
+        if self.packs and all(packable(tensor.resolve_neg()) for tensor in wide):
             self.fields.append((batch, path, tuple(wide), (wide[0].dtype, wide[0].shape, True)))
             return
         try:
@@ -678,7 +684,6 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((dtype.type for dtype in _NUMPY_DTYPES), _Walk.scalars),
 }
 """How to convert the values of a field if all have this type. `_Walk.others` converts all others."""
-_HOST = _METHODS.keys() - {Tensor, dict}
 _DIFFERENT: Mapping[Any, Callable[..., Any]] = {
     Tensor: _Walk.differ,
     list: _Walk.lists_that_differ,

@@ -67,7 +67,7 @@ def in_shared_memory(nbytes: int) -> bool:
 
 
 def new_batch_buffer(layout: Layout, device: torch.device) -> Tensor:
-    """A new buffer for a batch, in shared memory if `in_shared_memory` says so. The gaps are zeros."""
+    """A new buffer for packed tensors, in shared memory if `in_shared_memory` says so. The gaps are zeros."""
     if device == CPU and in_shared_memory(layout.nbytes):
         # Private: torch's own collate calls it; `share_memory_` would copy. The system fills the memory with zeros.
         storage = torch.UntypedStorage._new_shared(layout.nbytes)

@@ -18,6 +18,8 @@ Spec = tuple[torch.dtype, Sizes, Sizes]
 """The dtype, shape and stride of a tensor. The stride counts elements, as in torch."""
 Group = tuple[Spec, list[int]]
 """A spec, and the indices of the tensors that have it, ascending."""
+FieldSpec = tuple[torch.dtype, Sizes, bool]
+"""The dtype and shape of a field of a batch, and False; or of one sample, and True."""
 SavedGroup = tuple[torch.dtype, Sizes, Sizes, tuple[int, ...]]
 
 
@@ -84,6 +86,17 @@ def lay_out(groups: Iterable[Group]) -> Layout:
             end = start + step * (count - 1) + nbytes
             start += step * count
     return Layout(tuple(runs), end)
+
+
+@lru_cache(maxsize=64)  # the batches of a loader are alike
+def lay_out_batch(specs: tuple[FieldSpec | None, ...], count: int) -> Layout:
+    """The layout of the contiguous fields of a batch of ``count`` samples. None: no field has this index."""
+    groups: list[Group] = []
+    for i, spec in enumerate(specs):
+        if spec is not None:
+            shape = (count, *spec[1]) if spec[2] else tuple(spec[1])
+            groups.append(((spec[0], shape, row_major(shape)), [i]))
+    return lay_out(groups)
 
 
 def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> list[Group]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
+from .buffer import buffer_of, copy_into, new_batch_buffer, regions, views_of
 from .device import capabilities, intercepted
 from .dtypes import PACKABLE
 from .layout import Group, Layout, SavedGroup, Spec, cast_groups, dense_stride, lay_out
@@ -58,11 +58,6 @@ def packable(t: Tensor) -> bool:
         and (dtype := t.dtype) in PACKABLE
         and not (dtype.is_complex and t.is_conj())
     )
-
-
-def find_unpackable(tensors: Sequence[Tensor]) -> list[int]:
-    """The indices of the tensors that are not `packable`."""
-    return [i for i, t in enumerate(tensors) if not packable(t)]
 
 
 def repeats_of(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -186,7 +181,7 @@ def pack(
 
 def pack_into(tensors: list[Tensor], layout: Layout, device: torch.device) -> Tensor:
     """Replace tensors by views of a new buffer on ``device``, with the dtypes of ``layout``. Returns the buffer."""
-    buffer = clear_gaps(new_buffer(layout.nbytes, device), layout)
+    buffer = new_batch_buffer(layout, device)
     views_of(layout, copy_into(buffer, layout, tensors), tensors)
     return buffer
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .buffer import HUGE, copy_into, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
+from .buffer import HUGE, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
 from .device import CPU, intercepted
 from .dtypes import FOREACH_DTYPES, as_bits
-from .layout import Group, Layout, Sizes, lay_out, row_major
-from .packed import arrange, can_pack, find_unpackable, packable, repeats_of
+from .layout import lay_out_batch
+from .packed import can_pack, pack, packable
 
 _MAY_BE_HUGE = HUGE // 16
 """The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
@@ -39,45 +38,18 @@ def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | 
     """
     if device is None or not (in_worker_process() and can_pack(device)):
         return take_rows(tensors, index)
-    unpackable = find_unpackable(tensors)
+    specs = [(t.dtype, t.shape[1:], True) if packable(t) else None for t in tensors]
+    layout = lay_out_batch(tuple(specs), len(index))
     out = list(tensors)
-    for i in unpackable:
-        out[i] = _take(tensors[i], index)
-    left = set(unpackable)
-    members = [i for i in range(len(tensors)) if i not in left]
-    layout = _layout(len(index), *[(i, tensors[i].dtype, tensors[i].shape) for i in members])
-    if not layout.runs:
-        return out
-    buffer = new_batch_buffer(layout, device)
-    views_of(layout, regions(buffer, layout), out)
-    for i in members:
-        _select_into(out[i], tensors[i], index)
+    views_of(layout, regions(new_batch_buffer(layout, device), layout), out)
+    for i, t in enumerate(tensors):
+        out[i] = _take(t, index) if specs[i] is None else _select_into(out[i], t, index)
     return out
 
 
 def packed_batch(tensors: list[Tensor], device: torch.device | None) -> list[Tensor]:
     """The tensors of a batch: in a worker process packed, in memory that can be sent; elsewhere as they are."""
-    if device is None or not (in_worker_process() and can_pack(device)):
-        return tensors
-    repeats = repeats_of(tensors)
-    layout = lay_out(arrange(tensors, repeats)[0])
-    out = list(tensors)
-    if layout.nbytes:
-        buffer = new_batch_buffer(layout, device)
-        views_of(layout, copy_into(buffer, layout, tensors), out)
-    for i, first in repeats.items():
-        out[i] = out[first]
-    return out
-
-
-@lru_cache(maxsize=64)  # the batches of a loader are alike
-def _layout(count: int, *fields: tuple[int, torch.dtype, Sizes]) -> Layout:
-    """The layout of ``count`` rows of each field, given as its index, dtype and shape."""
-    groups: dict[tuple[torch.dtype, Sizes], Group] = {}
-    for i, dtype, whole in fields:
-        shape = (count, *whole[1:])
-        groups.setdefault((dtype, shape), ((dtype, shape, row_major(shape)), []))[1].append(i)
-    return lay_out(groups.values())
+    return pack(tensors, device) if device is not None and in_worker_process() and can_pack(device) else tensors
 
 
 def _take(t: Tensor, index: Tensor) -> Tensor:
