@@ -23,7 +23,7 @@ from .._dict.rows import Rows
 from .._encoders.protocol import encode_ragged, padding
 from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper, with_path
 from .._memory.device import CPU, canonical
-from .._memory.dtypes import FOREACH_DTYPES
+from .._memory.dtypes import NUMPY_DTYPES
 from .._memory.layout import FieldSpec
 from .._memory.packed import can_pack, packable
 from .._memory.ragged import offsets_of
@@ -34,7 +34,7 @@ from .._tree.tree import TreeDict, builtin_dict, kind_nested, ragged_class
 from .._tree.walk import NO_EXPORTS, as_shared, refuse_key, tensors_in
 from .fill import fill_buffer, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
-from .pad import Pad, Padded, Pads, extra_fields, padded_in, raise_encoded, require_fit, require_known, widened
+from .pad import Pad, Padded, Pads, raise_encoded, require_fit, require_known, widened
 
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
@@ -43,11 +43,8 @@ _Field = tuple[DeviceDict[Any], Path, Any, FieldSpec]
 """The dict that gets the field, the path, and the value and the spec for `fill_buffer`."""
 _NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The types of Python numbers that NumPy converts as torch does."""
-_NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
-    torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in FOREACH_DTYPES - {torch.bfloat16}
-}
-_DTYPES_OF_NUMPY = frozenset(_NUMPY_DTYPES.values())
-_dtype, _shape, _array_kind = attrgetter("dtype"), attrgetter("shape"), attrgetter("shape", "dtype")
+_NUMPY_DTYPES: Mapping[Any, torch.dtype] = {torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in NUMPY_DTYPES}
+_dtype, _array_kind = attrgetter("dtype"), attrgetter("shape", "dtype")
 _NO_SAMPLES: Any = object()  # a call without samples
 _NO_KEYS = frozenset[Any]()
 _NO_PADS = Pads(None, "collate")
@@ -145,20 +142,16 @@ def collate(
     walk.finish()
     if cls is not DeviceDict:
         batch._validate()
-    if pads:
-        pads.require_known(batch, "sample")
-    for key in rows_of:
-        if key not in batch:
-            require_known("ragged=", key, batch, "sample", "")
+    pads.require_known(batch, "sample")
+    require_known("ragged=", rows_of, batch, "sample")
     if encoders is not None:
         _require_known_encoders(encoders, batch)
     return cast(D, batch)
 
 
 def _require_known_encoders(encoders: Encoders, batch: DeviceDict[Any]) -> None:
-    for key in encoders if isinstance(encoders, Mapping) else ():
-        if key not in batch:
-            require_known("encoders=", key, batch, "sample", " Or allow it: declare the encoder in a class, for cls=")
+    keys = encoders if isinstance(encoders, Mapping) else ()
+    require_known("encoders=", keys, batch, "sample", " Or allow it: declare the encoder in a class, for cls=")
 
 
 def _ragged_fields(ragged: Any, pad: PadLike | None) -> frozenset[Any]:
@@ -285,15 +278,13 @@ class _Walk:
         """Make the tensors of all fields, and put them into the dicts."""
         try:
             tensors = self.made()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError:
             listed, self.fields = self.fields, []
             for field in listed:  # in the same order, which decides the layout
                 if type(field[2]) is tuple:
                     self.examine(*field[:3])
                 elif type(field[2]) is list:
-                    self.examine_rows(*field[:3])
+                    builtin_dict.__setitem__(field[0], "values", self.cat(field[1][:-1], field[2]))
                 else:
                     self.fields.append(field)
             tensors = self.made()
@@ -347,15 +338,14 @@ class _Walk:
         return self.others(batch, path, values) if value is None else self.add(batch, path, value)
 
     def arrays(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
-        if len(set(map(_array_kind, values))) > 1 or values[0].dtype not in _NUMPY_DTYPES:
-            return self.others(batch, path, values)
-        return self.scalars(batch, path, values)
-
-    def scalars(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> None:
-        """NumPy numbers, or arrays of one dtype and shape."""
-        array, dtype = np.array(values), batch._policy.dtype
-        floating = array.dtype.kind == "f" and dtype is not None
-        self.add(batch, path, torch.from_numpy(array).to(dtype) if floating else array)
+        """NumPy arrays or NumPy numbers. NumPy stacks those of one shape and dtype; it would promote others."""
+        kinds = {(shape, dtype.kind in "UT" or dtype) for shape, dtype in set(map(_array_kind, values))}
+        if len(kinds) > 1:
+            return self.one_by_one(batch, path, values)
+        array = np.array(values)
+        if array.dtype in _NUMPY_DTYPES and (batch._policy.dtype is None or array.dtype.kind != "f"):
+            return self.add(batch, path, array)
+        return self.together(batch, path, values, array)
 
     def others(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Any values: of several types, of unusual types, or values that another method could not convert."""
@@ -371,9 +361,7 @@ class _Walk:
             raise_mismatch(values, path, "sample")
         kind = _one_type(values)
         if kind is np.ndarray or (kind is not None and issubclass(kind, np.number)):
-            if len({(value.shape, value.dtype.kind in "UT" or value.dtype) for value in values}) == 1:
-                return self.together(batch, path, values, np.stack(values))
-            return self.one_by_one(batch, path, values)  # NumPy would promote them
+            return self.arrays(batch, path, values)
         if False in are_strings and any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds):
             return self.one_by_one(batch, path, values)
         return self.together(batch, path, values)
@@ -414,19 +402,14 @@ class _Walk:
         numbers = list(chain.from_iterable(values))
         if self.is_ragged(path) and numbers and all(isinstance(one, Mapping) for one in numbers):
             return self.objects(batch, path, numbers, list(map(len, values)))
-        several = (self.pads.at(path) or Pad()).dims != 1
-        flat = None if several else _numbers(numbers, _one_type(numbers), batch._policy)
+        pad = self.pads.at(path) or Pad()
+        flat = None if pad.dims != 1 else _numbers(numbers, _one_type(numbers), batch._policy)
         if flat is None:
             return self.others_that_differ(batch, path, values)
         if self.is_ragged(path):
             return self.add_rows(batch, path, flat, list(map(len, values)))
-        return self.pad(
-            batch,
-            path,
-            torch.as_tensor(flat, device=self.device),
-            list(map(len, values)),
-            cast(Any, self.pads.at(path)),
-        )
+        sizes = [(len(value),) for value in values]
+        return self.pad(batch, path, Padded([torch.as_tensor(flat, device=self.device)], sizes, (0,), pad))
 
     def objects(
         self, batch: DeviceDict[Any], path: Path, items: Sequence[Mapping[str, Any]], lengths: Sequence[int]
@@ -489,7 +472,7 @@ class _Walk:
             shape = (sum(lengths), *values[0].shape[1:])
             self.fields.append((field, (*path, "values"), values, (values[0].dtype, shape, False)))
         else:
-            self.examine_rows(field, (*path, "values"), values)
+            builtin_dict.__setitem__(field, "values", self.cat(path, values))
         alike = self.by_lengths.setdefault(tuple(lengths), [])
         alike.append(field)
         if len(alike) == 1:
@@ -500,22 +483,25 @@ class _Walk:
         values = self.moved(values) if self.moves else values
         if encoder is not None and values[0].dim() > 1:  # each row is a list of strings
             values = widened(values, encoder) or values
-        shapes, dtypes = list(map(_shape, values)), list(map(_dtype, values))
-        if {*map(len, shapes)} != {len(shapes[0]) or None} or dtypes.count(dtypes[0]) != self.count:
-            self.refuse(path, values)
-        self.add_rows(batch, path, list(values), [shape[0] for shape in shapes])
+        self.require_alike(path, values)
+        self.add_rows(batch, path, list(values), [tensor.size(0) for tensor in values])
 
-    def examine_rows(self, field: DeviceDict[Any], path: Path, values: Sequence[Tensor]) -> None:
-        """Join the rows of a ragged field outside the buffer, or raise the error that names the sample."""
+    def require_alike(self, path: Path, values: Sequence[Tensor]) -> None:
+        """Raise the error that names the sample unless the tensors have one dtype and one number of dimensions."""
+        dims = list(map(Tensor.dim, values))
+        if list(map(_dtype, values)).count(values[0].dtype) != self.count or dims.count(dims[0] or -1) != self.count:
+            self.refuse(path, values)
+
+    def cat(self, path: Path, values: Sequence[Tensor]) -> Tensor:
+        """The rows of all samples, one sample after the other, or the error that names the sample."""
+        self.require_alike(path, values)
         try:
             joined = torch.cat(list(values))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            self.refuse(path[:-1], values, error)
+            self.refuse(path, values, error)
         if joined.device != self.device or joined.layout is not torch.strided:
-            self.refuse(path[:-1], values)
-        builtin_dict.__setitem__(field, "values", joined)
+            self.refuse(path, values)
+        return joined
 
     def differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], encoder: object = None) -> None:
         """Tensors: the rows of a ragged field, or samples to pad."""
@@ -533,17 +519,7 @@ class _Walk:
         lengths = dims if 0 in dims else [tensor.size(0) for tensor in values]
         if not pad._always and dims.count(dims[0]) == lengths.count(lengths[0]) == self.count:
             return self.examine(batch, path, values, encoder)
-        joined = failure = None
-        if list(map(_dtype, values)).count(values[0].dtype) == dims.count(dims[0] or -1) == self.count:
-            try:
-                joined = torch.cat(tuple(values))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                failure = error
-        if joined is None or joined.device != self.device:
-            self.refuse(path, values, failure)
-        self.pad(batch, path, joined, lengths, pad)
+        self.pad(batch, path, Padded([self.cat(path, values)], [(length,) for length in lengths], (0,), pad))
 
     def pad_several(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], pad: Pad) -> None:
         """Tensors that differ in several dimensions, such as images."""
@@ -562,22 +538,18 @@ class _Walk:
                     f"{dotted(path)}: sample {i} has {described(tensor)}, sample 0 has {described(first)}; "
                     f"{pad!r} lets dense samples differ in the dimensions {list(axes)} only"
                 )
-        require_fit(pad, first.dtype, path)
-        padded, extras = padded_in(values, axes, pad)
-        self.add(batch, path, padded)
-        for key, extra in extras.items():
-            builtin_dict.__setitem__(batch, key, None)
-            self.add(batch, (*path[:-1], key), extra)
+        sizes = [tuple([tensor.shape[axis] for axis in axes]) for tensor in values]
+        self.pad(batch, path, Padded(values, sizes, axes, pad))
 
-    def pad(self, batch: DeviceDict[Any], path: Path, flat: Tensor, lengths: Sequence[int], pad: Pad) -> None:
-        """List a field to pad, and the new fields for the lengths and the mask. ``flat``: the rows of all samples."""
-        require_fit(pad, flat.dtype, path)
-        padded = Padded(flat, lengths, pad._length(max(lengths)), pad)
-        if self.packs and self.device is CPU and flat.dtype in _DTYPES_OF_NUMPY and packable(flat):
-            self.fields.append((batch, path, padded, (flat.dtype, padded.shape, False)))
+    def pad(self, batch: DeviceDict[Any], path: Path, padded: Padded) -> None:
+        """List a field to pad, and the new fields for the lengths and the mask."""
+        dtype = padded.samples[0].dtype
+        require_fit(padded.pad, dtype, path)
+        if all(map(packable, padded.samples)):
+            self.fields.append((batch, path, padded, (dtype, padded.shape, False)))
         else:
-            self.add(batch, path, padded.joined())
-        for key, extra in extra_fields(lengths, padded.length, pad).items():
+            self.add(batch, path, whole(padded, self.device))
+        for key, extra in padded.extras().items():
             builtin_dict.__setitem__(batch, key, None)
             self.add(batch, (*path[:-1], key), extra)
 
@@ -603,8 +575,6 @@ class _Walk:
             return
         try:
             builtin_dict.__setitem__(batch, path[-1], torch.stack(list(wide)))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             self.refuse(path, values, error)
 
@@ -679,9 +649,8 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
     Tensor: _Walk.tensors,
     dict: _Walk.nested,
     str: _Walk.together,
-    np.ndarray: _Walk.arrays,
     **dict.fromkeys((list, *_NUMPY_TYPES), _Walk.numbers),
-    **dict.fromkeys((dtype.type for dtype in _NUMPY_DTYPES), _Walk.scalars),
+    **dict.fromkeys((np.ndarray, *[dtype.type for dtype in _NUMPY_DTYPES]), _Walk.arrays),
 }
 """How to convert the values of a field if all have this type. `_Walk.others` converts all others."""
 _DIFFERENT: Mapping[Any, Callable[..., Any]] = {

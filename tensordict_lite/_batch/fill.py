@@ -11,6 +11,7 @@ A field is a value and its spec. The value is one of these:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -39,7 +40,7 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
     first = layout.runs[0]
     if len(layout.runs) == 1 and device is CPU and not in_shared_memory(layout.nbytes):
         if (len(values) == 1 or first.step == first.nbytes) and {tuple}.issuperset(map(type, values)):
-            stacked = torch.stack(values[0] if len(values) == 1 else _joined(values))  # its storage is the buffer
+            stacked = torch.stack([*chain.from_iterable(values)])  # its storage is the buffer
             if stacked.requires_grad or stacked.layout is not torch.strided or not stacked.is_contiguous():
                 raise RuntimeError("the samples cannot be packed")
             # Each part of `unsafe_split` has its own version counter. `unbind` would need `.data` too.
@@ -57,7 +58,7 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
         here = [values[i] for i in members]
         if run.step == run.nbytes and {tuple}.issuperset(map(type, here)):
             region = region.flatten(0, 1)
-            torch.stack(_joined(here), out=region)  # one call for the samples of all fields of the run
+            torch.stack([*chain.from_iterable(here)], out=region)  # one call for the samples of all fields of the run
             parts = region.unsafe_split(count)
         else:
             for part, value in zip(region, here, strict=True):
@@ -65,13 +66,6 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
             parts = [part.data for part in region]  # see `views_of`
         for i, part in zip(members, parts, strict=True):
             out[i] = part
-    return out
-
-
-def _joined(fields: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    out: list[Tensor] = []
-    for samples in fields:
-        out += samples
     return out
 
 
@@ -95,5 +89,5 @@ def whole(value: Any, device: torch.device) -> Tensor:
     if type(value) is list:
         return torch.cat(value)
     if type(value) is Padded:
-        return value.joined()
+        return value.fill(value.samples[0].new_empty(value.shape))
     return (torch.from_numpy(value) if type(value) is np.ndarray else value).to(device)

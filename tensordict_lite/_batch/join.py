@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -91,104 +91,88 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads 
             raise DeviceMismatchError(message, expected=device, actual=d._device)
     if pads:
         trees = pad_rows(trees, pads)
-    return cast("DeviceDict[Any]", _join(trees, verb, dim, device, (), {}))
+    return cast("DeviceDict[Any]", _Join(verb, dim, device, {}).dicts(trees, ()))
 
 
-def _join(
-    trees: Sequence[TreeDict[Any]],
-    verb: str,
-    dim: int,
-    device: torch.device | None,
-    at: Path,
-    known: dict[tuple[int, ...], Tensor],
-) -> TreeDict[Any]:
-    """Join dicts at one level, and their nested dicts. ``verb``: ``"stack"`` or ``"cat"``.
+class _Join(NamedTuple):
+    """Joins dicts at every level."""
 
-    ``known``: the joined offsets of ragged fields, by the ids of the offsets. Fields with the same offsets share them.
-    """
-    join: Any = torch.stack if verb == "stack" else torch.cat
-    policy = merged_policy(trees, at, "dict")
-    for i, tree in enumerate(trees):
-        if tree._is_ragged != trees[0]._is_ragged:
-            where = f"{dotted(at)}: " if at else ""
-            raise ValueError(f"{where}dict {i} has {described(tree)}, dict 0 has {described(trees[0])}")
-    if trees[0]._is_ragged:
-        return _join_ragged(trees, verb, dim, device, at, policy, known)
-    items: dict[str, Any] = {}
-    for key, values in values_by_key(trees, at, "dict"):
-        path = (*at, key)
-        if isinstance(values[0], Tensor):
-            encoder = policy.encoders.get(key)
-            along = dim if encoder is None else _leading_dim(values[0], encoder, verb, dim, path)
-            try:
-                items[key] = join(values, along)
-            except torch.OutOfMemoryError:
-                raise
-            except IndexError as error:  # the dimension does not exist
-                raise IndexError(f"{dotted(path)}: {error}") from error
-            except (RuntimeError, TypeError) as error:
-                if verb == "cat" and not values[0].dim():
-                    raise ValueError(
-                        f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
-                    ) from error
-                wide = widened(values, encoder)
-                if wide is None:
-                    raise_mismatch(
-                        values, path, "dict", error, "", partial(_can_cat, along=along) if verb == "cat" else None
-                    )
-                items[key] = join(wide, along)
-        elif isinstance(values[0], TreeDict):
-            if not all(isinstance(value, TreeDict) for value in values):
+    verb: str
+    """``"stack"`` or ``"cat"``."""
+    dim: int
+    device: torch.device | None
+    known: dict[tuple[int, ...], Tensor]
+    """The joined offsets of ragged fields, by the ids of the offsets. Fields with the same offsets share them."""
+
+    def dicts(self, trees: Sequence[TreeDict[Any]], at: Path) -> TreeDict[Any]:
+        """Join dicts at one level, and their nested dicts."""
+        policy = merged_policy(trees, at, "dict")
+        for i, tree in enumerate(trees):
+            if tree._is_ragged != trees[0]._is_ragged:
+                where = f"{dotted(at)}: " if at else ""
+                raise ValueError(f"{where}dict {i} has {described(tree)}, dict 0 has {described(trees[0])}")
+        if trees[0]._is_ragged:
+            return self.ragged(trees, at, policy)
+        items: dict[str, Any] = {}
+        for key, values in values_by_key(trees, at, "dict"):
+            path = (*at, key)
+            if isinstance(values[0], Tensor):
+                items[key] = self.tensors(values, policy.encoders.get(key), path)
+            elif isinstance(values[0], TreeDict) and all(isinstance(value, TreeDict) for value in values):
+                items[key] = self.dicts(values, path)
+            elif any(isinstance(value, (Tensor, TreeDict)) for value in values):
                 raise_mismatch(values, path, "dict")
-            items[key] = _join(values, verb, dim, device, path, known)
-        elif any(isinstance(value, (Tensor, TreeDict)) for value in values):
-            raise_mismatch(values, path, "dict")
-        elif verb == "cat" and all(isinstance(value, list) for value in values):
-            items[key] = [item for value in values for item in value]
-        else:
-            items[key] = list(values)
-    return trees[0]._new(items, device, policy)
+            elif self.verb == "cat" and all(isinstance(value, list) for value in values):
+                items[key] = [item for value in values for item in value]
+            else:
+                items[key] = list(values)
+        return trees[0]._new(items, self.device, policy)
 
+    def tensors(self, values: Sequence[Tensor], encoder: object, path: Path) -> Tensor:
+        join: Any = torch.stack if self.verb == "stack" else torch.cat
+        dim = self.dim if encoder is None else self.leading_dim(values[0], encoder, path)
+        try:
+            return join(values, dim)
+        except IndexError as error:  # the dimension does not exist
+            raise IndexError(f"{dotted(path)}: {error}") from error
+        except (RuntimeError, TypeError) as error:
+            if self.verb == "cat" and not values[0].dim():
+                raise ValueError(
+                    f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
+                ) from error
+            wide = widened(values, encoder)
+            if wide is not None:
+                return join(wide, dim)
+            may_differ = partial(_can_cat, along=dim) if self.verb == "cat" else None
+            raise_mismatch(values, path, "dict", error, "", may_differ)
 
-def _join_ragged(
-    fields: Sequence[Any],
-    verb: str,
-    dim: int,
-    device: torch.device | None,
-    at: Path,
-    policy: Policy,
-    known: dict[tuple[int, ...], Tensor],
-) -> TreeDict[Any]:
-    """Concatenate the rows of ragged fields."""
-    where = dotted(at) if at else "a Ragged"
-    if verb == "stack" or dim:
-        way_out = "cat([...]) joins the rows" if verb == "stack" else "cat along dim=0"
-        raise ValueError(f"{where} is ragged: its rows differ in length, so they have no other dimension; {way_out}")
-    values = [field["values"] for field in fields]
-    try:
-        joined = torch.cat(values)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise_mismatch(values, (*at, "values"), "dict", error, "", partial(_can_cat, along=0))
-    offsets = [field["offsets"] for field in fields]
-    ids = tuple(map(id, offsets))
-    if ids not in known:
-        known[ids] = cat_offsets(offsets, [len(one) for one in values])
-    lengths = [field._max_length for field in fields]
-    out: Any = fields[0]._new({"values": joined, "offsets": known[ids]}, device, policy)
-    out._max_length = None if None in lengths else max(lengths)
-    return out
+    def ragged(self, fields: Sequence[Any], at: Path, policy: Policy) -> TreeDict[Any]:
+        """Concatenate the rows of ragged fields."""
+        where = dotted(at) if at else "a Ragged"
+        if self.verb == "stack" or self.dim:
+            hint = "cat([...]) joins the rows" if self.verb == "stack" else "cat along dim=0"
+            raise ValueError(f"{where} is ragged: its rows differ in length, so they have no other dimension; {hint}")
+        values = [field["values"] for field in fields]
+        joined = self.tensors(values, None, (*at, "values"))
+        offsets = [field["offsets"] for field in fields]
+        ids = tuple(map(id, offsets))
+        if ids not in self.known:
+            self.known[ids] = cat_offsets(offsets, [len(one) for one in values])
+        lengths = [field._max_length for field in fields]
+        out: Any = fields[0]._new({"values": joined, "offsets": self.known[ids]}, self.device, policy)
+        out._max_length = None if None in lengths else max(lengths)
+        return out
 
-
-def _leading_dim(codes: Tensor, encoder: object, verb: str, dim: int, path: Path) -> int:
-    """``dim`` as a dimension of the codes. The last dimension of codes holds the bytes of one string."""
-    if padding(encoder, codes) is None:
-        return dim
-    dims = codes.dim() - 1 + (verb == "stack")
-    if not -dims <= dim < dims:
-        raise IndexError(f"{dotted(path)}: strings of {codes.dim() - 1} dimensions have no dim={dim} to {verb} along")
-    return dim % dims
+    def leading_dim(self, codes: Tensor, encoder: object, path: Path) -> int:
+        """``dim`` as a dimension of the codes. The last dimension of codes holds the bytes of one string."""
+        if padding(encoder, codes) is None:
+            return self.dim
+        dims, dim, verb = codes.dim() - 1 + (self.verb == "stack"), self.dim, self.verb
+        if not -dims <= dim < dims:
+            raise IndexError(
+                f"{dotted(path)}: strings of {codes.dim() - 1} dimensions have no dim={dim} to {verb} along"
+            )
+        return dim % dims
 
 
 def values_by_key(
@@ -247,8 +231,12 @@ def raise_mismatch(
 ) -> NoReturn:
     """Raise a ``ValueError`` that names the first value whose shape, dtype, layout or type differs from value 0.
 
+    ``error``: the error of torch, which is raised itself if memory is exhausted.
+
     ``may_differ``: whether a value may differ from value 0 all the same.
     """
+    if error is not None and is_out_of_memory(error):
+        raise error
     for i, value in enumerate(values):
         if described(value) != described(values[0]) and not (may_differ and may_differ(value, values[0])):
             message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(values[0])}{hint}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
 from math import inf
 from typing import Any, Literal, NamedTuple, cast
 
@@ -14,7 +13,9 @@ from torch import Tensor
 
 from .._encoders.protocol import padding
 from .._errors import Path, described, dotted
+from .._memory.dtypes import NUMPY_DTYPES, as_bits
 from .._memory.layout import Sizes
+from .._memory.packed import packable
 from .._tree.missing import closest
 from .._tree.tree import TreeDict
 
@@ -154,8 +155,8 @@ class Pads:
     def require_known(self, batch: TreeDict[Any], noun: str) -> None:
         """Raise ``ValueError`` for a key that no dict of the call has, unless its `Pad` is optional."""
         for key, pad in self._pads.items():
-            if not pad.optional and key not in batch:
-                require_known("pad=", key, batch, noun, f" Or allow it with Pad({pad.value!r}, optional=True)")
+            if not pad.optional:
+                require_known("pad=", [key], batch, noun, f" Or allow it with Pad({pad.value!r}, optional=True)")
 
     def require_new(self, names: Iterable[str], at: Path, owners: str) -> None:
         """Raise ``ValueError`` if a new field would have the name of another field of a dict with these keys."""
@@ -171,19 +172,22 @@ class Pads:
                 known.add(extra)
 
 
-def require_known(option: str, key: Any, batch: TreeDict[Any], noun: str, way_out: str) -> None:
-    """Raise ``ValueError`` if a key or path that an option names is nowhere in ``batch``. The error names the closest.
+def require_known(option: str, keys: Iterable[Any], batch: TreeDict[Any], noun: str, way_out: str = "") -> None:
+    """Raise ``ValueError`` for a key or path of an option that is nowhere in ``batch``. The error names the closest.
 
     Fields that a class declares need not be there. ``way_out``: what to do for a key that may be absent.
     """
-    paths = list(_paths_in(batch))
-    names = paths if isinstance(key, tuple) else [path[-1] for path in paths]
-    if key in names:
-        return
-    texts = {dotted(name if isinstance(name, tuple) else (name,)): None for name in names}
-    guess = closest(dotted(key if isinstance(key, tuple) else (key,)), texts)
-    hint = f"did you mean {guess}?" if guess else f"its keys are {', '.join(texts) or 'none'}."
-    raise ValueError(f"{option} names {key!r:.60}, which no {noun} has; {hint}{way_out}")
+    for key in keys:
+        if key in batch:
+            continue
+        paths = list(_paths_in(batch))
+        names = paths if isinstance(key, tuple) else [path[-1:] for path in paths]
+        path = key if isinstance(key, tuple) else (key,)
+        if path not in names:
+            texts = dict.fromkeys(map(dotted, names))
+            guess = closest(dotted(path), texts)
+            hint = f"did you mean {guess}?" if guess else f"its keys are {', '.join(texts) or 'none'}."
+            raise ValueError(f"{option} names {key!r:.60}, which no {noun} has; {hint}{way_out}")
 
 
 def _paths_in(tree: TreeDict[Any], at: Path = ()) -> Iterator[Path]:
@@ -209,11 +213,6 @@ def _fits(fill: float, dtype: torch.dtype) -> bool:
     return least <= fill <= most and fill == int(fill)
 
 
-def filler(like: Tensor, sizes: Sequence[int], pad: Pad) -> Tensor:
-    """A tensor of the fill value, in the dtype and on the device of ``like``."""
-    return torch.full(sizes, _fill_value(like, pad), dtype=like.dtype, device=like.device)
-
-
 def _fill_value(like: Tensor, pad: Pad) -> float:
     """The fill value for the dtype of ``like``. Integers do not go through a double."""
     return float(pad.value) if like.is_floating_point() or like.is_complex() else pad.value
@@ -222,67 +221,50 @@ def _fill_value(like: Tensor, pad: Pad) -> float:
 class Padded(NamedTuple):
     """A field to pad."""
 
-    flat: Tensor
-    """The rows of all samples, one sample after the other."""
-    lengths: Sequence[int]
-    length: int
+    samples: Sequence[Tensor]
+    """The samples; or one tensor for all, with the rows of one sample after the other."""
+    sizes: Sequence[tuple[int, ...]]
+    """The sizes of each sample in the dimensions ``axes``."""
+    axes: tuple[int, ...]
     pad: Pad
 
     @property
     def shape(self) -> Sizes:
         """The shape of the field."""
-        return (len(self.lengths), self.length, *self.flat.shape[1:])
+        shape = [len(self.sizes), *self.samples[0].shape]
+        for axis, sizes in zip(self.axes, zip(*self.sizes, strict=True), strict=True):
+            shape[axis + 1] = self.pad._length(max(sizes))
+        return tuple(shape)
 
-    def joined(self) -> Tensor:
-        """The field as a new tensor, for any tensors: autograd records the copies."""
-        missing = [self.length - own for own in self.lengths]
-        gaps = filler(self.flat, (sum(missing), *self.flat.shape[1:]), self.pad).split(missing)
-        rows = self.flat.split(list(self.lengths))
-        pairs = (rows, gaps) if self.pad.side == "right" else (gaps, rows)
-        return torch.cat([*chain.from_iterable(zip(*pairs, strict=True))]).reshape(self.shape)
+    def fill(self, field: Tensor) -> Tensor:
+        """Write the field into a tensor of its dtype and shape. Autograd records the copies. Returns the tensor."""
+        field.fill_(_fill_value(field, self.pad))
+        rows = self.samples[0]
+        if len(self.samples) == len(self.sizes):
+            for i, (sample, sizes) in enumerate(zip(self.samples, self.sizes, strict=True)):
+                places = [slice(None)] * sample.dim()
+                for axis, size in zip(self.axes, sizes, strict=True):
+                    start = 0 if self.pad.side == "right" else field.shape[axis + 1] - size
+                    places[axis] = slice(start, start + size)
+                field[(i, *places)] = sample
+        elif field.is_cpu and field.dtype in NUMPY_DTYPES and packable(rows):
+            field.numpy()[self.mask()] = rows.numpy()  # in less than half the time of torch
+        else:
+            as_bits(field)[torch.from_numpy(self.mask())] = as_bits(rows)
+        return field
 
-    def fill(self, view: Tensor) -> None:
-        """Write the field into a tensor on the CPU, of a dtype that NumPy has."""
-        # NumPy writes the rows of all samples in one call; `joined` makes two views for each sample.
-        array = view.numpy()
-        array.fill(_fill_value(self.flat, self.pad))
-        array[mask_of(self.lengths, self.length, self.pad.side)] = self.flat.numpy()
+    def mask(self) -> np.ndarray[Any, Any]:
+        """True for elements of the samples, False for padding: bool ``[n, length]``, or with a size for each axis."""
+        lengths = [self.shape[axis + 1] for axis in self.axes]
+        sizes = np.transpose(self.sizes).reshape(len(lengths), -1, *[1] * len(lengths))
+        inside: np.ndarray[Any, Any] = np.all(np.indices(lengths)[:, None] < sizes, axis=0)
+        return inside if self.pad.side == "right" else np.flip(inside, tuple(range(1, inside.ndim))).copy()
 
-
-def mask_of(lengths: Sequence[int], length: int, side: Side) -> np.ndarray[Any, Any]:
-    """The mask of a padded field, bool ``[n, length]``: True for elements of the samples, False for padding."""
-    each, places = np.array(lengths, np.int64)[:, None], np.arange(length)
-    return places < each if side == "right" else places >= length - each
-
-
-def extra_fields(lengths: Sequence[int], length: int, pad: Pad) -> dict[str, np.ndarray[Any, Any]]:
-    """The new fields that ``pad`` names, by key. ``lengths``: of every sample; ``length``: of the batch."""
-    return {
-        key: np.array(lengths, np.int64) if option == "lengths" else mask_of(lengths, length, pad.side)
-        for key, option in pad._extras.items()
-    }
-
-
-def padded_in(samples: Sequence[Tensor], axes: Sequence[int], pad: Pad) -> tuple[Tensor, dict[str, Tensor]]:
-    """The samples padded in several dimensions and stacked, and the new fields that ``pad`` names.
-
-    The samples have one dtype, and agree in every other dimension. Autograd records the copies.
-    """
-    first = samples[0]
-    sizes = [[tensor.shape[axis] for axis in axes] for tensor in samples]
-    whole = list(first.shape)
-    for axis, own in zip(axes, zip(*sizes, strict=True), strict=True):
-        whole[axis] = pad._length(max(own))
-    out = filler(first, (len(samples), *whole), pad)
-    mask = torch.zeros((len(samples), *[whole[axis] for axis in axes]), dtype=torch.bool, device="cpu")
-    for i, (tensor, own) in enumerate(zip(samples, sizes, strict=True)):
-        places = [slice(None)] * first.dim()
-        for axis, size in zip(axes, own, strict=True):
-            places[axis] = slice(size) if pad.side == "right" else slice(whole[axis] - size, None)
-        out[(i, *places)] = tensor
-        mask[(i, *[places[axis] for axis in axes])] = True
-    made = {"lengths": torch.tensor(sizes, device="cpu"), "mask": mask}
-    return out, {key: made[option].to(out.device) for key, option in pad._extras.items()}
+    def extras(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The new fields that the `Pad` names, by key."""
+        lengths = np.array(self.sizes, np.int64)
+        lengths = lengths.reshape(-1) if self.pad.dims == 1 else lengths
+        return {key: lengths if option == "lengths" else self.mask() for key, option in self.pad._extras.items()}
 
 
 def _filled_up(tensor: Tensor, dim: int, length: int, pad: Pad) -> Tensor:
@@ -291,7 +273,7 @@ def _filled_up(tensor: Tensor, dim: int, length: int, pad: Pad) -> Tensor:
     sizes[dim] = length - sizes[dim]
     if not sizes[dim]:
         return tensor
-    gap = filler(tensor, sizes, pad)
+    gap = tensor.new_full(sizes, _fill_value(tensor, pad))
     return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], dim)
 
 
@@ -344,21 +326,18 @@ def _pad_field(
     length = pad._length(max(value.shape[1] for value in values))
     for i, (items, value) in enumerate(zip(out, values, strict=True)):
         rows, own = value.shape[:2]
-        made = extra_fields([own] * rows, length, pad)
         items[key] = _filled_up(value, 1, length, pad)
         for name, option in pad._extras.items():
+            dtype, shape, made = (torch.bool, (rows, own), 1) if option == "mask" else (torch.int64, (rows,), own)
             known = items.get(name)
             if known is None:
-                items[name] = torch.from_numpy(made[name]).to(value.device)
-                continue
-            dtype, shape = (torch.bool, (rows, own)) if option == "mask" else (torch.int64, (rows,))
+                known = torch.full(shape, made, dtype=dtype, device=value.device)
             if not isinstance(known, Tensor) or known.dtype is not dtype or known.shape != shape:
                 raise ValueError(
                     f"{dotted(path)}: pad= puts its {option} at {name!r}, where dict {i} has {described(known)}; "
                     "choose another key"
                 )
-            if option == "mask":
-                items[name] = _filled_up(known, 1, length, Pad(0, pad.side))
+            items[name] = _filled_up(known, 1, length, Pad(0, pad.side)) if option == "mask" else known
 
 
 def raise_encoded(path: Path, pad: Pad) -> None:

@@ -30,6 +30,8 @@ FOREACH_DTYPES = frozenset(
      torch.float32, torch.float64, torch.complex64, torch.complex128)
 )  # fmt: skip
 """The dtypes that torch's foreach kernels and its kernels for an index accept on every device."""
+NUMPY_DTYPES = FOREACH_DTYPES - {torch.bfloat16}
+"""The dtypes of `FOREACH_DTYPES` that NumPy has."""
 CASTABLE = frozenset(
     dtype
     for dtype in vars(torch).values()
