@@ -116,28 +116,89 @@ class prefetch(Generic[B]):
 
     def _load_state_dict(self, state: Any) -> None:
         self._source.load_state_dict(state)
-        self._hand_over(None)
+        self._handed_over = None
 
-    def _hand_over(self, state: _State | None) -> None:
-        self._handed_over = state
-
-    def _state_after_fetch(self) -> _State:
+    def _state_after_fetch(self) -> _State | None:
         """The state at the batch that was fetched last, as a function that returns it at any later time."""
         if isinstance(self._source, OrderedLoader):
             return partial(self._source.state_dict, self._source.taken)
+        if not hasattr(self._source, "state_dict"):
+            return None
         return partial(copy.deepcopy, copy.deepcopy(self._source.state_dict()))  # the loader may change parts of it
 
     def __iter__(self) -> Iterator[B]:
-        self._hand_over(None)
+        self._handed_over = None
         slots = None if self.slots is None else _Slots(self.slots, self.device)
         if intercepted() or not capabilities(self.device).streams:
             move = slots.put if slots else lambda batch: to_device(batch, self.device)
             return (move(batch) for batch in self._source)
-        batches = iter(self._source)
-        if not hasattr(self._source, "state_dict"):
-            return _ahead(batches, self.device, self.depth, self.max_bytes, slots)
-        state_of, hand_over = self._state_after_fetch, self._hand_over
-        return _ahead(batches, self.device, self.depth, self.max_bytes, slots, state_of, hand_over)
+        return self._ahead(iter(self._source), slots)
+
+    def _ahead(self, batches: Iterator[B], slots: _Slots | None) -> Iterator[B]:
+        """Yield each batch after its copy. Up to ``depth`` more batches of up to ``max_bytes`` are copied or under way.
+
+        Before it asks the loader for a batch, the host waits for the last copy. It asks for the next batch before it
+        yields one. So the copy of a batch is complete when the batch is yielded. With a depth of 0, the current stream
+        waits.
+
+        ``slots``: receive the batches. The slot that is filled next is the one that was yielded last, so the copy waits
+        for the work on the current stream.
+        """
+        device, depth, max_bytes = self.device, self.depth, self.max_bytes
+        side = torch.Stream(device=device)
+        ready: deque[tuple[Any, int, Any]] = deque()  # (batch, bytes, state), or (exception, -1, None)
+        fetched: tuple[Any, int, Any] | None = None  # a batch of the loader that is not copied yet
+        source: Any = None  # the last batch of the loader, kept until its copy is done
+        last: torch.Event | None = None  # the event of that copy
+        fetching = True
+        batch: Any = None
+        try:
+            while True:
+                while fetching and len(ready) <= depth:
+                    try:
+                        if fetched is None:
+                            if last is not None:
+                                last.synchronize()  # the loader may now reuse the memory of the last batch
+                            source = next(batches)
+                            fetched = source, 0 if max_bytes is None else _bytes_of(source), self._state_after_fetch()
+                        source, size, state = fetched
+                        # The first batch that is ready is not ahead: it is yielded next.
+                        if max_bytes is not None and ready and sum(b for _, b, _ in [*ready][1:]) + size > max_bytes:
+                            break
+                        # A kernel may still read the slot, or write the batch there.
+                        if slots or any(tensor.device.type == device.type for tensor in tensors_inside(source)):
+                            side.wait_stream(torch.accelerator.current_stream(device))
+                        with side:
+                            moved = slots.put(source) if slots else to_device(source, device, non_blocking=True)
+                            last = side.record_event()
+                    except StopIteration:
+                        fetching = False
+                    except Exception as error:  # raised below, after the batches before it
+                        ready.append((error, -1, None))
+                        fetching = False
+                    else:
+                        ready.append((moved, size, state))
+                        del moved
+                        fetched = None
+                if not ready:
+                    self._handed_over = None
+                    return
+                batch, size, handed = ready.popleft()
+                if size < 0:
+                    raise batch
+                if not depth and last is not None:
+                    torch.accelerator.current_stream(device).wait_event(last)
+                # The allocator keeps the memory until the current stream is done with it.
+                parts = [part for tensor in tensors_inside(batch) for part in components(tensor)]
+                record_stream(parts, torch.accelerator.current_stream(device))
+                self._handed_over = handed
+                yield batch
+                batch = None  # free it before the next batches are fetched
+        finally:
+            if last is not None:
+                last.synchronize()
+            ready.clear()  # an exception here or in `batch` would keep this frame and the loader's iterator alive
+            batch = fetched = None
 
 
 class _Slots:
@@ -160,87 +221,6 @@ class _Slots:
             self.dicts.append(batch.detach().to(self.device, non_blocking=True, copy=True))
             return self.dicts[i]
         return self.dicts[i].fill_(batch, non_blocking=True)
-
-
-def _nothing(_: Any = None) -> None:
-    """In place of the state functions of a loader without state."""
-    return None
-
-
-def _ahead(
-    batches: Iterator[B],
-    device: torch.device,
-    depth: int,
-    max_bytes: int | None,
-    slots: _Slots | None,
-    state_of: Callable[[], Any] = _nothing,
-    hand_over: Callable[[Any], None] = _nothing,
-) -> Iterator[B]:
-    """Yield each batch after its copy, with up to ``depth`` more batches of up to ``max_bytes`` copied or under way.
-
-    ``state_of`` returns the loader's state, and is called after each batch is fetched. ``hand_over`` receives the state
-    of a batch just before the batch is yielded, and None at the end.
-
-    Before it asks the loader for a batch, the host waits for the last copy. It asks for the next batch before it yields
-    one. So the copy of a batch is complete when the batch is yielded. With a depth of 0, the current stream waits.
-
-    ``slots``: receive the batches. The slot that is filled next is the one that was yielded last, so the copy waits for
-    the work on the current stream.
-    """
-    side = torch.Stream(device=device)
-    ready: deque[tuple[Any, int, Any]] = deque()  # (batch, bytes, state), or (exception, -1, None)
-    fetched: tuple[Any, int, Any] | None = None  # a batch of the loader that is not copied yet
-    source: Any = None  # the last batch of the loader, kept until its copy is done
-    last: torch.Event | None = None  # the event of that copy
-    fetching = True
-    batch: Any = None
-    try:
-        while True:
-            while fetching and len(ready) <= depth:
-                try:
-                    if fetched is None:
-                        if last is not None:
-                            last.synchronize()  # the loader may now reuse the memory of the last batch
-                        source = next(batches)
-                        fetched = source, 0 if max_bytes is None else _bytes_of(source), state_of()
-                    source, size, state = fetched
-                    # The first batch that is ready is not ahead: it is yielded next.
-                    if max_bytes is not None and ready and sum(b for _, b, _ in ready) - ready[0][1] + size > max_bytes:
-                        break
-                    # A kernel may still read the slot, or write the batch there.
-                    if slots or any(tensor.device.type == device.type for tensor in tensors_inside(source)):
-                        side.wait_stream(torch.accelerator.current_stream(device))
-                    with side:
-                        moved = slots.put(source) if slots else to_device(source, device, non_blocking=True)
-                        last = side.record_event()
-                except StopIteration:
-                    fetching = False
-                except Exception as error:  # raised below, after the batches before it
-                    ready.append((error, -1, None))
-                    fetching = False
-                else:
-                    ready.append((moved, size, state))
-                    del moved
-                    fetched = None
-            if not ready:
-                hand_over(None)
-                return
-            batch, size, handed = ready.popleft()
-            if size < 0:
-                raise batch
-            if not depth and last is not None:
-                torch.accelerator.current_stream(device).wait_event(last)
-            # The allocator keeps the memory until the current stream is done with it.
-            parts = [part for tensor in tensors_inside(batch) for part in components(tensor)]
-            record_stream(parts, torch.accelerator.current_stream(device))
-            hand_over(handed)
-            yield batch
-            batch = None  # free it before the next batches are fetched
-    finally:
-        if last is not None:
-            last.synchronize()
-        ready.clear()  # an exception here or in `batch` would keep this frame and the loader's iterator alive
-        batch = fetched = None
 
 
 def _bytes_of(batch: Any) -> int:

@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(DEVICE, "if start in seen:", "if False:", "a storage is recorded for each of its tensors", "tests/test_capabilities.py::test_record_stream_once_for_each_storage"),
     # Batches ahead.
     Mutant(AHEAD, "last.synchronize()  # the loader may", "pass  #", "a loader changes a batch that is being copied", f"{ENGINE}::test_a_loader_may_use_its_memory_again"),
-    Mutant(AHEAD, "    finally:\n        if last is not None:\n            last.synchronize()", "    finally:", "a copy is under way after a break", f"{ENGINE}::test_a_break_leaves_no_copy_under_way"),
+    Mutant(AHEAD, "        finally:\n            if last is not None:\n                last.synchronize()", "        finally:", "a copy is under way after a break", f"{ENGINE}::test_a_break_leaves_no_copy_under_way"),
     Mutant(AHEAD, "side.wait_stream(torch.accelerator.current_stream(device))", "pass", "a slot is filled while it is read", f"{ENGINE}::test_a_slot_is_filled_after_the_work_on_it"),
     Mutant(AHEAD, "if slots or any(", "if any(", "a slot is filled while it is read", f"{ENGINE}::test_a_slot_is_filled_after_the_work_on_it"),
     Mutant(AHEAD, "tensor.device.type == device.type for", "False for", "a batch is read before it is written", f"{PREFETCH}::test_what_is_on_the_device_already_may_still_be_computed_there"),
