@@ -16,7 +16,6 @@ from .._errors import DeviceMismatchError, Path, described, dotted
 from .._memory.device import CPU, DeviceLike, canonical, resolve
 from .._memory.ragged import (
     Selection,
-    Span,
     can_read,
     narrowed,
     offsets_of,
@@ -24,7 +23,6 @@ from .._memory.ragged import (
     problem_of_ends,
     problem_of_lengths,
     selection_of,
-    span_of,
 )
 from .._memory.row_copies import take_rows
 from .._memory.transfer import transfer
@@ -312,10 +310,11 @@ class Ragged(DeviceDict[Tensor]):
             start, end = offsets[at - 1 if at < 0 else at :][:2].tolist()
             return values[start:end]
         key = id(offsets)
-        rows: Selection | Span | None = known.get(key)
+        rows: Selection | None = known.get(key)
         if rows is None:
-            rows = known[key] = span_of(offsets, at) if isinstance(at, slice) else selection_of(offsets, at)
-        part = values[rows.start : rows.end] if isinstance(rows, Span) else take_rows([values], rows.positions)[0]
+            rows = known[key] = selection_of(offsets, at)
+        places = rows.positions
+        part = values[places] if isinstance(places, slice) else take_rows([values], places)[0]
         out = self._new({"values": part, "offsets": rows.offsets}, self._device, self._policy)
         out._max_length = rows.longest
         return out
@@ -325,11 +324,9 @@ class Ragged(DeviceDict[Tensor]):
         offsets = self["offsets"]
         if isinstance(at, int):
             at = slice(at, at + 1 or None)
-        if isinstance(at, slice) and at.step in (None, 1):
-            span = span_of(offsets, at)
-            return slice(span.start, span.end), span.offsets.diff()
-        index = torch.arange(len(offsets) - 1, device=offsets.device)[at] if isinstance(at, slice) else at
-        rows = selection_of(offsets, index)
+        if isinstance(at, slice) and at.step not in (None, 1):
+            at = torch.arange(len(offsets) - 1, device=offsets.device)[at]
+        rows = selection_of(offsets, at)
         return rows.positions, rows.offsets.diff()
 
 

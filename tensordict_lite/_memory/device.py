@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +45,8 @@ def resolve(device: DeviceLike) -> torch.device:
             f"a device is a str, a torch.device or an int, got {device!r:.60} of type {type(device).__name__}"
         )
     parsed = device if isinstance(device, torch.device) else torch.device(device)
-    if parsed == CPU:
-        return CPU
-    if parsed == META:
-        return META
     if parsed.type in ("cpu", "meta"):  # torch accepts and ignores their index
-        return resolve(parsed.type)
+        return CPU if parsed.type == "cpu" else META
     index: Any = parsed.index  # None without an index; the stubs of torch do not say so
     if index is not None:
         return parsed
@@ -100,9 +96,10 @@ def _try_out(device: torch.device) -> DeviceCapabilities:
     try:
         # A graph that is captured must not see the trial. This call also initializes the device.
         if is_capturing(device):
-            return DeviceCapabilities(accelerator=True, byte_views=views and _has_byte_views(device))
-        streams = _has_streams(device)
-        found = DeviceCapabilities(True, streams, streams and _can_pin(device), views and _has_byte_views(device))
+            return DeviceCapabilities(accelerator=True, byte_views=views and _works(_has_byte_views, device))
+        streams = _works(_has_streams, device)
+        pins = streams and _works(_can_pin, device)
+        found = DeviceCapabilities(True, streams, pins, views and _works(_has_byte_views, device))
     except torch.OutOfMemoryError:  # says nothing about the device: try again at the next call
         return DeviceCapabilities(accelerator=True)
     except RuntimeError:  # the device cannot be initialized, as in a forked process; a copy raises torch's own error
@@ -111,40 +108,36 @@ def _try_out(device: torch.device) -> DeviceCapabilities:
     return found
 
 
-def _has_byte_views(device: torch.device) -> bool:
+def _works(trial: Callable[[torch.device], bool], device: torch.device) -> bool:
     try:
-        memory = torch.empty(64, dtype=torch.uint8, device=device).untyped_storage()
-        view = torch.empty(0, dtype=torch.float32, device=device).set_(memory, 1, (2, 3), (3, 1))
-        return view.data_ptr() == memory.data_ptr() + 4
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AttributeError):
-        return False
-
-
-def _has_streams(device: torch.device) -> bool:
-    try:
-        side = torch.Stream(device=device)
-        with side:
-            tensor = torch.empty(1, dtype=torch.uint8, device=device)
-        event = side.record_event()
-        event.synchronize()
-        side.synchronize()
-        side.wait_stream(torch.accelerator.current_stream(device))
-        tensor.record_stream(torch.accelerator.current_stream(device))
+        return trial(device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError):  # a backend in Python "doesn't support synchronizing events"
         return False
+
+
+def _has_byte_views(device: torch.device) -> bool:
+    memory = torch.empty(64, dtype=torch.uint8, device=device).untyped_storage()
+    view = torch.empty(0, dtype=torch.float32, device=device).set_(memory, 1, (2, 3), (3, 1))
+    return view.data_ptr() == memory.data_ptr() + 4
+
+
+def _has_streams(device: torch.device) -> bool:
+    side = torch.Stream(device=device)
+    with side:
+        tensor = torch.empty(1, dtype=torch.uint8, device=device)
+    event = side.record_event()
+    event.synchronize()
+    side.synchronize()
+    side.wait_stream(torch.accelerator.current_stream(device))
+    tensor.record_stream(torch.accelerator.current_stream(device))
     return True
 
 
 def _can_pin(device: torch.device) -> bool:
-    try:
-        with on_device(device):
-            return torch.empty(1, dtype=torch.uint8, device=CPU, pin_memory=True).is_pinned()
-    except (RuntimeError, AttributeError):
-        return False
+    with on_device(device):
+        return torch.empty(1, dtype=torch.uint8, device=CPU, pin_memory=True).is_pinned()
 
 
 def intercepted() -> bool:

@@ -24,16 +24,8 @@ def overlap_partly(a: Tensor, b: Tensor) -> bool:
     """
     start, other = a.data_ptr(), b.data_ptr()
     near = bool(start) and (other - start < a.nbytes if start <= other else start - other < b.nbytes)
-    return near and not _are_same(a, b) and _is_dense(a) and _is_dense(b)
-
-
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    same_place = a.data_ptr() == b.data_ptr() and a.itemsize == b.itemsize
-    return same_place and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _is_dense(t: Tensor) -> bool:
-    return dense_stride(t.shape, t.stride()) == t.stride()
+    same = start == other and a.itemsize == b.itemsize and a.shape == b.shape and a.stride() == b.stride()
+    return near and not same and all(dense_stride(t.shape, t.stride()) == t.stride() for t in (a, b))
 
 
 def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:

@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function
 from .buffer import buffer_of, copy_into, new_batch_buffer, regions, views_of
 from .device import capabilities, intercepted
 from .dtypes import PACKABLE
-from .layout import Group, Layout, SavedGroup, Spec, cast_groups, dense_stride, lay_out
+from .layout import Group, Layout, Spec, cast_groups, dense_stride, lay_out
 
 MAX_DIMENSIONS = 64
 """The most dimensions that torch's operations accept."""
@@ -32,8 +32,6 @@ class Packed(NamedTuple):
     """How a list of packed tensors lies in its buffer. The ints are indices in the list."""
 
     layout: Layout
-    saved: tuple[SavedGroup, ...]
-    """The groups of the layout, for a pickle."""
     unpackable: list[int]
     """The tensors outside the buffer."""
     repeats: dict[int, int]
@@ -113,7 +111,7 @@ def find_buffer(tensors: Sequence[Tensor], device: torch.device | None, *, alone
     found = _fields(specs)
     if found is None:
         return None
-    layout, offsets, saved = found
+    layout, offsets = found
     first = next(iter(offsets))
     storage = tensors[first].untyped_storage()
     if storage.nbytes() != layout.nbytes:
@@ -122,12 +120,12 @@ def find_buffer(tensors: Sequence[Tensor], device: torch.device | None, *, alone
     for i, offset in offsets.items():
         if tensors[i].data_ptr() - base != offset:
             return None
-    return Packed(layout, saved, unpackable, repeats)
+    return Packed(layout, unpackable, repeats)
 
 
 @lru_cache(maxsize=64)  # a program mostly uses dicts with the same few specs
-def _fields(specs: tuple[Spec | None, ...]) -> tuple[Layout, dict[int, int], tuple[SavedGroup, ...]] | None:
-    """The layout of packed tensors with these specs, the offsets of those with elements, and its groups for a pickle.
+def _fields(specs: tuple[Spec | None, ...]) -> tuple[Layout, dict[int, int]] | None:
+    """The layout of packed tensors with these specs, and the offsets of those with elements.
 
     None if no tensor has elements, or if the strides of one are not those that `lay_out` gives.
     """
@@ -136,7 +134,7 @@ def _fields(specs: tuple[Spec | None, ...]) -> tuple[Layout, dict[int, int], tup
         return None
     layout = lay_out(groups)
     offsets = {i: run.offset + n * run.step for run in layout.runs if run.step for n, i in enumerate(run.members)}
-    return (layout, offsets, layout.saved) if offsets else None
+    return (layout, offsets) if offsets else None
 
 
 def map_buffer(

@@ -72,43 +72,35 @@ def problem_of_lengths(offsets: Tensor) -> str:
     )
 
 
-class Span(NamedTuple):
-    """Rows in a slice: where their values lie, their offsets, and the length of the longest."""
-
-    start: int
-    end: int
-    offsets: Tensor
-    longest: int
-
-
-def span_of(offsets: Tensor, rows: slice) -> Span:
-    """The rows of a slice without a step. Cost: one synchronization off the CPU."""
-    start, stop, _ = rows.indices(len(offsets) - 1)
-    part = offsets[start : max(start, stop) + 1]
-    lengths = part.diff()
-    longest = lengths.max() if len(lengths) else part.new_zeros(())
-    first, last, most = torch.stack([part[0], part[-1], longest]).tolist()
-    return Span(first, last, narrowed(part - first, last - first), most)
-
-
 class Selection(NamedTuple):
-    """Rows at any indices: the index of each of their values, their offsets, and the length of the longest."""
+    """Some rows: where their values lie, a slice or indices; their offsets, and the length of the longest."""
 
-    positions: Tensor
+    positions: slice | Tensor
     offsets: Tensor
     longest: int
 
 
-def selection_of(offsets: Tensor, index: Tensor) -> Selection:
-    """The rows at ``index``, int64 on the device of the offsets. Cost: one synchronization off the CPU."""
-    starts = offsets.index_select(0, index).to(torch.int64)
-    lengths = offsets.index_select(0, index + 1) - starts
+def selection_of(offsets: Tensor, rows: slice | Tensor) -> Selection:
+    """The rows of a slice without a step, or at int64 indices on the device of the offsets.
+
+    Cost: one synchronization off the CPU.
+    """
+    if isinstance(rows, slice):
+        start, stop, _ = rows.indices(len(offsets) - 1)
+        part = offsets[start : max(start, stop) + 1]
+        first, last, longest = torch.stack([part[0], part[-1], _longest(part.diff())]).tolist()
+        return Selection(slice(first, last), narrowed(part - first, last - first), longest)
+    starts = offsets.index_select(0, rows).to(torch.int64)
+    lengths = offsets.index_select(0, rows + 1) - starts
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    longest = lengths.max() if len(lengths) else ends[0]
-    total, most = torch.stack([ends[-1], longest]).tolist()
+    total, longest = torch.stack([ends[-1], _longest(lengths)]).tolist()
     positions = torch.repeat_interleave(starts - ends[:-1], lengths, output_size=total)
     positions += torch.arange(total, device=positions.device)
-    return Selection(positions, narrowed(ends, total), most)
+    return Selection(positions, narrowed(ends, total), longest)
+
+
+def _longest(lengths: Tensor) -> Tensor:
+    return lengths.max() if len(lengths) else lengths.new_zeros(())
 
 
 def can_read(offsets: Tensor) -> bool:

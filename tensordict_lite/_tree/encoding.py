@@ -159,7 +159,7 @@ def in_storages(values: list[Any], device: torch.device | None, *, alone: bool =
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     found = find_buffer(tensors, device, alone=alone and len(tensors) == 1)
-    parts = [] if found is None else [(buffer_of(tensors, found.layout), found.saved)]
+    parts = [] if found is None else [(buffer_of(tensors, found.layout), found.layout.saved)]
     numbers = {} if found is None else {id(tensors[i]): i for i in found.layout.members}
     for i, tensor in enumerate(tensors):
         if id(tensor) not in numbers and tensor.dtype not in FOREACH_DTYPES and packable(tensor):
@@ -186,7 +186,7 @@ def _out_of_band(values: list[Any]) -> Carried:
     tensors = values if only_tensors(values) else [value for value in values if isinstance(value, Tensor)]
     found = find_buffer(tensors, CPU)
     if found is not None and tensors is values and not (found.unpackable or found.repeats):
-        return [(_pickle_buffer(buffer_of(tensors, found.layout)), found.saved)], None
+        return [(_pickle_buffer(buffer_of(tensors, found.layout)), found.layout.saved)], None
     groups, unpackable = arrange(tensors, repeats_of(tensors))
     if found is not None:
         parts = [(found.layout, buffer_of(tensors, found.layout))]
