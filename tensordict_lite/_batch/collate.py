@@ -241,7 +241,8 @@ class _Walk:
 
         Each field gets a placeholder first, which keeps the order of the keys.
         """
-        cls, count = type(batch), self.count
+        cls: Any = type(batch)
+        count = self.count
         kinds: Any = () if are_dicts else {*map(type, samples)}
         if cls._is_ragged or (kinds and any(getattr(kind, "_is_ragged", False) for kind in kinds)):
             raise ValueError(

@@ -1284,6 +1284,9 @@ class DeviceDict(TreeDict[V]):
             batch_size = counts.pop() if len(counts) == 1 else ()
         return tensordict.TensorDict(self.to_dict(), batch_size=batch_size, device=self._device)
 
+    def __copy__(self) -> Self:
+        return self.copy()
+
     _reduction = encoding.reduction
     _sent = staticmethod(sendable.sent)
 

@@ -43,7 +43,8 @@ def insert(
     """
     given, removed = data, ()
     if d._has_fields:
-        given = d._given(data, at)
+        typed: Any = d
+        given = typed._given(data, at)
         if given is not data:  # None deletes an optional field
             removed = [key for key in data if key not in given and key in d]
     device = d._device
@@ -111,6 +112,7 @@ def _convert_items(
     """Convert every value to ``target``. Return the converted items and the encoder of each field of strings."""
     staged: dict[str, Any] = {}
     encoders: dict[str, StringEncoder] = {}
+    typed: Any = d
     for key, given in list(data.items()):  # a list, because an encoder may change the mapping
         if not isinstance(key, str):
             refuse_key(key, at)
@@ -121,7 +123,7 @@ def _convert_items(
             staged[key] = _insert_nested(d, value, target, moved, (*at, key), shapes)
         else:
             stored, encoder = convert(value, target, d._policy, (*at, key))
-            if d._has_fields and (dtype := d._dtype_of_numbers(key, value, stored)) is not None:
+            if d._has_fields and (dtype := typed._dtype_of_numbers(key, value, stored)) is not None:
                 stored, encoder = convert(value, target, d._policy, (*at, key), dtype)
             if encoder is not None:
                 encoders[key] = encoder

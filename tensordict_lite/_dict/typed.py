@@ -225,6 +225,10 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     _has_fields = True
 
     def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
+        """``data`` without values that mean "absent". ``at``: the path of self.
+
+        Raises ``TypeError`` for a key that is not a field.
+        """
         # Only a dict under construction is empty. A field with a default cannot be deleted.
         given = self._without_none(data) if self else self._drop_none(data)
         if not torch.compiler.is_compiling():  # pragma: no branch  (traced, not executed)
@@ -235,6 +239,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         return given
 
     def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
+        """The declared dtype for a field of Python numbers; None if it is the dtype of ``stored``, their tensor."""
         field = self._schema().fields.get(key)
         if field is None or not field.floats or type(value) not in (int, float, list, tuple):
             return None
@@ -287,6 +292,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``data`` without optional fields whose value is None, and with the defaults of absent fields."""
         given, defaults = cls._without_none(data), cls._absent_defaults(data)
         return {**given, **defaults} if defaults else given
 

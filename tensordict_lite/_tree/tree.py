@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
+from typing import Any, ClassVar, Generic
 from weakref import WeakValueDictionary
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar, Unpack
 
 from .._encoders.protocol import StringEncoder, decode_nested, decode_rows
-from .._errors import DEPTH, DeviceMismatchError, Path, dotted, refuse_deeper, with_path
+from .._errors import DeviceMismatchError, Path, dotted, with_path
 from .._memory.device import CPU, canonical, resolve
 from . import pytree
 from .compare import agree, equal
@@ -85,23 +85,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     _is_ragged: ClassVar[bool] = False
     """Whether the dict is a ragged field: rows of any length, as values and offsets. See `Ragged`."""
 
-    _has_fields: ClassVar[bool] = False  # `TypedDeviceDict` overrides this attribute and the next four methods
-
-    @classmethod
-    def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``data`` without optional fields whose value is None, and with the defaults of absent fields."""
-        return data  # pragma: no cover  (called for typed dicts only)
-
-    def _given(self, data: Mapping[str, Any], at: Path) -> Mapping[str, Any]:
-        """``data`` without values that mean "absent". ``at``: the path of self.
-
-        Raises ``TypeError`` for a key that is not a field.
-        """
-        return data  # pragma: no cover  (called for typed dicts only)
-
-    def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
-        """The declared dtype for a field of Python numbers; None if it is the dtype of ``stored``, their tensor."""
-        return None  # pragma: no cover  (called for typed dicts only)
+    _has_fields: ClassVar[bool] = False
+    """Whether the dict has declared fields. See `TypedDeviceDict`."""
 
     def _commit(
         self,
@@ -166,12 +151,9 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def _tensors_and_kind(self) -> tuple[list[Tensor], bool]:
         """Every tensor of the tree, depth first, and whether all values are plain tensors."""
-        values = list(self.values())
-        for value in values:  # `only_tensors` inline: a call would slow down every operation
-            if type(value) is not Tensor:
-                break
-        else:
-            return cast("list[Tensor]", values), True
+        values: list[Any] = list(self.values())
+        if only_tensors(values):
+            return values, True
         found: list[Tensor] = []
         for value in values:
             if isinstance(value, Tensor):
@@ -192,39 +174,36 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor], device: torch.device | None) -> Self:
         """The same tree with ``function(tensor)`` for each tensor, depth first. The results are on ``device``."""
-        items: dict[str, Any] = {}
-        for key, value in self.items():
-            if isinstance(value, Tensor):
-                items[key] = function(value)
-            elif isinstance(value, TreeDict):
-                items[key] = value._map_tensors(function, device)
-            else:
-                items[key] = value
-        return self._like(items, device)
+        return self._map_items(function, lambda _, nested: nested._map_tensors(function, device), device)
 
     def _replace_data(self, results: Iterator[Any], device: torch.device | None, at: Path = ()) -> Self:
         """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them.
 
         ``at``: the path of self, for the error of a ragged field that gets another number of values.
         """
+        return self._map_items(
+            lambda _: next(results), lambda key, nested: nested._replace_data(results, device, (*at, key)), device
+        )
+
+    def _map_items(
+        self, tensor: Callable[[Tensor], Any], nested: Callable[[str, TreeDict[Any]], Any], device: torch.device | None
+    ) -> Self:
+        """A dict like this one, with ``tensor(value)`` for each tensor and ``nested(key, value)`` for each dict."""
         items: dict[str, Any] = {}
         for key, value in self.items():
             if isinstance(value, Tensor):
-                items[key] = next(results)
+                items[key] = tensor(value)
             else:
-                nested = isinstance(value, TreeDict)
-                items[key] = value._replace_data(results, device, (*at, key)) if nested else value
+                items[key] = nested(key, value) if isinstance(value, TreeDict) else value
         return self._like(items, device)
 
-    def _infer_device(self, fallback: torch.device | None, dicts: list[TreeDict[Any]] | None = None) -> None:
+    def _infer_device(self, fallback: torch.device | None) -> None:
         """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
-
-        ``dicts``: the result of `dicts_of` for this dict, if the caller has it.
 
         Pytree can build a tree with tensors on several devices. Then the device of this dict is None, so that `to`
         moves all tensors. Each nested dict gets the device of its own tensors.
         """
-        dicts = dicts_of(self, limit=None) if dicts is None else dicts
+        dicts = _dicts_of(self)
         devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
         if len(devices) > 1:
             self._device = None
@@ -234,15 +213,6 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         device = canonical(devices.pop()) if devices else fallback
         for one in dicts:
             one._device = device
-
-    if TYPE_CHECKING:  # pragma: no cover
-
-        def copy(
-            self,
-        ) -> Self: ...  # Defined in `DeviceDict`, so that errors about its arguments name the public class.
-
-    def __copy__(self) -> Self:
-        return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reduction(4)
@@ -269,10 +239,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             return NotImplemented
         return agree(self, other, equal)
 
-    def __ne__(self, other: object, /) -> bool:
-        if not isinstance(other, Mapping):
-            return NotImplemented
-        return not agree(self, other, equal)
+    __ne__ = object.__ne__
 
     def _check(self) -> None:
         """Raise ``AssertionError`` if an invariant of the dict does not hold. For tests; O(fields)."""
@@ -379,21 +346,11 @@ def ragged_class() -> Any:
     return class_named("tensordict_lite.Ragged")
 
 
-def dicts_of(d: TreeDict[Any], limit: int | None = DEPTH) -> list[TreeDict[Any]]:
-    """Every dict of the tree. A parent comes before its nested dicts.
-
-    Raises ``TooDeep`` for a dict nested ``limit`` levels deep: trees from pytree or pickle were not validated.
-    """
-    found: list[TreeDict[Any]] = []
-    left: list[tuple[Path, TreeDict[Any]]] = [((), d)]
-    while left:
-        at, one = left.pop()
-        found.append(one)
-        if limit is not None and len(at) >= limit:
-            refuse_deeper(at)
-        for key, value in one.items():
-            if type(value) is not Tensor and isinstance(value, TreeDict):
-                left.append(((*at, key), value))
+def _dicts_of(d: TreeDict[Any]) -> list[TreeDict[Any]]:
+    """Every dict of the tree. A parent comes before its nested dicts."""
+    found = [d]
+    for one in found:  # grows
+        found += [value for value in one.values() if type(value) is not Tensor and isinstance(value, TreeDict)]
     return found
 
 
@@ -445,10 +402,8 @@ def name_of(cls: type[Any]) -> str:
 def class_named(name: Any) -> type[Any]:
     """The defined class with this name from a file. Raises ``ValueError`` if there is none. Imports no module."""
     if isinstance(name, str) and not name.startswith("tensordict_lite._"):  # the private base classes are excluded
-        cls = _classes.get(name)
-        if cls is not None and name_of(cls) == name:
-            return cls
-        for cls in list(_classes.values()):  # the `__module__` of a class may change after its definition
-            if name_of(cls) == name:
+        # The `__module__` of a class may change after its definition.
+        for cls in (_classes.get(name), *_classes.values()):
+            if cls is not None and name_of(cls) == name:
                 return cls
     raise ValueError(f"the class {str(name)[:200]!r} of a saved dict is not defined here; import its module first")
