@@ -381,7 +381,7 @@ class TestElsewhere:
 
 class TestCost:
     def test_what_is_plainly_safe_is_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sendable_module, "_dumps", None)
+        monkeypatch.setattr(sendable_module, "_Pickler", None)
         plain = {"x": torch.ones(2), "n": {"s": "abc", "y": 1}}
         keeps = Keeps({**plain, "o": None, "p": ["a", 1.5], "t": (True, b"")})
         for d in (DeviceDict(plain), DeviceDict(plain, encoders={"s": Utf8(8)}), keeps, keeps.pack()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -237,41 +237,32 @@ def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
 
     Raises ``TypeError`` for an item that is not a string, and ``ValueError`` for a ragged list. Both name the index.
     """
-    if isinstance(value, str):
-        return [value], ()
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, str):  # a 0-d array
-        return [value], ()
-    shape: list[int] = []
-    level = value
-    while isinstance(level, (list, tuple)):
-        shape.append(len(level))
-        level = level[0] if level else None
-    flat: list[str] = []
-    _flatten_strings(value, tuple(shape), (), flat)
-    return flat, tuple(shape)
+    level: list[Any] = [value.tolist() if isinstance(value, np.ndarray) else value]
+    shape: tuple[int, ...] = ()
+    while level and isinstance(level[0], (list, tuple)):
+        size = len(level[0])
+        for i, item in enumerate(level):
+            if not isinstance(item, (list, tuple)):
+                raise TypeError(f"item {_place(i, shape)} is {type(item).__name__}, expected a list of {size}")
+            if len(item) != size:
+                raise ValueError(
+                    f"item {_place(i, shape)} has length {len(item)}, expected {size}: nested lists must be rectangular"
+                )
+        level = list(chain.from_iterable(level))
+        shape = (*shape, size)
+    if not {str}.issuperset(map(type, level)):
+        for i, item in enumerate(level):
+            if not isinstance(item, str):
+                hint = "; fill missing values first" if item is None or item != item else ""
+                raise TypeError(
+                    f"item {_place(i, shape)} is {type(item).__name__}, expected str as for the others{hint}"
+                )
+    return level, shape
 
 
-def _flatten_strings(value: Any, shape: tuple[int, ...], index: tuple[int, ...], out: list[str]) -> None:
-    """Append the strings of ``value`` to ``out``. ``shape``: the expected shape; ``index``: the place of ``value``."""
-    at = "".join(f"[{i}]" for i in index)
-    if not shape:
-        if not isinstance(value, str):
-            hint = "; fill missing values first" if value is None or value != value else ""
-            raise TypeError(f"item {at} is {type(value).__name__}, expected str as for the others{hint}")
-        out.append(value)
-        return
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"item {at} is {type(value).__name__}, expected a list of {shape[0]}")
-    items = value
-    if len(items) != shape[0]:
-        raise ValueError(f"item {at} has length {len(items)}, expected {shape[0]}: nested lists must be rectangular")
-    if len(shape) == 1 and {str}.issuperset(map(type, items)):
-        out.extend(items)
-        return
-    for i, item in enumerate(items):
-        _flatten_strings(item, shape[1:], (*index, i), out)
+def _place(i: int, shape: tuple[int, ...]) -> str:
+    """The place of item ``i`` of nested lists of this shape: ``[0][2]``."""
+    return "".join(f"[{k}]" for k in np.unravel_index(i, shape))
 
 
 def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, ...]) -> Codes:
@@ -309,12 +300,11 @@ def _with_leading(encoder: StringEncoder, codes: Any, strings: list[str], shape:
 def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
     """Decode ``codes`` to a ``str``, or to nested lists with one level for each leading dimension."""
     ndim = encoder.code_ndim
+    first: Any = codes
     if isinstance(codes, Mapping):
         first = next(iter(codes.values()), None)
         if first is None or not all(isinstance(value, Tensor) for value in codes.values()):
             raise TypeError(f"{short(encoder)} decodes tensors, got a nested dict that is not codes")
-    else:
-        first = codes
     # Without code_ndim, the first dimension is the number of strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)
     if lead < 0:
@@ -335,8 +325,7 @@ def _nest(strings: list[str], shape: tuple[int, ...]) -> Any:
         return strings[0]
     if len(shape) == 1:
         return list(strings)
-    step = math.prod(shape[1:])
-    return [_nest(strings[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
+    return np.array(strings, dtype=object).reshape(shape).tolist()
 
 
 def decode_rows(encoder: StringEncoder, values: Tensor, offsets: Tensor) -> list[Any]:

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from functools import cache
 from io import BufferedReader
 from itertools import chain, count
-from math import prod
 from typing import Any, BinaryIO
 
 import torch
@@ -246,23 +245,18 @@ def _mapped(file: Any, opened: BinaryIO, names: set[Any]) -> dict[Any, Tensor]:
     """
     dtypes = {code: dtype for dtype, code in _codes().items()}
     memory = map_file(opened.fileno(), os.fstat(opened.fileno()).st_size)
-    start = 8 + int.from_bytes(opened.read(8), "little")
+    size = int.from_bytes(opened.read(8), "little")
+    header: dict[str, Any] = json.loads(opened.read(size))
     out: dict[Any, Tensor] = {}
-    for name in file.offset_keys():  # the tensors are contiguous in the file, as the library has validated
-        part = file.get_slice(name)
-        shape, dtype = tuple(part.get_shape()), dtypes.get(part.get_dtype())
+    for name in names:
+        shape, dtype = tuple(header[name]["shape"]), dtypes.get(header[name]["dtype"])
+        start, end = header[name]["data_offsets"]
         if len(shape) > MAX_DIMENSIONS:
             invalid(f"{name[:60]!r} has {len(shape)} dimensions")
-        if dtype is None:  # only the library knows the item size of this dtype
-            return {each: file.get_tensor(each) for each in names}
-        end = start + prod(shape) * dtype.itemsize
-        if name not in names:
-            pass
-        elif end == start:
+        if dtype is None or start == end:
             out[name] = file.get_tensor(name)
         else:
-            out[name] = view_over(memory[start:end], dtype, shape, row_major(shape), 0, CPU)
-        start = end
+            out[name] = view_over(memory[8 + size + start : 8 + size + end], dtype, shape, row_major(shape), 0, CPU)
     return out
 
 

@@ -200,7 +200,7 @@ def _itself(tensor: Any) -> Any:
 
 def is_saved_group(group: Any) -> bool:
     """Whether ``group``, from an untrusted source, is a valid (dtype, shape, stride, members)."""
-    if type(group) is not tuple or list(map(type, group[1:])) != [tuple, tuple, list]:
+    if type(group) is not tuple or list(map(type, group[1:])) != [tuple, tuple, tuple]:
         return False
     dtype, shape, stride, members = group
     numbers = (*shape, *stride, *members)

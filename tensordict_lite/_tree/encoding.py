@@ -374,14 +374,9 @@ def _add_fields(out: dict[int, Tensor], part: Any) -> Tensor:
 @lru_cache(maxsize=1024)  # every dict of a stream has the same few layouts
 def _layout_of(specs: Any) -> tuple[Layout, frozenset[int], int]:
     """The layout of a buffer, the numbers of its tensors, and its alignment. Raises ``ValueError`` if damaged."""
-    groups: list[Group] = []
-    for spec in specs if type(specs) is tuple else (None,):
-        if type(spec) is not tuple or len(spec) != 4:
-            raise ValueError(_DAMAGED)
-        *of, numbers = spec
-        if type(numbers) is not tuple or not is_saved_group((*of, list(numbers))):
-            raise ValueError(_DAMAGED)
-        groups.append((tuple(of), list(numbers)))
+    if type(specs) is not tuple or not all(map(is_saved_group, specs)):
+        raise ValueError(_DAMAGED)
+    groups: list[Group] = [(spec[:3], list(spec[3])) for spec in specs]
     layout = lay_out(groups)
     members = frozenset(layout.members)
     if len(members) != len(layout.members):

@@ -32,46 +32,21 @@ class MissingKeyError(KeyError):
     ('imgae',) 'imgae' is not in this DeviceDict; did you mean 'image'?
     """
 
-    # Every argument is optional: DataLoader re-creates the exception of a worker from its text alone.
-    def __init__(
-        self,
-        key: Any = "",
-        *,
-        text: str = "",
-        owner: str = "",
-        path: Path = (),
-        depth: int = 0,
-        known: tuple[str, ...] = (),
-        paths: tuple[Path, ...] = (),
-    ) -> None:
+    # Every argument is optional: DataLoader re-creates the exception of a worker from its text. The key of `known`
+    # that is most similar to `name` is searched when the message is read.
+    def __init__(self, key: Any = "", text: str = "", name: str = "", known: tuple[str, ...] = ()) -> None:
         super().__init__(key)
-        self._text = text
-        self._facts = owner, path, depth, known, paths
+        self._text, self._name, self._known = text, name, known
 
     def __str__(self) -> str:
-        if not self._text and self._facts[1]:
-            self._text = _explained(*self._facts)
-        return self._text or str(self.args[0])
-
-
-def _explained(owner: str, path: Path, depth: int, known: tuple[str, ...], paths: tuple[Path, ...]) -> str:
-    """The message for a path whose key at ``depth`` is missing.
-
-    ``known``: the keys of the dict at that depth. ``paths``: paths that the user may mean.
-    """
-    at, name = path[:depth], path[depth]
-    text = f"{dotted(path)} is not in {owner}"
-    if len(path) > 1:
-        text += f": {dotted(at) if at else 'it'} has no {name!r}"
-    if paths:
-        return f"{text}; use the path d[{', '.join(map(repr, (*at, *paths[0], *path[depth + 1 :])))}]"
-    close = closest(name, known)
-    if close:
-        return f"{text}; did you mean {close!r}?"
-    if not known:
-        return f"{text}; {dotted(at) if at else 'it'} is empty"
-    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
-    return f"{text}; its keys are {', '.join(map(repr, known[:_LISTED]))}{more}"
+        text = self._text or str(self.args[0])
+        if not self._known:
+            return text
+        close = closest(self._name, self._known)
+        if close:
+            return f"{text}; did you mean {close!r}?"
+        more = f" and {len(self._known) - _LISTED} more" if len(self._known) > _LISTED else ""
+        return f"{text}; its keys are {', '.join(map(repr, self._known[:_LISTED]))}{more}"
 
 
 def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyError:
@@ -85,21 +60,25 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
     owner = owner or f"this {type(tree).__name__}"
     path: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
     if not path:
-        return MissingKeyError(key, text="a path needs at least one key, got ()")
+        return MissingKeyError(key, "a path needs at least one key, got ()")
     node: Any = tree
     for depth, part in enumerate(path):
         at = path[:depth]
         if not isinstance(node, dict):  # every mapping in a DeviceDict is a dict
-            return MissingKeyError(key, text=_blocked(path, depth, node, owner))
+            return MissingKeyError(key, _blocked(path, depth, node, owner))
         if not isinstance(part, str):
-            return MissingKeyError(key, text=f"{no_key(part)}{f' in {dotted(at)}' if at else ''}{rows_hint(part)}")
-        inside = node
-        if part not in inside:
+            return MissingKeyError(key, f"{no_key(part)}{f' in {dotted(at)}' if at else ''}{rows_hint(part)}")
+        if part not in node:
+            where = dotted(at) if at else "it"
+            text = f"{dotted(path)} is not in {owner}{f': {where} has no {part!r}' if len(path) > 1 else ''}"
             split = tuple(part.split("."))
-            nested = ((name, part) for name, value in inside.items() if isinstance(value, dict) and part in value)
-            paths = (split,) if len(split) > 1 and holds(inside, split) else tuple(nested)
-            return MissingKeyError(key, owner=owner, path=path, depth=depth, known=tuple(inside), paths=paths)
-        node = inside[part]
+            nested = [(name, part) for name, value in node.items() if isinstance(value, dict) and part in value]
+            paths = [split] if len(split) > 1 and holds(node, split) else nested
+            if paths:
+                way = ", ".join(map(repr, (*at, *paths[0], *path[depth + 1 :])))
+                return MissingKeyError(key, f"{text}; use the path d[{way}]")
+            return MissingKeyError(key, text if node else f"{text}; {where} is empty", part, tuple(node))
+        node = node[part]
     raise AssertionError(f"{path} is there")  # pragma: no cover  (the caller did not find the path)
 
 

@@ -51,23 +51,15 @@ else:
     OptionFields = object
 
 
-class _Option(TypedDict):
-    """The metadata of a field of `Policy` that is an option. The functions raise an error for an invalid value."""
-
-    check: Callable[[Any], Any]
-    to_json: Callable[[Any], Any]
-    from_json: Callable[[Any], Any]
-
-
-def _choice(name: str, *allowed: str) -> _Option:
-    """An option with a few values."""
+def _choice(name: str, *allowed: str) -> dict[str, Callable[[Any], Any]]:
+    """The metadata of an option with a few values. Each function raises an error for an invalid value."""
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{name} is {' or '.join(map(repr, allowed))}, got {value!r}")
         return value
 
-    return {"check": check, "to_json": str, "from_json": check}
+    return {"check": check, "from_json": check}
 
 
 def _floating(value: Any) -> torch.dtype:
@@ -83,9 +75,6 @@ def _floating_from_json(name: Any) -> torch.dtype:
     return dtype
 
 
-_FLOATING: _Option = {"check": _floating, "to_json": dtype_name, "from_json": _floating_from_json}
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The options of a `DeviceDict`. Immutable: each method that changes an option returns a new policy."""
@@ -94,7 +83,7 @@ class Policy:
     default_encoder: StringEncoder = field(default_factory=Utf8)
     on_mismatch: OnMismatch = field(default="error", metadata=_choice("on_mismatch", "error", "move"))
     objects: Objects = field(default="error", metadata=_choice("objects", "error", "keep"))
-    dtype: torch.dtype | None = field(default=None, metadata=_FLOATING)
+    dtype: torch.dtype | None = field(default=None, metadata={"check": _floating, "from_json": _floating_from_json})
 
     def override(self, encoders: Encoders | None = None, **options: Any) -> Policy:
         """Validate and set the given options. None counts as not given. Encoders are merged by key."""
@@ -159,8 +148,7 @@ class Policy:
     def options_to_json(self) -> dict[str, Any]:
         """The options except the encoders, as JSON values. An option with its default value is left out."""
         values = {name: getattr(self, name) for name in _OPTIONS}
-        changed = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
-        return {name: _OPTIONS[name]["to_json"](value) for name, value in changed.items()}
+        return {name: dtype_name(value) for name, value in values.items() if value != getattr(_DEFAULTS, name)}
 
 
 _DEFAULTS = Policy()

@@ -6,10 +6,8 @@ an object that cannot be pickled, and the receiver waits forever. So this module
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
-from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
 from threading import current_thread
 from typing import Any
@@ -44,7 +42,7 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     """
     try:
         reduced, plain = _reduction(d)
-        return reduced if plain else (pickle.loads, (_dumps(_Pickler, d),))
+        return reduced if plain else (pickle.loads, (bytes(_Pickler.dumps(d)),))
     except Exception as error:
         named = _error_with_field(d, error)
         try:
@@ -89,7 +87,7 @@ def _reduction(d: TreeDict[Any]) -> tuple[tuple[Any, ...], bool]:
         (d._device is not None and d._device.type in _DEVICES)
         and all(map(_is_importable, set(map(type, outline.nodes))))
         and all(encoder.is_data for encoder in outline.encoders)
-        and _are_plain(outline.values if leaves is not None else ())
+        and (leaves is None or all(map(_is_plain, outline.values)))
     )
     return arguments(d, outline, carried), plain
 
@@ -101,18 +99,13 @@ def _by_value(buffer: Tensor) -> Any:
     return host_array(buffer).tobytes()
 
 
-def _are_plain(values: Iterable[Any]) -> bool:
-    """Whether all values can be pickled without a trial."""
-    for value in values:
-        if isinstance(value, Tensor):
-            named = getattr(value, "has_names", None)  # such a tensor cannot be pickled; not every torch has them
-            if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
-                return False
-            if value.device.type not in _DEVICES or (named is not None and named()):
-                return False
-        elif not _OBJECTS.issuperset(map(type, value) if type(value) in (list, tuple) else (type(value),)):
-            return False
-    return True
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be pickled without a trial."""
+    if not isinstance(value, Tensor):
+        return _OBJECTS.issuperset(map(type, value) if type(value) in (list, tuple) else (type(value),))
+    named = getattr(value, "has_names", None)  # such a tensor cannot be pickled; not every torch has them
+    usual = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+    return usual and value.device.type in _DEVICES and not (named is not None and named())
 
 
 def _refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
@@ -128,7 +121,7 @@ def _refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
         path = (*at, key)
         if isinstance(value, TreeDict):
             _refuse_unsendable(value, path)
-        elif not _are_plain([value]):
+        elif not _is_plain(value):
             what, way_out = _what_and_way_out(value)
             _try(value, f"{dotted(path)}: {what}", way_out)
 
@@ -160,19 +153,13 @@ class _Trial(_Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         is_storage = isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu"
-        return True if is_storage or (isinstance(obj, Tensor) and _are_plain([obj])) else None
-
-
-def _dumps(pickler: type[ForkingPickler], obj: Any) -> bytes:
-    buffer = io.BytesIO()
-    pickler(buffer).dump(obj)
-    return buffer.getvalue()
+        return True if is_storage or (isinstance(obj, Tensor) and _is_plain(obj)) else None
 
 
 def _try(obj: Any, what: str, way_out: str) -> None:
     """Pickle an object, without its tensors. Raises ``TypeError`` with ``what`` and ``way_out`` if pickling fails."""
     try:
-        _dumps(_Trial, obj)
+        _Trial.dumps(obj)
     except Exception as error:
         raise TypeError(
             f"{what} cannot be pickled, so the dict cannot be sent to another process; {way_out}: {error}"

@@ -257,10 +257,10 @@ def read_header(text: bytes, digest: int) -> Header:
         manifest, listed = header["manifest"], header["specs"]
         groups: list[Group] = []
         for dtype, shape, stride, members in listed:
-            spec = (DTYPES[dtype], tuple(shape), tuple(stride), members)
+            spec = (DTYPES[dtype], tuple(shape), tuple(stride), tuple(members))
             if not is_saved_group(spec):
                 raise ValueError("its layout is damaged")
-            groups.append((spec[:3], list(members)))
+            groups.append((spec[:3], list(spec[3])))
         layout = lay_out(groups)
         count = len(layout.members)
         if sorted(layout.members) != list(range(count)) or layout.nbytes > 1 << 46:
