@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,20 +57,11 @@ def arrow_items(table: Any, nulls: Any, dtype: torch.dtype | None) -> dict[str, 
 
     ``dtype``: the dtype of list columns of floats; None keeps their own dtype.
     """
-    items: dict[str, Any] = {}
-    arrow: Any = sys.modules.get("pyarrow")
     columns = table_columns(table)
     if columns is None:
         raise TypeError(f"from_arrow takes a pyarrow.Table or RecordBatch, got {type(table).__name__}")
-    _refuse_columns(nulls, columns)
-    for key, column in columns.items():
-        whole = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column
-        if isinstance(whole, arrow.ChunkedArray):  # combine_chunks of no chunks, in earlier versions
-            whole = arrow.array([], type=whole.type)
-        if arrow.types.is_dictionary(whole.type):
-            whole = whole.dictionary_decode()
-        _add_column(items, columns, nulls, key, whole.is_null().to_numpy(zero_copy_only=False), _Arrow(whole, dtype))
-    return items
+    arrays = ((key, _whole(column)) for key, column in columns.items())
+    return _items(columns, arrays, nulls, _null_in_arrow, _fill_arrow, partial(_arrow_values, dtype=dtype))
 
 
 def pandas_items(frame: Any, nulls: Any) -> dict[str, Any]:
@@ -80,15 +72,8 @@ def pandas_items(frame: Any, nulls: Any) -> dict[str, Any]:
     twice = frame.columns[frame.columns.duplicated()]
     if len(twice):
         raise ValueError(f"the table has two columns {twice[0]!r}; rename one")
-    items: dict[str, Any] = {}
     columns = {name: frame[name] for name in frame.columns}
-    _refuse_columns(nulls, columns)
-    for key, column in columns.items():
-        missing = column.isna().to_numpy()
-        if column.dtype.kind == "f" and isinstance(column.dtype, np.dtype) and _option(nulls, key) == "error":
-            missing = np.zeros(len(column), dtype=bool)  # NaN is a number, as everywhere else
-        _add_column(items, columns, nulls, key, missing, _Pandas(column))
-    return items
+    return _items(columns, columns.items(), nulls, _missing_in_pandas, _fill_pandas, lambda column: column)
 
 
 class RaggedColumn(NamedTuple):
@@ -98,79 +83,80 @@ class RaggedColumn(NamedTuple):
     offsets: Tensor
 
 
-class _Arrow:
-    """An Arrow array. ``filled`` fills its nulls, ``values`` converts it. ``zero``: the fill value beside a mask."""
-
-    def __init__(self, array: Any, dtype: torch.dtype | None) -> None:
-        self.types: Any = sys.modules["pyarrow"].types
-        self.array, self.dtype = array, dtype
-        self.is_text = self.types.is_string(array.type) or self.types.is_large_string(array.type)
-        self.is_list = self.types.is_list(array.type) or self.types.is_large_list(array.type)
-        self.zero: Any = "" if self.is_text else [] if self.is_list else 0
-
-    def filled(self, value: Any) -> _Arrow:
-        arrow: Any = sys.modules["pyarrow"]
-        kind = self.array.type
-        if self.types.is_boolean(kind) and value in (0, 1):
-            value = bool(value)
-        try:
-            fill = arrow.scalar(value, type=kind)
-        except (arrow.ArrowInvalid, arrow.ArrowTypeError, TypeError, ValueError) as error:
-            raise TypeError(f"nulls of {kind} cannot become {value!r}: {error}") from error
-        return _Arrow(self.array.fill_null(fill), self.dtype)
-
-    def values(self) -> Any:
-        if self.is_list and self._has_numbers(self.array.type.value_type):
-            return self._ragged()
-        if self.types.is_fixed_size_list(self.array.type) and self._has_numbers(self.array.type.value_type):
-            inner = self.array.flatten()
-            if not inner.null_count:
-                return inner.to_numpy(zero_copy_only=False).reshape(len(self.array), self.array.type.list_size)
-        return self.array
-
-    def _has_numbers(self, kind: Any) -> bool:
-        return self.types.is_integer(kind) or self.types.is_floating(kind) or self.types.is_boolean(kind)
-
-    def _ragged(self) -> Any:
-        inner = self.array.flatten()
-        if inner.null_count:
-            raise ValueError(f"{inner.null_count} nulls inside of lists; fill them in Arrow first")
-        numbers = torch.as_tensor(np.array(inner.to_numpy(zero_copy_only=False)), device="cpu")
-        if self.dtype is not None and numbers.is_floating_point():
-            numbers = numbers.to(self.dtype)
-        offsets = self.array.offsets.to_numpy()  # of a slice they do not start at 0, and `flatten` gives its values
-        return RaggedColumn(numbers, torch.as_tensor(offsets - offsets[:1], device="cpu"))
+def _whole(column: Any) -> Any:
+    """A column of an Arrow table as one array, without a dictionary."""
+    arrow: Any = sys.modules["pyarrow"]
+    whole = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column
+    if isinstance(whole, arrow.ChunkedArray):  # combine_chunks of no chunks, in earlier versions
+        whole = arrow.array([], type=whole.type)
+    return whole.dictionary_decode() if arrow.types.is_dictionary(whole.type) else whole
 
 
-class _Pandas:
-    """A pandas column, with the methods of `_Arrow`."""
-
-    def __init__(self, column: Any) -> None:
-        self.column = column
-        self.zero: Any = 0 if column.dtype.kind in "biufc" else ""
-
-    def filled(self, value: Any) -> _Pandas:
-        column = self.column
-        numbers = column.dtype.kind in "biufc"
-        if numbers == isinstance(value, str):
-            raise TypeError(f"missing values of {column.dtype} cannot become {value!r}")
-        if column.dtype.kind == "b":
-            value = bool(value)
-        try:
-            return _Pandas((column if numbers else column.astype(object)).fillna(value))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"missing values of {column.dtype} cannot become {value!r}: {error}") from error
-
-    def values(self) -> Any:
-        return self.column
+def _null_in_arrow(array: Any, option: Any) -> Any:
+    return array.is_null().to_numpy(zero_copy_only=False)
 
 
-def _option(nulls: Any, key: str) -> Any:
-    """The option for the nulls of one column."""
-    return nulls.get(key, "error") if isinstance(nulls, Mapping) else nulls
+def _fill_arrow(array: Any, option: Any) -> Any:
+    arrow: Any = sys.modules["pyarrow"]
+    kind, value = array.type, option
+    if option == "mask":
+        text = arrow.types.is_string(kind) or arrow.types.is_large_string(kind)
+        value = "" if text else [] if _is_list(kind) else 0
+    if arrow.types.is_boolean(kind) and value in (0, 1):
+        value = bool(value)
+    try:
+        fill = arrow.scalar(value, type=kind)
+    except (arrow.ArrowInvalid, arrow.ArrowTypeError, TypeError, ValueError) as error:
+        raise TypeError(f"nulls of {kind} cannot become {value!r}: {error}") from error
+    return array.fill_null(fill)
 
 
-def _refuse_columns(nulls: Any, columns: Mapping[str, Any]) -> None:
+def _is_list(kind: Any) -> bool:
+    types: Any = sys.modules["pyarrow"].types
+    return types.is_list(kind) or types.is_large_list(kind)
+
+
+def _arrow_values(array: Any, dtype: torch.dtype | None) -> Any:
+    """The values of an Arrow array. Lists of numbers become a `RaggedColumn`, or an array if their length is fixed."""
+    types: Any = sys.modules["pyarrow"].types
+    is_list, is_fixed = _is_list(array.type), types.is_fixed_size_list(array.type)
+    inner = array.flatten() if is_list or is_fixed else array
+    if inner is array or not (
+        types.is_integer(inner.type) or types.is_floating(inner.type) or types.is_boolean(inner.type)
+    ):
+        return array
+    if is_fixed:
+        size = array.type.list_size
+        return array if inner.null_count else inner.to_numpy(zero_copy_only=False).reshape(len(array), size)
+    if inner.null_count:
+        raise ValueError(f"{inner.null_count} nulls inside of lists; fill them in Arrow first")
+    numbers = torch.as_tensor(np.array(inner.to_numpy(zero_copy_only=False)), device="cpu")
+    if dtype is not None and numbers.is_floating_point():
+        numbers = numbers.to(dtype)
+    offsets = array.offsets.to_numpy()  # of a slice they do not start at 0, and `flatten` gives its values
+    return RaggedColumn(numbers, torch.as_tensor(offsets - offsets[:1], device="cpu"))
+
+
+def _missing_in_pandas(column: Any, option: Any) -> Any:
+    if column.dtype.kind == "f" and isinstance(column.dtype, np.dtype) and option == "error":
+        return np.zeros(len(column), dtype=bool)  # NaN is a number, as everywhere else
+    return column.isna().to_numpy()
+
+
+def _fill_pandas(column: Any, option: Any) -> Any:
+    numbers = column.dtype.kind in "biufc"
+    value = (0 if numbers else "") if option == "mask" else option
+    if numbers == isinstance(value, str):
+        raise TypeError(f"missing values of {column.dtype} cannot become {value!r}")
+    if column.dtype.kind == "b":
+        value = bool(value)
+    try:
+        return (column if numbers else column.astype(object)).fillna(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"missing values of {column.dtype} cannot become {value!r}: {error}") from error
+
+
+def _refuse_nulls(nulls: Any, columns: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` for invalid options ``nulls``, ``ValueError`` if they name a column that does not exist."""
     options: Mapping[Any, Any] = nulls if isinstance(nulls, Mapping) else {}
     for option in options.values() if isinstance(nulls, Mapping) else (nulls,):
@@ -185,25 +171,43 @@ def _refuse_columns(nulls: Any, columns: Mapping[str, Any]) -> None:
             )
 
 
-def _add_column(
-    items: dict[str, Any], columns: Any, nulls: Any, key: str, missing: Any, column: _Arrow | _Pandas
-) -> None:
-    """Add a column to ``items``, and its mask if ``nulls`` asks for one. ``missing``: which rows are null."""
-    option = _option(nulls, key)
-    count = int(missing.sum())
-    try:
-        if count and option == "error":
-            raise ValueError(
-                f'{count} of {len(missing)} values are null; give nulls="mask" or a fill value, as nulls={{{key!r}: 0}}'
-            )
-        if count:
-            column = column.filled(column.zero if option == "mask" else option)
-        items[key] = column.values()
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"column {key!r}: {error}") from error
-    if option == "mask" and (count or isinstance(nulls, Mapping)):
-        if f"{key}_valid" in columns:
-            raise ValueError(
-                f"column {key!r}: its mask would be {f'{key}_valid'!r}, which is a column already; rename one"
-            )
-        items[f"{key}_valid"] = ~missing
+def _items(
+    columns: Mapping[str, Any],
+    prepared: Iterable[tuple[str, Any]],
+    nulls: Any,
+    missing: Callable[[Any, Any], Any],
+    fill: Callable[[Any, Any], Any],
+    values: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """The columns for a dict, and the masks that ``nulls`` asks for.
+
+    Args:
+        columns: the columns by name.
+        prepared: the name of each column, and what the functions take.
+        nulls: see `DeviceDict.from_arrow`.
+        missing: which rows of a column are null, given its option of ``nulls``.
+        fill: fills the nulls of a column with its option, or with a zero beside a mask.
+        values: the values of a column.
+    """
+    _refuse_nulls(nulls, columns)
+    items: dict[str, Any] = {}
+    for key, column in prepared:
+        option = nulls.get(key, "error") if isinstance(nulls, Mapping) else nulls
+        lacks = missing(column, option)
+        count = int(lacks.sum())
+        try:
+            if count and option == "error":
+                raise ValueError(
+                    f'{count} of {len(lacks)} values are null; give nulls="mask" or a fill value, '
+                    f"as nulls={{{key!r}: 0}}"
+                )
+            items[key] = values(fill(column, option) if count else column)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"column {key!r}: {error}") from error
+        if option == "mask" and (count or isinstance(nulls, Mapping)):
+            if f"{key}_valid" in columns:
+                raise ValueError(
+                    f"column {key!r}: its mask would be {f'{key}_valid'!r}, which is a column already; rename one"
+                )
+            items[f"{key}_valid"] = ~lacks
+    return items
