@@ -36,7 +36,7 @@ from .._memory.layout import ALIGNMENT, row_major
 from .._memory.mapped import map_file
 from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
-from .._tree.manifest import Manifest, Reader, choose_from, describe, invalid
+from .._tree.manifest import Manifest, Reader, describe, invalid
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict, validate_ragged
 from .atomic_write import FilePath, atomic_write
@@ -199,7 +199,7 @@ def read_file(
             found = _mapped(file, opened, names) if linked else {name: file.get_tensor(name) for name in names}
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]
             leaves = dict(zip(reader.numbers, tensors, strict=True))
-            out: Any = reader.build(choose_from(cls), leaves.__getitem__, CPU, trusted=False)
+            out: Any = reader.build(cls, leaves.__getitem__, CPU, trusted=False)
             validate_ragged(out)
     return out.to(device)
 

@@ -17,7 +17,7 @@ from .._files.safetensors import invalid_file, open_regular, reading
 from .._memory.device import CPU
 from .._memory.mapped import map_append_only
 from .._memory.ragged import problem_of_lengths
-from .._tree.manifest import InvalidManifest, Reader, choose_from, invalid
+from .._tree.manifest import InvalidManifest, Reader, invalid
 from .._tree.policy import Encoders
 from .._tree.tree import validate_ragged
 from .format import OFFSETS, VALUES, Column, TableIndex, read_index
@@ -57,7 +57,7 @@ def read_table(
                 if index == before:
                     raise
                 # A writer has replaced the table, and removed the files that were read: read the new table.
-        out: Any = reader.build(choose_from(cls), tensors.__getitem__, CPU, trusted=False)
+        out: Any = reader.build(cls, tensors.__getitem__, CPU, trusted=False)
         validate_ragged(out)
     if rows not in (None, count):
         raise ValueError(f"{folder!r} has {count} rows, and rows={rows} asks for more")

@@ -25,7 +25,7 @@ from .._errors import Path, dotted
 from .._files.atomic_write import FilePath, make_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
-from .._tree.manifest import Manifest, Reader, choose_from, describe, without
+from .._tree.manifest import Manifest, Reader, describe, without
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict, ragged_paths, validate_ragged
@@ -413,7 +413,7 @@ def fields_of(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encode
         empty = [
             torch.zeros((int(one.kind == OFFSETS), *one.shape), dtype=one.dtype, device="cpu") for one in index.columns
         ]
-        fields = reader.build(choose_from(cls), empty.__getitem__, CPU)
+        fields = reader.build(cls, empty.__getitem__, CPU)
         validate_ragged(fields)
     if encoders is not None:
         _refuse_other_encoders(fields, index.manifest)

@@ -275,36 +275,27 @@ def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None)
     )
 
 
-def find_tensor(value: object, seen: dict[int, object] | None = None) -> str | None:
+def find_tensor(value: object) -> str | None:
     """The position of the first tensor found in ``value``, such as ``[0]['x']``; None if there is no tensor.
 
     Searches standard containers, dataclasses and modules. Raises ``TooDeep`` if ``value`` is nested so deep that
-    pickle or copy would fail. ``seen``: the objects that were searched before, by id. They are not searched again.
+    pickle or copy would fail.
     """
     # An object may contain itself. `seen` keeps the objects alive, since Python reuses the id of a deleted object.
-    seen = {} if seen is None else seen
-    level: list[tuple[Any, object]] = [((), value)]  # each object with its keys as nested pairs: (..., key)
+    seen: dict[int, object] = {}
+    level: list[tuple[tuple[Any, ...], object]] = [((), value)]  # each object with its keys
     for _ in range(DEPTH + 1):
-        deeper: list[tuple[Any, object]] = []
+        deeper: list[tuple[tuple[Any, ...], object]] = []
         for way, one in level:
             if isinstance(one, Tensor):
-                return _indexed(way)
+                return "".join(f"[{key!r}]" for key in way)
             if id(one) not in seen:
                 seen[id(one)] = one
-                deeper += [((way, key), item) for key, item in _inside(one)]
+                deeper += [((*way, key), item) for key, item in _inside(one)]
         if not deeper:
             return None
         level = deeper
     raise TooDeep
-
-
-def _indexed(way: Any) -> str:
-    """The nested pairs ``(((), 0), 'x')`` as text: ``[0]['x']``."""
-    keys: list[str] = []
-    while way:
-        way, key = way
-        keys.append(f"[{key!r}]")
-    return "".join(reversed(keys))
 
 
 def _inside(value: object) -> Iterable[tuple[Any, Any]]:

@@ -281,7 +281,7 @@ def _rebuilt(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, le
     home = canonical(devices.pop()) if len(devices) == 1 else None if devices or device is None else _device(device)
     names = type(classes[0]) is str
     trusted = not names or home is not CPU
-    out: Any = reader.build(lambda _, __: next(known), values.__getitem__, home, encoders, trusted)
+    out: Any = reader.build(next(known), values.__getitem__, home, trusted, (known, encoders))
     if devices:
         out._infer_device(None)
     if names:

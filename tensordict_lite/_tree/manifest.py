@@ -222,23 +222,23 @@ class Reader:
 
     def build(
         self,
-        choose: Callable[[Any, str], Any],
+        cls: Any,
         leaf: Callable[[int], Any],
         device: torch.device | None,
-        encoders: Sequence[Any] | None = None,
         trusted: bool = True,
+        pickled: tuple[Iterator[Any], Sequence[Any]] | None = None,
     ) -> TreeDict[Any]:
         """Build the dict. The device of every dict in the tree is set to ``device``. Does not validate the values.
 
         Args:
-            choose: returns the class of a dict, given the class of its parent (None for the root) and its key. It is
-                called in the order of the tree.
+            cls: the class of the dict. A nested dict gets the class that the class of its parent declares for the key,
+                or else the class of its parent. A class with its own options keeps them, and takes only the encoders.
             leaf: returns the tensor or object with a number.
-            encoders: the entries of the encoders, from a pickle. Then the dicts get the policies of the manifest
-                unchanged. If None, a class with its own options keeps its options and takes only the encoders.
             trusted: whether ragged fields get the ``max_length`` of the manifest. Else `validate_ragged` finds it.
+            pickled: from a pickle: the classes of the nested dicts in the order of the tree, and the entries of the
+                encoders. Then the dicts get the policies of the manifest unchanged.
         """
-        return _Builder(self, choose, leaf, device, encoders, trusted).dict_of(self._root, choose(None, ""))
+        return _Builder(self, leaf, device, trusted, pickled).dict_of(self._root, cls)
 
     def _node(self, node: Any, depth: int) -> Node:
         if depth >= DEPTH:
@@ -291,15 +291,14 @@ class _Builder:
     def __init__(
         self,
         reader: Reader,
-        choose: Callable[[Any, str], Any],
         leaf: Callable[[int], Any],
         device: torch.device | None,
-        encoders: Sequence[Any] | None,
         trusted: bool,
+        pickled: tuple[Iterator[Any], Sequence[Any]] | None,
     ) -> None:
-        self._choose, self._leaf, self._device, self._trusted = choose, leaf, device, trusted
-        self._policies, self._given, self._pickled = reader.policies, reader.given, encoders is not None
-        self._encoders = reader.encoders if encoders is None else encoders
+        self._leaf, self._device, self._trusted = leaf, device, trusted
+        self._policies, self._given = reader.policies, reader.given
+        self._classes, self._encoders = pickled or (None, reader.encoders)
         self._known: dict[int, Policy] = {}
         self._merged: dict[tuple[int, Any], Policy] = {}
         self._made: dict[int, StringEncoder] = {}
@@ -309,7 +308,7 @@ class _Builder:
         if node.ragged and not cls._is_ragged:
             cls = ragged_class()
         items = {
-            key: self._leaf(value) if type(value) is int else self.dict_of(value, self._choose(cls, key))
+            key: self._leaf(value) if type(value) is int else self.dict_of(value, self._nested_class(cls, key))
             for key, value in node.items()
         }
         out = cls._new(items, self._device, self._policy(node, cls))
@@ -317,14 +316,17 @@ class _Builder:
             out._max_length = node.ragged["max_length"]
         return out
 
+    def _nested_class(self, cls: Any, key: str) -> Any:
+        return cls._nested_class(key) or cls if self._classes is None else next(self._classes)
+
     def _policy(self, node: Node, cls: Any) -> Policy:
         number = node.policy
-        if self._pickled and number == OF_ITS_CLASS:
+        if self._classes is not None and number == OF_ITS_CLASS:
             return cls._class_policy
         if number not in self._known:
             self._known[number] = self._read(_at(self._policies, number, "policy"))
         policy = self._known[number]
-        if self._pickled or not cls._has_policy():
+        if self._classes is not None or not cls._has_policy():
             return policy
         if (number, cls) not in self._merged:  # merged once for all dicts that share the policy
             self._merged[number, cls] = cls._class_policy.with_encoders(policy.encoders)
@@ -367,19 +369,6 @@ def _make_encoder(entry: dict[Any, Any], key: str) -> StringEncoder:
         return encoder_from_json(entry)
     except (ValueError, OverflowError, RecursionError) as error:
         raise InvalidManifest(f"the encoder of {key!r}: {str(error)[:1000]}") from error
-
-
-def choose_from(cls: Any) -> Callable[[Any, str], Any]:
-    """The argument ``choose`` of `Reader.build` for a root of class ``cls``.
-
-    A nested dict gets the class that the class of its parent declares for the key. If no class is declared, the nested
-    dict gets the class of its parent.
-    """
-
-    def choose(parent: Any, key: str) -> Any:
-        return cls if parent is None else parent._nested_class(key) or parent
-
-    return choose
 
 
 def paths_of(manifest: Manifest) -> list[Path]:

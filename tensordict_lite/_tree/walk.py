@@ -124,21 +124,14 @@ def as_shared(value: Any, path: Path) -> Any:
         ) from error
 
 
-def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
+def tensors_in(data: Mapping[str, Any]) -> list[Tensor]:
     """Every tensor, depth first. Raises ``TooDeep`` if ``data`` is nested deeper than a `DeviceDict` may be."""
-    refuse_deeper(at)
-    found: list[Tensor] = []
-    for key, given in data.items():
-        value = as_shared(given, (*at, key))
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            found += tensors_in(value, (*at, key))
-    return found
+    return [value for path, given in leaves(data) if isinstance(value := as_shared(given, path), Tensor)]
 
 
 def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The path and value of every leaf, depth first. A leaf is a value that is not a mapping."""
+    """The path and value of every leaf, depth first. A leaf is a value that is not a mapping. Raises ``TooDeep``."""
+    refuse_deeper(at)
     for key, value in data.items():
         if isinstance(value, Mapping):
             yield from leaves(value, (*at, key))

@@ -19,7 +19,7 @@ from .._memory.device import canonical
 from .._memory.dtypes import DTYPES
 from .._memory.layout import Group, Layout, lay_out
 from .._memory.packed import arrange, find_buffer, is_saved_group
-from .._tree.manifest import Manifest, Outline, Reader, choose_from, encoder_entry, paths_of
+from .._tree.manifest import Manifest, Outline, Reader, encoder_entry, paths_of
 from .._tree.tree import TreeDict
 
 PREFIX = 6
@@ -77,7 +77,7 @@ class Header:
         tensors: list[Any] = [None] * self.count
         views_of(self.layout, regions(buffer, self.layout), tensors)
         if cls not in self._built:
-            made = Reader(self.manifest, self.count).build(choose_from(cls), tensors.__getitem__, None)
+            made = Reader(self.manifest, self.count).build(cls, tensors.__getitem__, None)
             self._built[cls] = made._replace_tensors([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._replace_tensors(tensors, canonical(buffer.device))
         out._validate(shapes=False)
