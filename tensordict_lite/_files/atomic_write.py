@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
@@ -74,14 +75,10 @@ def replace_file(
 def make_folder(path: FilePath) -> bool:
     """Make a folder and the folders above it, and flush their names to disk. Returns False if it exists already."""
     name = os.path.abspath(os.fsdecode(path))
-    missing: list[str] = []
-    above = name
-    while not os.path.exists(above):
-        missing.append(above)
-        above = os.path.dirname(above)
+    missing = [one for one in (Path(name), *Path(name).parents) if not os.path.exists(one)]
     os.makedirs(name, exist_ok=True)
     for made in missing:
-        _sync_names_in(os.path.dirname(made))
+        _sync_names_in(str(made.parent))
     return bool(missing)
 
 

@@ -256,39 +256,35 @@ def rebuild(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, lea
     ``InvalidFileError``, ``TypeError`` or ``ValueError`` for invalid data, also for a class that is not defined.
     """
     try:
-        return _rebuilt(text, classes, encoders, device, parts, leaves)
+        kinds = [type(text) is str, type(classes) is list, isinstance(encoders, (list, tuple)), type(parts) is list]
+        if not (all(kinds) and type(leaves) in (list, type(None)) and type(device) in (str, type(None))):
+            invalid("the data of the dict is damaged")
+        reader = read_text(text)
+        if len(classes) != reader.count:
+            invalid("the number of classes differs from the number of dicts")
+        known = _classes_of(classes)
+        fields: dict[int, Tensor] = {}
+        buffers = [_add_fields(fields, part) for part in parts]
+        devices = {buffer.device for buffer in buffers}
+        values: Any = fields
+        if leaves is not None:
+            values = [_value(leaf, fields) for leaf in leaves]
+            devices.update([value.device for value in values if isinstance(value, Tensor)])
+        if len(values) != len(reader.numbers) or (values is fields and fields and max(fields) >= len(fields)):
+            invalid("a tensor is missing")
+        home = canonical(devices.pop()) if len(devices) == 1 else None if devices or device is None else _device(device)
+        names = type(classes[0]) is str
+        trusted = not names or home is not CPU
+        out: Any = reader.build(next(known), values.__getitem__, home, trusted, (known, encoders))
+        if devices:
+            out._infer_device(None)
+        if names:
+            _refuse_objects(out)
+            validate_ragged(out)
+            out._validate(shapes=False)  # the class may have changed since the dict was saved
+        return out
     except InvalidManifest as error:
         raise InvalidFileError(f"not a valid file or pickle: {error}") from error
-
-
-def _rebuilt(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, leaves: Any) -> Any:
-    kinds = [type(text) is str, type(classes) is list, isinstance(encoders, (list, tuple)), type(parts) is list]
-    if not (all(kinds) and type(leaves) in (list, type(None)) and type(device) in (str, type(None))):
-        invalid("the data of the dict is damaged")
-    reader = read_text(text)
-    if len(classes) != reader.count:
-        invalid("the number of classes differs from the number of dicts")
-    known = _classes_of(classes)
-    fields: dict[int, Tensor] = {}
-    buffers = [_add_fields(fields, part) for part in parts]
-    devices = {buffer.device for buffer in buffers}
-    values: Any = fields
-    if leaves is not None:
-        values = [_value(leaf, fields) for leaf in leaves]
-        devices.update([value.device for value in values if isinstance(value, Tensor)])
-    if len(values) != len(reader.numbers) or (values is fields and fields and max(fields) >= len(fields)):
-        invalid("a tensor is missing")
-    home = canonical(devices.pop()) if len(devices) == 1 else None if devices or device is None else _device(device)
-    names = type(classes[0]) is str
-    trusted = not names or home is not CPU
-    out: Any = reader.build(next(known), values.__getitem__, home, trusted, (known, encoders))
-    if devices:
-        out._infer_device(None)
-    if names:
-        _refuse_objects(out)
-        validate_ragged(out)
-        out._validate(shapes=False)  # the class may have changed since the dict was saved
-    return out
 
 
 def _refuse_objects(d: TreeDict[Any], at: Path = ()) -> None:
@@ -314,14 +310,12 @@ def _value(leaf: Any, fields: Mapping[int, Tensor]) -> Any:
 
 def _classes_of(given: Sequence[Any]) -> Iterator[type[Any]]:
     """The class of each dict of the tree, in the order of the tree."""
-    found: dict[Any, type[Any]] = {}  # each class is looked up once
+    found: dict[Any, Any] = {}
     for one in given:
-        if type(one) is str:
-            found[one] = found.get(one) or class_named(one)
-        elif isinstance(one, type) and issubclass(one, TreeDict):
-            found[one] = one
-        else:
-            raise TypeError(f"expected a DeviceDict class, got {one!r:.200}")
+        if one not in found:  # each class is looked up once
+            found[one] = class_named(one) if type(one) is str else one
+            if not (isinstance(found[one], type) and issubclass(found[one], TreeDict)):
+                raise TypeError(f"expected a DeviceDict class, got {one!r:.200}")
     return iter([found[one] for one in given])
 
 

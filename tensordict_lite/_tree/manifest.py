@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -164,16 +164,6 @@ class Node(dict[str, Any]):
         """``max_length`` of a ragged field: the length of its longest row, or None. Any other dict has no entry."""
 
 
-class _PolicyEntry(NamedTuple):
-    """A validated policy of a manifest."""
-
-    encoders: dict[str, Any]
-    """The number of the encoder of each key."""
-    default: Any
-    """The number of the default encoder; None for ``Utf8()``."""
-    options: dict[str, Any]
-
-
 class Reader:
     """Validate and read a manifest from a file or from another process.
 
@@ -274,13 +264,13 @@ def read_text(text: str) -> Reader:
         raise InvalidManifest(f"its manifest: {error}") from error
 
 
-def _policy(entry: Any) -> _PolicyEntry:
+def _policy(entry: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """A validated policy: the number of the encoder of each key, that of the default encoder or None, the options."""
     options: dict[str, Any] = dict(entry) if type(entry) is dict else {}
     numbers = {name: options.pop(name) for name in ("encoders", "default") if name in options}
+    fields = _fields(numbers, "a policy", encoders=dict, default=object)
     try:
-        return _PolicyEntry(
-            **_fields(numbers, "a policy", encoders=dict, default=object), options=options_from_json(options)
-        )
+        return fields["encoders"], fields["default"], options_from_json(options)
     except (TypeError, ValueError) as error:
         raise InvalidManifest(str(error)) from error
 
@@ -324,7 +314,7 @@ class _Builder:
         if self._classes is not None and number == OF_ITS_CLASS:
             return cls._class_policy
         if number not in self._known:
-            self._known[number] = self._read(_at(self._policies, number, "policy"))
+            self._known[number] = self._read(*_at(self._policies, number, "policy"))
         policy = self._known[number]
         if self._classes is not None or not cls._has_policy():
             return policy
@@ -332,13 +322,13 @@ class _Builder:
             self._merged[number, cls] = cls._class_policy.with_encoders(policy.encoders)
         return self._merged[number, cls].with_default_of(policy, node)
 
-    def _read(self, entry: _PolicyEntry) -> Policy:
+    def _read(self, numbers: Mapping[str, Any], default_number: Any, options: Mapping[str, Any]) -> Policy:
         own = Policy().override(self._given)
         encoders, default = dict(own.encoders), own.default_encoder
         if self._given is None or isinstance(self._given, Mapping):
-            encoders |= {key: self._encoder(n, key) for key, n in entry.encoders.items() if key not in own.encoders}
-            default = default if entry.default is None else self._encoder(entry.default, "*")
-        return Policy(encoders, default).override(**entry.options)
+            encoders |= {key: self._encoder(n, key) for key, n in numbers.items() if key not in own.encoders}
+            default = default if default_number is None else self._encoder(default_number, "*")
+        return Policy(encoders, default).override(**options)
 
     def _encoder(self, number: Any, key: str) -> StringEncoder:
         entry = _at(self._encoders, number, "encoder")

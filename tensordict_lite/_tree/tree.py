@@ -54,15 +54,12 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         pytree.register(cls, _pytree_context, _pytree_unflatten)
         # A process that shares memory gets the storage itself. `_reduction` would copy slices of a larger storage.
         ForkingPickler.register(cls, cls._sent)
-        if len(options) > len(kwargs):
-            cls._class_options = {name: value for name, value in options.items() if name not in kwargs}
+        cls._class_options = {name: value for name, value in options.items() if name not in kwargs}
         # Merge the options of all bases. The options of a derived class replace those of its bases.
-        given = [base.__dict__["_class_options"] for base in cls.__mro__ if "_class_options" in base.__dict__]
-        if given:
-            policy = Policy()
-            for options in reversed(given):
-                policy = policy.override(**options)
-            cls._class_policy = policy
+        policy = TreeDict._class_policy  # stays itself if no class declares an option: see `_has_policy`
+        for base in reversed(cls.__mro__):
+            policy = policy.override(**base.__dict__.get("_class_options", {}))
+        cls._class_policy = policy
 
     @classmethod
     def _has_policy(cls) -> bool:
@@ -241,9 +238,24 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     __ne__ = object.__ne__
 
-    def _check(self) -> None:
+    def _check(self, at: Path = ()) -> None:
         """Raise ``AssertionError`` if an invariant of the dict does not hold. For tests; O(fields)."""
-        _verify(self, self._device, ())
+        where, device = f"at {dotted(at)}" if at else "at the root", self._device
+        assert isinstance(self._policy, Policy), where
+        assert device is None or device == resolve(device), f"{where}: {device} is not resolved"
+        assert (device is CPU) == (device == CPU), f"{where}: the CPU device is not the shared one"
+        for key, value in self.items():
+            path = (*at, key)
+            assert isinstance(key, str), f"key {key!r} {where}"
+            if isinstance(value, Tensor):
+                assert value.device == device, f"{dotted(path)} is on {value.device}, expected {device}"
+            elif isinstance(value, TreeDict):
+                assert device is not None, f"{dotted(path)}: nested in a dict without a device"
+                assert value._device == device, f"at {dotted(path)}: tracks {value._device}, expected {device}"
+                value._check(path)
+            else:
+                assert not isinstance(value, Mapping), f"{dotted(path)}: a mapping that is no DeviceDict"
+                assert self._policy.objects == "keep", f"{dotted(path)}: {type(value).__name__} without objects='keep'"
 
 
 def kind_nested(
@@ -352,25 +364,6 @@ def _dicts_of(d: TreeDict[Any]) -> list[TreeDict[Any]]:
     for one in found:  # grows
         found += [value for value in one.values() if type(value) is not Tensor and isinstance(value, TreeDict)]
     return found
-
-
-def _verify(d: TreeDict[Any], device: torch.device | None, at: Path) -> None:
-    where = f"at {dotted(at)}" if at else "at the root"
-    assert isinstance(d, TreeDict) and isinstance(d._policy, Policy), where
-    assert d._device == device, f"{where}: tracks {d._device}, expected {device}"
-    assert device is None or device == resolve(device), f"{where}: {device} is not resolved"
-    assert (device is CPU) == (device == CPU), f"{where}: the CPU device is not the shared one"
-    for key, value in d.items():
-        path = (*at, key)
-        assert isinstance(key, str), f"key {key!r} {where}"
-        if isinstance(value, Tensor):
-            assert value.device == device, f"{dotted(path)} is on {value.device}, expected {device}"
-        elif isinstance(value, TreeDict):
-            assert device is not None, f"{dotted(path)}: nested in a dict without a device"
-            _verify(value, device, path)
-        else:
-            assert not isinstance(value, Mapping), f"{dotted(path)}: a mapping that is no DeviceDict"
-            assert d._policy.objects == "keep", f"{dotted(path)}: {type(value).__name__} without objects='keep'"
 
 
 def _pytree_context(d: TreeDict[Any]) -> pytree.Context:
