@@ -37,7 +37,7 @@ _MOST_SCHEMAS = 64
 _UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
 _WRONG_SIZE = "the size of the buffer differs from its header"
 _NOT_COLLECTIVE: Any = object()
-_channels: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dict[int, Header | str], list[Any]]]] = (
+_channels: WeakKeyDictionary[Any, dict[tuple[str, int, int], tuple[dict[int, Header | str], list[Any]]]] = (
     WeakKeyDictionary()
 )
 """By process group, then by the arguments of the channel: its cached schemas and its pending receives. A new process
@@ -147,8 +147,9 @@ class Destination:
 class Channel:
     """A route of messages in a process group: to one rank, from one rank, or among all ranks."""
 
-    def __init__(self, group: ProcessGroup, *of: Any) -> None:
-        state = _channels.setdefault(process_group(group), {}).setdefault(of, ({}, []))
+    def __init__(self, group: ProcessGroup, kind: str, peer: int = 0, tag: int = 0) -> None:
+        state = _channels.setdefault(process_group(group), {}).setdefault((kind, peer, tag), ({}, []))
+        self.group, self.peer, self.tag = group, peer, tag
         self.known: dict[int, Header | str]
         self.pending: list[Any]
         self.known, self.pending = state
@@ -317,9 +318,7 @@ def agreed(
     made: Any = None if invalid else errors.attempt(make)
     text = b"" if errors.first is None else failure(errors.first)
     prefix = prefix_of(getattr(made, "schema", made), mark, device)
-    prefixes = [torch.empty_like(prefix) for _ in ranks]
-    dist.all_gather(prefixes, prefix, group=group)
-    read = [read_prefix(one) for one in prefixes]
+    read = [read_prefix(one) for one in of_all(prefix, group)]
     if any(failed for failed, *_ in read):
         said = zip(ranks, texts_of_all(text, group), strict=True)
         reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
@@ -333,10 +332,13 @@ def texts_of_all(mine: bytes, group: ProcessGroup) -> list[bytes]:
     """Gather one text from each rank on every rank."""
     device = comm_device(group)
     size = torch.tensor([len(mine)], device=device)
-    sizes = [torch.empty_like(size) for _ in ranks_of(group)]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(one) for one in sizes]
-    padded = as_tensor(mine.ljust(max(*lengths, 1), b"\0"), device)
-    texts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(texts, padded, group=group)
+    lengths = [int(one) for one in of_all(size, group)]
+    texts = of_all(as_tensor(mine.ljust(max(*lengths, 1), b"\0"), device), group)
     return [bytes(text.cpu().numpy())[:length] for text, length in zip(texts, lengths, strict=True)]
+
+
+def of_all(mine: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Gather one tensor from each rank on every rank. All have the same dtype and shape."""
+    out = [torch.empty_like(mine) for _ in ranks_of(group)]
+    dist.all_gather(out, mine, group=group)
+    return out

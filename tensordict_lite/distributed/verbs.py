@@ -25,6 +25,7 @@ from .channel import (
     comm_device,
     dist,
     error_context,
+    of_all,
     ranks_of,
     texts_of_all,
     together,
@@ -66,17 +67,15 @@ def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None
     """
     errors = Errors()
     message = errors.attempt(lambda: message_of(_checked(d, "send")))
-    return _started(message, errors, dst, tag, group, f"send to rank {dst}")
+    return _started(Channel(group, "to", dst, tag), message, errors, "send")
 
 
-def _started(message: Message | None, errors: Errors, dst: int, tag: int, group: ProcessGroup, what: str) -> Work:
-    """Start to send a message, or the text of an error if there is no message. ``wait()`` raises that error.
-
-    ``what``: the call and the peer, for the errors of torch.
-    """
+def _started(channel: Channel, message: Message | None, errors: Errors, verb: str) -> Work:
+    """Start to send a message, or the text of an error if there is no message. ``wait()`` raises that error."""
+    what = f"{verb} to rank {channel.peer}"
     with error_context(what):
-        parts = Channel(group, "to", dst, tag).tensors_of(message, errors)
-        works = [dist.isend(part, dst, group=group, tag=tag) for part in parts]
+        parts = channel.tensors_of(message, errors)
+        works = [dist.isend(part, channel.peer, group=channel.group, tag=channel.tag) for part in parts]
 
     def finish() -> None:
         with errors, error_context(what):
@@ -123,20 +122,12 @@ def irecv(
     device: DeviceLike | None = None,
 ) -> Work:
     """Receive a dict asynchronously, like `recv`. ``wait()`` receives the message and returns the dict."""
-    return _receiving(src, tag, like, group, cls, device, f"receive from rank {src}")
+    return _receiving(Channel(group, "from", src, tag), cls, device, "receive", like)
 
 
-def _receiving(
-    src: int,
-    tag: int,
-    like: DeviceDict[Any] | None,
-    group: ProcessGroup,
-    cls: Any,
-    device: DeviceLike | None,
-    what: str,
-) -> Work:
-    """The receipt of a message. ``what``: the call and the peer, for the errors of torch."""
-    channel, errors = Channel(group, "from", src, tag), Errors()
+def _receiving(channel: Channel, cls: Any, device: DeviceLike | None, verb: str, like: Any = None) -> Work:
+    """The receipt of a message. ``wait()`` returns the dict."""
+    errors, src, what = Errors(), channel.peer, f"{verb} from rank {channel.peer}"
     target = errors.attempt(lambda: Destination(cls, device))
     expected = errors.attempt(
         lambda: None if like is None else header_of(_checked(like, "like=", "the rank that receives"), False)
@@ -144,7 +135,7 @@ def _receiving(
     earlier = list(channel.pending)  # messages arrive in order, and each has several parts
 
     def take(parts: list[Tensor]) -> None:
-        together(lambda part: dist.irecv(part, src, group=group, tag=tag), parts)
+        together(lambda part: dist.irecv(part, src, group=channel.group, tag=channel.tag), parts)
 
     def finish() -> DeviceDict[Any]:
         while earlier:
@@ -226,7 +217,7 @@ def scatter(
     Cost: one `send` from ``src`` to each other rank.
     """
     if dist.get_rank() != src:
-        return _receiving(src, _TAG, None, group, cls, device, f"scatter from rank {src}").wait()
+        return _receiving(Channel(group, "from", src, _TAG), cls, device, "scatter").wait()
     ranks, errors = ranks_of(group), Errors()
     parts: list[Any] = []
     messages: list[Message | None] = [None] * len(ranks)
@@ -237,7 +228,7 @@ def scatter(
     for message, other in zip(messages, ranks, strict=True):
         if other != src:
             with errors:  # if one peer is lost, the other peers still get their parts
-                works.append(_started(message, errors, other, _TAG, group, f"scatter to rank {other}"))
+                works.append(_started(Channel(group, "to", other, _TAG), message, errors, "scatter"))
     errors.results(works)
     return parts[ranks.index(src)]
 
@@ -262,12 +253,11 @@ def gather(
         make: Any = header_of if here else message_of  # the dict of rank ``dst`` stays there
         made, _ = agreed(lambda: make(_checked(d, "gather", _ALL)), errors, group)
     if isinstance(made, Message):
-        _started(made, errors, dst, _TAG, group, f"gather to rank {dst}").wait()
+        _started(Channel(group, "to", dst, _TAG), made, errors, "gather").wait()
         return None
     ranks = ranks_of(group)
-    gathered = errors.results(
-        [_receiving(src, _TAG, None, group, kind, device, f"gather from rank {src}") for src in ranks if src != dst]
-    )
+    channels = [Channel(group, "from", src, _TAG) for src in ranks if src != dst]
+    gathered = errors.results([_receiving(channel, kind, device, "gather") for channel in channels])
     gathered.insert(ranks.index(dst), d)
     return gathered
 
@@ -315,9 +305,7 @@ def _gathered(
     largest = max(nbytes for _, nbytes in announced)
     if largest < LARGE:
         mine = _one_part(message.schema, parts, largest, device)
-        buffers = [torch.empty_like(mine) for _ in ranks]
-        if largest:
-            dist.all_gather(buffers, mine, group=group)
+        buffers = of_all(mine, group) if largest else [mine] * len(ranks)
         return [
             None if src == rank else buffer if nbytes == largest else buffer[:nbytes].clone()
             for src, buffer, (_, nbytes) in zip(ranks, buffers, announced, strict=True)
@@ -450,9 +438,8 @@ def _reducible(d: Any) -> DeviceDict[Any]:
 
 def _class_of(d: Any, cls: Any) -> Any:
     """The class of the received dicts: ``cls``, or the class of ``d`` if ``cls`` is None."""
-    if cls is None and isinstance(d, DeviceDict):
-        return type(d)
-    return DeviceDict if cls is None else cls
+    of_d = type(d) if isinstance(d, DeviceDict) else DeviceDict
+    return of_d if cls is None else cls
 
 
 def _split_rows(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict[Any]]:
