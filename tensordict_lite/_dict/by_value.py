@@ -39,19 +39,17 @@ def equal(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     return reduce(torch.logical_or, found, torch.zeros(field.shape[:lead], dtype=torch.bool, device=field.device))
 
 
-def sorted_order(d: TreeDict[Any], keys: Sequence[str | Path], descending: bool) -> Tensor:
+def sorted_order(d: Any, keys: Sequence[str | Path], descending: bool) -> Tensor:
     """The indices that sort the rows, stable: see `Rows.sort_by`."""
     if not keys:
         raise TypeError("sort_by takes the key of one or more fields")
-    order: Tensor | None = None
+    order = torch.arange(len(d.rows), device=d.device)
     for key in reversed(keys):  # a stable sort for each key: the last one decides first
         values, _ = _column(d, key, "sort", "sorted")
         if values.dim() > 1:  # the codes of a string: sort their ranks instead
             _, by_code, counts = group_equal(values)
             values = _number_groups(torch.arange(len(counts), device=values.device), by_code, counts)
-        part = (values if order is None else values[order]).argsort(stable=True, descending=descending)
-        order = part if order is None else order[part]
-    assert order is not None
+        order = order[values[order].argsort(stable=True, descending=descending)]
     return order
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from contextlib import suppress
 from operator import index as as_int
 from typing import Any
 
@@ -28,7 +26,7 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
     if isinstance(given, Tensor):
         at = given
     elif isinstance(given, (list, range, np.ndarray)):
-        at = _from_list(given) if type(given) is list else _from_host(given)
+        at = _from_host(given)
     else:
         return _one_row(given, count)
     if at.dtype == torch.uint8 and at.dim():
@@ -67,21 +65,10 @@ def _one_row(given: Any, count: int) -> int:
     return at
 
 
-def _from_list(given: list[Any]) -> Tensor:
-    """A CPU tensor with the values of a list. Raises ``TypeError`` for values that are not numbers."""
-    if given and type(given[0]) is int:
-        # Faster than NumPy: "DataLoader, 0 workers" of benchmarks/bench_rows.py. A list that begins with a bool may be
-        # a mask.
-        with suppress(struct.error, TypeError, ValueError, OverflowError):
-            return torch.frombuffer(bytearray(struct.pack(f"{len(given)}q", *given)), dtype=torch.int64)
-    return _from_host(given)
-
-
 def _from_host(given: Any) -> Tensor:
-    """A tensor on the CPU."""
-    array = np.arange(given.start, given.stop, given.step) if isinstance(given, range) else None
+    """A tensor on the CPU. Raises ``TypeError`` for values that are not numbers."""
     try:
-        array = np.asarray(given) if array is None else array
+        array = np.arange(given.start, given.stop, given.step) if isinstance(given, range) else np.asarray(given)
         if not array.size and array.ndim == 1:
             array = array.astype(np.int64)
         if array.dtype.kind in "biu":

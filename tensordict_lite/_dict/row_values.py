@@ -1,8 +1,8 @@
-"""Fit one value to the rows of a field: convert it, and validate its encoder, layout, dtype and width."""
+"""Fit values to the rows of fields: convert them, and validate their encoders, layouts, dtypes and widths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +15,73 @@ from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, 
 from .._memory.dense import is_dense
 from .._memory.transfer import transfer
 from .._tree.convert import convert
+from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict
 from .._tree.walk import as_shared
 from .insert import place_codes
+
+
+def fitted(
+    d: TreeDict[Any], other: Mapping[str, Any], at: Path, lead: tuple[int, ...] | None
+) -> Iterator[tuple[Path, Any, Any, bool]]:
+    """Every field of ``d`` with its path, the rows that ``other`` has for it, and whether nothing is left to validate.
+
+    Otherwise the caller validates the shape. The rows of a ragged field are `RowsToFit`. A kept object has the given
+    object.
+
+    Args:
+        at: the path of ``d``.
+        lead: the first dimensions of the rows. None: ``d`` has the columns of a table, and tensors may be anywhere.
+    """
+    table = lead is None
+    if list(d) != list(other):
+        refuse_other_keys(d, other, at, "the given mapping", "the table" if table else f"this {type(d).__name__}")
+    refuse_encoders(d, other, at)
+    move = table or d._policy.on_mismatch == "move"
+    for key, field in d.items():
+        path, given = (*at, key), other[key]
+        fits = (
+            lead is not None
+            and type(given) is Tensor
+            and is_simple(field)
+            and given.dtype is field.dtype
+            and given.device == d._device
+            and given.layout is torch.strided
+            and not given.is_nested
+            and not given.requires_grad
+            and given.shape == lead + field.shape[1:]
+        )
+        if fits or not isinstance(field, (Tensor, TreeDict)):
+            yield path, field, given, fits
+            continue
+        if isinstance(field, TreeDict) and field._is_ragged:
+            yield path, field, ragged_rows(d, key, given, at, move), False
+            continue
+        if isinstance(field, Tensor) and field.is_nested:
+            raise ValueError(f"{dotted(path)} is a nested tensor, whose rows cannot be set; replace the whole field")
+        value = given if table and isinstance(given, Tensor) else row_value(d, key, given, at, move)
+        if isinstance(field, TreeDict) and isinstance(value, Mapping):
+            yield from fitted(field, value, path, lead)
+        elif isinstance(field, Tensor) and isinstance(value, Tensor):
+            refuse_unfit(field, value, path)
+            yield path, field, fit_codes(field, value, d._policy.encoders.get(key), path), False
+        else:
+            what = "a nested dict" if isinstance(field, TreeDict) else "a column" if table else "a tensor"
+            if table:
+                raise ValueError(f"{dotted(path)} is {what} in this table, got {described(value)}")
+            raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")
+
+
+def is_simple(target: object) -> bool:
+    """Whether no write into a tensor can fail, as it can with autograd, inference mode and expanded tensors."""
+    return (
+        type(target) is Tensor
+        and target.layout is torch.strided
+        and not target.is_nested
+        and target.is_contiguous()
+        and not target.requires_grad
+        and (not target.is_inference() or torch.is_inference_mode_enabled())
+    )
 
 
 def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, move: bool) -> Any:
@@ -76,7 +140,7 @@ def refuse_unfit(field: Tensor, value: Tensor, path: Path) -> None:
 def fit_codes(field: Tensor, value: Tensor, encoder: object, path: Path) -> Tensor:
     """Pad the codes of strings to the width of ``field``. Any other value is returned itself."""
     number = None if field.dim() < 2 else padding(encoder, field, value)
-    if number is None:
+    if number is None or value.shape[-1] == field.shape[-1]:
         return value
     width, given = field.shape[-1], value.shape[-1]
     if given > width:

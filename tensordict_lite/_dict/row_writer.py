@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._encoders.protocol import StringEncoder
 from .._errors import Path, described, dotted
 from .._files.atomic_write import FilePath
 from .._memory.dense import is_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._tables.writer import TableWriter, create_table, is_table, open_table, refuse_unknown_keys
-from .._tree.missing import missing_key, refuse_other_keys
+from .._tree.missing import missing_key
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict, ragged_paths
 from .._tree.walk import Items, as_dict
 from .arguments import ragged_keys
 from .device_dict import DeviceDict
 from .ragged import Ragged
-from .row_values import fit_codes, ragged_rows, refuse_encoders, refuse_unfit, row_value
+from .row_values import RowsToFit, fitted
 from .rows import Rows
 
 _LIKE = "the batch that RowWriter got as like="
@@ -359,43 +358,19 @@ def _no_ragged_rows(dtype: torch.dtype, shape: Sequence[int], policy: Policy) ->
 
 def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _Found) -> None:
     """Convert and validate the values for the columns below ``fields``. Append them to ``found``."""
-    refuse_other_keys(fields, given, at, "the given mapping", "the table")
-    refuse_encoders(fields, given, at)
-    for key, column in fields.items():
-        value = given[key]
-        path = (*at, key)
-        encoder = fields._policy.encoders.get(key)
-        if isinstance(column, Ragged):
-            rows = ragged_rows(fields, key, value, at, move=True)
-            found.add(path, None if rows.is_one else len(rows.lengths), rows.values.detach(), rows.lengths)
+    for path, column, value, _ in fitted(fields, given, at, None):
+        if isinstance(value, RowsToFit):
+            found.add(path, None if value.is_one else len(value.lengths), value.values.detach(), value.lengths)
             continue
-        if not isinstance(value, Tensor) and not (isinstance(value, Mapping) and isinstance(column, TreeDict)):
-            value = row_value(fields, key, value, at, move=True)
-        if isinstance(column, TreeDict) and isinstance(value, Mapping):
-            _convert_columns(column, value, path, found)
-        elif isinstance(column, Tensor) and isinstance(value, Tensor):
-            _append_column(column, value, encoder, path, found)
-        else:
-            what = "a nested dict" if isinstance(column, TreeDict) else "a column"
-            raise ValueError(f"{dotted(path)} is {what} in this table, got {described(value)}")
-
-
-def _append_column(column: Tensor, value: Tensor, encoder: StringEncoder | None, path: Path, found: _Found) -> None:
-    """Validate a tensor for ``column``, which is [0, *shape of a row], and append it to ``found``."""
-    refuse_unfit(column, value, path)
-    if value.requires_grad:
-        value = value.detach()
-    shape = column.shape[1:]
-    lead = value.dim() - len(shape)
-    if lead in (0, 1) and value.shape[lead:] != shape:
-        value = fit_codes(column, value, encoder, path)
-    if lead not in (0, 1) or value.shape[lead:] != shape:
-        row = ", ".join(map(str, shape))
-        raise ValueError(
-            f"{dotted(path)}: expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}], "
-            f"got {described(value)}"
-        )
-    found.add(path, value.shape[0] if lead else None, value if lead else value.unsqueeze(0))
+        rows, shape = value.detach() if value.requires_grad else value, column.shape[1:]
+        lead = rows.dim() - len(shape)
+        if lead not in (0, 1) or rows.shape[lead:] != shape:
+            row = ", ".join(map(str, shape))
+            raise ValueError(
+                f"{dotted(path)}: expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}], "
+                f"got {described(rows)}"
+            )
+        found.add(path, rows.shape[0] if lead else None, rows if lead else rows.unsqueeze(0))
 
 
 def _count_of_rows(count: int | None) -> str:

@@ -276,7 +276,6 @@ class Rows(Dataset[D]):
         >>> d.rows.sort_by("name").decode("name"), d.rows.sort_by("age", descending=True).decode("name")
         (['Ada', 'Bo', 'Cy'], ['Bo', 'Cy', 'Ada'])
         """
-        _row_count(self._dict)
         return _copy_rows(self._dict, sorted_order(self._dict, keys, descending))
 
     def tolist(self) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import eq
 from operator import index as as_int
 from typing import Any, Generic, TypeVar
 
@@ -95,8 +96,7 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
             raise TypeError(f"{dotted(_path(key))}: windows takes a range or a list of ints, got {given!r}") from None
         if not offsets:
             raise ValueError(f"{dotted(_path(key))}: windows takes at least one offset, got {given!r}")
-        inside = [other for other in found if _path(key)[: len(_path(other))] == _path(other)]
-        inside += [other for other in found if _path(other)[: len(_path(key))] == _path(key)]
+        inside = [other for other in found if all(map(eq, _path(key), _path(other)))]  # one path starts with the other
         if inside:
             raise ValueError(f"{dotted(_path(key))} and {dotted(_path(inside[0]))} are windows of the same field")
         found[key] = torch.tensor(offsets)
