@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory, with_path
+from .._memory.dense import is_dense
 from .._memory.device import intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES
 from .._memory.overlap import is_expanded, overlap_partly
@@ -361,12 +362,7 @@ def _is_special(tensor: Tensor) -> bool:
 
 def _is_foreign(tensor: Tensor) -> bool:
     """Whether a tensor has rules of its own: it is a subclass, sparse, nested or quantized."""
-    return (
-        type(tensor) not in _FOREACH_CLASSES
-        or tensor.layout != torch.strided
-        or tensor.is_nested
-        or tensor.is_quantized
-    )
+    return type(tensor) not in _FOREACH_CLASSES or not is_dense(tensor)
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -434,10 +430,7 @@ def tolist(d: Any, at: Path = ()) -> Any:
     for key, value in d.items():
         path = (*at, key)
         if _is_encoded(d, key):
-            try:
-                out[key] = decode_field(encoders[key], value)
-            except (TypeError, ValueError) as error:
-                raise with_path(error, path) from error
+            out[key] = decode_field(encoders[key], value, path)
         elif isinstance(value, Tensor):
             out[key] = _tensor_to_list(value, path)
         elif isinstance(value, TreeDict):

@@ -233,14 +233,10 @@ class DeviceDict(TreeDict[V]):
         >>> d.pop(("obs", "x")), list(d["obs"])
         (tensor(1), ['y'])
         """
-        if type(key) is tuple:
-            value = self.get(key, _MISSING)
-            if value is not _MISSING:
-                del self[key]
-                return value
-        elif builtin_dict.__contains__(self, key):
-            self._refuse_without(key)
-            return builtin_dict.pop(self, key)
+        value = self.get(key, _MISSING)
+        if value is not _MISSING:
+            del self[key]
+            return value
         if default is _MISSING:
             raise missing_key(self, key)
         return default
@@ -920,13 +916,8 @@ class DeviceDict(TreeDict[V]):
         encoder = node._policy.encoder(last)
         if not isinstance(codes, (Tensor, TreeDict)):
             raise TypeError(f"{dotted(path)} is a kept {type(codes).__name__}, not encoded strings")
-        try:
-            return decode_field(encoder, codes)
-        except (TypeError, ValueError) as error:
-            hint = (
-                "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
-            )
-            raise with_path(error, path, hint) from error
+        hint = "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
+        return decode_field(encoder, codes, path, hint)
 
     # --- arithmetic ---
 

@@ -249,7 +249,8 @@ def read_annotations(cls: type, declared: Mapping[str, Default | None], names: M
 
 def _field(where: str, hint: Any, optional: bool = False) -> Field:
     """The field of an evaluated annotation."""
-    kinds = tuple(dict.fromkeys(_kinds(where, hint)))
+    metadata: list[Any] = []
+    kinds = tuple(dict.fromkeys(_kinds(where, hint, metadata)))
     if (NoneType in kinds) != optional and object not in kinds:
         raise TypeError(
             f"{where}: declare an optional field as `{where.split('.')[-1]}: ... | None = None`; "
@@ -258,10 +259,10 @@ def _field(where: str, hint: Any, optional: bool = False) -> Field:
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if sum(map(_is_tree, kinds)) > 1:
         raise TypeError(f"{where}: a field takes one class of nested dicts, and this annotation names several")
-    encoders = [one for one in _metadata(hint) if isinstance(one, StringEncoder)]
+    encoders = [one for one in metadata if isinstance(one, StringEncoder)]
     if encoders and (kinds != (Tensor,) or len(encoders) > 1):
         raise TypeError(f"{where}: declare a field of strings as Annotated[Tensor, encoder], with one encoder")
-    values = tuple(one for one in _metadata(hint) if isinstance(one, type) and _is_shaped(one))
+    values = tuple(one for one in metadata if isinstance(one, type) and _is_shaped(one))
     if values and not all(_is_tree(kind) and kind._is_ragged for kind in kinds):
         raise TypeError(
             f"{where}: only a Ragged has an annotation for its values; annotate a tensor with {values[0].__name__}"
@@ -281,15 +282,6 @@ def _field(where: str, hint: Any, optional: bool = False) -> Field:
     )
 
 
-def _metadata(hint: Any) -> Iterator[Any]:
-    """Yield the metadata of every ``Annotated`` in an annotation."""
-    if get_origin(hint) is Annotated:
-        yield from hint.__metadata__
-    if get_origin(hint) in (Annotated, Union, UnionType):
-        for inner in get_args(hint)[: 1 if get_origin(hint) is Annotated else None]:
-            yield from _metadata(inner)
-
-
 def _dtypes(kind: Any) -> frozenset[torch.dtype]:
     """The dtypes of a jaxtyping annotation; none if it takes any dtype."""
     names: Any = kind.dtypes if isinstance(kind.dtypes, (list, tuple)) else ()
@@ -306,22 +298,27 @@ def _plain_shape(kind: Any) -> PlainShape | None:
     return PlainShape(_dtypes(kind), tuple(int(dim) if dim.isdecimal() else dim for dim in dims))
 
 
-def _kinds(where: str, hint: Any) -> Iterator[Any]:
-    """Yield the classes that an annotation accepts. ``where``: the class and field, for messages."""
+def _kinds(where: str, hint: Any, metadata: list[Any]) -> Iterator[Any]:
+    """Yield the classes that an annotation accepts, and append what stands in ``Annotated`` to ``metadata``.
+
+    ``where``: the class and field, for messages.
+    """
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         for alternative in get_args(hint):
-            yield from _kinds(where, alternative)
+            yield from _kinds(where, alternative, metadata)
     elif origin is Annotated:
-        yield from _kinds(where, get_args(hint)[0])
+        metadata += hint.__metadata__
+        yield from _kinds(where, get_args(hint)[0], metadata)
     elif isinstance(hint, TypeVar):
-        yield from _kinds(where, object if isinstance(hint.__bound__, (NoneType, ForwardRef)) else hint.__bound__)
+        bound = object if isinstance(hint.__bound__, (NoneType, ForwardRef)) else hint.__bound__
+        yield from _kinds(where, bound, metadata)
     elif origin in (list, tuple) and {str, bool, int, float, complex}.issuperset({*get_args(hint)} - {...}):
         raise TypeError(f"{where}: lists of strings and numbers are stored as tensors; annotate it as Tensor")
     elif hasattr(hint, "__value__"):  # `type Image = ...`
-        yield from _kinds(where, hint.__value__)
+        yield from _kinds(where, hint.__value__, metadata)
     elif hasattr(hint, "__supertype__"):  # a NewType
-        yield from _kinds(where, hint.__supertype__)
+        yield from _kinds(where, hint.__supertype__, metadata)
     elif hint is Any:
         yield object
     else:

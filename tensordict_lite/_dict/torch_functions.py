@@ -214,17 +214,16 @@ def unbind(input: Any, dim: int = 0) -> tuple[Any, ...]:
 
 def _cut_each(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]], dim: int) -> tuple[Any, ...]:
     """Cut every field along ``dim``. All fields must have the same size there. Kept lists are not cut: they raise."""
-    tree = d
-    places = _dimensions(tree, name, dim)
-    tensors = tree._tensors()
+    places = _dimensions(d, name, dim)
+    tensors = d._tensors()
     sizes = [tensor.shape[at] for tensor, at in zip(tensors, places, strict=True)]
     if len(set(sizes)) > 1:
-        shown = ", ".join(f"{dotted(path)} {size}" for (path, _), size in zip(tensor_paths(tree), sizes, strict=True))
+        shown = ", ".join(f"{dotted(path)} {size}" for (path, _), size in zip(tensor_paths(d), sizes, strict=True))
         raise ValueError(f"torch.{name}: the fields differ in their size along dim={dim}: {shown}")
     if not tensors:
         raise ValueError(f"torch.{name} needs at least one tensor in the dict")
     cuts = [cut(tensor, at) for tensor, at in zip(tensors, places, strict=True)]
-    return tuple(tree._replace_tensors(list(part), tree._device) for part in zip(*cuts, strict=True))
+    return tuple(d._replace_tensors(list(part), d._device) for part in zip(*cuts, strict=True))
 
 
 def _dimensions(d: TreeDict[Any], name: str, dim: int) -> list[int]:

@@ -260,8 +260,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             for key in removed:
                 del items[key]
             self._check_fields(items, self, shapes)
-            if self._schema().encoders:
-                self._schema().check_encoders({**self._policy.encoders, **(encoders or {})})
+            self._schema().check_encoders({**self._policy.encoders, **(encoders or {})})
         super()._commit(staged, device, encoders, removed)
 
     def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
@@ -298,8 +297,6 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
     @classmethod
     def _without_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not any(value is None for value in data.values()):
-            return data
         return {key: value for key, value in data.items() if value is not None or not cls._is_optional(key)}
 
     @classmethod

@@ -303,11 +303,14 @@ def data_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
             yield path, field
 
 
-def decode_field(encoder: StringEncoder, codes: Any) -> Any:
-    """Decode a field: a tensor of codes, a nested dict of codes, or a ragged field."""
-    if isinstance(codes, TreeDict) and codes._is_ragged:
-        return decode_rows(encoder, codes["values"], codes["offsets"])
-    return decode_nested(encoder, codes)
+def decode_field(encoder: StringEncoder, codes: Any, path: Path, hint: str = "") -> Any:
+    """Decode a field: a tensor of codes, a nested dict of codes, or a ragged field. Errors name the path."""
+    try:
+        if isinstance(codes, TreeDict) and codes._is_ragged:
+            return decode_rows(encoder, codes["values"], codes["offsets"])
+        return decode_nested(encoder, codes)
+    except (TypeError, ValueError) as error:
+        raise with_path(error, path, hint) from error
 
 
 def fields_of(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any, StringEncoder | None]]:
