@@ -424,6 +424,27 @@ def test_another_writer_where_locks_do_not_work(tmp_path: Path, monkeypatch: pyt
     assert len(load(folder).rows) == COUNT + 1 and "y" not in load(folder), "the other writer keeps its row"
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_leaves_the_column_to_its_parent(tmp_path: Path) -> None:
+    folder, parent = written(tmp_path / "t"), os.getpid()
+
+    def batches() -> Iterator[Any]:
+        yield [0] * 3
+        child = os.fork()
+        if not child:
+            raise ZeroDivisionError
+        os.waitpid(child, 0)
+        yield [0] * 4
+
+    try:
+        add_column(folder, "y", batches())
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    check_at_rest(folder)
+    assert load(folder)["y"].tolist() == [0] * COUNT
+
+
 # --- crashes ---
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensordict_lite import InvalidFileError, RowWriter, load, repair, verify
+from tensordict_lite import InvalidFileError, RowWriter, add_column, load, repair, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 
@@ -71,6 +71,7 @@ def test_the_column_and_the_rows_are_named(tmp_path: Path, name: str, at: int, m
 def test_every_kind_of_damage_is_found(tmp_path: Path) -> None:
     """Bits, bytes, blocks of zeros, swapped and moved blocks, missing ends, in any file."""
     whole = written(tmp_path / "whole")
+    add_column(whole, "late", torch.arange(30.0).view(3, 10, 1).unbind())
     chance = random.Random(0)
     files = sorted(path.name for path in whole.iterdir())
     for _ in range(400):

@@ -215,9 +215,7 @@ def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragge
     path = (*at, *rest)
     ragged = ragged and not isinstance(value, Ragged)
     given = value
-    if ragged and isinstance(
-        value, (list, tuple)
-    ):  # rows of other lengths are no tensor; one row gives dtype and shape
+    if ragged and isinstance(value, (list, tuple)):  # rows of several lengths make no tensor, so one row is converted
         given = [next((row for row in value if not isinstance(row, (list, tuple)) or row), [])]
     d: DeviceDict[Any] = DeviceDict._new((), None, parent._policy)
     d._set_path(rest, given, at)
