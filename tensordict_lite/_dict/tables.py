@@ -225,7 +225,10 @@ def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragge
     if ragged and isinstance(value, Mapping):
         raise ValueError(f"{dotted(path)}: ragged=True is for one field; in a mapping, give a Ragged for each field")
     for leaf, tensor in tensors:
-        if isinstance(value, str) or tensor.dim() <= ragged:
+        holder: Any = d[leaf[:-1]] if leaf[1:] else d
+        encoder = holder._policy.encoders.get(leaf[-1])
+        codes = 0 if encoder is None else encoder.code_ndim or 0  # the dimensions of one string
+        if tensor.dim() <= max(ragged, codes):
             inside = " and one in each row" if ragged else ""
             raise ValueError(
                 f"{dotted((*at, *leaf))}: a batch has a dimension for the rows{inside}, got {described(value)}; "
