@@ -124,14 +124,21 @@ def as_shared(value: Any, path: Path) -> Any:
         ) from error
 
 
-def tensors_in(data: Mapping[str, Any]) -> list[Tensor]:
+def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
     """Every tensor, depth first. Raises ``TooDeep`` if ``data`` is nested deeper than a `DeviceDict` may be."""
-    return [value for path, given in leaves(data) if isinstance(value := as_shared(given, path), Tensor)]
+    refuse_deeper(at)
+    found: list[Tensor] = []
+    for key, given in data.items():  # not `leaves`: torch.compile cannot trace the generator
+        value = as_shared(given, (*at, key))
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            found += tensors_in(value, (*at, key))
+    return found
 
 
 def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The path and value of every leaf, depth first. A leaf is a value that is not a mapping. Raises ``TooDeep``."""
-    refuse_deeper(at)
+    """The path and value of every leaf, depth first. A leaf is a value that is not a mapping."""
     for key, value in data.items():
         if isinstance(value, Mapping):
             yield from leaves(value, (*at, key))
