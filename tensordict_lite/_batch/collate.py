@@ -142,8 +142,10 @@ def collate(
     walk.finish()
     if cls is not DeviceDict:
         batch._validate()
-    pads.require_known(batch, "sample")
-    require_known("ragged=", rows_of, batch, "sample")
+    if pads:
+        pads.require_known(batch, "sample")
+    if rows_of:
+        require_known("ragged=", rows_of, batch, "sample")
     if encoders is not None:
         _require_known_encoders(encoders, batch)
     return cast(D, batch)

@@ -91,7 +91,7 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads 
             raise DeviceMismatchError(message, expected=device, actual=d._device)
     if pads:
         trees = pad_rows(trees, pads)
-    return cast("DeviceDict[Any]", _Join(verb, dim, device, {}).dicts(trees, ()))
+    return cast("DeviceDict[Any]", _Join(verb, getattr(torch, verb), dim, device, {}).dicts(trees, ()))
 
 
 class _Join(NamedTuple):
@@ -99,6 +99,7 @@ class _Join(NamedTuple):
 
     verb: str
     """``"stack"`` or ``"cat"``."""
+    join: Callable[..., Tensor]
     dim: int
     device: torch.device | None
     known: dict[tuple[int, ...], Tensor]
@@ -114,10 +115,16 @@ class _Join(NamedTuple):
         if trees[0]._is_ragged:
             return self.ragged(trees, at, policy)
         items: dict[str, Any] = {}
+        join, dim = self.join, self.dim
         for key, values in values_by_key(trees, at, "dict"):
             path = (*at, key)
             if isinstance(values[0], Tensor):
-                items[key] = self.tensors(values, policy.encoders.get(key), path)
+                encoder = policy.encoders.get(key)
+                along = dim if encoder is None else self.leading_dim(values[0], encoder, path)
+                try:
+                    items[key] = join(values, along)
+                except (IndexError, RuntimeError, TypeError) as error:
+                    items[key] = self.widened(values, encoder, along, path, error)
             elif isinstance(values[0], TreeDict) and all(isinstance(value, TreeDict) for value in values):
                 items[key] = self.dicts(values, path)
             elif any(isinstance(value, (Tensor, TreeDict)) for value in values):
@@ -128,23 +135,19 @@ class _Join(NamedTuple):
                 items[key] = list(values)
         return trees[0]._new(items, self.device, policy)
 
-    def tensors(self, values: Sequence[Tensor], encoder: object, path: Path) -> Tensor:
-        join: Any = torch.stack if self.verb == "stack" else torch.cat
-        dim = self.dim if encoder is None else self.leading_dim(values[0], encoder, path)
-        try:
-            return join(values, dim)
-        except IndexError as error:  # the dimension does not exist
+    def widened(self, values: Sequence[Tensor], encoder: object, dim: int, path: Path, error: Exception) -> Tensor:
+        """Join codes of different widths, after torch refused the tensors with ``error``. Else name the tensor."""
+        if isinstance(error, IndexError):  # the dimension does not exist
             raise IndexError(f"{dotted(path)}: {error}") from error
-        except (RuntimeError, TypeError) as error:
-            if self.verb == "cat" and not values[0].dim():
-                raise ValueError(
-                    f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
-                ) from error
-            wide = widened(values, encoder)
-            if wide is not None:
-                return join(wide, dim)
-            may_differ = partial(_can_cat, along=dim) if self.verb == "cat" else None
-            raise_mismatch(values, path, "dict", error, "", may_differ)
+        if self.verb == "cat" and not values[0].dim():
+            raise ValueError(
+                f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
+            ) from error
+        wide = widened(values, encoder)
+        if wide is not None:
+            return self.join(wide, dim)
+        may_differ = partial(_can_cat, along=dim) if self.verb == "cat" else None
+        raise_mismatch(values, path, "dict", error, "", may_differ)
 
     def ragged(self, fields: Sequence[Any], at: Path, policy: Policy) -> TreeDict[Any]:
         """Concatenate the rows of ragged fields."""
@@ -153,7 +156,10 @@ class _Join(NamedTuple):
             hint = "cat([...]) joins the rows" if self.verb == "stack" else "cat along dim=0"
             raise ValueError(f"{where} is ragged: its rows differ in length, so they have no other dimension; {hint}")
         values = [field["values"] for field in fields]
-        joined = self.tensors(values, None, (*at, "values"))
+        try:
+            joined = torch.cat(values)
+        except RuntimeError as error:
+            joined = self.widened(values, None, 0, (*at, "values"), error)
         offsets = [field["offsets"] for field in fields]
         ids = tuple(map(id, offsets))
         if ids not in self.known:
