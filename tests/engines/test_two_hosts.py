@@ -212,6 +212,8 @@ def test_what_a_killed_test_leaves_is_removed() -> None:
     assert killed.returncode == -signal.SIGKILL and len(names) == 2, killed.stderr
     assert present().keys() >= {*names}
     inside = subprocess.Popen(["ip", "netns", "exec", names[0], "sleep", "100"])
+    while not ip("netns", "pids", names[0]):  # a busy machine enters the namespace late
+        time.sleep(0.01)
     remove_leftovers()
     assert inside.wait(timeout=10) == -signal.SIGKILL
     assert not present().keys() & {*names}
