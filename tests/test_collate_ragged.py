@@ -216,6 +216,18 @@ class TestRagged:
             ),
             ([{"x": {"a": [1]}}], {"ragged": ["y"]}, ValueError, "^ragged= names 'y', which no sample has"),
             (
+                [{"x": {"a": [1], "b": 2}}],
+                {"ragged": ["x"]},
+                ValueError,
+                "^ragged= names 'x', which is a nested dict; name its fields: a, b$",
+            ),
+            (
+                [{"k": {"x": {"a": [1]}}}],
+                {"pad": {("k", "x"): 0}},
+                ValueError,
+                r"^pad= names \('k', 'x'\), which is a nested dict; name its fields: a$",
+            ),
+            (
                 [{"x": Ragged.from_rows([[1]])}] * 2,
                 {},
                 ValueError,

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset
 
-from tensordict_lite import BatchOrder, DeviceDict, collate, prefetch
+from tensordict_lite import BatchOrder, DeviceDict, Ragged, collate, prefetch
 
 Batches = list[list[int]]
 
@@ -368,6 +368,7 @@ class TestErrors:
             (([9],), {"tokens": 3, "lengths": [1] * 9}, ValueError, "every row of the dataset, got 9 for rows 0 to 9"),
             ((2,), {"tokens": 3, "lengths": [1, -1]}, ValueError, "row 1 has a length of -1; lengths are at least 0"),
             ((2,), {"tokens": 3, "lengths": [0.5, 1]}, TypeError, "BatchOrder takes lengths as a tensor, an array or"),
+            ((1,), {"tokens": 3, "lengths": Ragged.from_rows([[1]])}, TypeError, "got a Ragged; give its .lengths"),
         ],
     )  # fmt: skip
     def test_arguments(self, arguments: Any, options: Any, error: type[Exception], message: str) -> None:

@@ -1068,6 +1068,11 @@ class TestAtTheBorder:
             with pytest.raises(TypeError, match=r"^Bad\.x: declare a field of strings as Annotated\[Tensor, encoder"):
                 type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": hint}})
 
+        with pytest.raises(
+            TypeError, match=r"; for a ragged field, declare a Ragged, and give the encoder to the class"
+        ):
+            type("Bad", (TypedDeviceDict,), {"__annotations__": {"x": Annotated[Ragged, Utf8()]}})
+
     def test_numbers_of_json_take_the_declared_floating_dtype(self) -> None:
         for weight in (3, 0.1):
             d = Request.from_dict({**REQUEST, "state": [[1, 2]], "weight": [weight], "answer": {"text": ["a"]}})

@@ -34,7 +34,7 @@ from .._tree.tree import TreeDict, builtin_dict, kind_nested, ragged_class
 from .._tree.walk import NO_EXPORTS, as_shared, refuse_key, tensors_in
 from .fill import fill_buffer, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
-from .pad import Pad, Padded, Pads, raise_encoded, require_fit, require_known, widened
+from .pad import Pad, Padded, Pads, raise_encoded, refuse_nested, require_fit, require_known, widened
 
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
@@ -146,6 +146,7 @@ def collate(
         pads.require_known(batch, "sample")
     if rows_of:
         require_known("ragged=", rows_of, batch, "sample")
+        refuse_nested("ragged=", rows_of, batch)
     if encoders is not None:
         _require_known_encoders(encoders, batch)
     return cast(D, batch)

@@ -418,6 +418,7 @@ def _integers(what: str, given: Any) -> _Numbers:
         array = np.zeros(1)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = "a mask; give mask.nonzero().flatten()" if array.dtype.kind == "b" else described(given)
+        got += "; give its .lengths" if getattr(given, "_is_ragged", False) else ""
         raise TypeError(f"BatchOrder takes {what} as a tensor, an array or a list of ints, got {got}")
     return array.astype(np.int64)
 

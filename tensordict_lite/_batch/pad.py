@@ -157,6 +157,7 @@ class Pads:
         for key, pad in self._pads.items():
             if not pad.optional:
                 require_known("pad=", [key], batch, noun, f" Or allow it with Pad({pad.value!r}, optional=True)")
+                refuse_nested("pad=", [key], batch)
 
     def require_new(self, names: Iterable[str], at: Path, owners: str) -> None:
         """Raise ``ValueError`` if a new field would have the name of another field of a dict with these keys."""
@@ -188,6 +189,18 @@ def require_known(option: str, keys: Iterable[Any], batch: TreeDict[Any], noun: 
             guess = closest(dotted(path), texts)
             hint = f"did you mean {guess}?" if guess else f"its keys are {', '.join(texts) or 'none'}."
             raise ValueError(f"{option} names {key!r:.60}, which no {noun} has; {hint}{way_out}")
+
+
+def refuse_nested(option: str, keys: Iterable[Any], batch: TreeDict[Any]) -> None:
+    """Raise ``ValueError`` for a key of fields that names a dict of fields. Fields made of lists of mappings may."""
+    for key in keys:
+        found = batch.get(key)
+        if isinstance(found, TreeDict) and not _has_ragged(found):
+            raise ValueError(f"{option} names {key!r}, which is a nested dict; name its fields: {', '.join(found)}")
+
+
+def _has_ragged(tree: TreeDict[Any]) -> bool:
+    return tree._is_ragged or not tree or any(getattr(value, "_is_ragged", False) for value in tree.values())
 
 
 def _paths_in(tree: TreeDict[Any], at: Path = ()) -> Iterator[Path]:

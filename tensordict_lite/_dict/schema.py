@@ -261,7 +261,10 @@ def _field(where: str, hint: Any, optional: bool = False) -> Field:
         raise TypeError(f"{where}: a field takes one class of nested dicts, and this annotation names several")
     encoders = [one for one in metadata if isinstance(one, StringEncoder)]
     if encoders and (kinds != (Tensor,) or len(encoders) > 1):
-        raise TypeError(f"{where}: declare a field of strings as Annotated[Tensor, encoder], with one encoder")
+        raise TypeError(
+            f"{where}: declare a field of strings as Annotated[Tensor, encoder], with one encoder; "
+            "for a ragged field, declare a Ragged, and give the encoder to the class: encoders={...}"
+        )
     values = tuple(one for one in metadata if isinstance(one, type) and _is_shaped(one))
     if values and not all(_is_tree(kind) and kind._is_ragged for kind in kinds):
         raise TypeError(
