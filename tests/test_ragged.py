@@ -497,6 +497,15 @@ class TestWholeDicts:
         with fails(TypeError, "^'ids' is a Ragged; rows are grouped by a tensor field$"):
             d.rows.group_by("ids")
 
+    def test_flatten_keeps_it_as_one_field(self) -> None:
+        d = collate(
+            [{"obs": {"ids": [1, 2], "text": "ab"}}, {"obs": {"ids": [3], "text": "abc"}}], ragged=["ids", "text"]
+        )
+        flat = d.flatten()
+        assert list(flat) == ["obs.ids", "obs.text"] and len(flat.rows) == 2 and type(flat["obs.ids"]) is Ragged
+        assert flat.decode("obs.text") == ["ab", "abc"]
+        assert DeviceDict.unflatten(flat) == d
+
 
 class TestJoin:
     def test_cat(self) -> None:

@@ -409,7 +409,7 @@ class DeviceDict(TreeDict[V]):
     def flatten(self, sep: str = ".") -> DeviceDict[V]:
         """Return a dict of one level, with nested keys joined by ``sep``.
 
-        Fields keep their encoders. An empty nested dict stays an empty dict.
+        Fields keep their encoders. An empty nested dict stays an empty dict, and a `Ragged` is one field.
 
         Raises: ``ValueError`` if two fields would get the same name. Cost: no tensor is copied.
 
@@ -1415,7 +1415,7 @@ def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[An
         name = prefix + key
         if name in items:
             raise ValueError(f"two fields would be named {name!r}; flatten with another sep than {sep!r}")
-        if isinstance(value, TreeDict) and value:
+        if isinstance(value, TreeDict) and value and not value._is_ragged:
             flatten_into(items, encoders, value, sep, name + sep)
             continue
         items[name] = value.copy() if isinstance(value, TreeDict) else value
