@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from count_instructions import BLOCKS, CALLS, EMPTY, OPERATIONS
-from harness import aligned
+from harness import aligned, commit
 
 HERE = Path(__file__).parent
 COMMITTED = HERE / "results" / "instructions.json"
@@ -115,7 +115,8 @@ def main() -> None:
         return
     here = setting()
     if update:
-        COMMITTED.write_text(json.dumps({"setting": here, "instructions": count()}, indent=1) + "\n")
+        counted = {"commit": commit(), "setting": here, "instructions": count()}
+        COMMITTED.write_text(json.dumps(counted, indent=1) + "\n")
         print(f"The counts are in {COMMITTED}. Commit the file.")
         return
     committed = json.loads(COMMITTED.read_text())

@@ -270,18 +270,24 @@ def code_of_package() -> str:
     return found.hexdigest()[:16]
 
 
+def commit() -> str | None:
+    """The commit of this checkout; with "-dirty" if files differ. None without git."""
+    if shutil.which("git") is None:
+        return None
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
 def setting(packages: Iterable[str]) -> dict[str, str | None]:
     """The commit, a digest of the package's code, the processor, the accelerator and the versions.
 
     None for a package that is not installed.
     """
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    known = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
     cpuinfo = Path("/proc/cpuinfo")
     cpu = re.findall(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "") or [platform.processor()]
     device = accelerator()
     gpu = None if device is None else getattr(torch.get_device_module(device), "get_device_name", str)(device)
-    out: dict[str, str | None] = {"commit": known.stdout.strip() or None if known else None}
+    out: dict[str, str | None] = {"commit": commit()}
     out |= {"code": code_of_package(), "cpu": cpu[0] or "unknown", "gpu": gpu}
     out |= {"python": platform.python_version(), "torch": torch.__version__}
     for package in packages:
