@@ -412,8 +412,8 @@ class _Walk:
             return self.others_that_differ(batch, path, values)
         if self.is_ragged(path):
             return self.add_rows(batch, path, flat, list(map(len, values)))
-        sizes = [(len(value),) for value in values]
-        return self.pad(batch, path, Padded([torch.as_tensor(flat, device=self.device)], sizes, (0,), pad))
+        flat = torch.as_tensor(flat, device=self.device)
+        return self.pad(batch, path, Padded([flat], [list(map(len, values))], (0,), pad))
 
     def objects(
         self, batch: DeviceDict[Any], path: Path, items: Sequence[Mapping[str, Any]], lengths: Sequence[int]
@@ -523,7 +523,7 @@ class _Walk:
         lengths = dims if 0 in dims else [tensor.size(0) for tensor in values]
         if not pad._always and dims.count(dims[0]) == lengths.count(lengths[0]) == self.count:
             return self.examine(batch, path, values, encoder)
-        self.pad(batch, path, Padded([self.cat(path, values)], [(length,) for length in lengths], (0,), pad))
+        self.pad(batch, path, Padded([self.cat(path, values)], [lengths], (0,), pad))
 
     def pad_several(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], pad: Pad) -> None:
         """Tensors that differ in several dimensions, such as images."""
@@ -542,7 +542,7 @@ class _Walk:
                     f"{dotted(path)}: sample {i} has {described(tensor)}, sample 0 has {described(first)}; "
                     f"{pad!r} lets dense samples differ in the dimensions {list(axes)} only"
                 )
-        sizes = [tuple([tensor.shape[axis] for axis in axes]) for tensor in values]
+        sizes = [[tensor.shape[axis] for tensor in values] for axis in axes]
         self.pad(batch, path, Padded(values, sizes, axes, pad))
 
     def pad(self, batch: DeviceDict[Any], path: Path, padded: Padded) -> None:

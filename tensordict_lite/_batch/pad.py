@@ -236,16 +236,16 @@ class Padded(NamedTuple):
 
     samples: Sequence[Tensor]
     """The samples; or one tensor for all, with the rows of one sample after the other."""
-    sizes: Sequence[tuple[int, ...]]
-    """The sizes of each sample in the dimensions ``axes``."""
+    sizes: Sequence[Sequence[int]]
+    """For each of the ``axes``: the size of every sample."""
     axes: tuple[int, ...]
     pad: Pad
 
     @property
     def shape(self) -> Sizes:
         """The shape of the field."""
-        shape = [len(self.sizes), *self.samples[0].shape]
-        for axis, sizes in zip(self.axes, zip(*self.sizes, strict=True), strict=True):
+        shape = [len(self.sizes[0]), *self.samples[0].shape]
+        for axis, sizes in zip(self.axes, self.sizes, strict=True):
             shape[axis + 1] = self.pad._length(max(sizes))
         return tuple(shape)
 
@@ -253,8 +253,8 @@ class Padded(NamedTuple):
         """Write the field into a tensor of its dtype and shape. Autograd records the copies. Returns the tensor."""
         field.fill_(_fill_value(field, self.pad))
         rows = self.samples[0]
-        if len(self.samples) == len(self.sizes):
-            for i, (sample, sizes) in enumerate(zip(self.samples, self.sizes, strict=True)):
+        if len(self.samples) == len(self.sizes[0]):
+            for i, (sample, *sizes) in enumerate(zip(self.samples, *self.sizes, strict=True)):
                 places = [slice(None)] * sample.dim()
                 for axis, size in zip(self.axes, sizes, strict=True):
                     start = 0 if self.pad.side == "right" else field.shape[axis + 1] - size
@@ -268,15 +268,18 @@ class Padded(NamedTuple):
 
     def mask(self) -> np.ndarray[Any, Any]:
         """True for elements of the samples, False for padding: bool ``[n, length]``, or with a size for each axis."""
-        lengths = [self.shape[axis + 1] for axis in self.axes]
-        sizes = np.transpose(self.sizes).reshape(len(lengths), -1, *[1] * len(lengths))
-        inside: np.ndarray[Any, Any] = np.all(np.indices(lengths)[:, None] < sizes, axis=0)
-        return inside if self.pad.side == "right" else np.flip(inside, tuple(range(1, inside.ndim))).copy()
+        shape = self.shape
+        inside: Any = True
+        for i, (axis, sizes) in enumerate(zip(self.axes, self.sizes, strict=True)):
+            places, own = np.arange(shape[axis + 1]), np.array(sizes)[:, None]
+            along = places < own if self.pad.side == "right" else places >= len(places) - own
+            inside = inside & along.reshape(shape[0], *[1] * i, -1, *[1] * (len(self.axes) - i - 1))
+        return inside
 
     def extras(self) -> dict[str, np.ndarray[Any, Any]]:
         """The new fields that the `Pad` names, by key."""
         lengths = np.array(self.sizes, np.int64)
-        lengths = lengths.reshape(-1) if self.pad.dims == 1 else lengths
+        lengths = lengths[0] if self.pad.dims == 1 else lengths.T.copy()
         return {key: lengths if option == "lengths" else self.mask() for key, option in self.pad._extras.items()}
 
 
