@@ -356,6 +356,7 @@ class TestPinnedMemory:
         assert other is not None and other[0] is not first[0]
         staging.release(second[0])
         staging.release(other[0])
+        first[0].stream.synchronize()
         with side:
             assert (staging.take(SLOT) or other)[0] is first[0]
         staging.release(first[0])
