@@ -98,14 +98,14 @@ class DeviceMismatchError(RuntimeError):
         self.expected = expected
         self.actual = actual
 
-    @classmethod
-    def at(cls, path: Path, expected: torch.device, actual: torch.device) -> DeviceMismatchError:
-        """Create the error for a tensor at ``path`` on the device ``actual``, in a dict on ``expected``."""
-        message = (
-            f"{dotted(path)} is on {actual}, this DeviceDict is on {expected}; "
-            f'move it with .to({str(expected)!r}), or build with on_mismatch="move"'
-        )
-        return cls(message, key=path[0] if len(path) == 1 else path, expected=expected, actual=actual)
+
+def device_mismatch(path: Path, expected: torch.device, actual: torch.device) -> DeviceMismatchError:
+    """The error for a tensor at ``path`` on the device ``actual``, in a dict on ``expected``."""
+    message = (
+        f"{dotted(path)} is on {actual}, this DeviceDict is on {expected}; "
+        f'move it with .to({str(expected)!r}), or build with on_mismatch="move"'
+    )
+    return DeviceMismatchError(message, key=path[0] if len(path) == 1 else path, expected=expected, actual=actual)
 
 
 class InvalidFileError(ValueError):

@@ -392,11 +392,11 @@ def test_an_error_of_the_batches(tmp_path: Path, error: BaseException) -> None:
 @pytest.mark.parametrize("work", [lambda f: add_column(f, "z", []), lambda f: drop_column(f, "x"), repair])
 def test_one_writer_at_a_time(tmp_path: Path, work: Callable[[Path], object]) -> None:
     folder = written(tmp_path / "t")
-    with RowWriter(folder, append=True), pytest.raises(BlockingIOError, match=r"has a RowWriter already"):
+    with RowWriter(folder, append=True), pytest.raises(BlockingIOError, match=r"is open in a RowWriter"):
         work(folder)
 
     def batches() -> Iterator[Any]:
-        with pytest.raises(BlockingIOError, match=r"has a RowWriter already"):
+        with pytest.raises(BlockingIOError, match=r"is open in a RowWriter"):
             work(folder)
         yield [0] * COUNT
 

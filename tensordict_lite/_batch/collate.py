@@ -21,7 +21,7 @@ from .._dict.device_dict import DeviceDict
 from .._dict.insert import place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import encode_ragged, padding
-from .._errors import DeviceMismatchError, Path, described, dotted, refuse_deeper, with_path
+from .._errors import Path, described, device_mismatch, dotted, refuse_deeper, with_path
 from .._memory.device import CPU, canonical
 from .._memory.dtypes import NUMPY_DTYPES
 from .._memory.layout import FieldSpec
@@ -535,7 +535,7 @@ class _Walk:
         others = [dim for dim in range(first.dim()) if dim not in axes]
         for i, tensor in enumerate(values):
             if tensor.device != self.device:
-                raise DeviceMismatchError.at(path, self.device, tensor.device)
+                raise device_mismatch(path, self.device, tensor.device)
             alike = tensor.dtype == first.dtype and tensor.dim() == first.dim() and packable(tensor.detach())
             if not alike or any(tensor.shape[dim] != first.shape[dim] for dim in others):
                 raise ValueError(
@@ -628,7 +628,7 @@ class _Walk:
         """Raise the error that names the first sample that cannot be joined with sample 0."""
         for tensor in values:
             if tensor.device != self.device:
-                raise DeviceMismatchError.at(path, self.device, tensor.device)
+                raise device_mismatch(path, self.device, tensor.device)
         first, key, pad, hint = values[0], path[-1], self.pads.at(path), ""
         if self.is_ragged(path):
             hint = "; ragged= lets the first dimension differ only"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
-from .._errors import DeviceMismatchError, Path, refuse_deeper, with_path
+from .._errors import DeviceMismatchError, Path, device_mismatch, refuse_deeper, with_path
 from .._memory.device import canonical
 from .._memory.transfer import transfer
 from .._tree.convert import convert
@@ -136,7 +136,7 @@ def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Te
     """The copy of a tensor on the device of the dict. Raises ``DeviceMismatchError`` if it was not moved."""
     if id(tensor) in moved:
         return moved[id(tensor)]
-    raise DeviceMismatchError.at(path, target, tensor.device)
+    raise device_mismatch(path, target, tensor.device)
 
 
 def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) -> Any:

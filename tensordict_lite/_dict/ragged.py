@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .._encoders.protocol import StringEncoder
-from .._errors import DeviceMismatchError, Path, described, dotted
+from .._errors import DeviceMismatchError, Path, described, device_mismatch, dotted
 from .._memory.device import CPU, DeviceLike, canonical, resolve
 from .._memory.ragged import (
     Selection,
@@ -179,7 +179,7 @@ class Ragged(DeviceDict[Tensor]):
         """
         self._require_total(values, ("values",))
         if self._device is not None and values.device != self._device:
-            raise DeviceMismatchError.at(("values",), self._device, values.device)
+            raise device_mismatch(("values",), self._device, values.device)
         return self._like({"values": values, "offsets": self["offsets"]}, self._device)
 
     def padded(self, fill: complex = 0, side: Side = "right") -> Tensor:

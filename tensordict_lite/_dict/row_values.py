@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._encoders.protocol import decode_alike, encode_ragged, padding, short
-from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, with_path
+from .._errors import Path, described, device_mismatch, dotted, dtype_name, with_path
 from .._memory.dense import is_dense
 from .._memory.transfer import transfer
 from .._tree.convert import convert
@@ -100,7 +100,7 @@ def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, move: bool) -> A
         if value.device == device:
             return value
         if not move:
-            raise DeviceMismatchError.at(path, device, value.device)
+            raise device_mismatch(path, device, value.device)
         return transfer([value], device)[0]
     stored, encoder = convert(value, device, d._policy, path, field.dtype if isinstance(field, Tensor) else None)
     if encoder is None:

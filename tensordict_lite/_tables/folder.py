@@ -64,7 +64,8 @@ class TableFolder:
         except BlockingIOError as error:
             self.close()
             raise BlockingIOError(
-                f"{self.path!r} has a RowWriter already, in this process or another; close it first"
+                f"{self.path!r} is open in a RowWriter, add_column or drop_column, in this process or another; "
+                "close it, or wait for it"
             ) from error
         except OSError:  # the file system cannot lock folders
             pass

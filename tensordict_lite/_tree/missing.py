@@ -32,14 +32,13 @@ class MissingKeyError(KeyError):
     ('imgae',) 'imgae' is not in this DeviceDict; did you mean 'image'?
     """
 
-    # Every argument is optional: DataLoader re-creates the exception of a worker from its text. The key of `known`
-    # that is most similar to `name` is searched when the message is read.
-    def __init__(self, key: Any = "", text: str = "", name: str = "", known: tuple[str, ...] = ()) -> None:
-        super().__init__(key)
-        self._text, self._name, self._known = text, name, known
+    # What `_missing` sets. DataLoader re-creates the exception of a worker from its text alone.
+    _text = ""
+    _name = ""
+    _known: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = self._text or str(self.args[0])
+        text = self._text or ", ".join(map(str, self.args))
         if not self._known:
             return text
         close = closest(self._name, self._known)
@@ -49,25 +48,32 @@ class MissingKeyError(KeyError):
         return f"{text}; its keys are {', '.join(map(repr, self._known[:_LISTED]))}{more}"
 
 
+def _missing(key: object, text: str, name: str = "", known: tuple[str, ...] = ()) -> MissingKeyError:
+    """The error with a text. The key of ``known`` that is most similar to ``name`` is searched when it is read."""
+    error = MissingKeyError(key)
+    error._text, error._name, error._known = text, name, known
+    return error
+
+
 def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyError:
     """The error for a ``key`` or path that is not in ``tree``. The message calls the tree ``owner``.
 
     Cost: one pass over the keys of one dict. The search for similar keys runs only when the message is read.
     """
-    # torch.compile cannot trace an exception class with its own constructor.
+    # torch.compile cannot trace an exception class of Python code.
     if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
         return KeyError(key)
     owner = owner or f"this {type(tree).__name__}"
     path: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
     if not path:
-        return MissingKeyError(key, "a path needs at least one key, got ()")
+        return _missing(key, "a path needs at least one key, got ()")
     node: Any = tree
     for depth, part in enumerate(path):
         at = path[:depth]
         if not isinstance(node, dict):  # every mapping in a DeviceDict is a dict
-            return MissingKeyError(key, _blocked(path, depth, node, owner))
+            return _missing(key, _blocked(path, depth, node, owner))
         if not isinstance(part, str):
-            return MissingKeyError(key, f"{no_key(part)}{f' in {dotted(at)}' if at else ''}{rows_hint(part)}")
+            return _missing(key, f"{no_key(part)}{f' in {dotted(at)}' if at else ''}{rows_hint(part)}")
         if part not in node:
             where = dotted(at) if at else "it"
             text = f"{dotted(path)} is not in {owner}{f': {where} has no {part!r}' if len(path) > 1 else ''}"
@@ -76,8 +82,8 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
             paths = [split] if len(split) > 1 and holds(node, split) else nested
             if paths:
                 way = ", ".join(map(repr, (*at, *paths[0], *path[depth + 1 :])))
-                return MissingKeyError(key, f"{text}; use the path d[{way}]")
-            return MissingKeyError(key, text if node else f"{text}; {where} is empty", part, tuple(node))
+                return _missing(key, f"{text}; use the path d[{way}]")
+            return _missing(key, text if node else f"{text}; {where} is empty", part, tuple(node))
         node = node[part]
     raise AssertionError(f"{path} is there")  # pragma: no cover  (the caller did not find the path)
 
