@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from files import compiles
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -44,7 +45,7 @@ def unchanged(d: DeviceDict, call: Callable[[], Any], error: type[Exception], te
     after, now, counted = state(d)
     assert all(x is y for x, y in zip(tensors, after, strict=True)) and versions == counted
     assert all(torch.equal(x, y) for x, y in zip(values, now, strict=True))
-    d._check()
+    check_invariants(d)
 
 
 def reordered(d: Any) -> Any:
@@ -58,7 +59,7 @@ class TestMap:
         expected = [x + y for x, y in zip(d._tensors(), e._tensors(), strict=True)]
         for other in (e, reordered(e), e.to_dict()):
             out = d.map(torch.add, other)
-            out._check()
+            check_invariants(out)
             assert list(out) == list(d) and all(map(torch.equal, out._tensors(), expected))
         three = d.map(lambda x, y, z: x + y * z, e, reordered(d))
         assert torch.equal(three["n", "b"], d["n", "b"] + e["n", "b"] * d["n", "b"])
@@ -320,7 +321,7 @@ class TestPacked:
             getattr(d, method)(e, *arguments)
             assert all(torch.allclose(d[key], expected[key], equal_nan=True) for key in d), method
             assert all(value._version > version for value, version in zip(d.values(), versions, strict=True))
-        d._check()
+        check_invariants(d)
         assert d.is_packed
 
     def test_a_conjugated_field(self) -> None:

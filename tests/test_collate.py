@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,7 +46,7 @@ class TestCollate:
         samples = plain_samples()
         before = copy.deepcopy(samples)
         d = collate(samples, pack=pack)
-        d._check()
+        check_invariants(d)
         assert d.is_packed == pack and list(d) == list(samples[0]) and type(d["n"]) is DeviceDict
         assert d["x"].tolist() == [[float(i)] * 3 for i in range(4)] and d["x"].dtype == torch.float32
         assert (
@@ -84,7 +85,7 @@ class TestCollate:
 
         samples = [{f"k{i}": field(*spec) for i, spec in enumerate(fields)} for _ in range(n)]
         d = collate(samples)
-        d._check()
+        check_invariants(d)
         assert d.is_packed == any(0 not in shape for _, shape, _ in fields)
         assert all(torch.equal(d[key], torch.stack([s[key] for s in samples])) for key in samples[0])
 
@@ -112,13 +113,13 @@ class TestCollate:
                 return ["?" * n for n in codes["ids"][..., 0].tolist()]
 
         d = collate([{"t": "a", "x": 1}, {"t": "bcd", "x": 2}], encoders={"t": Tokens()})
-        d._check()
+        check_invariants(d)
         assert d.is_packed and d["t", "ids"].tolist() == [[1, 1], [3, 1]] and d.decode("t") == ["?", "???"]
 
     def test_padding(self) -> None:
         samples = [{"ids": torch.arange(n), "n": {"ids": [1.0] * n}, "x": n} for n in (3, 1, 2)]
         d = collate(samples, pad={"ids": -1})
-        d._check()
+        check_invariants(d)
         assert d.is_packed and d["ids"].tolist() == [[0, 1, 2], [0, -1, -1], [0, 1, -1]]
         assert d["n", "ids"].tolist() == [[1, 1, 1], [1, -1, -1], [1, 1, -1]]
         by_path = collate([{"n": {"ids": s["ids"]}} for s in samples], pad={("n", "ids"): 9})
@@ -296,7 +297,7 @@ class TestCollate:
     def test_on_a_device(self, device: torch.device) -> None:
         samples = [{"x": torch.full((2,), float(i), device=device), "y": i} for i in range(3)]
         d = collate(samples)
-        d._check()
+        check_invariants(d)
         assert d.device == device and d["y"].cpu().tolist() == [0, 1, 2] and d["x"].cpu().sum() == 6
 
     def test_default_collate_takes_the_same_path(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from torch import Tensor
 
 from tensordict_lite import (
@@ -127,7 +128,7 @@ def test_collate_is_the_stack_of_what_the_class_makes(name: str, cls: Any, encod
         return
     assert isinstance(got, DeviceDict) and got == expected
     assert tree(got) == tree(expected)
-    got._check()
+    check_invariants(got)
 
 
 class TestMoving:
@@ -152,7 +153,7 @@ class TestMoving:
         pad = {"x": 0.0} if ragged else None
         got = collate(samples, cls=Moves, pad=pad, pack=pack)
         device = next(t for t in DeviceDict(samples[0], on_mismatch="move")._tensors()).device
-        got._check()
+        check_invariants(got)
         assert got.device == device and type(got) is Moves
         if not ragged:
             assert got.cpu() == stack([Moves(sample, device=device) for sample in samples]).cpu()

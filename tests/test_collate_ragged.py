@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -48,7 +49,7 @@ def rows(field: Ragged) -> list[Any]:
 class TestRagged:
     def test_what_collate_makes(self) -> None:
         d: Any = collate(samples(), ragged=["box", ("k", "ids")])
-        d._check()
+        check_invariants(d)
         assert type(d["box"]) is Ragged and rows(d["box"]) == [s["box"].tolist() for s in samples()]
         assert rows(d["k", "ids"]) == [[0, 1], [0], [0, 1, 2], []] and list(d) == ["box", "y", "k"] and d.is_packed
         assert d["k", "ids", "values"].dtype == torch.int64 and d["y"].tolist() == [2, 1, 3, 0]
@@ -59,7 +60,7 @@ class TestRagged:
     def test_equal_and_empty_samples(self, pack: bool) -> None:
         for lengths in ([2, 2], [0, 0], [3]):
             d: Any = collate([{"x": torch.ones(n), "z": [1] * n} for n in lengths], ragged=("x", "z"), pack=pack)
-            d._check()
+            check_invariants(d)
             assert d["x"].lengths.tolist() == d["z"].lengths.tolist() == lengths
             assert d["x"].max_length == max(lengths) and d["x", "offsets"] is d["z", "offsets"]
             assert d.is_packed == pack or not max(lengths)
@@ -86,7 +87,7 @@ class TestRagged:
     def test_kinds_of_samples(self, made: Any, dtype: torch.dtype) -> None:
         given = [{"x": made(n)} for n in (1, 3, 2)]
         d: Any = collate(given, ragged=["x"])
-        d._check()
+        check_invariants(d)
         assert d["x", "values"].dtype is dtype and d["x"].lengths.tolist() == [1, 3, 2]
         assert torch.equal(d.rows[1]["x"], DeviceDict(given[1])["x"])
 
@@ -100,7 +101,7 @@ class TestRagged:
         d: Any = collate(samples(), ragged=["box", "ids"])
         copies = [d.clone(), copy.deepcopy(d), d.to("cpu"), d.pack(), d.detach(), pickle.loads(pickle.dumps(d))]
         for other in [*copies, pickle.loads(ForkingPickler.dumps(d))]:
-            other._check()
+            check_invariants(other)
             assert rows(other["box"]) == rows(d["box"]) and rows(other["k", "ids"]) == rows(d["k", "ids"])
         assert d.to(torch.float64)["box", "values"].dtype == torch.float64 and d.to("meta")["box", "values"].is_meta
 
@@ -128,7 +129,7 @@ class TestRagged:
         given = [{"ids": [1, 2], "n": {"ids": 1}, "y": 0.5}, {"ids": [], "n": {"ids": 2}, "y": 1.5}]
         assert collate(given, cls=Typed) == collate(given, cls=Typed, ragged=[("ids",)])
         d: Any = collate(given, cls=Typed)
-        d._check()
+        check_invariants(d)
         assert type(d) is Typed and d.ids.max_length == 2 and rows(d.ids) == [[1, 2], []]
         assert d.n["ids"].tolist() == [1, 2], "only the declared field is ragged"
 
@@ -257,7 +258,7 @@ def test_rows_by_slice_mask_and_index(lengths: list[int], data: st.DataObject) -
     ):
         wanted = torch.arange(count)[index].tolist()
         found: Any = d.rows[index]
-        found._check()
+        check_invariants(found)
         assert rows(found["x"]) == [parts[i].tolist() for i in wanted]
         assert found["x"]._max_length == max((lengths[i] for i in wanted), default=0)
 
@@ -296,7 +297,7 @@ class TestObjects:
         dog = {"box": [2.0, 3.0], "label": "dog", "n": {"z": 2}}
         samples = [{"y": 1, "objects": [cat, dog]}, {"y": 2, "objects": []}, {"y": 3, "objects": [dog]}]
         d: Any = collate(samples, ragged=["objects"], encoders={"label": Vocabulary(["cat", "dog"])})
-        d._check()
+        check_invariants(d)
         labels, boxes = [["cat", "dog"], [], ["dog"]], [[[0, 1], [2, 3]], [], [[2, 3]]]
         assert d.is_packed and d.decode(("objects", "label")) == labels
         assert d.tolist()["objects"] == {"box": boxes, "label": labels, "n": {"z": [[1, 2], [], [2]]}}

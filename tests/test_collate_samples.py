@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,7 +46,7 @@ def outcome(make: Callable[[], Any]) -> Any:
         d = make()
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
         return type(error), str(error)
-    d._check()
+    check_invariants(d)
     return facts(d)
 
 

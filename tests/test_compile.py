@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from files import OLD_DYNAMO, compiles
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.while_loop import while_loop
@@ -119,7 +120,7 @@ def test_in_one_graph_with_the_same_result(run: Callable[[DeviceDict], Any], pac
     got = torch.compile(run, fullgraph=True, backend="eager")(sample().pack() if packed else sample())
     assert type(got) is type(expected)
     if isinstance(expected, DeviceDict):
-        got._check()
+        check_invariants(got)
         assert repr(got).replace(", packed", "") == repr(expected) and (
             got == expected or got.device == torch.device("meta")
         )
@@ -251,7 +252,7 @@ class TestControlFlow:
             torch._dynamo.reset()
             out = torch.cond(torch.tensor(up), lambda: d.map(lambda t: t + 1), lambda: d.map(lambda t: t - 1))
             assert type(out) is kind and out == expected
-            out._check()
+            check_invariants(out)
 
     @pytest.mark.filterwarnings("ignore")
     def test_while_loop_and_map(self, kind: type[DeviceDict]) -> None:
@@ -259,11 +260,11 @@ class TestControlFlow:
         d = kind(spoken())
         (out,) = while_loop(lambda d: d["x"].sum() < 9, lambda d: (d.map(lambda t: t + 1),), (d,))
         assert type(out) is kind and out == d.map(lambda t: t + 4) and type(out["n"]) is DeviceDict
-        out._check()
+        check_invariants(out)
         rows: Any = map_rows  # its stub wants the arguments of the function as one tuple
         each = rows(lambda d: kind({"q": d["x"] + d["n", "y"]}), d)
         assert type(each) is kind and each["q"].tolist() == [2, 2]
-        each._check()
+        check_invariants(each)
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_export(self, kind: type[DeviceDict], strict: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
@@ -161,7 +162,7 @@ def test_a_tensor_alone(device: torch.device) -> None:
 def test_device_dicts_inside(device: torch.device) -> None:
     d = DeviceDict({"x": [1.0], "n": {"e": {}}, "o": None}, objects="keep")
     moved = to_device([d, DeviceDict()], device)
-    moved[0]._check()
+    check_invariants(moved[0])
     assert moved[0].device == moved[0]["n", "e"].device == moved[1].device == device and d.device == torch.device("cpu")
     arrays = to_numpy(moved)
     assert type(arrays[0]) is dict and arrays[0]["x"].tolist() == [1.0] and arrays[0]["n"] == {"e": {}}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from files import DTYPES, OPAQUE, compiles
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
@@ -59,7 +60,7 @@ def test_every_dtype_in_every_protocol(dtype: torch.dtype) -> None:
         copies = [pickle.loads(pickle.dumps(one, protocol)) for protocol in PROTOCOLS]
         copies += [copy.deepcopy(one), pickle.loads(ForkingPickler.dumps(one)), TestTorchSave().loaded(one)]
         for again in copies:
-            again._check()
+            check_invariants(again)
             assert list(again) == list(one) and again.is_packed in (one.is_packed, True)
             for s, t in zip(again._tensors(), one._tensors(), strict=True):
                 assert (s.dtype, s.shape, s.stride()) == (t.dtype, t.shape, t.stride())
@@ -70,7 +71,7 @@ def test_every_dtype_in_every_protocol(dtype: torch.dtype) -> None:
 def test_pickle(protocol: int) -> None:
     d = full()
     again = pickle.loads(pickle.dumps(d, protocol))
-    again._check()
+    check_invariants(again)
     assert again == d and type(again) is Batch and type(again["n"]) is Batch and list(again) == list(d)
     assert again._policy == d._policy and again.decode("s") == ["b"] and again.device == d.device
     assert isinstance(again["n", "e"], Batch)
@@ -83,17 +84,17 @@ def test_an_unchanged_class_policy_is_not_pickled() -> None:
 def test_pickling_an_empty_or_unplaced_dict(device: torch.device) -> None:
     for d in (DeviceDict(), DeviceDict(device=device), DeviceDict({"e": {}}, device=device)):
         again = pickle.loads(pickle.dumps(d))
-        again._check()
+        check_invariants(again)
         assert again.device == d.device and again == d
 
 
 def test_copy_shares_tensors_deepcopy_does_not() -> None:
     d = full()
     for c in (copy.copy(d), d.copy()):
-        c._check()
+        check_invariants(c)
         assert c["x"] is d["x"] and c["n"] is not d["n"] and c["n", "t"] is d["n", "t"] and c._policy is d._policy
     deep = copy.deepcopy(d)
-    deep._check()
+    check_invariants(deep)
     assert deep == d and deep["x"] is not d["x"] and deep["o"] is not d["o"] and type(deep) is Batch
     nested: Any = deep["n", "e"]
     assert nested._policy.encoders["u"] is d._policy.encoders["u"], "encoders are immutable"
@@ -126,7 +127,7 @@ def test_the_stager_of_checkpoints_stages_the_tensors() -> None:
     for d in (full(), full().pack()):
         staged = [stager.stage({"model": d})["model"] for _ in range(2)]
         for again in staged:
-            again._check()
+            check_invariants(again)
             assert again == d and type(again) is Batch and again._policy == d._policy
             assert again.is_packed == d.is_packed and all(t.is_shared() for t in again._tensors())
         assert [t.data_ptr() for t in staged[0]._tensors()] == [t.data_ptr() for t in staged[1]._tensors()]
@@ -146,10 +147,10 @@ class TestTorchSave:
         d = DeviceDict({"x": torch.arange(3.0), "n": {"y": torch.ones(1), "e": {}}}, encoders={"s": Vocabulary(["a"])})
         for weights_only in (True, False):
             again = torch.load(self.saved(d), weights_only=weights_only)
-            again._check()
+            check_invariants(again)
             assert again == d and again._policy == d._policy
             moved = torch.load(self.saved(d), map_location="meta", weights_only=weights_only)
-            moved._check()
+            check_invariants(moved)
             assert moved.device == torch.device("meta") and moved["n", "e"].device == torch.device("meta")
 
     def test_weights_only_takes_the_encoders(self) -> None:
@@ -164,10 +165,10 @@ class TestPytree:
     def test_tree_map_keeps_everything(self, device: torch.device) -> None:
         d = full()
         out = pytree.tree_map_only(torch.Tensor, lambda t: t + 1, d)
-        out._check()
+        check_invariants(out)
         assert type(out) is Batch and out._policy is d._policy and out["x"].tolist() == [1, 2, 3] and out["o"] is d["o"]
         moved = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), d)
-        moved._check()
+        check_invariants(moved)
         assert moved.device == device and moved["n", "e"].device == device
 
     def test_foreign_leaves(self) -> None:
@@ -237,7 +238,7 @@ class TestPytree:
         mixed = pytree.tree_map(lambda t: t.to(SIM) if t.is_floating_point() else t, DeviceDict({"f": [1.0], "i": [1]}))
         assert mixed.device is None
         gathered = mixed.to(SIM)
-        gathered._check()
+        check_invariants(gathered)
         assert gathered["i"].device == SIM
 
     def test_nothing_can_be_stored_before_it_is_gathered(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, collate, prefetch, to_numpy
 from tensordict_lite._memory.device import capabilities
@@ -64,7 +65,7 @@ def test_an_array_of_another_library_decides_the_device(protocol: str) -> None:
         exported = {protocol: property(lambda _: getattr(t, protocol))}
     array = type("Array", (), exported)()
     d = DeviceDict({"n": {"x": array}, "y": 1})
-    d._check()
+    check_invariants(d)
     assert d.device == t.device and d["n", "x"].data_ptr() == t.data_ptr(), "nothing is copied"
     assert collate([{"x": array, "y": 1}] * 2)["x"].tolist() == [[0, 1, 2]] * 2
     with pytest.raises(DeviceMismatchError, match=r"^'x' is on cuda:0, this DeviceDict is on cpu"):

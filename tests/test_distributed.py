@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checks import check_invariants
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import meet, on_ranks
@@ -85,7 +86,7 @@ def every_call(rank: int, world: int) -> None:
     for _ in range(3):  # the second and third time the schemas are known
         for src in (0, world - 1):
             got = d_.broadcast(sample(7) if rank == src else None, src)
-            got._check()
+            check_invariants(got)
             assert got == sample(7) and got._policy == sample(7)._policy and got.decode("s") == ["a", "bb"]
         assert d_.broadcast(sample(1).pack() if rank == 0 else None) == sample(1)
         typed = d_.broadcast(Typed.from_dict({"x": 1, "obs": {"y": 2}}) if rank == 0 else None, cls=Typed)
@@ -100,7 +101,7 @@ def every_call(rank: int, world: int) -> None:
             other = d_.irecv(0, like=sample(0))
             assert d_.recv(0, tag=5)["z"].shape == (0, 3)
             got = other.wait()
-            got._check()
+            check_invariants(got)
             assert got == sample(2) and other.wait() is got
 
         gathered = d_.gather(sample(rank) if rank else sample(0).drop("b"), dst=world - 1)
@@ -115,7 +116,7 @@ def every_call(rank: int, world: int) -> None:
 
         rows = DeviceDict({"x": torch.arange(2 * world), "s": [f"r{i}" for i in range(2 * world)]})
         part = d_.scatter(rows if rank == 0 else None)
-        part._check()
+        check_invariants(part)
         assert part["x"].tolist() == [2 * rank, 2 * rank + 1] and part.decode("s") == [
             f"r{2 * rank}",
             f"r{2 * rank + 1}",
@@ -124,7 +125,7 @@ def every_call(rank: int, world: int) -> None:
         assert part["x"].tolist() == ([0, 1] if rank == 0 else [rank + 1])
 
         reduced = d_.all_reduce(sample(rank).drop("b"))
-        reduced._check()
+        check_invariants(reduced)
         assert (
             reduced["n", "y"].tolist() == [sum(ranks)] * 2
             and reduced["i"].tolist() == [sum(ranks), 7 * world]
@@ -148,7 +149,7 @@ def every_call(rank: int, world: int) -> None:
             {"loss": float(rank), "n": {"tokens": rank + 1}, "h": torch.tensor([rank], dtype=torch.bfloat16)}
         )
         mean = d_.all_reduce(mine, "mean", weight=("n", "tokens"))
-        mean._check()
+        check_invariants(mean)
         total = sum(r + 1 for r in ranks)
         expected = sum(r * (r + 1) for r in ranks) / total
         assert mean["loss"].item() == pytest.approx(expected) and mean["n", "tokens"] == total
@@ -389,7 +390,7 @@ def large_tensors(rank: int) -> None:
         )
 
     def check(d: DeviceDict, of: int, packed: bool = True) -> None:
-        d._check()
+        check_invariants(d)
         assert d == made(of) and d.is_packed == packed, of
         assert not packed or torch.equal(buffer(d), buffer(made(of).pack()))
 
@@ -417,7 +418,7 @@ def large_tensors(rank: int) -> None:
         assert everyone[rank] is mine
         different = d_.all_gather(mine if rank else mine.drop("large"))
         assert different[1 - rank] == (made(0).drop("large") if rank else made(1))
-        different[1 - rank]._check()
+        check_invariants(different[1 - rank])
         of_one = d_.all_gather(mine if rank else DeviceDict({"x": 7}))[1 - rank]
         assert of_one == (DeviceDict({"x": 7}) if rank else made(1)) and of_one.is_packed
         assert [len(one) for one in d_.all_gather(mine if rank else DeviceDict())] == [0, len(mine)]
@@ -501,7 +502,7 @@ def any_schema(rank: int) -> None:
         d = DeviceDict(tree, device="cpu")
         d = d.pack() if pack else d
         got = d_.broadcast(d if rank == 0 else None)
-        got._check()
+        check_invariants(got)
         both = d_.all_gather(d)
         assert got == d and both == [d, d] and list(got) == list(d)
         if not any(t.is_complex() or t.dtype in (torch.int16, torch.uint32) for t in d._tensors()):

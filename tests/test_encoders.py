@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,7 +93,7 @@ class TestRoundTrips:
     def test_nested_lists_keep_their_shape(self, strings: list[list[str]], device: str) -> None:
         flat = [s for row in strings for s in row]
         d = DeviceDict({"u": strings, "v": strings}, encoders={"v": Vocabulary.fit(flat)}, device=device)
-        d._check()
+        check_invariants(d)
         assert d["u"].shape[:2] == d["v"].shape == (len(strings), 2)
         assert d.decode("u") == strings and d.decode("v") == strings
 
@@ -416,7 +417,7 @@ class TestTokenizer:
     def test_gives_a_nested_dict(self, device: torch.device) -> None:
         tokenizer = Tokenizer(Words("a cat sat"))
         d = DeviceDict({"text": [["a cat", "cat"], ["sat", "a"]]}, encoders={"text": tokenizer}, device=device)
-        d._check()
+        check_invariants(d)
         assert d["text", "input_ids"].shape == (2, 2, 2) and list(d["text"]) == ["input_ids", "attention_mask"]
         assert d.decode("text") == [["a cat", "cat"], ["sat", "a"]]
         assert d["text"].device == device
@@ -496,7 +497,7 @@ class TestWhereAnEncoderGoes:
         d = DeviceDict({"s": ["b"], "n": {"s": ["a"], "t": ["free"]}}, encoders={"s": v})
         for m in (d.to(device), d.clone(), d.copy(), d.select("s", ("n", "s")), pickle.loads(pickle.dumps(d)),
                   DeviceDict(d), {"z": 1} | d, DeviceDict({"z": 1}) | d, d.to(device).cpu()):  # fmt: skip
-            m._check()  # pyright: ignore[reportAttributeAccessIssue]
+            check_invariants(m)  # pyright: ignore[reportAttributeAccessIssue]
             assert m.decode("s") == ["b"] and m.decode(("n", "s")) == ["a"], m  # pyright: ignore[reportAttributeAccessIssue]
         assert d.flatten().decode("n.s") == ["a"] and d.flatten().decode("n.t") == ["free"]
 
@@ -553,7 +554,7 @@ class TestWhereAnEncoderGoes:
         d = DeviceDict({"x": 1}, encoders={"v": Vocabulary(["a"])})
         with torch.device("meta"):
             d["v"], d["u"], d["e"] = "a", "text", [""]
-        d._check()
+        check_invariants(d)
         assert d.decode("v") == "a" and d.decode("u") == "text"
 
 

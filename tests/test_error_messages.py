@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -202,7 +203,7 @@ class TestMissingKeys:
         for use in (d.__getitem__, d.__delitem__, d.pop, d.decode, d.select, d.drop):
             error = refused(MissingKeyError, message, lambda use=use: use(key))
             assert error.args == (key,) and isinstance(error, KeyError)
-        d._check()
+        check_invariants(d)
         assert d == nested()
 
     def test_in_a_file(self, key: Any, message: str, tmp_path: Path) -> None:

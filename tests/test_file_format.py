@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from files import DEPTH, GOLDEN, saved
 from torch import Tensor
 
@@ -250,7 +251,7 @@ class TestForgery:
             path.write_bytes(content)
             try:
                 d = load(path)
-                d._check()
+                check_invariants(d)
                 repr(d)
                 read += 1
             except InvalidFileError:
@@ -261,7 +262,7 @@ class TestForgery:
     @pytest.mark.parametrize("name", make.MAKE)
     def test_golden_files(self, name: str, tmp_path: Path) -> None:
         d, made = load(GOLDEN / name), make.MAKE[name]()
-        d._check()
+        check_invariants(d)
         assert (
             d == made
             and all(d[key]._policy == made[key]._policy for key in made if isinstance(made[key], DeviceDict))

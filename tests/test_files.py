@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from files import Batch, Obs, Typed, sample, saved, torch_saved_and_loaded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ class TestRoundTrip:
         d = sample()
         for one in (d, d.pack(), d.clone()):
             again = load(saved(one, tmp_path / "d.safetensors"))
-            again._check()
+            check_invariants(again)
             assert (
                 type(again) is DeviceDict
                 and again == d
@@ -81,7 +82,7 @@ class TestRoundTrip:
             }
         )
         again = load(saved(d, tmp_path / "d"))
-        again._check()
+        check_invariants(again)
         assert again == d and not any(t.requires_grad for t in again.values()) and again["t"].is_contiguous()
         assert again["c128"].dtype == torch.complex128
 
@@ -114,7 +115,7 @@ class TestRoundTrip:
         d = DeviceDict(data.draw(tree), device="cpu")
         path = saved(d, tmp_path_factory.mktemp("any") / "d")
         again = load(path)
-        again._check()
+        check_invariants(again)
         assert again == d and sum(t.nbytes for t in load_file(path).values()) == d.nbytes
 
     def test_other_programs_read_it_and_are_read(self, tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ class TestRoundTrip:
         d = sample()
         path = saved(d.to(device), tmp_path / "d")
         again = load(path, device=device)
-        again._check()
+        check_invariants(again)
         assert again.device == device and again.cpu() == d and load(path) == d
         assert DeviceDict.load(path, "meta").device == torch.device("meta")
 
@@ -148,7 +149,7 @@ class TestRoundTrip:
         path = saved(sample(), tmp_path / "d")
         assert load(path, keys=["x"]).to_dict().keys() == {"x"}
         part = load(path, keys=["name", ("n", "m")])
-        part._check()
+        check_invariants(part)
         assert list(part) == ["name", "n"] and list(part["n"]) == ["m"] and part.decode("name") == ["Ada", "Bo"]
         assert load(path, keys=[("n", "e")]).to_dict() == {"n": {"e": {}}} and load(path, keys=[]) == {}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -40,7 +41,7 @@ class TestFill:
             for source in ("cpu", device):
                 other = DeviceDict(batch(s=["Ada", "Susan"])).to(source)
                 assert emptied(d).fill_(other.pack() if pack else other, non_blocking) is d
-                d._check()
+                check_invariants(d)
                 assert all(a is b for a, b in zip(d._tensors(), before, strict=True))
                 assert d.cpu().tolist() == other.cpu().tolist() and d.is_packed is was_packed
 

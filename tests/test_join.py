@@ -10,6 +10,7 @@ import pytest
 import simulated
 import torch
 from batches import Batch, batch
+from checks import check_invariants
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat, collate, stack
 
@@ -18,7 +19,7 @@ class TestStackAndCat:
     def test_rows_come_together_again(self, device: torch.device) -> None:
         d = batch().to(device)
         again = stack(list(d.rows))
-        again._check()
+        check_invariants(again)
         assert type(again) is Batch and type(again["n"]) is Batch and again.device == device
         assert again.drop("o", "meta") == d.drop("o", "meta") and again["o"] == d["o"] and again["meta"] == [object] * 6
         both = cat([d.rows[:2], d.rows[2:]])

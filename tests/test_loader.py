@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from workers import look_like_a_worker
@@ -64,7 +65,7 @@ class TestLoader:
         for _ in range(2):
             batches = list(loader)
             for d in batches:
-                d._check()
+                check_invariants(d)
                 assert type(d) is DeviceDict and d.is_packed and not d["x"].is_shared()
             assert torch.cat([d["n", "i"] for d in batches]).tolist() == list(order)
             assert [name for d in batches for name in d.decode("name")] == ["n" * i for i in order]
@@ -162,7 +163,7 @@ class TestLoader:
             return clone
 
         out = pinned(batch)
-        out._check()
+        check_invariants(out)
         assert batch.is_packed and not out.is_packed and out == batch and type(out["n"]) is DeviceDict
         assert out.decode("name") == batch.decode("name") and out.pack().is_packed
 
@@ -198,7 +199,7 @@ class TestSize:
     def test_shared_memory_is_for_large_batches(self, size: int, wrap: Any) -> None:
         data = [wrap(Wide(size)[i]) for i in range(8)]
         for d in DataLoader(data, 4, num_workers=1, collate_fn=partial(counting, size)):  # type: ignore[arg-type]
-            d._check()
+            check_invariants(d)
             large = size > BY_VALUE
             assert d.is_packed and d.nbytes == size and d["x"].is_shared() == large
             d["x"].fill_(1.0)  # it is writable

@@ -14,6 +14,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 
 from tensordict_lite import (
     DeviceDict,
@@ -139,7 +140,7 @@ def test_no_writer_bypasses_the_rule_and_a_failure_changes_nothing(write: Any, b
     before, tensors = d.to_dict(), d._tensors()
     with pytest.raises(DeviceMismatchError if isinstance(bad, torch.Tensor) else TypeError, match=r"y|er"):
         write(d, bad)
-    d._check()
+    check_invariants(d)
     assert d.to_dict().keys() == before.keys() and d["n"].keys() == {"w"}  # pyright: ignore[reportAttributeAccessIssue]
     assert all(a is b for a, b in zip(d._tensors(), tensors, strict=True))
     assert d.device == torch.device("cpu")
@@ -156,7 +157,7 @@ def test_a_failed_first_write_leaves_the_dict_without_a_device() -> None:
                                   lambda x: ((k, v) for k, v in x.items()), DeviceDict])  # fmt: skip
 def test_construction_from_every_form_of_items(make: Any) -> None:
     d = DeviceDict(make({"x": torch.ones(2), "y": torch.zeros(1)}))
-    d._check()
+    check_invariants(d)
     assert list(d) == ["x", "y"] and d.device == torch.device("cpu")
 
 
@@ -218,7 +219,7 @@ class TestPaths:
         assert d.get(("obs", "none"), 3) == 3
         del d["obs", "state", "q"]
         assert ("obs", "state") in d and not d["obs", "state"]
-        d._check()
+        check_invariants(d)
 
     @pytest.mark.parametrize("path", [(), ("nope",), ("obs", "nope"), ("x", "y"), ("obs", "image", "deeper")])
     def test_a_missing_path_is_a_key_error_with_the_path(self, path: tuple[str, ...]) -> None:
@@ -269,12 +270,12 @@ class TestNesting:
             d["a", "x"] = torch.zeros(1, device="meta")
         with pytest.raises(DeviceMismatchError):
             d["a"]["x"] = torch.zeros(1, device="meta")  # pyright: ignore[reportArgumentType]
-        d._check()
+        check_invariants(d)
         e = DeviceDict({"a": {}, "x": torch.zeros(1, device="meta")})
         assert e["a"].device == e.device == torch.device("meta")
         e["a"] = DeviceDict()
         assert e["a"].device == torch.device("meta")
-        e._check()
+        check_invariants(e)
 
     def test_a_subclass_keeps_its_class_when_nested(self) -> None:
         class Obs(DeviceDict):
@@ -411,7 +412,7 @@ class TestShaping:
         d = DeviceDict({"x": 1, "n": {"a": 2, "b": {"c": 3, "d": 4}}})
         picked = d.select(("n", "b", "c"), ("n", "a"), "x")
         assert list(picked) == ["n", "x"] and list(picked["n"]) == ["b", "a"] and list(picked["n", "b"]) == ["c"]
-        picked._check()
+        check_invariants(picked)
         assert d.drop(("n", "b", "c"), "x").flatten().keys() == {"n.a", "n.b.d"}
 
     @pytest.mark.parametrize("key", ["nope", ("n", "nope"), ("x", "y")], ids=repr)
@@ -429,7 +430,7 @@ class TestShaping:
         assert list(flat) == ["x", "n/a", "n/e", "s/name"] and flat.decode("s/name") == "ada"
         back = DeviceDict.unflatten(flat, "/")
         assert back == d and isinstance(back["n", "e"], DeviceDict)
-        back._check()
+        check_invariants(back)
         with pytest.raises(ValueError, match=r"two fields would be named 'a\.b'; flatten with another sep"):
             DeviceDict({"a": {"b": 1}, "a.b": 2}).flatten()
         with pytest.raises(
@@ -446,7 +447,7 @@ class TestShaping:
         assert d.map(torch.sum)["n", "y"].item() == 3.0
         moved = d.map(lambda t: t.to(device))
         assert moved.device == device and moved["n"].device == device
-        moved._check()
+        check_invariants(moved)
         assert moved.map(lambda t: 0).device == device, "numbers go where the dict is"
         seen = iter(["cpu", "meta", "cpu"])
         with pytest.raises(DeviceMismatchError, match=r"'n\.y' is on meta"):
@@ -467,7 +468,7 @@ class TestShaping:
     def test_unflatten_undoes_all_of_flatten(self) -> None:
         d = DeviceDict({"o": {"s": ["a", "b"]}, "k": None}, encoders={"s": Vocabulary(["b", "a"])}, objects="keep")
         back = DeviceDict.unflatten(d.flatten())
-        back._check()
+        check_invariants(back)
         assert back == d and back.decode(("o", "s")) == ["a", "b"] and back["k"] is None
 
 
@@ -476,21 +477,21 @@ class TestOddMappings:
         """A dict subclass with its own ``items`` was checked through it and stored past it."""
         d = DeviceDict({"x": 1})
         d.update(Items(y=torch.zeros(1, device="meta")))
-        d._check()
+        check_invariants(d)
 
     def test_a_mapping_that_makes_its_values_is_read_once(self) -> None:
         for d in (DeviceDict(Lazy(), device=SIM), DeviceDict({"n": Lazy()}, device=SIM)):
-            d._check()
+            check_invariants(d)
         moved = DeviceDict({"x": torch.ones(1, device=SIM)}, on_mismatch="move")
         moved["n"] = Lazy()
-        moved._check()
+        check_invariants(moved)
 
     def test_a_tensor_on_the_wrong_device_in_a_lazy_mapping_is_named(self) -> None:
         with pytest.raises(DeviceMismatchError, match=r"'n\.x' is on cpu"):
             DeviceDict({"y": torch.ones(1, device=SIM)})["n"] = Lazy()
 
     def test_a_nested_dict_subclass_with_its_own_items_moves_too(self) -> None:
-        DeviceDict({"n": Items(x=1)}, device=SIM)._check()
+        check_invariants(DeviceDict({"n": Items(x=1)}, device=SIM))
 
     def test_a_table_is_taken_by_columns(self) -> None:
         """Its two-letter names passed for pairs: {'x': '2'}."""
@@ -520,7 +521,7 @@ class TestOddMappings:
         d = DeviceDict({"x": 1})
         with pytest.raises(TypeError, match="this DeviceDict is already constructed; use update to add items"):
             d.__init__({"y": torch.zeros(1, device="meta")})  # type: ignore[misc]
-        d._check()
+        check_invariants(d)
 
 
 def test_init_is_refused_once_there_is_a_device_or_an_item() -> None:
@@ -567,7 +568,7 @@ def test_a_subclass_of_str_is_a_key() -> None:
 
     d = DeviceDict({"y": 1})
     d[Key("x")] = 2.0
-    assert d["x"].tolist() == 2 and d._check() is None
+    assert d["x"].tolist() == 2 and check_invariants(d) is None
 
 
 def test_a_batch_size_of_a_tensordict_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
+from checks import check_invariants
 from torch import nn
 
 from tensordict_lite import (
@@ -35,7 +36,7 @@ class TestTo:
     def test_there_and_back(self, device: torch.device) -> None:
         d = sample()
         moved = d.to(device)
-        moved._check()
+        check_invariants(moved)
         assert moved.device == device and moved["n", "e"].device == device and d.device == torch.device("cpu")
         assert type(moved["n"]) is DeviceDict and list(moved) == list(d)
         back = moved.to("cpu")
@@ -62,7 +63,7 @@ class TestTo:
             d.to(device, torch.float64, False, True), d.to(target, True), d.to(str(device), dtype=torch.float64),
             d.to(device, dtype=torch.float64, non_blocking=True, copy=True),
         ):  # fmt: skip
-            moved._check()
+            check_invariants(moved)
             assert moved.device == device and moved["x"].dtype == torch.float64
         assert d.to(sample(device)).device == device and d.to(sample(device))["x"].dtype == torch.float32
         assert d.to(torch.zeros(1, dtype=torch.int64, device=device))["x"].dtype == torch.float32
@@ -117,7 +118,7 @@ class TestTo:
         d = DeviceDict().to(device)
         assert d.device == device
         d["x"] = torch.ones(1, device=device)
-        d._check()
+        check_invariants(d)
 
     def test_autograd_records_the_move(self, device: torch.device) -> None:
         leaf = torch.ones(3, requires_grad=True)

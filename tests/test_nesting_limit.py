@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from checks import check_invariants
 from files import DEPTH
 from torch.utils import _pytree as pytree
 
@@ -89,7 +90,7 @@ USES: dict[str, Callable[[DeviceDict[Any], Path], Any]] = {
     "numpy": lambda d, _: DeviceDict(d.numpy()) == d,
     "select": lambda d, _: d.select("n") == d.drop("y") and d.select(("n",) * (DEPTH - 1)),
     "typed": lambda d, _: pickle.loads(pickle.dumps(Any_.from_dict(d))) == copy.deepcopy(Any_.from_dict(d)) == d,
-    "_check": lambda d, _: d._check() is None,
+    "check_invariants": lambda d, _: check_invariants(d) is None,
 }
 
 

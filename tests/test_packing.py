@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
+from checks import check_invariants
 from files import DTYPES, compiles
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,7 +73,7 @@ class TestPack:
         d = sample().to(device)
         assert (not d.is_packed and storages(d) > 1) or device.type != "cpu"
         packed = d.pack()
-        packed._check()
+        check_invariants(packed)
         assert packed == d and packed.is_packed and storages(packed) == 1 and not d.is_packed
         assert packed.device == device and type(packed["n"]) is DeviceDict and list(packed) == list(d)
         assert packed.pack() is packed
@@ -113,7 +114,7 @@ class TestPack:
         ]  # fmt: skip
         d = DeviceDict({f"{i}": data.draw(st.sampled_from(views))(torch.from_numpy(a)) for i, a in enumerate(made)})
         packed = d.pack()
-        packed._check()
+        check_invariants(packed)
         assert packed.is_packed or not any(t.numel() for t in d.values())
         for key, tensor in d.items():
             out = packed[key]
@@ -333,7 +334,7 @@ class TestNothingStaleIsSent:
     ) -> None:
         packed = sample().pack()
         change(packed)
-        packed._check()
+        check_invariants(packed)
         assert not packed.is_packed
         truth = {key: value.clone() for key, value in packed.flatten().items() if isinstance(value, Tensor)}
         for sent in (
@@ -347,7 +348,7 @@ class TestNothingStaleIsSent:
             packed.copy(),
             packed.pack().to("sim").cpu(),
         ):
-            sent._check()
+            check_invariants(sent)
             fields = {key: value for key, value in sent.flatten().items() if isinstance(value, Tensor)}
             assert list(fields) == list(truth)
             assert all(torch.equal(fields[key], truth[key]) for key in truth)
@@ -405,7 +406,7 @@ class TestWhatCostsOneTensor:
     def test_casts_keep_it_packed_and_ids_as_they_are(self) -> None:
         d = sample(w=torch.ones(2, requires_grad=True)).pack()
         half = d.half()
-        half._check()
+        check_invariants(half)
         assert half.is_packed and half["x"].dtype == torch.float16 and half["id"].dtype == torch.int64
         assert half["w"].dtype == torch.float16 and half["w"].grad_fn is not None
         assert half.float() == d and d.float() is d and d.to("cpu", torch.float32) is d
@@ -511,7 +512,7 @@ class TestPickled:
         ).pack()
         data = pickle.dumps(d)
         again = pickle.loads(data)
-        again._check()
+        check_invariants(again)
         assert again == d and again.is_packed and again._policy == d._policy and list(again) == list(d)
         words = [str(argument) for _, argument, _ in pickletools.genops(data)]
         assert words.count("_rebuild_tensor_v2") == 1
@@ -524,7 +525,7 @@ class TestPickled:
         d = Batch({"x": [1.0, 2.0], "s": ["b"], "n": plain, "none": None, "int": object, "list": [None], "e": {},
                    "g": torch.ones(1, requires_grad=True), "tuple": (None, "a")}, on_mismatch="move")  # fmt: skip
         again = pickle.loads(pickle.dumps(d.pack(), protocol))
-        again._check()
+        check_invariants(again)
         assert again == d and again.is_packed and list(again) == list(d) and again.decode("s") == ["b"]
         assert type(again) is Batch and type(again["n"]) is DeviceDict and type(again["e"]) is Batch
         assert again._policy == d._policy and again["n"]._policy == d["n"]._policy and again["g"].requires_grad  # pyright: ignore[reportAttributeAccessIssue]
@@ -545,7 +546,7 @@ class TestPickled:
             for location in (None, "cpu", "meta"):
                 file.seek(0)
                 again = torch.load(file, map_location=location, weights_only=weights_only)
-                again._check()
+                check_invariants(again)
                 assert type(again) is Batch and again.device == torch.device(location or "cpu")
                 assert location == "meta" or (again == packed and again.is_packed and again.decode("s") == ["a"])
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -66,7 +67,7 @@ class TestCollate:
     def test_against_a_loop(self, lengths: Any, rest: Any, side: Any, multiple: int, pack: bool) -> None:
         samples = [{"x": torch.rand(n, *rest)} for n in lengths]
         d = collate(samples, pad={"x": Pad(9.0, side=side, multiple_of=multiple, lengths="n", mask="m")}, pack=pack)
-        d._check()
+        check_invariants(d)
         length = -(-max(lengths) // multiple) * multiple
         assert list(d) == ["x", "n", "m"] and d["x"].shape == (len(samples), length, *rest)
         assert d["n"].dtype == torch.int64 and d["n"].tolist() == lengths and d["m"].dtype == torch.bool
@@ -78,7 +79,7 @@ class TestCollate:
     def test_packed_nested_and_by_path(self) -> None:
         samples = [{"n": {"box": [[1.0, 2.0]] * k, "id": k}, "box": [0.0] * k} for k in (2, 1)]
         d = collate(samples, pad={("n", "box"): Pad(0.0, lengths="k", mask="real"), "box": 5})
-        d._check()
+        check_invariants(d)
         assert d.is_packed and list(d["n"]) == ["box", "k", "real", "id"] and list(d) == ["n", "box"]
         assert d["n", "k"].tolist() == [2, 1] and d["n", "real"].tolist() == [[True, True], [True, False]]
         assert d["box"].tolist() == [[0.0, 0.0], [0.0, 5.0]]
@@ -283,7 +284,7 @@ class TestCat:
         batches = [DeviceDict({"ids": torch.ones(2, k, dtype=torch.int64), "y": [0, 1]}) for k in (1, 3)]
         assert cat(batches, pad={"ids": 0})["ids"].tolist() == [[1, 0, 0]] * 2 + [[1, 1, 1]] * 2
         d = cat(batches, pad={"ids": FULL})
-        d._check()
+        check_invariants(d)
         assert d["ids"].tolist() == [[-1, -1, -1, 1]] * 2 + [[-1, 1, 1, 1]] * 2 and d["y"].tolist() == [0, 1, 0, 1]
         assert d["n"].tolist() == [1, 1, 3, 3] and torch.equal(d["m"], d["ids"] == 1)
         assert [list(b) for b in batches] == [["ids", "y"]] * 2, "the dicts are unchanged"

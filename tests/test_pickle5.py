@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -74,7 +75,7 @@ def _filled(d: DeviceDict) -> list[Tensor]:
 
 
 def same(x: DeviceDict, y: DeviceDict) -> bool:
-    x._check()
+    check_invariants(x)
     tensors = zip(x._tensors(), y._tensors(), strict=True)
     kinds = [(type(s), s.dtype, s.stride()) == (type(t), t.dtype, t.stride()) for s, t in tensors]
     return type(x) is type(y) and x == y and all(kinds) and x.encoders == y.encoders and x._policy == y._policy
@@ -403,7 +404,7 @@ class TestFallsBack:
             torch.save([d], file, pickle_protocol=protocol)
             file.seek(0)
             (again,) = torch.load(file, map_location="meta", weights_only=False)
-            again._check()
+            check_invariants(again)
             assert again.device == torch.device("cpu" if protocol == 5 else "meta") and (again == d or protocol < 5)
 
 
@@ -495,7 +496,7 @@ def test_every_tree_arrives(tree: Any, pack: bool, kind: Any) -> None:
     d = DeviceDict(tree)
     d = d.pack() if pack else d
     again = pickle.loads(pickle.dumps(d, 5)) if kind is None else received(d, kind)
-    again._check()
+    check_invariants(again)
     assert again == d and (again.is_packed == d.is_packed or not pack)
     assert list(again) == list(d) and [t.dtype for t in again._tensors()] == [t.dtype for t in d._tensors()]
     if kind is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import simulated
 import torch
+from checks import check_invariants
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
@@ -36,7 +37,7 @@ class TestOnAnyDevice:
                 got = list(batches)
                 assert [d["i"].tolist() for d in got] == [[0, 1], [2, 3], [4, 5], [6, 7]]
                 for d in got:
-                    d._check()
+                    check_invariants(d)
                     assert d.device == torch.device(where) and d.is_packed
 
     def test_it_stands_for_the_loader(self) -> None:

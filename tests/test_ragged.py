@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -88,7 +89,7 @@ class TestClass:
     def test_constructor(self, dtype: torch.dtype) -> None:
         values, offsets = torch.arange(6), torch.tensor([0, 2, 2, 5, 6], dtype=dtype)
         field = Ragged({"offsets": offsets, "values": values})
-        field._check()
+        check_invariants(field)
         assert list(field) == ["values", "offsets"] and field["values"] is values
         assert field["offsets"].dtype is torch.int32 and (field["offsets"] is offsets) == (dtype is torch.int32)
         assert field._max_length == field.max_length == 3 and field.lengths.tolist() == LENGTHS
@@ -125,7 +126,7 @@ class TestClass:
     )
     def test_from_rows(self, rows: Any, expected: Any) -> None:
         field = Ragged.from_rows(rows)
-        field._check()
+        check_invariants(field)
         assert field.tolist() == expected and field["offsets"].dtype is torch.int32
         assert Ragged.from_rows(expected, "meta").device == torch.device("meta")
 
@@ -281,7 +282,7 @@ class TestClass:
     def test_with_values(self) -> None:
         field = ragged()
         other = field.with_values(torch.arange(12).view(6, 2))
-        other._check()
+        check_invariants(other)
         assert other["offsets"] is field["offsets"] and other._max_length == 3 and type(other) is Ragged
         for wrong in (torch.ones(5), torch.tensor(1.0), [1] * 6):
             with fails(
@@ -366,7 +367,7 @@ class TestWholeDicts:
         """A copy has the same rows, one tensor for offsets that were shared, and the length of the longest row."""
         d: Any = made().select("x", "ids", "box")
         out = COPIES[name](d)
-        out._check()
+        check_invariants(out)
         assert type(out["ids"]) is type(out["box"]) is Ragged
         assert out["ids"]._max_length == (None if name == "pytree" else 3) and out["ids"].max_length == 3
         if name not in ("pytree", "clone", "torch.clone", "arithmetic", "to meta"):
@@ -379,7 +380,7 @@ class TestWholeDicts:
         d.save(tmp_path / "d")
         out: Any
         for out in (load(tmp_path / "d"), DeviceDict.load(tmp_path / "d", keys=["ids", "box"])):
-            out._check()
+            check_invariants(out)
             assert out["ids"]._max_length == 3 and type(out["ids"]) is Ragged and out["ids"] == d["ids"]
         assert load(tmp_path / "d") == d and load(tmp_path / "d").decode("s") == d.decode("s")
         part = load(tmp_path / "d", keys=[("ids", "values")])["ids"]
@@ -391,7 +392,7 @@ class TestWholeDicts:
     def test_moves(self, device: torch.device) -> None:
         d: Any = made()
         there = d.to(device)
-        there._check()
+        check_invariants(there)
         assert there["ids"]._max_length == 3 and there["ids", "offsets"].device == device
         assert there.rows[1:3]["ids"].lengths.tolist() == [0, 3] and there.rows[[3, 2]]["ids"]._max_length == 3
         assert there.rows[[3, 2]].cpu() == d.rows[[3, 2]] and there.rows[2].cpu() == d.rows[2]
@@ -511,7 +512,7 @@ class TestJoin:
     def test_cat(self) -> None:
         d: Any = made()
         joined = cat([d, d.rows[:0], d.rows[2:]])
-        joined._check()
+        check_invariants(joined)
         assert (
             joined
             == torch.cat([d, d.rows[2:]])
@@ -583,7 +584,7 @@ class TestRows:
         at = index if isinstance(index, slice) else torch.as_tensor(list(index) or np.array([], int))
         wanted = torch.from_numpy(np.arange(4)[at if isinstance(at, slice) else at.numpy()]).tolist()
         out = d.rows[index]
-        out._check()
+        check_invariants(out)
         assert len(out.rows) == len(wanted) and out["x"].tolist() == wanted
         assert (
             plain(out["ids"]) == [plain(made()["ids"])[i] for i in wanted]
@@ -694,7 +695,7 @@ class TestAssignment:
             expected[i] = torch.as_tensor(row).tolist()
         assert d["r"].tolist() == expected and d["r", "values"] is values and d["r"].max_length == 3
         assert d["x"].nonzero().flatten().tolist() == sorted([wanted] if isinstance(wanted, int) else wanted)
-        d._check()
+        check_invariants(d)
 
     @pytest.mark.parametrize(
         ("index", "given", "message"),
@@ -824,7 +825,7 @@ class TestTyped:
     def test_fields(self) -> None:
         samples = [{"ids": [1, 2], "y": 0.5}, {"ids": [], "y": 1.0}]
         d: Any = collate(samples, cls=Typed)
-        d._check()
+        check_invariants(d)
         assert type(d.ids) is Ragged and d.rows[[1, 0]].ids.tolist() == [[], [1, 2]] and type(d.rows[1:]) is Typed
         made: Any = Typed
         built = Typed(ids=Ragged.from_rows([[1, 2], []]), y=torch.tensor([0.5, 1.0]))
@@ -901,7 +902,7 @@ class TestArrow:
         table = arrow.table({"r": arrow.array([[1], [2, 3], [], [4, 5, 6]]), "x": [1, 2, 3, 4]})
         for part in (table, table.slice(1, 2), table.slice(4)):
             d = DeviceDict.from_arrow(part)
-            d._check()
+            check_invariants(d)
             assert d["r"].tolist() == part["r"].to_pylist() and len(d.rows) == len(part)
         large = arrow.array(ragged(), type=arrow.large_list(arrow.float64()))
         assert large.type == arrow.large_list(arrow.float64()) and large.to_pylist() == ROWS
@@ -955,7 +956,7 @@ def test_it_behaves_as_a_list_of_lists(rows: list[list[int]], data: st.DataObjec
             field, model[i] = d["r"], [2 * number for number in model[i]]
         else:
             field = field.with_values(field["values"].clone())
-        field._check()
+        check_invariants(field)
         assert field.tolist() == model == plain(field) and field["offsets"].dtype is torch.int32
         assert field.lengths.tolist() == list(map(len, model)) and field.max_length == max(map(len, model), default=0)
         padded, mask = field.padded(99, "left"), field.mask("left")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from batches import Batch, batch
+from checks import check_invariants
 from files import DTYPES
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
@@ -24,7 +25,7 @@ class TestRows:
     def test_one_row_is_a_view(self) -> None:
         d = batch()
         row = d.rows[2]
-        row._check()
+        check_invariants(row)
         assert (
             type(row) is Batch and type(row["n"]) is Batch and row["x"].tolist() == [4.0, 5.0] and row["n", "id"] == 2
         )
@@ -37,7 +38,7 @@ class TestRows:
     def test_a_slice_is_a_view(self) -> None:
         d = batch()
         part = d.rows[1:5:2]
-        part._check()
+        check_invariants(part)
         assert part["n", "id"].tolist() == [1, 3] and part.decode("s") == ["b", "a"] and part["o"] == [None, None]
         part["x"].zero_()
         assert not d["x"][1].any() and d["x"][2].any() and len(d.rows[9:]) == 6 and len(d.rows[9:].rows) == 0
@@ -54,7 +55,7 @@ class TestRows:
         d = batch()
         assert d.rows[range(0, 6, 3)]["n", "id"].tolist() == [0, 3]
         taken = d.rows[index]
-        taken._check()
+        check_invariants(taken)
         assert (
             taken["n", "id"].tolist() == [0, 3, 5]
             and taken["o"] == [None, None, {1}]
@@ -69,7 +70,7 @@ class TestRows:
         d = DeviceDict({"image": image, "label": torch.arange(64), "u": image.view(torch.uint32)})
         index = torch.arange(63, -1, -1)
         for one in (d.rows[index], d.rows[index].pack(), d.pack().clone()):
-            one._check()
+            check_invariants(one)
             assert len(one.rows) == 64 and one["image"].data_ptr() % 64 == 0
             same = torch.arange(64) if one["label"][0] == 0 else index
             assert torch.equal(one["image"], image[same]) and torch.equal(one["u"].view(torch.int32), image[same])
@@ -141,7 +142,7 @@ class TestRows:
         rows = list(d.rows)
         assert len(rows) == n and all(row == d.rows[i] and row._policy is d._policy for i, row in enumerate(rows))
         for row in rows:
-            row._check()
+            check_invariants(row)
             row["y"].zero_()
         assert not d["y"].any()
         nested = list(batch().rows)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from files import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,7 +103,7 @@ class TestBatches:
             forms: Any = (index, np.array(index, dtype=np.int64), torch.tensor(index, dtype=torch.int64))
             for form in forms:
                 batch = collate(d.rows.__getitems__(form))
-                batch._check()
+                check_invariants(batch)
                 assert batch == d.map(lambda field: field[torch.tensor(index, dtype=torch.int64)])
                 batch["x"].fill_(-1)
                 assert d["x"][0, 1] == 1
@@ -179,7 +180,7 @@ class TestLoader:
         seen: list[int] = []
         for batch in loader:
             assert type(batch) is DeviceDict and (batch.is_packed or not workers)
-            batch._check()
+            check_invariants(batch)
             index = batch["n", "id"].tolist()
             assert rows_as_lists(batch) == expected(index)
             seen += index
@@ -385,7 +386,7 @@ class TestRollouts:
         )
         step["obs", "t"] = torch.zeros(4, device=device)
         buffer = step.new_zeros(8)
-        buffer._check()
+        check_invariants(buffer)
         assert buffer["obs", "x"].shape == (8, 4, 3) and buffer["done"].dtype == torch.bool and buffer.device == device
         for t in range(8):
             buffer.rows[t] = step.map(lambda field, t=t: field + t if field.is_floating_point() else field)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from checks import check_invariants
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -308,7 +309,7 @@ class TestLoader:
         torch.multiprocessing.set_sharing_strategy(strategy)
         try:
             for d in loader_of(Made("odd", everywhere=True)):
-                d._check()
+                check_invariants(d)
                 assert type(d) is Keeps and d["w"].requires_grad and d["s"].is_sparse and d["o"] == {"a": {1, 2}}
                 assert type(d["n", "m"]) is nn.Parameter and d["n", "m"].tolist() == [1, 1]
         finally:
@@ -440,7 +441,7 @@ class TestByValue:
     def test_the_receiver_owns_an_aligned_writable_buffer(self) -> None:
         d = packed(100)
         again = pickle.loads(ForkingPickler.dumps(d))
-        again._check()
+        check_invariants(again)
         assert again == d and again.is_packed and again.decode(("n", "s")) == "abc"
         assert small(d) and not any(t.is_shared() for t in [*d._tensors(), *again._tensors()])
         for t in again._tensors():
@@ -485,7 +486,7 @@ class TestByValue:
             {"a": torch.ones(2), "b": torch.ones(3), "w": w, "n": {"p": p}, "o": Odd({1}), "e": torch.ones(0)}
         ).pack()
         again = pickle.loads(ForkingPickler.dumps(d))
-        again._check()
+        check_invariants(again)
         assert again.is_packed and again["w"].requires_grad and type(again["n", "p"]) is nn.Parameter
         assert w.is_shared() and not d["a"].is_shared() and again["o"] == {"a": {1}} and list(again) == list(d)
 

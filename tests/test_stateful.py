@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -205,7 +206,7 @@ class Programs(RuleBasedStateMachine):
     def select_and_drop(self, paths: list[tuple[str, ...]]) -> None:
         present = [path for path in paths if find(self.model, path) is not None]
         picked = self.d.select(*present)
-        picked._check()
+        check_invariants(picked)
         for path in present:
             assert plain(picked[path]) == find(self.model, path)
         for path in paths:
@@ -216,7 +217,7 @@ class Programs(RuleBasedStateMachine):
                     self.d.drop(path)
             else:
                 left = self.d.drop(path)
-                left._check()
+                check_invariants(left)
                 assert path not in left and path in self.d
 
     # --- what must always hold ---
@@ -225,7 +226,7 @@ class Programs(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "d"):
             return
-        self.d._check()
+        check_invariants(self.d)
         assert isinstance(self.d, DeviceDict) and type(self.d) is DeviceDict
         assert plain(self.d) == self.model and order(self.d) == order(self.model)
         assert len(self.d) == len(self.model) and list(reversed(self.d)) == list(reversed(self.model))

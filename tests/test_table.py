@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from files import DTYPES, GOLDEN
 from safetensors import safe_open
 from torch import Tensor
@@ -111,7 +112,7 @@ class TestRoundTrip:
         table = load(tmp_path / "t")
         assert table == sample(sum(sizes)) and table.encoders == sample().encoders
         assert table.rows[-1].decode("name") == f"row {sum(sizes) - 1}"
-        table._check()
+        check_invariants(table)
 
     @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
     def test_every_dtype(self, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -94,7 +95,7 @@ class TestRoundTrip:
                 writer.write(batch)
         found = load(tmp_path / "t")
         assert plain(found) == expected(sum(sizes)) and found.encoders == {"text": Utf8(), "s": SPECIES}
-        found._check()
+        check_invariants(found)
 
     def test_one_row_after_another(self, tmp_path: Path) -> None:
         whole = load(written(tmp_path / "t", 12))

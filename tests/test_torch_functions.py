@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from files import compiles
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -61,7 +62,7 @@ class TestTable:
     def test_like(self) -> None:
         d = sample()
         zeros = torch.zeros_like(d)
-        zeros._check()
+        check_invariants(zeros)
         assert (
             zeros["n", "y"].tolist() == [0, 0, 0]
             and zeros["n", "y"].dtype == torch.int64
@@ -468,7 +469,7 @@ def test_in_one_graph(run: Callable[[Any], Any], backend: str) -> None:
     torch._dynamo.reset()
     got, expected = torch.compile(run, fullgraph=True, backend=backend)(sample()), run(sample())
     assert type(got) is DeviceDict and got == expected
-    got._check()
+    check_invariants(got)
 
 
 @pytest.mark.slow

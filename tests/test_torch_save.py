@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from files import DEPTH, Batch, Obs, Typed, sample, torch_saved_and_loaded
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -60,7 +61,7 @@ class TestTorchSave:
                 again = torch_saved_and_loaded(
                     d.pack() if pack else d, map_location=location, weights_only=weights_only
                 )
-                again._check()
+                check_invariants(again)
                 assert (
                     type(again) is type(d)
                     and again._policy == d._policy

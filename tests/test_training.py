@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +48,7 @@ def test_default_collate_batches_and_leaves_the_samples_alone() -> None:
     samples = Samples().samples
     before = [copy.deepcopy(s) for s in samples]
     for batch in (default_collate(samples), default_convert(default_collate(samples))):
-        batch._check()
+        check_invariants(batch)
         assert type(batch) is DeviceDict and type(batch["n"]) is DeviceDict
         assert batch["x"].shape == (6, 2) and batch["n", "i"].tolist() == list(range(6))
     assert samples == before
@@ -70,7 +71,7 @@ def test_many_packed_batches_from_workers_can_be_held(context: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(held) == 60 and sum(len(batch) for batch in held) > 2 * room
     for i, batch in enumerate(held):
-        batch._check()
+        check_invariants(batch)
         assert batch.is_packed and batch["k3"].tolist() == [[i % 6 + 3.0] * 2]
 
 
@@ -79,7 +80,7 @@ def test_a_loader_with_workers(context: str) -> None:
     loader = DataLoader(Samples(), batch_size=3, num_workers=2, multiprocessing_context=context)
     batches = list(loader)
     for batch in batches:
-        batch._check()
+        check_invariants(batch)
         assert type(batch) is DeviceDict and batch.encoders.keys() == {"s"}
     assert torch.cat([b["n", "i"] for b in batches]).tolist() == list(range(6))
 
@@ -95,7 +96,7 @@ def test_both_ways_a_loader_pins() -> None:
     before = d.copy()
     clone = copy.copy(d)
     clone.update({key: value.clone() for key, value in d.items()})
-    clone._check()
+    check_invariants(clone)
     assert clone == d and d["x"] is before["x"]
     if torch.cuda.is_available():
         assert d.pin_memory("cuda").is_pinned() and not d.is_pinned()
@@ -134,7 +135,7 @@ def _steps(rank: int) -> None:
             batch = DeviceDict({"x": torch.tensor([[float(rank + 1), float(step)]])})
             out: Any = model(batch, both)
             assert type(out) is DeviceDict
-            out._check()
+            check_invariants(out)
             model.zero_grad()
             sum([t.sum() for key, t in out.items() if key != "n"], torch.zeros(())).backward()
             # The gradient of a linear layer's weight is its input: the mean over both ranks, if they were synchronised.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import simulated
 import torch
+from checks import check_invariants
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -412,7 +413,7 @@ class TestHowStreamsAreUsed:
         nbytes = 4 * (BLOCK + 5) + 44 + 12
         assert streams.log == [f"{SLOT} pinned on sim:0", f"{SLOT} h2d", f"{SLOT} h2d", f"{nbytes - 2 * SLOT} h2d"]
         assert torch.equal(moved[0].cpu(), expected) and moved[1].sum() == 3
-        DeviceDict({"x": moved[0], "y": moved[1]})._check()
+        check_invariants(DeviceDict({"x": moved[0], "y": moved[1]}))
 
     def test_a_larger_one_is_copied_by_the_driver(self, streams: simulated.Streams) -> None:
         packed = pack([torch.zeros(STAGED_MOVE // 4), torch.zeros(1)], CPU)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from files import OLD_DYNAMO, compiles
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,7 +99,7 @@ def unchanged(d: DeviceDict[Any], change: Callable[[], Any]) -> pytest.Exception
             new[0],
             *new[2:],
         )
-    d._check()
+    check_invariants(d)
     return caught
 
 
@@ -109,7 +110,7 @@ class TestMaking:
     ])  # fmt: skip
     def test_every_way(self, make: Any) -> None:
         d = make(items())
-        d._check()
+        check_invariants(d)
         assert type(d) is Batch and type(d.obs) is Obs and d == items() and set(d) == {"image", "label", "obs"}
 
     def test_options(self) -> None:
@@ -639,7 +640,7 @@ class TestSurvival:
     )
     def test_it_stays_what_it_is(self, make: Callable[[Any], Any]) -> None:
         d = make(batch())
-        d._check()
+        check_invariants(d)
         assert type(d) is Batch and type(d.obs) is Obs and d == items() and d.weight is None
         with pytest.raises(TypeError, match="Batch has no field"):
             d["nope"] = 1
@@ -715,7 +716,7 @@ class TestSurvival:
     def test_collate_converts(self) -> None:
         samples = self.samples()
         d = collate(samples, cls=Batch)
-        d._check()
+        check_invariants(d)
         assert type(d.obs) is Obs and d.is_packed and d.label.tolist() == [0, 1, 2] and d.weight is None
         with pytest.raises(ValueError, match=r"^sample 1 lacks 'weight', which sample 0 has$"):
             collate([{**samples[0], "weight": 1.0}, samples[1]], cls=Batch)
@@ -878,7 +879,7 @@ class TestDefaults:
             Outer(inner={"x": x}).inner,
             Outer.from_dict({"inner": {"x": x}}).inner,
         ):
-            d._check()
+            check_invariants(d)
             assert type(d) is Scaled and set(d) == {"x", "scale", "mean", "unit"} and d.scale == 0.5
             assert d.mean.shape == (3,) and d.decode("unit") == "cm" and torch.equal(d.x, x)
         given = Scaled(x=x, scale=2, mean=x, unit="m")
@@ -1029,7 +1030,7 @@ REQUEST: dict[str, Any] = {"state": [1, 2], "weight": 3, "answer": {"text": "yes
 class TestAtTheBorder:
     def test_fields_of_strings(self) -> None:
         d = Answer.from_dict({"text": ["yes", "no"], "kind": ["a", "b"]})
-        d._check()
+        check_invariants(d)
         assert d.decode("text") == ["yes", "no"] and d.decode("kind") == ["a", "b"] and d["kind"].tolist() == [0, 1]
         rebuilt = Answer(dict(d.items()))
         assert rebuilt.decode("kind") == ["a", "b"], "a framework passes the codes"
@@ -1090,7 +1091,7 @@ class TestAtTheBorder:
     def test_one_class_for_a_sample_and_a_batch(self) -> None:
         samples = [Request.from_dict(REQUEST, batched=False) for _ in range(3)]
         sample = samples[0]
-        sample._check()
+        check_invariants(sample)
         assert type(sample) is Request and sample.state.shape == (2,) and sample.answer.decode("text") == "yes"
         made = collate(samples)
         assert type(made) is Request and type(made.answer) is Answer and made.state.shape == (3, 2)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -154,14 +155,14 @@ class TestWrittenToMeanwhile:
             DeviceMismatchError, match=r"^this DeviceDict was written to while '\w+' was being stored on"
         ):
             WAYS[way](d, one)
-        d._check()
+        check_invariants(d)
         assert list(d) == ["other"] and d.device == SIM
 
     @pytest.mark.parametrize("way", WAYS)
     def test_the_same_device_and_new_encoders_add_up(self, way: str) -> None:
         d, one = filled(lambda d: d.update(DeviceDict({"other": "y"}, encoders={"other": Vocabulary(["x", "y"])})))
         WAYS[way](d, one)
-        d._check()
+        check_invariants(d)
         assert d.device == torch.device("cpu") and d.decode("other") == "y" and len(d) == 2
 
     def test_what_is_kept_on_the_host_does_not_take_the_device_away(self) -> None:
@@ -173,7 +174,7 @@ class TestWrittenToMeanwhile:
                 return super().items()
 
         d["o"] = [Items()]  # looked through for tensors
-        d._check()
+        check_invariants(d)
         assert d.device == SIM
 
     def test_an_array_like_and_a_generator(self) -> None:
@@ -185,12 +186,12 @@ class TestWrittenToMeanwhile:
 
         with pytest.raises(DeviceMismatchError, match=r"^'x' is on cpu"):
             d.update(pairs())
-        d._check()
+        check_invariants(d)
         d = DeviceDict(objects="keep")
         one = Reentrant(lambda: d.update(other=torch.ones(1, device=SIM)))
         with pytest.raises(DeviceMismatchError, match="was written to while 'x'"):
             d["x"] = [np.ones(2), one]
-        d._check()
+        check_invariants(d)
 
     def test_a_typed_dict(self) -> None:
         one = Reentrant(lambda: None)
@@ -200,7 +201,7 @@ class TestWrittenToMeanwhile:
             DeviceMismatchError, match=r"^this Batch was written to while 'name' was being stored on cpu"
         ):
             d.name = "a"  # pyright: ignore[reportAttributeAccessIssue]
-        d._check()
+        check_invariants(d)
         assert list(d) == ["other"]
 
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from checks import check_invariants
 from files import compiles
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -196,7 +197,7 @@ class TestGolden:
     def test_dicts(self, weights_only: bool) -> None:
         for path in self.named("unpacked", "packed"):
             d = self.read(path, weights_only=weights_only)
-            d._check()
+            check_invariants(d)
             assert type(d) is DeviceDict and list(d) == ["x", "name", "n", "c"], path
             assert torch.equal(d["x"], torch.arange(6.0).reshape(2, 3)) and d.decode("name") == ["Ada", "Bo"]
             assert d["n", "y"].tolist() == 3 and d["n", "e"] == {} and d.decode("c") == ["red"]
@@ -210,7 +211,7 @@ class TestGolden:
     def test_kept_objects_and_bare_callables(self) -> None:
         for path in self.named("kept"):
             d = self.read(path, weights_only=False)
-            d._check()
+            check_invariants(d)
             assert d["x"].tolist() == [1, 2] and d["k"] == {1, 2} and d._policy.objects == "keep"
             assert d.encoders["s"] is len and type(d._policy.encoders["s"]) is unpickle.WrappedEncoder
 
@@ -228,7 +229,7 @@ class TestGolden:
     def test_large_tensors(self) -> None:
         for path in self.named("large"):
             d = self.read(path)
-            d._check()
+            check_invariants(d)
             x = torch.arange(40_000).remainder(251).to(torch.int16).reshape(2, -1)
             assert torch.equal(d["x"], x) and d["n", "same"] is d["x"] and d["y"].tolist() == [1, 2]
             assert d["n", "z"].tolist() == 3 and d["n", "e"].shape == (0, 3) and not d.is_packed
@@ -240,7 +241,7 @@ class TestGolden:
         for path in self.named("unpacked", "packed"):
             if path.suffix == ".pt":
                 moved = self.read(path, map_location="meta")
-                moved._check()
+                check_invariants(moved)
                 assert moved.device == moved["n", "e"].device == torch.device("meta")
 
     def test_only_one_function_is_allowed(self) -> None:

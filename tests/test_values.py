@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
+from checks import check_invariants
 from PIL import Image
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class TestTensors:
             assert d["x"] is t and d.device == t.device
             d["y"] = t
             assert d["y"] is t
-            d._check()
+            check_invariants(d)
 
     def test_elsewhere_it_is_refused(self, device: torch.device) -> None:
         d = DeviceDict({"x": torch.ones(2)})
@@ -66,7 +67,7 @@ class TestTensors:
     def test_asking_for_a_device_is_consent(self, device: torch.device, copies: Any) -> None:
         t = torch.ones(2)
         d = DeviceDict({"x": t, "n": {"y": torch.zeros(1, device=device), "again": t}}, device=device)
-        d._check()
+        check_invariants(d)
         assert d.device == device and d["n", "again"] is d["x"], "what was one tensor is still one"
         if device.type == "sim":
             assert copies == {"h2d": 1}
@@ -78,11 +79,11 @@ class TestTensors:
         d["y"] = torch.zeros(2)
         d.update(z={"w": torch.ones(1)})
         d["z"]["v"] = torch.ones(1)  # pyright: ignore[reportArgumentType]
-        d._check()
+        check_invariants(d)
         assert d["z", "v"].device == device
         mixed = DeviceDict({"a": torch.ones(1), "b": torch.ones(1, device=device)}, on_mismatch="move")
         assert mixed.device == torch.device("cpu")
-        mixed._check()
+        check_invariants(mixed)
 
     def test_meta_and_indices(self) -> None:
         d = DeviceDict({"x": 1}, device="meta")
@@ -153,7 +154,7 @@ class TestNumbers:
     def test_become_tensors(self, value: Any, dtype: torch.dtype, expected: Any, device: torch.device) -> None:
         for where in ("cpu", device):
             d = DeviceDict({"x": value}, device=where)
-            d._check()
+            check_invariants(d)
             assert d["x"].dtype == dtype
             assert d["x"].cpu().tolist() == expected
 
@@ -210,11 +211,11 @@ class TestNumbers:
         with torch.device(device):
             d = DeviceDict({"x": 1.0, "s": "a", "n": {}})
         assert d.device == device
-        d._check()
+        check_invariants(d)
 
     def test_a_host_value_does_not_decide_the_device_if_a_tensor_can(self, device: torch.device) -> None:
         d = DeviceDict({"a": 1.0, "n": {"s": "text", "t": torch.ones(1, device=device)}})
-        d._check()
+        check_invariants(d)
         assert d.device == device
 
 
@@ -307,7 +308,7 @@ class TestOtherLibraries:
     def test_a_tensor_of_another_library_is_shared_and_keeps_the_device_rule(self, device: torch.device) -> None:
         t = torch.ones(2, 3)
         for made in (DeviceDict({"x": Exported(t), "y": 1}), collate([{"x": Exported(t)}], pack=False)):
-            made._check()
+            check_invariants(made)
             assert made["x"].dtype == torch.float32 and made.device == torch.device("cpu")
         d = DeviceDict({"x": Exported(t), "b": Exported(t.bfloat16())}, objects="keep", dtype=torch.float64)
         assert d["x"].data_ptr() == t.data_ptr(), "nothing is copied"
@@ -321,7 +322,7 @@ class TestOtherLibraries:
         assert DeviceDict({"n": {"x": Exported(t)}}, device=device)["n", "x"].device == device
         moving = DeviceDict({"y": torch.ones(1, device=device)}, on_mismatch="move")
         moving["x"] = Exported(t)
-        moving._check()
+        check_invariants(moving)
 
     def test_collate_takes_them(self) -> None:
         samples = [{"x": Exported(torch.arange(i + 1)), "y": Exported(torch.ones(2)), "r": range(3)} for i in range(2)]
@@ -373,7 +374,7 @@ class TestOtherLibraries:
             dtype=torch.float32,
             objects="keep",
         )
-        d._check()
+        check_invariants(d)
         assert {key: str(t.dtype).removeprefix("torch.") + str(list(t.shape)) for key, t in d.items()} == {
             "s": "float32[2]",
             "a": "int32[2]",
@@ -471,9 +472,9 @@ class TestObjects:
             "when": np.datetime64("2020-01-01"),
         }
         d = DeviceDict({"x": 1, "n": values, **values}, objects="keep")
-        d._check()
+        check_invariants(d)
         moved = d.to(device)
-        moved._check()
+        check_invariants(moved)
         assert moved["thing"] is thing and moved["n", "thing"] is thing and moved.numpy()["none"] is None
         assert moved.device == device and moved.to_dict()["mixed"] == ["a", None]
         assert d.clone()["thing"] is thing and d.map(lambda t: t)["n", "none"] is None
@@ -482,7 +483,7 @@ class TestObjects:
         d = DeviceDict({"id": None}, objects="keep")
         assert d.device is None and d.to(device).device == device
         d["x"] = torch.ones(1, device=device)
-        d._check()
+        check_invariants(d)
         assert d.device == device
 
     def test_what_torch_can_hold_becomes_a_tensor_all_the_same(self) -> None:
@@ -655,7 +656,7 @@ def test_arrays_that_are_not_aligned_are_copied(offset: int) -> None:
 class TestHostValues:
     def test_no_raw_mapping_gets_in_through_an_object_array(self) -> None:
         d = DeviceDict({"k": np.array({"a": 1}, dtype=object), "n": np.array(None, dtype=object)}, objects="keep")
-        d._check()
+        check_invariants(d)
         assert isinstance(d["k"], np.ndarray) and isinstance(d["n"], np.ndarray)
 
     @pytest.mark.parametrize(
@@ -692,13 +693,13 @@ class TestHostValues:
 def test_a_nested_device_dict_decides_the_device_and_moves_with_the_rest(device: torch.device) -> None:
     nested = DeviceDict({"m": DeviceDict({"x": torch.ones(2, device=device)})})
     made = DeviceDict({"n": nested, "y": torch.ones(1, device=device)})
-    made._check()
+    check_invariants(made)
     assert made.device == device and made["n", "m", "x"] is nested["m", "x"]
     for moved in (
         DeviceDict({"n": nested}, device="cpu"),
         DeviceDict({"y": torch.ones(1), "n": nested}, on_mismatch="move"),
     ):
-        moved._check()
+        check_invariants(moved)
         assert moved.device == torch.device("cpu") and moved["n", "m", "x"].tolist() == [1.0, 1.0]
         assert nested.device == device
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -58,7 +59,7 @@ class TestWindows:
         windows = d.rows.windows({("obs", "x"): of, "action": ahead}, within="episode")
         indices = data.draw(st.lists(st.integers(-len(episodes), len(episodes) - 1), min_size=1, max_size=5))
         batch = collate(windows.__getitems__(indices))
-        batch._check()
+        check_invariants(batch)
         assert len(windows) == len(episodes) and list(batch) == ["episode", "obs", "action", "mask"]
         assert batch.decode(("obs", "name")) == [f"n{i % len(episodes)}" for i in indices]
         assert batch["episode"].tolist() == [episodes[i] for i in indices]

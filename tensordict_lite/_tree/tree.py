@@ -13,7 +13,7 @@ from typing_extensions import Self, TypeVar, Unpack
 
 from .._encoders.protocol import StringEncoder, decode_nested, decode_rows
 from .._errors import DeviceMismatchError, Path, dotted, with_path
-from .._memory.device import CPU, canonical, resolve
+from .._memory.device import canonical
 from . import pytree
 from .compare import agree, equal
 from .policy import OPTIONS, Options, Policy, refuse_option
@@ -237,25 +237,6 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return agree(self, other, equal)
 
     __ne__ = object.__ne__
-
-    def _check(self, at: Path = ()) -> None:
-        """Raise ``AssertionError`` if an invariant of the dict does not hold. For tests; O(fields)."""
-        where, device = f"at {dotted(at)}" if at else "at the root", self._device
-        assert isinstance(self._policy, Policy), where
-        assert device is None or device == resolve(device), f"{where}: {device} is not resolved"
-        assert (device is CPU) == (device == CPU), f"{where}: the CPU device is not the shared one"
-        for key, value in self.items():
-            path = (*at, key)
-            assert isinstance(key, str), f"key {key!r} {where}"
-            if isinstance(value, Tensor):
-                assert value.device == device, f"{dotted(path)} is on {value.device}, expected {device}"
-            elif isinstance(value, TreeDict):
-                assert device is not None, f"{dotted(path)}: nested in a dict without a device"
-                assert value._device == device, f"at {dotted(path)}: tracks {value._device}, expected {device}"
-                value._check(path)
-            else:
-                assert not isinstance(value, Mapping), f"{dotted(path)}: a mapping that is no DeviceDict"
-                assert self._policy.objects == "keep", f"{dotted(path)}: {type(value).__name__} without objects='keep'"
 
 
 def kind_nested(

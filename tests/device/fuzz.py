@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,6 +25,9 @@ from torch import Tensor
 
 from tensordict_lite import DeviceDict, prefetch
 from tensordict_lite._memory import staging
+
+sys.path.append(str(Path(__file__).parents[1]))
+from checks import check_invariants
 
 Key = tuple[str, ...]
 Values = dict[Key, Tensor]
@@ -178,7 +183,7 @@ class Moves:
             check("the use on a side stream", found, expected)
 
     def check(self) -> None:
-        self.d._check()
+        check_invariants(self.d)
         check("the dict", flat(self.d), self.values)
 
     def current(self) -> torch.Stream:

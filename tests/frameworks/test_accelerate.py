@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -61,7 +62,7 @@ def test_operations(cls: type[Any]) -> None:
     joined = operations.concatenate([sliced, sliced])
     full = operations.convert_to_fp32(d.half())
     for out in (sliced, joined, full, operations.recursively_apply(lambda t: t + 1, d)):
-        out._check()
+        check_invariants(out)
         assert type(out) is cls and type(out["n"]) is type(d["n"])
     assert (
         len(joined.rows) == 4
@@ -72,7 +73,7 @@ def test_operations(cls: type[Any]) -> None:
         structure = pickle.loads(pickle.dumps(operations.get_data_structure(d)))
         assert type(structure) is cls and structure["x"].shape == (4, 2)
         made = operations.initialize_tensors(structure)
-        made._check()
+        check_invariants(made)
         assert type(made) is cls and made["x"].shape == (4, 2) and made["n"]["id"].dtype == torch.int64
 
 
@@ -85,12 +86,12 @@ def train(rank: int, cls: type[Any]) -> None:
     ids: list[int] = []
     for batch in loader:
         assert type(batch) is cls
-        batch._check()
+        check_invariants(batch)
         out = model(batch)
         accelerator.backward(out["y"].sum())
         optimizer.step()
         gathered = accelerator.gather_for_metrics(out)
-        gathered._check()
+        check_invariants(gathered)
         assert type(gathered) is DeviceDict
         ids += gathered["id"].tolist()
         padded = accelerator.pad_across_processes(DeviceDict({"p": torch.ones(rank + 1)}))
@@ -103,7 +104,7 @@ def train(rank: int, cls: type[Any]) -> None:
     )
     for batch in dispatched:
         assert type(batch) is cls and type(batch["n"]) is Kept
-        batch._check()
+        check_invariants(batch)
     if cls is DeviceDict:
         go_on(accelerator)
     AcceleratorState._reset_state(reset_partial_state=True)

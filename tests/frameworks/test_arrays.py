@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 
 from tensordict_lite import DeviceDict, collate
 
@@ -14,7 +15,7 @@ def test_arrays_of_jax_are_shared() -> None:
     jax: Any = pytest.importorskip("jax")
     array = jax.numpy.arange(4.0)
     d = DeviceDict({"x": array, "half": jax.numpy.ones(2, jax.numpy.bfloat16), "mask": array > 1})
-    d._check()
+    check_invariants(d)
     assert d["x"].data_ptr() == torch.from_dlpack(array).data_ptr()
     assert (d["half"].dtype, d["mask"].tolist()) == (torch.bfloat16, [False, False, True, True])
     assert collate([{"x": array}, {"x": array}])["x"].shape == (2, 4)
@@ -28,7 +29,7 @@ def test_columns_of_polars() -> None:
     polars: Any = pytest.importorskip("polars")
     frame = polars.DataFrame({"x": [0.5, 1.5], "i": [1, 2], "s": ["a", "b"], "v": [[1, 2], [3, 4]]})
     d = DeviceDict(frame.to_dict())
-    d._check()
+    check_invariants(d)
     assert (d["x"].dtype, d["i"].dtype) == (torch.float64, torch.int64)
     assert d.decode("s") == ["a", "b"] and d["v"].tolist() == [[1, 2], [3, 4]]
     for column in ([1, None], ["a", None]):

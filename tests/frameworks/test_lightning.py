@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -32,7 +33,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> DeviceDict:
         assert type(batch) is self.cls
-        batch._check()
+        check_invariants(batch)
         self.seen += len(batch.rows)
         loss = (self.layer(batch["x"]).squeeze(1) - batch["y"]).square().mean()
         self.log("loss", loss, batch_size=len(batch.rows))
@@ -74,7 +75,7 @@ def test_moving() -> None:
     assert type(moved) is DeviceDict and moved.device == torch.device("meta")
     assert move_data_to_device([d], torch.device("cpu"))[0] is d
     applied: Any = apply_to_collection(d, Tensor, lambda t: t + 1)
-    applied._check()
+    check_invariants(applied)
     assert type(applied) is DeviceDict and applied["n", "y"] == 2
     floats: Any = apply_to_collection(d, Tensor, lambda t: float(t.sum()))
     assert type(floats) is DeviceDict and floats["x"] == 2
@@ -100,9 +101,9 @@ def test_lazily_loaded_checkpoints(cls: type[Any], packed: bool, protocol: int, 
     checkpoint = _lazy_load(tmp_path / "c.ckpt")
     assert type(checkpoint["model"]["w"]).__name__ == "_NotYetLoadedTensor"
     if (cls, protocol) != (Keeps, 4):  # there a stand-in may be a kept object
-        checkpoint["data"][0]._check()
+        check_invariants(checkpoint["data"][0])
     again = _materialize_tensors(checkpoint)["data"][0]
-    again._check()
+    check_invariants(again)
     assert type(again) is cls and again == d and checkpoint["data"][0].device == torch.device("cpu")
     if cls is not Typed and protocol == 2:
         assert type(checkpoint["data"][0]["n", "w"]) is nn.Parameter and checkpoint["data"][0].is_packed == packed

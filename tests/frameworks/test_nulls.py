@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 
 from tensordict_lite import DeviceDict, Ragged, Vocabulary
 
@@ -33,7 +34,7 @@ class TestArrow:
     def test_masks(self, chunks: int) -> None:
         given = table() if chunks == 1 else pa.concat_tables([table().slice(0, 1), table().slice(1)])
         d = DeviceDict.from_arrow(given, nulls="mask", encoders={"c": Vocabulary(["u", "v"])})
-        d._check()
+        check_invariants(d)
         assert list(d) == ["i", "i_valid", "f", "f_valid", "b", "b_valid", "s", "s_valid", "l", "l_valid", "v", "c"]
         assert (
             d["i"].tolist() == [1, 0, 3]
@@ -134,7 +135,7 @@ class TestPandas:
 
     def test_masks(self) -> None:
         d = DeviceDict.from_pandas(self.frame(), nulls="mask")
-        d._check()
+        check_invariants(d)
         assert d["i"].tolist() == [1, 0] and d["f"].tolist() == [1, 0] and d["b"].tolist() == [True, False]
         assert d.decode("s") == ["x", ""] and d.decode("o") == ["", "y"] and d.decode("c") == ["u", ""]
         assert all(d[f"{key}_valid"].tolist() == [True, False] for key in "ifscb") and d["o_valid"].tolist() == [

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import check_invariants
 
 from tensordict_lite import DeviceDict, Vocabulary
 
@@ -21,7 +22,7 @@ class TestTensorDict:
         )
         for given in (td, DeviceDict.from_tensordict(td).to_tensordict()):
             d = DeviceDict.from_tensordict(given)
-            d._check()
+            check_invariants(d)
             assert d["x"] is td["x"] and d["n", "y"] is td["n", "y"] and d.decode("s") == "hi"
         back = d.to_tensordict(batch_size=[])
         assert (
@@ -56,7 +57,7 @@ class TestPandas:
             }
         )
         d = DeviceDict(frame, encoders={"c": Vocabulary(["u", "v"])})
-        d._check()
+        check_invariants(d)
         assert {key: t.dtype for key, t in d.items()} == {
             "i": torch.int64,
             "f": torch.float64,
@@ -105,7 +106,7 @@ class TestArrow:
         )
         for given in (table, table.to_batches()[0], pa.concat_tables([table.slice(0, 1), table.slice(1)])):
             d = DeviceDict(given)
-            d._check()
+            check_invariants(d)
             assert (
                 d["i"].tolist() == [1, 2]
                 and d["f"].dtype == torch.float64

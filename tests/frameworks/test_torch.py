@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +61,7 @@ def ddp(rank: int, mode: str, typed: bool) -> None:
     for step in range(2):
         batch: Any = Obs(x=sample(rank, step)["x"]) if typed else sample(rank, step)
         out = model(batch, mode != "find_unused_parameters")
-        out._check()
+        check_invariants(out)
         assert type(out) is type(batch) and type(model.module.seen) is type(batch)
         model.zero_grad()
         loss(out).backward()
@@ -86,7 +87,7 @@ def fsdp2(rank: int, reshard: bool) -> None:
     for step in range(2):
         model.zero_grad()
         out = model(sample(rank, step))
-        out._check()
+        check_invariants(out)
         assert type(out) is DeviceDict and type(model.seen) is DeviceDict and model.seen["n", "y"] == 1
         loss(out).backward()
         got: Any = model.used.weight.grad
@@ -106,7 +107,7 @@ def fsdp1(rank: int) -> None:
     loss(out).backward()
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     half = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), mixed_precision=precision)
-    DeviceDict(half(sample(rank)))._check()
+    check_invariants(DeviceDict(half(sample(rank))))
     assert type(half.module.seen) is dict and half.module.seen["x"].dtype == torch.bfloat16
 
 
@@ -127,10 +128,10 @@ def test_data_parallel_scatters_and_gathers() -> None:
         patch.setattr(scatter_gather.Gather, "apply", lambda target, dim, *ts: torch.cat(ts, dim))
         parts = scatter(d, [0, 1])
         for part in parts:
-            part._check()
+            check_invariants(part)
             assert type(part) is DeviceDict and type(part["n"]) is DeviceDict and len(part.rows) == 2
         joined = gather(parts, 0)
-        joined._check()
+        check_invariants(joined)
         assert type(joined) is DeviceDict and joined == d
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_invariants
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -102,7 +103,7 @@ def test_encodings(tokenizer: Any) -> None:
     encoding = tokenizer(["the cat", "the cat sat"], padding=True, return_tensors="pt")
     assert isinstance(encoding, BatchEncoding)
     d = DeviceDict(encoding)
-    d._check()
+    check_invariants(d)
     assert list(d) == list(encoding) and d["input_ids"] is encoding["input_ids"] and d.device == torch.device("cpu")
     assert DeviceDict(tokenizer(["the cat", "cat sat"]))["input_ids"].shape == (2, 4)  # lists of numbers
     feature = BatchFeature({"pixel_values": [[0.5, 1.0]]}, tensor_type="np")
@@ -129,7 +130,7 @@ def test_datasets() -> None:
     for rows in (table, table.with_format("torch"), table.with_format("numpy"), table.to_iterable_dataset()):
         loader: Any = DataLoader(rows, batch_size=3, collate_fn=collate)
         batch = next(iter(loader))
-        batch._check()
+        check_invariants(batch)
         assert (
             batch["x"].tolist() == [[1, 2], [3, 4], [5, 6]]
             and batch["label"].tolist() == [0, 1, 0]
