@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from io import BufferedReader, FileIO
 from typing import Any
 
 from .._files.atomic_write import FilePath
 from .._files.safetensors import invalid_file, open_regular, reading
 from .._tree.manifest import Reader, invalid
-from .format import INDEX, OFFSETS, VALUES, Column, TableIndex, read_index
-from .reader import check_offsets, check_size, missing_file, rows_in
+from .format import INDEX, OFFSETS, Column, Extent, TableIndex
+from .reader import check_size, count_values, index_of, missing_file
 
 _AT_ONCE = 1 << 20
 """The number of bytes that are read at a time."""
@@ -29,7 +28,7 @@ def checksum(file: BufferedReader | FileIO, column: Column, first: int, last: in
 
     Raises `InvalidManifest` if the file ends before the rows do.
     """
-    at, end = (column.header_size + row * column.nbytes for row in (first, last))
+    at, end = column.end(first), column.end(last)
     value, buffer = 0, memoryview(bytearray(min(_AT_ONCE, end - at)))
     file.seek(at)
     while at < end:
@@ -41,18 +40,12 @@ def checksum(file: BufferedReader | FileIO, column: Column, first: int, last: in
     return value
 
 
-def checksum_line(
-    files: Sequence[FileIO],
-    columns: Sequence[Column],
-    rows: tuple[int, int],
-    before: Sequence[int],
-    after: Sequence[int],
-) -> bytes:
-    """The line for ``rows``, which are the rows ``before`` to ``after`` in each file."""
+def checksum_line(files: Sequence[FileIO], columns: Sequence[Column], before: Extent, after: Extent) -> bytes:
+    """The line for the rows that follow ``before``, up to ``after``."""
     entries: dict[str, list[int]] = {}
-    for file, column, first, last in zip(files, columns, before, after, strict=True):
+    for file, column, first, last in zip(files, columns, before.lengths, after.lengths, strict=True):
         entries[column.file] = [first, last, checksum(file, column, first, last)]
-    return f"{json.dumps({'rows': list(rows), 'files': entries}, separators=(',', ':'))}\n".encode()
+    return f"{json.dumps({'rows': [before.rows, after.rows], 'files': entries}, separators=(',', ':'))}\n".encode()
 
 
 Range = tuple[int, int, int, int, int]
@@ -93,7 +86,7 @@ def verify_table(path: FilePath) -> None:
     folder = os.path.abspath(folder)
     os.stat(folder)  # raises if there is no folder
     with invalid_file(folder, library.SafetensorError, RuntimeError, LookupError, AttributeError):
-        index = read_index(folder, lambda name: open_regular(os.path.join(folder, name)))
+        index = index_of(folder)
         Reader(index.manifest, len(index.columns))
         if not index.rows and not index.at_rest:  # its files may be missing
             return
@@ -105,21 +98,15 @@ def verify_table(path: FilePath) -> None:
         columns: list[Column] = []
         for column in index.columns:  # the offsets of a ragged field come before its values
             columns.insert(len(columns) - (column.kind == OFFSETS), column)
-        length = index.rows
+        values = 0
         for column in columns:
-            count = length if column.kind == VALUES else index.rows + (column.kind == OFFSETS)
-            with _verified(folder, index, column, count, ranges) as (file, path):
-                if column.kind == OFFSETS:
-                    offsets = rows_in(file, path, column, count)
-                    check_offsets(offsets, column.file)
-                    length = int(offsets[-1])
+            values = _verify_column(folder, index, column, column.length(index.rows, values), ranges)
 
 
-@contextmanager
-def _verified(
+def _verify_column(
     folder: str, index: TableIndex, column: Column, length: int, ranges: dict[str, list[Range]] | None
-) -> Generator[tuple[BufferedReader, str]]:
-    """Open a file of a table, which has ``length`` rows, and verify it. Returns the file and its path."""
+) -> int:
+    """Verify a file of a table, which has ``length`` rows. Returns the number of values that its offsets give, or 0."""
     path = os.path.join(folder, column.file)
     with missing_file(column.file), open_regular(path) as file:
         check_size(file, column, length)
@@ -127,13 +114,12 @@ def _verified(
             _refuse_other_header(file, column, length)
         if ranges is not None and index.rows:
             _refuse_changed(file, column, length, ranges.get(column.file, []))
-        yield file, path
+        return count_values(file, path, column, length) if column.kind == OFFSETS else 0
 
 
 def _refuse_other_header(file: BufferedReader, column: Column, length: int) -> None:
     """Raise `InvalidManifest` unless a file at rest has the header of its rows, and ends with them."""
-    header = column.header(length)
-    end, found = len(header) + length * column.nbytes, os.fstat(file.fileno()).st_size
+    header, found = column.header(length), os.fstat(file.fileno()).st_size
     file.seek(0)
-    if file.read(len(header)) != header or found != end:
+    if file.read(len(header)) != header or found != column.end(length):
         invalid(f"{column.file!r} is no safetensors file with the {length} rows of {column.name!r}; repair the table")

@@ -21,7 +21,8 @@ from functools import partial
 from io import FileIO
 
 from .._files.atomic_write import FilePath, replace_file, sync_file, sync_folder
-from .format import INDEX, TableIndex, index_head, read_index
+from .._files.safetensors import invalid_file
+from .format import INDEX, TableIndex, index_head, index_text, read_index
 
 try:
     import fcntl
@@ -118,8 +119,9 @@ class TableFolder:
             os.unlink(self.at(name), dir_fd=self.descriptor)
 
     def read_index(self) -> TableIndex:
-        """Read ``table.json``. Call it inside `invalid_file`. Raises the errors of `format.read_index`."""
-        index = read_index(self.path, partial(self.open, mode="rb"))
+        """Read ``table.json``. Raises ``InvalidFileError``, and ``IsADirectoryError`` for a folder that is no table."""
+        with invalid_file(self.path, RuntimeError):
+            index = read_index(self.path, partial(self.open, mode="rb"))
         self.rows = index.rows
         return index
 
@@ -140,6 +142,10 @@ class TableFolder:
         replace_file(self.at(INDEX), self.at(NEW_INDEX), [f"{head}{text}".encode()], self.descriptor, self._sync)
         self.sync_names()
         self._heads, self.rows = (head,), rows
+
+    def rewrite_index(self, index: TableIndex, unused: Sequence[str] | None) -> None:
+        """Replace ``table.json`` by ``index``. ``unused``: see `write_index`."""
+        self.write_index(index_text(index.columns, index.manifest), index.rows, unused, index.checksums)
 
     def remove_unused(self, names: Sequence[str]) -> None:
         """Remove the files that ``table.json`` lists as unused, durably."""

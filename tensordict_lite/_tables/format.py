@@ -17,11 +17,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._errors import dtype_name
 from .._files.safetensors import MAX_MANIFEST, distinct, is_too_long, stored_as
@@ -44,7 +47,8 @@ ROWS, VALUES, OFFSETS = "rows", "values", "offsets"
 """What a column has: a row for each row of the table, or the values or the offsets of a ragged field."""
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True)
+class Column:
     """One column of a table, in a file of its own."""
 
     file: str
@@ -63,10 +67,22 @@ class Column(NamedTuple):
         """The bytes of one row in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def header_size(self) -> int:
         """The size of the header in bytes. The first row follows."""
         return len(self.header(0))
+
+    def length(self, rows: int, values: int = 0) -> int:
+        """The rows in the file if the table has ``rows`` rows, and a ragged field has ``values`` values."""
+        return values if self.kind == VALUES else rows + (self.kind == OFFSETS)
+
+    def end(self, length: int) -> int:
+        """The position in the file after ``length`` rows."""
+        return self.header_size + length * self.nbytes
+
+    def without_rows(self) -> Tensor:
+        """What the column of a table without rows has: of offsets, the 0 before the first row."""
+        return torch.zeros((self.length(0), *self.shape), dtype=self.dtype, device="cpu")
 
     def header(self, rows: int) -> bytes:
         """The header of a file with this many rows."""
@@ -76,6 +92,14 @@ class Column(NamedTuple):
         text = f"{{{json.dumps(self.name)}:{entry}}}".encode()
         size = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
         return size.to_bytes(8, "little") + text.ljust(size)
+
+
+class Extent(NamedTuple):
+    """The size of a table, or of a part of its columns."""
+
+    rows: int
+    lengths: tuple[int, ...]
+    """The rows in each file: see `Column.length`."""
 
 
 class TableIndex(NamedTuple):

@@ -20,10 +20,7 @@ from .._memory.ragged import problem_of_lengths
 from .._tree.manifest import InvalidManifest, Reader, invalid
 from .._tree.policy import Encoders
 from .._tree.tree import validate_ragged
-from .format import OFFSETS, VALUES, Column, TableIndex, read_index
-
-_NO_ROWS = torch.zeros(1, dtype=torch.int64, device="cpu")
-"""The offsets of a ragged field without rows."""
+from .format import VALUES, Column, TableIndex, read_index
 
 
 def read_table(
@@ -43,7 +40,7 @@ def read_table(
         raise ValueError(f"rows= is the number of rows to load, got {rows!r}")
     folder = os.path.abspath(folder)
     with invalid_file(folder, library.SafetensorError, RuntimeError):
-        index = _read(folder)
+        index = index_of(folder)
         while True:
             reader = Reader(index.manifest, len(index.columns), encoders)
             if paths is not None:
@@ -53,7 +50,7 @@ def read_table(
                 tensors = {i: _map_field(folder, index.columns, i, count) for i in reader.numbers}
                 break
             except InvalidManifest:
-                before, index = index, _read(folder)
+                before, index = index, index_of(folder)
                 if index == before:
                     raise
                 # A writer has replaced the table, and removed the files that were read: read the new table.
@@ -64,39 +61,38 @@ def read_table(
     return out.to(device)
 
 
-def _read(folder: str) -> TableIndex:
+def index_of(folder: str) -> TableIndex:
+    """Read ``table.json``. Raises the errors of `read_index`."""
     return read_index(folder, lambda name: open_regular(os.path.join(folder, name)))
 
 
 def _map_field(folder: str, columns: Sequence[Column], i: int, rows: int) -> Tensor:
     """Map the rows of one column into memory."""
     column = columns[i]
-    if column.kind == VALUES:
-        return _map_column(folder, column, max(0, int(_map_field(folder, columns, i + 1, rows)[-1])))
-    if column.kind == OFFSETS:
-        return _map_column(folder, column, rows + 1) if rows else _NO_ROWS
-    return _map_column(folder, column, rows)
-
-
-def check_offsets(offsets: Tensor, file: str) -> None:
-    """Raise `InvalidManifest` unless the offsets in a file ascend from 0. Cost: reads them once."""
-    if reason := problem_of_lengths(offsets) or ("'offsets' does not start at 0" if offsets[0] else ""):
-        invalid(f"{file!r}: {reason}")
-
-
-def _map_column(folder: str, column: Column, rows: int) -> Tensor:
-    """Map the rows of one file into memory."""
-    if not rows:  # the file may be missing: the writer may have been killed while it created the table
-        return torch.empty((0, *column.shape), dtype=column.dtype, device="cpu")
+    values = max(0, int(_map_field(folder, columns, i + 1, rows)[-1])) if column.kind == VALUES else 0
+    length = column.length(rows, values)
+    if not rows or not length:  # the file may be missing: the writer may have been killed while it created the table
+        return column.without_rows()
     path = os.path.join(folder, column.file)
     with missing_file(column.file), open_regular(path) as file:
-        return rows_in(file, path, column, rows)
+        return _rows_in(file, path, column, length)
 
 
-def rows_in(file: BinaryIO | FileIO, path: str, column: Column, rows: int) -> Tensor:
+def count_values(file: BinaryIO | FileIO, path: str, column: Column, length: int) -> int:
+    """The number of values of a ragged field, from the ``length`` offsets in an open file. Cost: reads them once.
+
+    Raises `InvalidManifest` unless the offsets ascend from 0, and the error of `check_size`.
+    """
+    offsets = _rows_in(file, path, column, length)
+    if reason := problem_of_lengths(offsets) or ("'offsets' does not start at 0" if offsets[0] else ""):
+        invalid(f"{column.file!r}: {reason}")
+    return int(offsets[-1])
+
+
+def _rows_in(file: BinaryIO | FileIO, path: str, column: Column, length: int) -> Tensor:
     """Map the rows of an open file into memory. Raises the error of `check_size`."""
-    check_size(file, column, rows)
-    return map_append_only(file.fileno(), path, column.header_size, column.dtype, (rows, *column.shape))
+    check_size(file, column, length)
+    return map_append_only(file.fileno(), path, column.header_size, column.dtype, (length, *column.shape))
 
 
 @contextmanager
@@ -108,8 +104,8 @@ def missing_file(name: str) -> Generator[None]:
         invalid(f"the file {name!r} is missing")
 
 
-def check_size(file: BinaryIO | FileIO, column: Column, rows: int) -> None:
+def check_size(file: BinaryIO | FileIO, column: Column, length: int) -> None:
     """Raise `InvalidManifest` unless the file has this many rows or more. Its header is not read."""
-    end, found = column.header_size + rows * column.nbytes, os.fstat(file.fileno()).st_size
+    end, found = column.end(length), os.fstat(file.fileno()).st_size
     if found < end:
-        invalid(f"{column.file!r} has {found} bytes, and {rows} rows take {end}")
+        invalid(f"{column.file!r} has {found} bytes, and {length} rows take {end}")

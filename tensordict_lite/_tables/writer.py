@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import add, gt, mul, sub
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +28,14 @@ from .._memory.device import CPU
 from .._tree.manifest import Manifest, Reader, describe, without
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
-from .._tree.tree import TreeDict, ragged_paths, validate_ragged
+from .._tree.tree import TreeDict, dicts_of, ragged_paths, validate_ragged
 from .checksums import checksum_line
 from .folder import NEW_INDEX, TableFolder, opened, write_all
-from .format import INDEX, OFFSETS, ROWS, VALUES, Column, TableIndex, checksums_name, choose_names, index_text
-from .reader import check_offsets, check_size, missing_file, rows_in
+from .format import INDEX, OFFSETS, ROWS, VALUES, Column, Extent, TableIndex, checksums_name, choose_names, index_text
+from .reader import check_size, count_values, missing_file
 
 BUFFER = 4 << 20
 """The size in bytes of all buffers of a writer together."""
-
-
-class _Extent(NamedTuple):
-    """The size of a table."""
-
-    rows: int
-    lengths: tuple[int, ...]
-    """The rows in each file: of a ragged field one for each value, and ``rows + 1`` offsets."""
 
 
 class TableWriter:
@@ -51,31 +43,20 @@ class TableWriter:
 
     Args:
         folder: the folder of the table.
-        columns: the columns of the table, in the order of the tensors of `append`.
-        text: the result of `index_text`.
-        rows: the number of rows of the table.
+        columns: the columns to write, in the order of the tensors of `append`.
+        index: the table: the rows that ``columns`` have, the columns of the table, its manifest and its checksums.
         replaced: the files of the table that this table replaces.
-        checksums: the file with the checksums, and the number of its bytes that count; None without checksums.
     """
 
     def __init__(
-        self,
-        folder: TableFolder,
-        columns: Sequence[Column],
-        text: str,
-        rows: int = 0,
-        replaced: Sequence[str] = (),
-        checksums: tuple[str, int] | None = None,
+        self, folder: TableFolder, columns: Sequence[Column], index: TableIndex, replaced: Sequence[str] = ()
     ) -> None:
         self._folder, self.folder = folder, folder.path
-        self._columns = list(columns)
+        self._columns = columns
         self._offsets = [i for i, column in enumerate(columns) if column.kind == OFFSETS]
         """The indices of the columns with offsets. The column before such a column has the values."""
-        counts = {ROWS: rows, VALUES: 0, OFFSETS: rows + 1}
-        lengths = [counts[column.kind] for column in columns]
-        self._text = text
-        self._starts = [column.header_size for column in self._columns]  # the position of the first row in each file
-        self._sizes = [column.nbytes for column in self._columns]  # the bytes of a row in each file
+        self._text = index_text(index.columns, index.manifest)
+        self._sizes = [column.nbytes for column in columns]  # the bytes of a row in each file
         ragged = {i - 1 for i in self._offsets}
         share = BUFFER // (len(ragged) + 1)
         row = sum(size for i, size in enumerate(self._sizes) if i not in ragged)
@@ -83,8 +64,8 @@ class TableWriter:
         self._buffers: list[Tensor] = []
         self._unused = replaced
         """The files to remove when `flush` has replaced ``table.json``."""
-        extent = _Extent(rows, tuple(lengths))
-        self._summed = checksums, _Extent(rows, (0,) * len(lengths))
+        extent = Extent(index.rows, tuple([column.length(index.rows) for column in columns]))
+        self._summed = index.checksums, Extent(index.rows, (0,) * len(columns))
         """The checksums, and the extent that they cover."""
         self._extents = (extent, extent)
         """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
@@ -117,7 +98,7 @@ class TableWriter:
         for i in self._offsets:
             tensors[i] = tensors[i].cumsum(0).add_(extent.lengths[i - 1])
         added = [tensor.shape[0] for tensor in tensors] if self._offsets else [count] * len(tensors)
-        after = _Extent(extent.rows + count, tuple(map(add, extent.lengths, added)))
+        after = Extent(extent.rows + count, tuple(map(add, extent.lengths, added)))
         # For many rows, a copy into the buffers would save few system calls.
         direct = any(2 * size > room for size, room in zip(added, self._rooms, strict=True))
         if direct or any(map(gt, map(sub, after.lengths, written.lengths), self._rooms)):
@@ -192,8 +173,7 @@ class TableWriter:
         after = self._extents[0]
         if checksums is not None and after.rows != before.rows:
             name, at = checksums
-            rows = before.rows, after.rows
-            line = checksum_line(self._folder.files, self._columns, rows, before.lengths, after.lengths)
+            line = checksum_line(self._folder.files, self._columns, before, after)
             self._folder.append_checksums(line, at)
             self._summed = (name, at + len(line)), after
 
@@ -215,8 +195,7 @@ class TableWriter:
         if old is None:
             self._write_index(())
         else:
-            unused = [*self._new_files(old), *old.unused]
-            self._folder.write_index(index_text(old.columns, old.manifest), old.rows, unused, old.checksums)
+            self._folder.rewrite_index(old, [*self._new_files(old), *old.unused])
         self._create_columns()
 
     def open(self, unused: Sequence[str] = ()) -> None:
@@ -233,9 +212,10 @@ class TableWriter:
 
     def _create_columns(self) -> None:
         """Create a file without rows for each column."""
-        for i, column in enumerate(self._columns):
-            self._folder.files.append(self._folder.open(column.file, "x+b"))
-            self._folder.files[i].truncate(self._end(i, int(i in self._offsets)))  # the offset 0 of the first row
+        for column in self._columns:
+            file = self._folder.open(column.file, "x+b")
+            self._folder.files.append(file)
+            file.truncate(column.end(column.length(0)))  # the offset 0 of the first row
         if self._summed[0] is not None:
             name, at = self._summed[0]
             self._folder.checksums = self._folder.open(name, "r+b" if at else "x+b")
@@ -252,7 +232,7 @@ class TableWriter:
             if self.is_usable:
                 self._folder.refuse_other_writer()
                 self._folder.remove_unused(self._new_files(old))
-                self._folder.write_index(index_text(old.columns, old.manifest), old.rows, None, old.checksums)
+                self._folder.rewrite_index(old, None)
         self.release()
 
     def _new_files(self, old: TableIndex) -> list[str]:
@@ -270,15 +250,14 @@ class TableWriter:
         lengths = list(self._extents[0].lengths)
         for i in self._offsets:
             column = self._columns[i]
-            offsets = rows_in(self._folder.files[i], os.path.join(self.folder, column.file), column, lengths[i])
-            check_offsets(offsets, column.file)
-            lengths[i - 1] = int(offsets[-1])
+            path = os.path.join(self.folder, column.file)
+            lengths[i - 1] = count_values(self._folder.files[i], path, column, lengths[i])
         for file, column, length in zip(self._folder.files, self._columns, lengths, strict=True):
             check_size(file, column, length)
         if self._summed[0] is not None:
             with missing_file(self._summed[0][0]):
                 self._folder.checksums = self._folder.open(self._summed[0][0])
-        extent = _Extent(self.rows, tuple(lengths))
+        extent = Extent(self.rows, tuple(lengths))
         self._extents = extent, extent
         self._summed = self._summed[0], extent
 
@@ -292,19 +271,15 @@ class TableWriter:
     def _write(self, i: int, first: int, tensor: Tensor) -> None:
         """Write rows into file ``i``, beginning at its row ``first``."""
         file = self._folder.files[i]
-        file.seek(self._end(i, first))
+        file.seek(self._columns[i].end(first))
         write_all(file, bytes_of(tensor))
 
     def _finish(self, i: int) -> None:
         """Write the header of a file, and remove the bytes after its rows, which a crash or a failed write left."""
-        file, length = self._folder.files[i], self._extents[0].lengths[i]
-        file.truncate(self._end(i, length))
+        file, column, length = self._folder.files[i], self._columns[i], self._extents[0].lengths[i]
+        file.truncate(column.end(length))
         file.seek(0)
-        write_all(file, self._columns[i].header(length))
-
-    def _end(self, i: int, length: int) -> int:
-        """The position in file ``i`` after ``length`` rows."""
-        return self._starts[i] + length * self._sizes[i]
+        write_all(file, column.header(length))
 
     def refuse_unusable(self) -> None:
         """Raise an error in a forked process, for a closed writer, and after an error of a flush to disk."""
@@ -340,14 +315,13 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
     with opened(path) as folder:
         old = None
         if overwrite and is_table(folder.path):
-            with invalid_file(folder.path, RuntimeError):
-                old = folder.read_index()
+            old = folder.read_index()
         else:
             _refuse_unless_empty(folder.path)
         used = [*old.files, *old.unused] if old else []
         columns = _new_columns(d, leaves, used)
         sums = (checksums_name(used), 0) if checksums else None
-        writer = TableWriter(folder, columns, index_text(columns, manifest), replaced=used, checksums=sums)
+        writer = TableWriter(folder, columns, TableIndex(0, columns, manifest, [], sums, False), used)
         try:
             writer.create(old)
         except BaseException:
@@ -392,12 +366,10 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     """
     import_library()
     with opened(path) as folder:
-        with invalid_file(folder.path, RuntimeError):
-            index = folder.read_index()
+        index = folder.read_index()
         fields, columns = fields_of(folder, index, cls, encoders)
         refuse_unknown_keys(fields, encoders, "this table")
-        text = index_text(index.columns, index.manifest)
-        writer = TableWriter(folder, columns, text, index.rows, (), index.checksums)
+        writer = TableWriter(folder, columns, index)
         with invalid_file(folder.path, RuntimeError):
             writer.open(index.unused)
     return writer, fields
@@ -410,9 +382,7 @@ def fields_of(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encode
     """
     with invalid_file(folder.path, RuntimeError):
         reader = Reader(index.manifest, len(index.columns), encoders)
-        empty = [
-            torch.zeros((int(one.kind == OFFSETS), *one.shape), dtype=one.dtype, device="cpu") for one in index.columns
-        ]
+        empty = [column.without_rows() for column in index.columns]
         fields = reader.build(cls, empty.__getitem__, CPU)
         validate_ragged(fields)
     if encoders is not None:
@@ -431,12 +401,11 @@ def table_at_rest(path: FilePath, repair: bool = False) -> Generator[tuple[Table
     """Open a table, to change it as a whole. What a crash left is repaired first, with ``repair`` in any case."""
     import_library()
     with opened(path) as folder:
+        index = folder.read_index()
         with invalid_file(folder.path, RuntimeError):
-            index = folder.read_index()
             Reader(index.manifest, len(index.columns))
             if repair or not index.at_rest:
-                text = index_text(index.columns, index.manifest)
-                writer = TableWriter(folder, index.columns, text, index.rows, (), index.checksums)
+                writer = TableWriter(folder, index.columns, index)
                 writer.open(index.unused)
                 writer.publish(at_rest=True)
                 folder.close_files()
@@ -455,8 +424,8 @@ def create_columns(folder: TableFolder, index: TableIndex, d: TreeDict[Any]) -> 
     new = [(path, value) for path, value in leaves if path not in known]
     added = _new_columns(d, new, index.files, "convert the values of {} first")
     known |= {path: column for (path, _), column in zip(new, added, strict=True)}
-    text = index_text([known[path] for path, _ in leaves], manifest)
-    writer = TableWriter(folder, added, text, checksums=index.checksums)
+    whole = index._replace(rows=0, columns=[known[path] for path, _ in leaves], manifest=manifest)
+    writer = TableWriter(folder, added, whole)
     writer.create(index)
     return writer
 
@@ -472,18 +441,16 @@ def drop_columns(folder: TableFolder, index: TableIndex, path: Path) -> None:
         raise ValueError(f"{dotted(path)} is a part of a ragged column; drop {dotted(path[:-1])}")
     if not columns:
         raise ValueError(f"{dotted(path)} has the last columns of this table; remove the folder {folder.path!r}")
-    text = index_text(columns, manifest)
+    left = index._replace(columns=columns, manifest=manifest)
     unused = [index.columns[i].file for i in reader.numbers]
-    folder.write_index(text, index.rows, unused, index.checksums)
+    folder.rewrite_index(left, unused)
     folder.remove_unused(unused)
-    folder.write_index(text, index.rows, None, index.checksums)
+    folder.rewrite_index(left, None)
 
 
 def refuse_unknown_keys(d: TreeDict[Any], encoders: Encoders | None, owner: str) -> None:
     """Raise ``KeyError`` for a key of ``encoders`` that ``d`` has at no depth. The message calls ``d`` ``owner``."""
-    nodes: list[TreeDict[Any]] = [d]
-    for node in nodes:
-        nodes += [value for value in node.values() if isinstance(value, TreeDict)]
+    nodes = dicts_of(d)
     for key in encoders if isinstance(encoders, Mapping) else ():
         if not any(key in node for node in nodes):
             raise missing_key(d, key, owner)

@@ -200,7 +200,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         Pytree can build a tree with tensors on several devices. Then the device of this dict is None, so that `to`
         moves all tensors. Each nested dict gets the device of its own tensors.
         """
-        dicts = _dicts_of(self)
+        dicts = dicts_of(self)
         devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
         if len(devices) > 1:
             self._device = None
@@ -342,7 +342,7 @@ def ragged_class() -> Any:
     return class_named("tensordict_lite.Ragged")
 
 
-def _dicts_of(d: TreeDict[Any]) -> list[TreeDict[Any]]:
+def dicts_of(d: TreeDict[Any]) -> list[TreeDict[Any]]:
     """Every dict of the tree. A parent comes before its nested dicts."""
     found = [d]
     for one in found:  # grows
