@@ -91,7 +91,6 @@ bench: .venv-bench/benchmarks
 bench-more: export CUDA_VISIBLE_DEVICES =
 bench-more: .venv-bench/benchmarks
 	@mkdir -p $(RESULTS)
-	$(BENCH)/bench_core.py --json $(RESULTS)/core-cpu.json
 	$(BENCH)/bench_transfer.py --json $(RESULTS)/transfer-cpu.json
 	$(BENCH)/plot.py $(RESULTS)/transfer-cpu.json $(RESULTS)/transfer-cpu.svg
 	$(BENCH)/bench_loader.py --json $(RESULTS)/loader-cpu.json

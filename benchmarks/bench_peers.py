@@ -2,8 +2,8 @@
 
     python benchmarks/bench_peers.py [--fields 40] [--quick] [--rounds N] [--only TEXT] [--json PATH]
 
-The batch has 32 rows; a field is float32[32, 16]. Each container uses its own fastest way. All contenders use one
-thread. Packages that are not installed are left out and named.
+The batch has 32 rows; a field is float32[32, 16]. Arithmetic has 400 such fields. Each container uses its own fastest
+way. All contenders use one thread. Packages that are not installed are left out and named.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import bench_loader
 import numpy as np
 import torch
 from containers import BATCH, CONTAINERS, FEATURE, Batch, BatchFeature, TensorDict, as_tensordict
-from harness import DICT, OURS, PEER, Case, Fields, Helpers, Prepare, Run, fresh, main, optional, statements
+from harness import DICT, OURS, PEER, Case, Fields, Helpers, Prepare, Run, fresh, main, optional, statement, statements
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from tensordict_lite import DeviceDict, collate, stack
+from tensordict_lite import DeviceDict, TypedDeviceDict, collate, stack
 
 send_to_device = optional("accelerate.utils", "send_to_device")
 
@@ -73,6 +73,8 @@ BUILD = {OURS: "DeviceDict(s)", DICT: "dict(s)", PEER: f"TensorDict(s, batch_siz
 OPERATIONS = {
     "construct": {**BUILD, BATCH: "Batch(s)", FEATURE: "BatchFeature(s)"},
     "read one field": everywhere('x["k0"]'),
+    "read an attribute": {OURS: "typed.k0", DICT: 'x["k0"]', BATCH: "x.k0"},
+    "find a key": everywhere('"k0" in x'),
     "write {n} fields": everywhere("for k, v in others: x[k] = v\nfor k, v in fields: x[k] = v"),
     "iterate": everywhere("for k, v in x.items(): pass"),
     "`.to()` on the current device": MOVE,
@@ -96,6 +98,13 @@ STACK = {
 STRINGS = {
     "1000 strings in": {OURS: 'DeviceDict({"k": x})["k"]', DICT: "as_bytes(x)"},
     "1000 strings out": {OURS: 'texts.decode("k")', DICT: "as_strings(encoded)"},
+}
+# Arithmetic in place on ``c``, with the operand ``y``: the call, and the same for each field of a plain dict.
+IN_PLACE = {
+    "`lerp_`": ("c.lerp_(y, 0.01)", "for k, v in c.items(): v.lerp_(y[k], 0.01)"),
+    "`add_`": ("c.add_(y)", "for k, v in c.items(): v.add_(y[k])"),
+    "`copy_`": ("c.copy_(y)", "for k, v in c.items(): v.copy_(y[k])"),
+    "`zero_`": ("c.zero_()", "for k, v in c.items(): v.zero_()"),
 }
 # Functions that make a batch of samples, in a worker.
 COLLATED: dict[str, Callable[[list[Any]], Any]] = {
@@ -152,7 +161,7 @@ def container_cases(batch: Fields) -> list[Case]:
     names: dict[str, Any] = {**NAMES, "s": batch, "fields": list(batch.items())}
     names["others"] = [(k, torch.rand_like(v)) for k, v in batch.items()]
     strings = [f"image {i} of {i**2}" for i in range(1000)]
-    names |= {"texts": DeviceDict({"k": strings}), "encoded": as_bytes(strings)}
+    names |= {"texts": DeviceDict({"k": strings}), "encoded": as_bytes(strings), "typed": typed(batch)}
 
     def case(operation: str, codes: Mapping[str, str], makers: Mapping[str, Any] = MAKERS, data: Any = batch) -> Case:
         contenders = statements(codes, makers, result=RESULTS.get(operation, ""), **names)
@@ -163,6 +172,28 @@ def container_cases(batch: Fields) -> list[Case]:
         case("stack 32 dicts", STACK, {who: partial(samples_of, who) for who in STACK}),
         *(case(operation, codes, dict.fromkeys(MAKERS, list), strings) for operation, codes in STRINGS.items()),
     ]
+
+
+def close(x: Fields, y: Fields) -> bool:
+    """Whether two results are equal. A loop may round otherwise."""
+    return x.keys() == y.keys() and all(torch.allclose(x[key], y[key]) for key in x)
+
+
+def typed(batch: Fields) -> TypedDeviceDict:
+    made: Any = type("Typed", (TypedDeviceDict,), {"__annotations__": dict.fromkeys(batch, Tensor)})
+    return made(batch)
+
+
+def in_place_case(operation: str, batch: Fields) -> Case:
+    whole, loop = IN_PLACE[operation]
+
+    def contender(who: str) -> Prepare:
+        def make(_: Any) -> Any:
+            return tuple(MAKERS[who]({k: v.roll(shift) for k, v in batch.items()}) for shift in (0, 1))
+
+        return statement(loop if who == DICT else whole, make, "c", "c, y = x")
+
+    return Case(operation, f"{len(batch)} fields", {who: contender(who) for who in (OURS, DICT, PEER)}, equal=close)
 
 
 def loader_case(count: int) -> Case:
@@ -219,8 +250,9 @@ def import_case() -> Case:
 
 
 def cases(fields: int = 40) -> list[Case]:
-    batch = default_collate(bench_loader.Size(fields, (WIDTH,)).samples(ROWS))
-    return [*container_cases(batch), loader_case(fields), queue_case(batch), import_case()]
+    batch, many = (default_collate(bench_loader.Size(count, (WIDTH,)).samples(ROWS)) for count in (fields, 400))
+    in_place = [in_place_case(operation, many) for operation in IN_PLACE]
+    return [*container_cases(batch), *in_place, loader_case(fields), queue_case(batch), import_case()]
 
 
 if __name__ == "__main__":
