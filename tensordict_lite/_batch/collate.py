@@ -107,38 +107,34 @@ def collate(
             "collate takes a list of samples, and got options only; to set options for a DataLoader, give "
             "functools.partial(collate, ...)"
         )
-    rows: Rows[Any] | None = None
     given: Any = samples
-    if type(given) is not list:
-        if isinstance(samples, Rows) and not pad and ragged == ():
-            rows = samples
-        elif not isinstance(samples, (list, tuple)):
-            if isinstance(samples, (Mapping, str)) or not isinstance(samples, Iterable):
-                got = described(samples)
-                raise TypeError(f"collate takes a list of samples, got {got}; for one sample write [sample]")
-            given = list(samples)
-    if rows is None and not given:
+    are_rows = type(samples) is not list and isinstance(samples, Rows) and not pad and ragged == ()
+    if type(samples) is not list and not are_rows:
+        if isinstance(samples, (Mapping, str)) or not isinstance(samples, Iterable):
+            got = described(samples)
+            raise TypeError(f"collate takes a list of samples, got {got}; for one sample write [sample]")
+        given = list(samples)
+    if not are_rows and not given:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
     if cls is not DeviceDict and not (isinstance(cls, type) and issubclass(cls, DeviceDict)):
         shown = cls.__name__ if isinstance(cls, type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
     pads = _NO_PADS if pad is None else Pads(pad, "collate")
     rows_of = _ragged_fields(ragged, pad) if ragged != () else _NO_KEYS
-    if rows is not None:
-        return _batch_of(rows._dict, cls, encoders, objects, pack)
+    if are_rows:
+        return _batch_of(given, cls, encoders, objects, pack)
     kind, policy = cls, cls._class_policy
-    sampled: type = type(given[0])
-    is_plain_dict = sampled is dict and list(map(type, given)).count(dict) == len(given)
-    if not is_plain_dict:
+    are_dicts = list(map(type, given)).count(dict) == len(given)
+    if not are_dicts:
         _require_mappings(given)
         kind, policy = _kind_of(given, cls)
     if not (encoders is objects is None):
-        keys = () if is_plain_dict else next(iter(_trees(given)), ())
+        keys = () if are_dicts else next(iter(_trees(given)), ())
         policy = policy.override_of_copy(keys, encoders, objects=objects)
     device = _device_of(given[0])
     batch = kind._new((), device, policy)
     walk = _Walk(len(given), device, policy.on_mismatch == "move", pack and can_pack(device), pads, rows_of)
-    walk.collect(given, batch, (), is_plain_dict)
+    walk.collect(given, batch, (), are_dicts)
     walk.finish()
     if cls is not DeviceDict:
         batch._validate()
@@ -166,15 +162,15 @@ def _ragged_fields(ragged: Any, pad: PadLike | None) -> frozenset[Any]:
     return keys
 
 
-def _batch_of(d: DeviceDict[Any], cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
+def _batch_of(rows: Any, cls: type[D], encoders: Encoders | None, objects: Objects | None, pack: bool) -> D:
     """The batch of `Rows`, which `Rows.__getitems__` made: their dict, as ``cls`` and with these options."""
+    d = rows._dict
     if encoders is not None:
         _require_known_encoders(encoders, d)
     kind = type(d) if isinstance(d, cls) else cls
-    batch: Any = d
     if not (kind is type(d) and encoders is objects is None):
-        batch = kind(d, encoders=encoders, objects=objects)
-    return batch if pack else batch.clone()
+        d = kind(d, encoders=encoders, objects=objects)
+    return d if pack else d.clone()
 
 
 def _require_mappings(samples: Sequence[object]) -> None:
@@ -246,7 +242,7 @@ class _Walk:
         """
         cls: Any = type(batch)
         count = self.count
-        kinds: Any = () if are_dicts else {*map(type, samples)}
+        kinds: Any = () if are_dicts else set(map(type, samples))
         if cls._is_ragged or (kinds and any(getattr(kind, "_is_ragged", False) for kind in kinds)):
             raise ValueError(
                 f"{dotted(at) if at else 'each sample'} is ragged, and collate makes one row of each sample; "
@@ -268,11 +264,8 @@ class _Walk:
             kind: Any = type(values[0])
             if list(map(type, values)).count(kind) != count:
                 kind = None
-            if chooses and kind is not dict and self.may_differ(path):
-                method = _DIFFERENT.get(kind, _Walk.others_that_differ)
-            else:
-                method = _METHODS.get(kind, _Walk.others)
-            encoder = method(self, batch, path, values)
+            methods = _DIFFERENT if chooses and self.may_differ(path) else _METHODS
+            encoder = methods.get(kind, _Walk.others)(self, batch, path, values)
             if encoder is not None:
                 used[key] = encoder
         if used:
@@ -328,8 +321,8 @@ class _Walk:
         refuse_deeper(path)
         trees = _trees(values)
         own = merged_policy(trees, path, "sample") if trees else None
-        kind = type(trees[0]) if trees else dict
-        cls, policy = kind_nested(type(batch), path[-1], kind, own, trees[0] if trees else (), batch._policy)
+        first: Any = trees[0] if trees else {}
+        cls, policy = kind_nested(type(batch), path[-1], type(first), own, first, batch._policy)
         nested = cls._new((), self.device, policy)
         builtin_dict.__setitem__(batch, path[-1], nested)
         self.collect(values, nested, path, list(map(type, values)).count(dict) == self.count)
@@ -355,16 +348,19 @@ class _Walk:
         """Any values: of several types, of unusual types, or values that another method could not convert."""
         values = [as_shared(value, path) for value in values]
         kinds = set(map(type, values))
-        if all(issubclass(kind, Tensor) for kind in kinds):
+        if all(issubclass(kind, Tensor) for kind in kinds) and not self.may_differ(path):
             return self.examine(batch, path, values)
         are_mappings = {issubclass(kind, Mapping) for kind in kinds}
         are_strings = {issubclass(kind, str) for kind in kinds}
         if are_mappings == {True}:
             return self.nested(batch, path, values)
-        if True in are_mappings or len(are_strings) > 1:
+        if True in are_mappings:
             raise_mismatch(values, path, "sample")
-        kind = _one_type(values)
-        if kind is np.ndarray or (kind is not None and issubclass(kind, np.number)):
+        if self.may_differ(path):
+            return self.one_by_one(batch, path, values)
+        if len(are_strings) > 1:
+            raise_mismatch(values, path, "sample")
+        if all(issubclass(kind, np.number) for kind in kinds):
             return self.arrays(batch, path, values)
         if False in are_strings and any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds):
             return self.one_by_one(batch, path, values)
@@ -409,7 +405,7 @@ class _Walk:
         pad = self.pads.at(path) or Pad()
         flat = None if pad.dims != 1 else _numbers(numbers, _one_type(numbers), batch._policy)
         if flat is None:
-            return self.others_that_differ(batch, path, values)
+            return self.others(batch, path, values)
         if self.is_ragged(path):
             return self.add_rows(batch, path, flat, list(map(len, values)))
         flat = torch.as_tensor(flat, device=self.device)
@@ -460,11 +456,6 @@ class _Walk:
         self.add_rows(batch, path, flat.to(self.device), lengths.tolist())
         return encoder
 
-    def others_that_differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
-        values = [as_shared(value, path) for value in values]
-        mappings = any(issubclass(kind, Mapping) for kind in set(map(type, values)))
-        return (self.others if mappings else self.one_by_one)(batch, path, values)
-
     def add_rows(self, batch: DeviceDict[Any], path: Path, values: Any, lengths: Sequence[int]) -> None:
         """List a ragged field. ``values``: of all rows, a tensor or an array; or a list of tensors to concatenate."""
         field = ragged_class()._new(dict.fromkeys(("values", "offsets")), self.device, batch._policy)
@@ -482,16 +473,11 @@ class _Walk:
         if len(alike) == 1:
             self.add(field, (*path, "offsets"), offsets_of(lengths))
 
-    def rows(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], encoder: object) -> None:
-        """Tensors, the rows of a ragged field. torch.cat compares their shapes, but would promote their dtypes."""
-        values = self.moved(values) if self.moves else values
-        if encoder is not None and values[0].dim() > 1:  # each row is a list of strings
-            values = widened(values, encoder) or values
-        self.require_alike(path, values)
-        self.add_rows(batch, path, list(values), [tensor.size(0) for tensor in values])
-
     def require_alike(self, path: Path, values: Sequence[Tensor]) -> None:
-        """Raise the error that names the sample unless the tensors have one dtype and one number of dimensions."""
+        """Raise the error that names the sample unless the tensors have one dtype and one number of dimensions.
+
+        torch.cat compares their shapes, but would promote their dtypes.
+        """
         dims = list(map(Tensor.dim, values))
         if list(map(_dtype, values)).count(values[0].dtype) != self.count or dims.count(dims[0] or -1) != self.count:
             self.refuse(path, values)
@@ -509,9 +495,12 @@ class _Walk:
 
     def differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], encoder: object = None) -> None:
         """Tensors: the rows of a ragged field, or samples to pad."""
+        values = self.moved(values)
         if self.is_ragged(path):
-            return self.rows(batch, path, values, encoder)
-        values = self.moved(values) if self.moves else values
+            if encoder is not None and values[0].dim() > 1:  # each row is a list of strings
+                values = widened(values, encoder) or values
+            self.require_alike(path, values)
+            return self.add_rows(batch, path, list(values), [tensor.size(0) for tensor in values])
         encoder = encoder or batch._policy.encoders.get(path[-1])
         pad = self.pads.at(path) or Pad()
         if encoder is not None and padding(encoder, *values) is not None:
@@ -558,8 +547,8 @@ class _Walk:
             self.add(batch, (*path[:-1], key), extra)
 
     def moved(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The samples of a field, all on the device of the batch."""
-        misplaced = {id(tensor): tensor for tensor in values if tensor.device != self.device}
+        """The samples of a field, on the device of the batch if the options allow to move them."""
+        misplaced = {id(tensor): tensor for tensor in values if self.moves and tensor.device != self.device}
         if not misplaced:
             return values
         moved = dict(zip(misplaced, transfer(list(misplaced.values()), self.device), strict=True))
@@ -569,7 +558,7 @@ class _Walk:
 
     def examine(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any], encoder: object = None) -> None:
         """Look at every sample of a field to stack."""
-        values = self.moved(values) if self.moves else values
+        values = self.moved(values)
         wide = widened(values, encoder or batch._policy.encoders.get(path[-1])) or values
         here = all(tensor.device == self.device for tensor in values)
         if not here or len({(tensor.layout, tensor.is_nested or tensor.shape, tensor.dtype) for tensor in wide}) > 1:
@@ -600,10 +589,8 @@ class _Walk:
         """
         converted, encoder, differ = list(values), None, self.may_differ(path)
         # An empty list gets the dtype of the other samples.
-        filled = [
-            i for i, value in enumerate(values) if not (differ and isinstance(value, (list, tuple)) and not value)
-        ]
-        filled = filled or range(self.count)
+        empty = {i for i, value in enumerate(values) if differ and isinstance(value, (list, tuple)) and not value}
+        filled = [i for i in range(self.count) if i not in empty] or range(self.count)
         for i in filled:
             if not isinstance(values[i], Tensor):
                 try:
@@ -612,8 +599,8 @@ class _Walk:
                     raise type(error)(f"sample {i}: {error}") from error
         model = converted[filled[0]]
         if isinstance(model, Tensor) and model.dim():
-            empty = model.new_empty((0, *model.shape[1:]))
-            converted = [empty if i not in filled else value for i, value in enumerate(converted)]
+            for i in empty:
+                converted[i] = model.new_empty((0, *model.shape[1:]))
         if all(isinstance(value, Tensor) for value in converted):
             (self.differ if differ else self.examine)(batch, path, tuple(converted), encoder)
             return encoder
@@ -659,10 +646,11 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
 """How to convert the values of a field if all have this type. `_Walk.others` converts all others."""
 _DIFFERENT: Mapping[Any, Callable[..., Any]] = {
     Tensor: _Walk.differ,
+    dict: _Walk.nested,
     list: _Walk.lists_that_differ,
     str: _Walk.strings_that_differ,
 }
-"""The same for fields in ``pad`` or ``ragged``. `_Walk.others_that_differ` converts all others."""
+"""The same for fields in ``pad`` or ``ragged``."""
 
 
 def _one_type(items: Iterable[Any]) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ from .._memory.device import CPU
 from .._memory.layout import lay_out_batch
 from .pad import Padded
 
-_value, _spec = itemgetter(2), itemgetter(3)
-
 
 def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequence[Tensor]:
     """The fields, as tensors over one new buffer on ``device``. In a worker process it may be shared memory.
@@ -33,8 +30,8 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
     Each field is a tuple with the value in the third place, and the spec in the fourth.
     Raises torch's error if the samples of a field differ, or if one cannot be packed.
     """
-    values = list(map(_value, fields))
-    layout = lay_out_batch(tuple(map(_spec, fields)), count)
+    _, _, values, specs = zip(*fields, strict=True)
+    layout = lay_out_batch(specs, count)
     if not layout.nbytes:
         return [whole(value, device) for value in values]
     first = layout.runs[0]
@@ -52,8 +49,7 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
     for run in layout.runs:
         region, members = view_over(storage, run.dtype, *run.region, device), run.members
         if len(members) == 1:
-            _fill(region, values[members[0]])
-            out[members[0]] = region
+            out[members[0]] = whole(values[members[0]], device, region)
             continue
         here = [values[i] for i in members]
         if run.step == run.nbytes and {tuple}.issuperset(map(type, here)):
@@ -62,32 +58,23 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
             parts = region.unsafe_split(count)
         else:
             for part, value in zip(region, here, strict=True):
-                _fill(part, value)
+                whole(value, device, part)
             parts = [part.data for part in region]  # see `views_of`
         for i, part in zip(members, parts, strict=True):
             out[i] = part
     return out
 
 
-def _fill(view: Tensor, value: Any) -> None:
+def whole(value: Any, device: torch.device, out: Tensor | None = None) -> Tensor:
+    """A field as one tensor: ``out`` if given, a view of a buffer on ``device``; else a tensor of its own."""
     if type(value) is tuple:
-        torch.stack(value, out=view)
-    elif type(value) is list:
-        torch.cat(value, out=view)
-    elif type(value) is Padded:
-        value.fill(view)
-    elif type(value) is np.ndarray and view.is_cpu:
-        view.numpy()[...] = value
-    else:
-        view.copy_(whole(value, view.device))
-
-
-def whole(value: Any, device: torch.device) -> Tensor:
-    """A field as a tensor on ``device``, outside a buffer."""
-    if type(value) is tuple:
-        return torch.stack(value)
+        return torch.stack(value, out=out)
     if type(value) is list:
-        return torch.cat(value)
+        return torch.cat(value, out=out)
     if type(value) is Padded:
-        return value.fill(value.samples[0].new_empty(value.shape))
-    return (torch.from_numpy(value) if type(value) is np.ndarray else value).to(device)
+        return value.fill(value.samples[0].new_empty(value.shape) if out is None else out)
+    if type(value) is np.ndarray and out is not None and out.is_cpu:
+        out.numpy()[...] = value
+        return out
+    tensor: Any = torch.from_numpy(value) if type(value) is np.ndarray else value
+    return tensor.to(device) if out is None else out.copy_(tensor)
