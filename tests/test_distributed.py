@@ -352,8 +352,39 @@ def rows_of_any_length(rank: int, world: int) -> None:
     assert "'ids' is ragged, and the rows of two ranks differ in length" in text(lambda: d_.all_reduce(d), RuntimeError)
 
 
+def means(rank: int, world: int) -> None:
+    """No means on a rank without tokens, narrow dtypes, and views whose conjugate or negative bit is set."""
+    share = {"loss": torch.tensor([2.0, 3.0]) if rank == 0 else torch.tensor([torch.nan, torch.inf])}
+    share |= {"half": share["loss"].half(), "c": share["loss"] * 1j, "tokens": torch.tensor(0 if rank else 10)}
+    mean = d_.all_reduce(DeviceDict(share), "mean", weight="tokens")
+    assert mean["loss"].tolist() == mean["half"].tolist() == [2, 3] and mean["c"].tolist() == [2j, 3j]
+    assert mean["half"].dtype == torch.float16 and mean["tokens"] == 10
+
+    integers = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int32, torch.uint64, torch.int64)
+    for dtype in (*integers, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        tokens, large = torch.tensor(112).to(dtype), torch.tensor([57344.0, float(rank)])
+        mean = d_.all_reduce(DeviceDict({"x": large.half(), "tokens": tokens}), "mean", weight="tokens")
+        assert mean["x"].tolist() == torch.tensor([57344.0, (world - 1) / 2]).half().tolist(), dtype
+        assert mean["tokens"] == world * int(tokens), dtype
+        wide = torch.int64 if dtype in integers else torch.float64 if dtype == torch.float64 else torch.float32
+        assert mean["tokens"].dtype == wide and mean["x"].dtype == torch.float16
+        if dtype not in integers:
+            plain = d_.all_reduce(DeviceDict({"x": torch.full((2,), 57344.0).to(dtype)}), "mean")["x"]
+            assert plain.dtype == dtype and plain.tolist() == [57344.0] * 2
+    assert d_.all_reduce(DeviceDict({"n": torch.tensor(200, dtype=torch.uint8)}))["n"] == world * 200 % 256
+
+    conjugated = torch.tensor([1 + 2j, 3j]).conj()
+    views = DeviceDict({"c": conjugated, "i": conjugated.imag, "f": 1.0})
+    values = DeviceDict({"c": [1 - 2j, -3j], "i": [-2.0, -3.0], "f": 1.0})
+    assert conjugated.is_conj() and views["i"].is_neg()
+    assert d_.all_gather(views) == [values] * world and d_.all_reduce(views, "mean") == values
+    assert d_.broadcast(views if rank == 0 else None) == values
+    assert d_.all_reduce(views if rank else values, "mean", weight="f") == values | {"f": float(world)}
+
+
 def on_some(rank: int, world: int) -> None:
     every_call(rank, world)
+    means(rank, world)
     errors(rank, world)
     rows_of_any_length(rank, world)
     if world == 4:

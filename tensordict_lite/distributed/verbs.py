@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, TypeVar, cast
 
@@ -349,7 +348,12 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
         group: a process group; None: all ranks.
         weight: with ``"mean"``, the key of a field with one number, such as the number of tokens. Every other field of
             the rank is a mean over these tokens. The result has the means over the tokens of all ranks, and the sum of
-            the weights. If the sum is 0, the means are NaN.
+            the weights. A rank with the weight 0 contributes nothing, even if its means are NaN. If the sum is 0, the
+            means are NaN.
+
+    Sums, maxima and minima are computed in the dtype of the field, so a sum of small integers can wrap, as in torch.
+    Means are computed in float32 or wider, and have the dtype of the field. The sum of the weights is an int64, or a
+    float32 or wider.
 
     Raises: ``ValueError`` for an invalid ``op`` or ``weight``, and ``RuntimeError`` on the other ranks. Every rank
     raises ``RuntimeError`` that names the rank and the field, if schemas differ. Every rank raises ``RuntimeError``
@@ -358,7 +362,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
     Cost: one small collective, one collective for each dtype, and one for each tensor of 1 MiB or more. A copy of the
     tensors.
     """
-    errors, mark, given = Errors(), 0, d
+    errors, mark, path = Errors(), 0, None
     with errors:
         if op not in _OPS:
             raise ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
@@ -366,15 +370,18 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
         if weight is not None:
             if op != "mean":
                 raise ValueError(f"weight= belongs to op='mean', got op={op!r}")
-            _checked(d, "all_reduce", _ALL)
-            d = _weighted(d, weight)
-            op, mark = "sum", len(_OPS) + list(d).index(weight if isinstance(weight, str) else weight[0])
+            path = weight if isinstance(weight, tuple) else (weight,)
+            _require_weight(_checked(d, "all_reduce", _ALL), path)
+            op, mark = "sum", len(_OPS) + list(d).index(path[0])
     with error_context("all_reduce", group):
         schema, announced = agreed(lambda: header_of(_reducible(d)), errors, group, mark)
         digests = [digest for digest, _ in announced]
         if len(set(digests)) > 1:
             _refuse_differing(schema, digests, group)
         names, tensors = list(map(dotted, schema.paths)), [tensor.detach() for tensor in d._tensors()]
+        at = None if path is None else schema.paths.index(path)
+        if at is not None:
+            tensors = _weighted(tensors, at)
         groups: dict[Any, list[int]] = {}  # one collective each: the small tensors of a dtype, or a large tensor
         for i, tensor in enumerate(tensors):
             if reason := _irreducible(tensor.dtype, op):
@@ -390,35 +397,36 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
             split = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
             for i, part in zip(members, split, strict=True):
                 out[i] = part.reshape(tensors[i].shape).data  # .data has its own version counter
-    reduced = d._replace_tensors(out, d._device)
-    return reduced if weight is None else _scaled(reduced, weight, torch.div, given)
+    if at is not None:
+        fields = enumerate(zip(out, d._tensors(), strict=True))
+        out = [total if i == at else (total / out[at]).to(given.dtype) for i, (total, given) in fields]
+    return d._replace_tensors(out, d._device)
 
 
-def _scaled(d: D, weight: str | Path, by: Callable[[Tensor, Tensor], Tensor], like: D | None = None) -> D:
-    """Apply ``by`` to every tensor and the tensor of ``weight``, except to that tensor itself.
-
-    Computes in float32 or wider. ``like``: a dict with the dtypes of the results.
-    """
-    number: Any = d[weight]
-    made: list[Tensor] = []
-    for tensor, model in zip(d._tensors(), (like or d)._tensors(), strict=True):
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        value = tensor if tensor is number else by(tensor.detach().to(wide), number)
-        made.append(value if like is None else value.to(model.dtype))
-    return d._replace_tensors(made, d._device)
-
-
-def _weighted(d: D, weight: str | Path) -> D:
-    """The fields of a dict times the number in the field ``weight``. Raises ``ValueError`` if there is no number."""
-    path = weight if isinstance(weight, tuple) else (weight,)
+def _require_weight(d: DeviceDict[Any], path: Path) -> None:
+    """Raise ``ValueError`` unless the field at ``path`` is one number, and every other field has a mean."""
     number: Any = d.get(path)
     if not isinstance(number, Tensor) or number.dim():
         got = "no such field" if number is None else described(number)
         raise ValueError(f"weight= names a field with one number, {dotted(path)} is {got}")
     for where, tensor in tensor_paths(d):
-        if tensor is not number and (reason := _irreducible(tensor.dtype, "mean")):
+        if where != path and (reason := _irreducible(tensor.dtype, "mean")):
             raise ValueError(f"{dotted(where)} is {tensor.dtype}: {reason}")
-    return _scaled(d, weight, torch.mul)
+
+
+def _weighted(tensors: list[Tensor], at: int) -> list[Tensor]:
+    """The tensors times the number at the index ``at``, and this number itself, all in the dtypes of `_wide`."""
+    wide = [tensor.to(_wide(tensor.dtype)) for tensor in tensors]
+    number = wide[at]
+    none = number == 0  # NaN * 0 is NaN, and the mean over no tokens is NaN
+    return [tensor if i == at else (tensor * number).masked_fill_(none, 0) for i, tensor in enumerate(wide)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for a sum that is part of a mean: float32 or wider, or int64."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)  # never of float8
 
 
 def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[Any]:
@@ -485,8 +493,8 @@ def _irreducible(dtype: torch.dtype, op: Op) -> str:
 def _started_reduction(flat: Tensor, op: Op, group: ProcessGroup, what: str) -> Work:
     """Start to reduce ``flat`` over all ranks. Overwrites ``flat``. ``what``: the reduction, for the error of torch."""
     kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-    home = canonical(flat.device)
-    flat = transfer([flat], comm_device(group))[0]
+    home, dtype = canonical(flat.device), flat.dtype
+    flat = transfer([flat.to(_wide(dtype)) if op == "mean" else flat], comm_device(group))[0]
     # Some backends support neither bools nor complex numbers.
     view = (
         flat.view(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat) if flat.is_complex() else flat
@@ -498,6 +506,7 @@ def _started_reduction(flat: Tensor, op: Op, group: ProcessGroup, what: str) -> 
         with error_context(what, group):
             if work is not None:
                 work.wait()
-        return transfer([flat.div_(len(ranks_of(group))) if op == "mean" else flat], home)[0]
+        reduced = flat.div_(len(ranks_of(group))).to(dtype) if op == "mean" else flat
+        return transfer([reduced], home)[0]
 
     return Work(finish)
