@@ -30,7 +30,7 @@ from .._errors import dtype_name
 from .._files.safetensors import MAX_MANIFEST, distinct, is_too_long, stored_as
 from .._memory.dtypes import STORED
 from .._memory.packed import MAX_DIMENSIONS
-from .._tree.manifest import invalid
+from .._tree.manifest import invalid, refuse_other_version
 
 INDEX = "table.json"
 """The file with the schema and the row count."""
@@ -186,11 +186,7 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     if is_too_long(text):
         invalid(f"its {INDEX} is too long")
     data: Any = json.loads(text)
-    version = data.get("version") if isinstance(data, dict) else None
-    if type(version) is not int:
-        invalid(f"its {INDEX} has no version")
-    if version != TABLE_VERSION:
-        invalid(f"its version is {version}, and this package reads version {TABLE_VERSION}; update the package")
+    refuse_other_version(data, TABLE_VERSION, f"its {INDEX}")
     if set(data) - {"open", "checksums"} != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
     rows, listed = data["rows"], data["columns"]

@@ -55,6 +55,8 @@ class TableWriter:
         self._columns = columns
         self._offsets = [i for i, column in enumerate(columns) if column.kind == OFFSETS]
         """The indices of the columns with offsets. The column before such a column has the values."""
+        self.files = index._replace(columns=list(columns)).files
+        """The names of all files of this table."""
         self._text = index_text(index.columns, index.manifest)
         self._sizes = [column.nbytes for column in columns]  # the bytes of a row in each file
         ragged = {i - 1 for i in self._offsets}
@@ -155,8 +157,7 @@ class TableWriter:
             self._folder.refuse_other_writer()
             self._write_buffers()
             if at_rest:
-                for i in range(len(self._columns)):
-                    self._finish(i)
+                self._finish()
             elif self.rows == self._folder.rows and not self._unused:
                 return
             self._folder.sync_files(self._write_checksums)
@@ -236,12 +237,7 @@ class TableWriter:
         self.release()
 
     def _new_files(self, old: TableIndex) -> list[str]:
-        return [name for name in self.files() if name not in old.files]
-
-    def files(self) -> list[str]:
-        """The names of all files of this table."""
-        files = [column.file for column in self._columns]
-        return files if self._summed[0] is None else [*files, self._summed[0][0]]
+        return [name for name in self.files if name not in old.files]
 
     def _open_columns(self) -> None:
         for column in self._columns:
@@ -274,12 +270,12 @@ class TableWriter:
         file.seek(self._columns[i].end(first))
         write_all(file, bytes_of(tensor))
 
-    def _finish(self, i: int) -> None:
-        """Write the header of a file, and remove the bytes after its rows, which a crash or a failed write left."""
-        file, column, length = self._folder.files[i], self._columns[i], self._extents[0].lengths[i]
-        file.truncate(column.end(length))
-        file.seek(0)
-        write_all(file, column.header(length))
+    def _finish(self) -> None:
+        """Write the header of each file, and remove the bytes after its rows, which a crash or a failed write left."""
+        for file, column, length in zip(self._folder.files, self._columns, self._extents[0].lengths, strict=True):
+            file.truncate(column.end(length))
+            file.seek(0)
+            write_all(file, column.header(length))
 
     def refuse_unusable(self) -> None:
         """Raise an error in a forked process, for a closed writer, and after an error of a flush to disk."""
@@ -326,7 +322,7 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
             writer.create(old)
         except BaseException:
             with suppress(OSError):
-                for file in writer.files():
+                for file in writer.files:
                     folder.remove(file)
                 if old is None:
                     folder.remove(INDEX)

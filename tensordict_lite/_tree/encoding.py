@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from pickle import PickleBuffer
-from types import TracebackType
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -99,9 +98,7 @@ class view_read_only:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _views_read_only.reset(self._token)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import Any, NoReturn
@@ -183,16 +184,12 @@ class Reader:
     """The number of dicts in the manifest."""
 
     def __init__(self, manifest: Any, count: int | None, given: Encoders | None = None) -> None:
-        version = manifest.get("version") if isinstance(manifest, dict) else None
-        if type(version) is not int:
-            invalid("it has no version")
-        if version != MANIFEST_VERSION:
-            invalid(f"its version is {version}, and this package reads version {MANIFEST_VERSION}; update the package")
+        refuse_other_version(manifest, MANIFEST_VERSION)
         fields = _fields(manifest, "a manifest", version=int, root=dict, policies=list, encoders=list)
         self.policies, self.encoders, self.given = list(map(_policy, fields["policies"])), fields["encoders"], given
         self.count = 0
-        self._root = self._node(fields["root"], 0)
-        self.numbers = [number for _, number in leaves(self._root)]
+        self.root = self._node(fields["root"], 0)
+        self.numbers = [number for _, number in leaves(self.root)]
         count = len(self.numbers) if count is None else count
         if sorted(self.numbers) != list(range(count)):
             invalid(f"its tree does not contain each of the {count} tensors exactly once")
@@ -200,15 +197,15 @@ class Reader:
     @property
     def paths(self) -> list[Path]:
         """The paths of the leaves, in the order of the tree."""
-        return [path for path, _ in leaves(self._root)]
+        return [path for path, _ in leaves(self.root)]
 
     def keep(self, paths: Sequence[Path], owner: str) -> None:
         """Keep only the values at these paths. Raises ``KeyError`` for a missing path; the message names ``owner``."""
         for path in paths:
-            if not holds(self._root, path):
-                raise missing_key(_names_in(self._root), path if len(path) != 1 else path[0], owner)
-        self._root = _kept(self._root, paths)
-        self.numbers = [number for _, number in leaves(self._root)]
+            if not holds(self.root, path):
+                raise missing_key(_names_in(self.root), path if len(path) != 1 else path[0], owner)
+        self.root = _kept(self.root, paths)
+        self.numbers = [number for _, number in leaves(self.root)]
 
     def build(
         self,
@@ -228,7 +225,8 @@ class Reader:
             pickled: from a pickle: the classes of the nested dicts in the order of the tree, and the entries of the
                 encoders. Then the dicts get the policies of the manifest unchanged.
         """
-        return _Builder(self, leaf, device, trusted, pickled).dict_of(self._root, cls)
+        classes, encoders = pickled or (None, self.encoders)
+        return _Builder(self, leaf, device, trusted, classes, encoders).dict_of(self.root, cls)
 
     def _node(self, node: Any, depth: int) -> Node:
         if depth >= DEPTH:
@@ -257,11 +255,10 @@ class Reader:
 def read_text(text: str) -> Reader:
     """The reader of `Outline.text`. Do not change it."""
     try:
-        return Reader(json.loads(text), None)
-    except InvalidManifest:
-        raise
+        manifest = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidManifest(f"its manifest: {error}") from error
+    return Reader(manifest, None)
 
 
 def _policy(entry: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
@@ -275,23 +272,19 @@ def _policy(entry: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         raise InvalidManifest(str(error)) from error
 
 
+@dataclass(eq=False)
 class _Builder:
     """Builds the dicts of a `Reader`. Each policy and each encoder is read when a dict needs it, once."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        leaf: Callable[[int], Any],
-        device: torch.device | None,
-        trusted: bool,
-        pickled: tuple[Iterator[Any], Sequence[Any]] | None,
-    ) -> None:
-        self._leaf, self._device, self._trusted = leaf, device, trusted
-        self._policies, self._given = reader.policies, reader.given
-        self._classes, self._encoders = pickled or (None, reader.encoders)
-        self._known: dict[int, Policy] = {}
-        self._merged: dict[tuple[int, Any], Policy] = {}
-        self._made: dict[int, StringEncoder] = {}
+    _reader: Reader
+    _leaf: Callable[[int], Any]
+    _device: torch.device | None
+    _trusted: bool
+    _classes: Iterator[Any] | None
+    _encoders: Sequence[Any]
+    _known: dict[int, Policy] = field(default_factory=dict)
+    _merged: dict[tuple[int, Any], Policy] = field(default_factory=dict)
+    _made: dict[int, StringEncoder] = field(default_factory=dict)
 
     def dict_of(self, node: Node, cls: Any) -> TreeDict[Any]:
         """The dict of a node, of class ``cls``."""
@@ -314,7 +307,7 @@ class _Builder:
         if self._classes is not None and number == OF_ITS_CLASS:
             return cls._class_policy
         if number not in self._known:
-            self._known[number] = self._read(*_at(self._policies, number, "policy"))
+            self._known[number] = self._read(*_at(self._reader.policies, number, "policy"))
         policy = self._known[number]
         if self._classes is not None or not cls._has_policy():
             return policy
@@ -323,9 +316,10 @@ class _Builder:
         return self._merged[number, cls].with_default_of(policy, node)
 
     def _read(self, numbers: Mapping[str, Any], default_number: Any, options: Mapping[str, Any]) -> Policy:
-        own = Policy().override(self._given)
+        given = self._reader.given
+        own = Policy().override(given)
         encoders, default = dict(own.encoders), own.default_encoder
-        if self._given is None or isinstance(self._given, Mapping):
+        if given is None or isinstance(given, Mapping):
             encoders |= {key: self._encoder(n, key) for key, n in numbers.items() if key not in own.encoders}
             default = default if default_number is None else self._encoder(default_number, "*")
         return Policy(encoders, default).override(**options)
@@ -372,31 +366,27 @@ def without(manifest: Manifest, path: Path) -> tuple[Manifest, list[int]]:
     Returns it, and the old number of each leaf that it has. The policies lose the encoders of keys that are in no dict
     any more.
     """
-    kept: list[int] = []
+    reader = Reader(manifest, None)
+    others: list[Path] = []
+    node = reader.root
+    for depth, part in enumerate(path):
+        others += [(*path[:depth], key) for key in node if key != part]
+        node = node[part]
+    reader.keep(others, "this manifest")
     keys: set[str] = set()
-    root = _without(manifest["root"], path, (), kept, keys)
+    root = _to_json(reader.root, count(), keys)
     policies = [
         {**policy, "encoders": {key: number for key, number in policy["encoders"].items() if key in keys}}
         for policy in manifest["policies"]
     ]
-    return {**manifest, "root": root, "policies": policies}, kept
+    return {**manifest, "root": root, "policies": policies}, reader.numbers
 
 
-def _without(node: Any, gone: Path, at: Path, kept: list[int], keys: set[str]) -> Any:
-    items: list[Any] = []
-    for key, value in node["items"]:
-        path = (*at, key)
-        if path == gone:
-            continue
-        keys.add(key)
-        if type(value) is int:
-            kept.append(value)
-            items.append([key, len(kept) - 1])
-        else:
-            inner = _without(value, gone, path, kept, keys)
-            if inner["items"] or not value["items"]:
-                items.append([key, inner])
-    return {**node, "items": items}
+def _to_json(node: Node, numbers: Iterator[int], keys: set[str]) -> dict[str, Any]:
+    """The JSON form of a node, with other ``numbers`` for its leaves. Its keys go to ``keys``."""
+    keys.update(node)
+    items = [[key, next(numbers) if type(one) is int else _to_json(one, numbers, keys)] for key, one in node.items()]
+    return {"policy": node.policy, "items": items, **node.ragged}
 
 
 def _kept(node: Node, paths: Sequence[Path]) -> Node:
@@ -414,6 +404,15 @@ def _kept(node: Node, paths: Sequence[Path]) -> Node:
 def _cut(value: object) -> str:
     """A value from a file for a message, shortened."""
     return repr(value)[:60] if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+
+
+def refuse_other_version(data: Any, version: int, name: str = "it") -> None:
+    """Raise `InvalidManifest` unless ``data`` is a dict of this version. ``name``: what has no version otherwise."""
+    found = data.get("version") if isinstance(data, dict) else None
+    if type(found) is not int:
+        invalid(f"{name} has no version")
+    if found != version:
+        invalid(f"its version is {found}, and this package reads version {version}; update the package")
 
 
 def invalid(reason: str) -> NoReturn:

@@ -218,14 +218,11 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         # Not pickle's default for a subclass of dict: it sets the items one by one, before it restores any state.
         return self.__reduce__() if reduces_itself(self) else self._reduction(protocol)
 
-    def _reduction(self, protocol: int, /) -> tuple[Any, ...]:
-        """The reduction for pickle, ``copy.deepcopy`` and ``torch.save``."""
-        raise NotImplementedError  # pragma: no cover  (`DeviceDict` overrides this method)
+    _reduction: Callable[..., tuple[Any, ...]]
+    """The reduction for pickle, ``copy.deepcopy`` and ``torch.save``, given the protocol. `DeviceDict` has it."""
 
-    @staticmethod
-    def _sent(d: TreeDict[Any]) -> tuple[Any, ...]:
-        """The reduction for a process that shares memory with this one."""
-        raise NotImplementedError  # pragma: no cover  (`DeviceDict` overrides this method)
+    _sent: ClassVar[Callable[[TreeDict[Any]], tuple[Any, ...]]]
+    """The reduction for a process that shares memory with this one. `DeviceDict` has it."""
 
     # --- comparing ---
 
