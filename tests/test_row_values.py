@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from files import DTYPES as STORED
+from files import OPAQUE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tensordict_lite import DeviceDict, Ragged, RowWriter, StringEncoder, Utf8, Vocabulary, load
 
@@ -164,6 +167,50 @@ def test_encoders_that_decode_alike_fit() -> None:
     d = DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["a", "b"])})
     with pytest.raises(ValueError, match=r"^'s' is encoded with Vocabulary.*give the strings themselves"):
         d.rows[0] = DeviceDict({"s": "b"}, encoders={"s": Vocabulary(["b", "a"])})
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("index", [-1, slice(0, 2), slice(0, 3, 2), [2, 0], [True, False, True]], ids=repr)
+def test_a_write_that_fails_is_undone_for_every_dtype(index: Any) -> None:
+    """Kernels for an index lack some dtypes, in the write and in what undoes it."""
+
+    def filled(dtype: torch.dtype, byte: int, *shape: int) -> Tensor:
+        return torch.full((*shape, dtype.itemsize), byte, dtype=torch.uint8).view(dtype)[..., 0]
+
+    def bits(d: DeviceDict) -> list[Any]:
+        return [
+            leaf.clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist()
+            for leaf in tree_leaves(d.drop("w"))
+        ]
+
+    rows = np.arange(3)[index].shape
+    for dtype in {**STORED, **OPAQUE}.values():
+        offsets = torch.tensor([0, 2, 4, 6])
+        fields = {
+            "flat": filled(dtype, 1, 3),
+            "wide": filled(dtype, 1, 3, 2),
+            "gaps": filled(dtype, 1, 3, 2)[:, 0],
+            "ragged": Ragged({"values": filled(dtype, 1, 6), "offsets": offsets}),
+        }
+        flat, wide = filled(dtype, 0, *rows), filled(dtype, 0, *rows, 2)
+        ragged = Ragged({"values": wide.flatten(), "offsets": offsets[: rows[0] + 1]}) if rows else wide
+        step = {"flat": flat, "wide": wide, "gaps": flat, "ragged": ragged, "w": torch.ones(rows)}
+        d = DeviceDict({**fields, "w": torch.zeros(3, requires_grad=True)})
+        before = bits(d)
+        with pytest.raises(RuntimeError, match=r"^'w': a (leaf|view of a leaf) Variable that requires grad"):
+            d.rows[index] = step
+        assert bits(d) == before, dtype
+        with torch.no_grad():
+            d.rows[index] = step
+        assert bits(d) != before, dtype
+
+
+def test_an_undo_that_fails_does_not_stop_the_others() -> None:
+    frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.uint16), requires_grad=False)  # has no kernel for an index
+    d = DeviceDict({"x": torch.zeros(3), "frozen": frozen, "y": torch.zeros(3)})
+    with pytest.raises(RuntimeError, match=r"^'frozen': "):
+        d.rows[[0, 1]] = {"x": [1.0, 1.0], "frozen": [7, 7], "y": [1.0, 1.0]}
+    assert d.tolist() == {"x": [0, 0, 0], "frozen": [1, 1, 1], "y": [0, 0, 0]}
 
 
 @pytest.mark.parametrize("index", [2, slice(1, 3), [1, 3], [True, False, True, False]])

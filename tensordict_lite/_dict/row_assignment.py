@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -147,14 +148,13 @@ class _Assignment:
                 raise RuntimeError(f"{dotted(path)}: the rows of an expanded tensor share memory; clone() it first")
             if target.is_inference() and not torch.is_inference_mode_enabled():  # torch raises after it has written
                 raise RuntimeError(f"{dotted(path)} is an inference tensor; clone() it, or use torch.inference_mode()")
-        places = [self.places.get(i, index) for i in range(len(self.writes))]
-        before = [target[place].clone() for (_, target, _), place in zip(self.writes, places, strict=True)]
         done: list[tuple[Tensor, Any, Tensor]] = []
         try:
-            for (path, target, _), place, value, old in zip(self.writes, places, values, before, strict=True):
-                done.append((target, place, old))  # first, because an interrupt may follow the write
+            for i, ((path, target, _), value) in enumerate(zip(self.writes, values, strict=True)):
+                place = self.places.get(i, index)
                 try:
                     into, given = viewed_as_bits(target, value) if type(target) is Tensor else (target, value)
+                    done.append((into, place, into[place].clone()))  # first, as an interrupt may follow the write
                     into[place] = given
                 except RuntimeError as error:  # for example, the field is a leaf that requires grad
                     if is_out_of_memory(error):
@@ -162,6 +162,7 @@ class _Assignment:
                     raise RuntimeError(f"{dotted(path)}: {error}") from error
         except BaseException:
             with torch.no_grad():
-                for target, place, old in done:
-                    target[place] = old
+                for into, place, old in reversed(done):  # in this order, as two fields may share memory
+                    with suppress(Exception):  # a field that refused its value may refuse this write too
+                        into[place] = old
             raise
