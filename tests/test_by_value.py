@@ -116,6 +116,11 @@ class TestSort:
         assert chosen.rows.sort_by("name").decode("name") == ["dog", "dog", "cat", "a"], "in the order of the tokens"
         assert len(d.rows[:0].rows.sort_by("name", "age").rows) == 0
 
+    def test_codes_in_any_order_of_memory(self) -> None:
+        d = DeviceDict({"s": ["sixteen letters!", "as many as there"]})
+        d["s"] = d["s"].t().contiguous().t()
+        assert d.rows.sort_by("s").decode("s") == list(d.rows.group_by("s")) == sorted(d.decode("s"))
+
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.tuples(TEXTS, st.integers(-2, 2), st.booleans()), min_size=1, max_size=12), st.booleans())
     def test_as_python_sorts(self, rows: list[tuple[str, int, bool]], descending: bool) -> None:

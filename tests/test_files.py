@@ -28,6 +28,8 @@ from tensordict_lite import (
     DeviceDict,
     Hashing,
     InvalidFileError,
+    Ragged,
+    RowWriter,
     StringEncoder,
     Utf8,
     Vocabulary,
@@ -85,6 +87,22 @@ class TestRoundTrip:
         check_invariants(again)
         assert again == d and not any(t.requires_grad for t in again.values()) and again["t"].is_contiguous()
         assert again["c128"].dtype == torch.complex128
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.complex128], ids=str)
+    @pytest.mark.parametrize(
+        ("shape", "stride"),
+        [((1,), (4,)), ((1,), (0,)), ((1, 1), (5, 7)), ((1, 3), (5, 2)), ((3, 1), (1, 0)), ((0,), (3,)), ((), ())],
+    )
+    def test_a_dimension_of_one_may_have_any_stride(self, dtype: Any, shape: Any, stride: Any, tmp_path: Path) -> None:
+        x = torch.arange(16).to(dtype).as_strided(shape, stride, 1)
+        d = DeviceDict({"x": x})
+        if shape:
+            d = DeviceDict({**d, "r": Ragged({"values": x, "offsets": torch.tensor([0, len(x)])}), "x": x[None]})
+            large = DeviceDict({**d, "image": torch.zeros(1, 1 << 18)})  # a table writes large batches without a copy
+            with RowWriter(tmp_path / "t", like=large) as writer:
+                writer.write(large)
+            assert load(tmp_path / "t") == large
+        assert load(saved(d, tmp_path / "d")) == load(saved(d.pack(), tmp_path / "p")) == d
 
     @pytest.mark.slow
     @given(data=st.data())

@@ -29,7 +29,7 @@ from torch import Tensor
 from .._encoders.protocol import StringEncoder
 from .._errors import InvalidFileError, Path, dotted, dtype_name
 from .._memory.buffer import view_over
-from .._memory.dense import not_dense
+from .._memory.dense import dense_bytes, not_dense
 from .._memory.device import CPU
 from .._memory.dtypes import STORED
 from .._memory.layout import ALIGNMENT, row_major
@@ -167,8 +167,9 @@ def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The elements of a tensor on the CPU as bytes, in row-major order. Copies a tensor that is not contiguous."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
+    # Not `.view(torch.uint8)`: a tensor of one element is contiguous with any stride, which a view of bytes keeps.
+    plain = dense_bytes(tensor.resolve_conj().resolve_neg().contiguous())
+    return plain.numpy().data if len(plain) else memoryview(b"")
 
 
 # --- reading ---

@@ -114,6 +114,6 @@ def group_equal(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _words(rows: Tensor) -> Tensor:
     """Rows of bytes as rows of int64, in the same order: they compare as the bytes do."""
     width = max(8, -(-rows.shape[1] // 8) * 8)
-    parts = F.pad(rows, (0, width - rows.shape[1])).unflatten(1, (-1, 8))
-    parts = parts.flip(2) if sys.byteorder == "little" else parts.contiguous()  # the first byte counts most
+    parts = F.pad(rows.contiguous(), (0, width - rows.shape[1])).unflatten(1, (-1, 8))
+    parts = parts.flip(2) if sys.byteorder == "little" else parts  # the first byte counts most
     return parts.view(torch.int64).squeeze(2) ^ torch.iinfo(torch.int64).min  # as if the words had no sign
