@@ -36,12 +36,16 @@ from tensordict_lite import (
     TypedDeviceDict,
     Utf8,
     Vocabulary,
+    add_column,
     cat,
     collate,
+    drop_column,
     load,
     repair,
+    verify,
 )
 from tensordict_lite._memory import row_copies  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite._tables import checksums as table_checksums
 from tensordict_lite._tables import folder as table_folder
 from tensordict_lite._tables import reader as table_reader
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
@@ -788,7 +792,7 @@ class TestFullDisk:
 def edited(folder: Path, change: Any) -> None:
     index = json.loads((folder / "table.json").read_text())
     change(index)
-    (folder / "table.json").write_text(json.dumps(index))
+    (folder / "table.json").write_text(json.dumps(index, separators=(",", ":")))
 
 
 def refused(folder: Path, message: str) -> None:
@@ -823,7 +827,11 @@ class TestDamaged:
             (lambda i: i["columns"][0].update(shape=[-1]), "the shape of the column 'x' is damaged"),
             (lambda i: i["columns"][0].update(shape=[1] * 64), "the shape of the column 'x' is damaged"),
             (lambda i: i["columns"][0].update(shape=[1 << 62, 1 << 62]), "rows take|overflowed"),
-            (lambda i: i["columns"][0].pop("shape"), "a column is not described by"),
+            (
+                lambda i: i["columns"][0].pop("shape"),
+                "a column is not described by file, name, dtype, shape, kind and id",
+            ),
+            (lambda i: i["columns"][0].update(id=1), "a column is not described by"),
             (lambda i: i["manifest"].pop("root"), "expected a manifest with the fields"),
             (lambda i: i.update(manifest=[]), "it has no version"),
         ],
@@ -1059,6 +1067,7 @@ def test_the_golden_tables(tmp_path: Path) -> None:
     }
     make.save_table(tmp_path)
     for name in (make.TABLE, make.RAGGED):
+        edited(tmp_path / name, lambda index: [column.pop("id") for column in index["columns"]])  # they are random
         assert len(list((tmp_path / name).iterdir())) == len(list((GOLDEN / name).iterdir()))
         for path in (GOLDEN / name).iterdir():
             assert (tmp_path / name / path.name).read_bytes() == path.read_bytes()
@@ -1141,20 +1150,54 @@ class TestModes:
             writer.flush()
             assert load(folder)["y"].tolist() == [1, 2] and len(os.listdir(folder)) == 2
 
-    def test_a_table_that_is_replaced_while_it_is_loaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder = written(tmp_path / "t", sample())
-        map_field = table_reader._map_field
+    @pytest.mark.parametrize("change", ["overwrite", "overwrite twice", "the same column again", "a new folder"])
+    def test_a_table_that_is_replaced_while_it_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    ) -> None:
+        """Another process gives the names of the files to new columns, after `load` or `verify` opened one of them."""
+        folder = tmp_path / "t"
 
-        def replace_first(*args: Any) -> Any:
-            with monkeypatch.context() as patch:
-                patch.setattr(table_reader, "_map_field", map_field)
-                with RowWriter(folder, like=sample(), mode="overwrite") as writer:
+        def replace() -> None:
+            if change == "the same column again":
+                drop_column(folder, ("n", "z"))
+                return add_column(folder, ("n", "z"), [torch.ones(3, dtype=torch.complex128)])
+            if change == "a new folder":
+                shutil.rmtree(folder)
+            for _ in range(2 if change == "overwrite twice" else 1):
+                with RowWriter(folder, like=sample(), checksums=True, mode="overwrite") as writer:
                     writer.write(sample(5, 7))
-            monkeypatch.setattr(table_reader, "_map_field", map_field)
-            return map_field(*args)
 
-        monkeypatch.setattr(table_reader, "_map_field", replace_first)
-        assert load(folder) == sample(5, 7)
+        for module, name, read in ((table_reader, "_map_field", load), (table_checksums, "_verify_column", verify)):
+            for at in (1, 2, 4):
+                shutil.rmtree(folder, ignore_errors=True)
+                with RowWriter(folder, like=sample(), checksums=True) as writer:
+                    writer.write(sample())
+                do, calls = getattr(module, name), list[int]()
+
+                def replaced_first(*args: Any, do: Any = do, at: int = at, calls: list[int] = calls) -> Any:
+                    calls.append(1)
+                    if len(calls) == at:
+                        replace()
+                    return do(*args)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(module, name, replaced_first)
+                    found = read(folder)
+                assert len(calls) > 4 and (found is None or found == load(folder))
+
+    def test_new_rows_do_not_start_a_reader_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder, calls = written(tmp_path / "t", sample()), list[int]()
+        map_field = table_reader._map_field
+        with RowWriter(folder, append=True) as writer:
+
+            def append_first(*args: Any) -> Any:
+                calls.append(1)
+                writer.write(sample(1))
+                writer.flush()
+                return map_field(*args)
+
+            monkeypatch.setattr(table_reader, "_map_field", append_first)
+            assert load(folder) == sample() and len(calls) == 4
 
     def test_a_new_table_that_is_not_flushed(self, tmp_path: Path) -> None:
         folder = written(tmp_path / "t", sample())

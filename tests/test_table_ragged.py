@@ -468,7 +468,7 @@ class TestDamaged:
             (1, {"file": "../x"}, r"'../x' is no name of a column file"),
             (1, {"file": "text.values.safetensors"}, "two columns have the same file"),
             (1, {"file": "Y.safetensors"}, "two columns have the same file"),
-            (1, {"extra": 1}, "a column is not described by file, name, dtype, shape and kind"),
+            (1, {"extra": 1}, "a column is not described by file, name, dtype, shape, kind and id"),
         ],
     )
     def test_a_forged_index(self, tmp_path: Path, column: int, change: Any, message: str) -> None:

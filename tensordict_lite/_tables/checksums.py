@@ -10,6 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from io import BufferedReader, FileIO
 from typing import Any
 
@@ -17,7 +18,7 @@ from .._files.atomic_write import FilePath
 from .._files.safetensors import invalid_file, open_regular, reading
 from .._tree.manifest import Reader, invalid
 from .format import INDEX, OFFSETS, Column, Extent, TableIndex
-from .reader import check_size, count_values, index_of, missing_file
+from .reader import check_size, count_values, missing_file, of_one_table
 
 _AT_ONCE = 1 << 20
 """The number of bytes that are read at a time."""
@@ -86,21 +87,25 @@ def verify_table(path: FilePath) -> None:
     folder = os.path.abspath(folder)
     os.stat(folder)  # raises if there is no folder
     with invalid_file(folder, library.SafetensorError, RuntimeError, LookupError, AttributeError):
-        index = index_of(folder)
-        Reader(index.manifest, len(index.columns))
-        if not index.rows and not index.at_rest:  # its files may be missing
-            return
-        ranges: dict[str, list[Range]] | None = None
-        if index.checksums is not None:
-            name, nbytes = index.checksums
-            with missing_file(name), open_regular(os.path.join(folder, name)) as file:
-                ranges = _read_checksums(file, nbytes)
-        columns: list[Column] = []
-        for column in index.columns:  # the offsets of a ragged field come before its values
-            columns.insert(len(columns) - (column.kind == OFFSETS), column)
-        values = 0
-        for column in columns:
-            values = _verify_column(folder, index, column, column.length(index.rows, values), ranges)
+        of_one_table(folder, partial(_verify, folder))
+
+
+def _verify(folder: str, index: TableIndex) -> None:
+    """Raise the error for the first damage of the table in a folder."""
+    Reader(index.manifest, len(index.columns))
+    if not index.rows and not index.at_rest:  # its files may be missing
+        return
+    ranges: dict[str, list[Range]] | None = None
+    if index.checksums is not None:
+        name, nbytes = index.checksums
+        with missing_file(name), open_regular(os.path.join(folder, name)) as file:
+            ranges = _read_checksums(file, nbytes)
+    columns: list[Column] = []
+    for column in index.columns:  # the offsets of a ragged field come before its values
+        columns.insert(len(columns) - (column.kind == OFFSETS), column)
+    values = 0
+    for column in columns:
+        values = _verify_column(folder, index, column, column.length(index.rows, values), ranges)
 
 
 def _verify_column(

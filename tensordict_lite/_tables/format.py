@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -61,6 +61,8 @@ class Column:
     kind: str = ROWS
     """`ROWS`, `VALUES` or `OFFSETS`. The values of a ragged field precede its offsets, whose file has one more row than
     the table: the first offset is 0."""
+    id: str = ""
+    """A random text, the same for all columns that one call made. A later column may get the name of the file."""
 
     @property
     def nbytes(self) -> int:
@@ -156,10 +158,7 @@ def index_head(rows: int, opened: dict[str, Any] | None, checksums: tuple[str, i
 
 def index_text(columns: Sequence[Column], manifest: Any) -> str:
     """The rest of ``table.json``. Raises ``ValueError`` if it is too long to load."""
-    listed = [
-        {"file": one.file, "name": one.name, "dtype": dtype_name(one.dtype), "shape": list(one.shape), "kind": one.kind}
-        for one in columns
-    ]
+    listed = [asdict(one) | {"dtype": dtype_name(one.dtype), "shape": list(one.shape)} for one in columns]
     rest = json.dumps({"columns": listed, "manifest": manifest}, separators=(",", ":"))
     if is_too_long(rest + 100 * "["):
         raise ValueError(
@@ -226,8 +225,8 @@ def _checksums(entry: Any) -> tuple[str, int]:
 def _column(entry: Any) -> Column:
     """Validate the entry of a column in ``table.json``."""
     given = entry if isinstance(entry, dict) else {}
-    if set(given) != {"file", "name", "dtype", "shape", "kind"}:
-        invalid("a column is not described by file, name, dtype, shape and kind")
+    if set(given) - {"id"} != {"file", "name", "dtype", "shape", "kind"} or type(given.get("id", "")) is not str:
+        invalid("a column is not described by file, name, dtype, shape, kind and id")
     dtype, shape, kind = given["dtype"], given["shape"], given["kind"]
     file, name = _file_and_name(given["file"], given["name"])
     if type(dtype) is not str or dtype not in STORED:
@@ -237,7 +236,7 @@ def _column(entry: Any) -> Column:
         invalid(f"the shape of the column {name[:60]!r} is damaged")
     if kind not in (ROWS, VALUES, OFFSETS) or (kind == OFFSETS and (dtype, sizes) != ("int64", [])):
         invalid(f"the kind of the column {name[:60]!r} is damaged")
-    return Column(file, name, STORED[dtype], tuple(sizes), kind)
+    return Column(file, name, STORED[dtype], tuple(sizes), kind, given.get("id", ""))
 
 
 def _file_and_name(file: Any, name: Any) -> tuple[str, str]:

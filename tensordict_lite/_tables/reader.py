@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from io import FileIO
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from .._files.safetensors import invalid_file, open_regular, reading
 from .._memory.device import CPU
 from .._memory.mapped import map_append_only
 from .._memory.ragged import problem_of_lengths
-from .._tree.manifest import InvalidManifest, Reader, invalid
+from .._tree.manifest import Reader, invalid
 from .._tree.policy import Encoders
 from .._tree.tree import validate_ragged
 from .format import VALUES, Column, TableIndex, read_index
+
+_T = TypeVar("_T")
 
 
 def read_table(
@@ -39,26 +41,42 @@ def read_table(
     if rows is not None and (type(rows) is not int or rows < 0):
         raise ValueError(f"rows= is the number of rows to load, got {rows!r}")
     folder = os.path.abspath(folder)
-    with invalid_file(folder, library.SafetensorError, RuntimeError):
-        index = index_of(folder)
-        while True:
-            reader = Reader(index.manifest, len(index.columns), encoders)
-            if paths is not None:
-                reader.keep(paths, folder)
-            count = index.rows if rows is None else min(rows, index.rows)
-            try:
-                tensors = {i: _map_field(folder, index.columns, i, count) for i in reader.numbers}
-                break
-            except InvalidManifest:
-                before, index = index, index_of(folder)
-                if index == before:
-                    raise
-                # A writer has replaced the table, and removed the files that were read: read the new table.
+
+    def mapped(index: TableIndex) -> tuple[Any, int]:
+        reader = Reader(index.manifest, len(index.columns), encoders)
+        if paths is not None:
+            reader.keep(paths, folder)
+        count = index.rows if rows is None else min(rows, index.rows)
+        tensors = {i: _map_field(folder, index.columns, i, count) for i in reader.numbers}
         out: Any = reader.build(cls, tensors.__getitem__, CPU, trusted=False)
         validate_ragged(out)
+        return out, count
+
+    with invalid_file(folder, library.SafetensorError, RuntimeError):
+        out, count = of_one_table(folder, mapped)
     if rows not in (None, count):
         raise ValueError(f"{folder!r} has {count} rows, and rows={rows} asks for more")
     return out.to(device)
+
+
+def of_one_table(folder: str, read: Callable[[TableIndex], _T]) -> _T:
+    """Call ``read``, which opens files of the columns by name, until ``table.json`` has the same columns afterwards.
+
+    Another process may replace columns meanwhile, and give the names of their files to new ones. Then the result or the
+    error of ``read`` means nothing.
+    """
+    index = index_of(folder)
+    while True:
+        error, out = None, None
+        try:
+            out = read(index)
+        except Exception as raised:
+            error = raised
+        before, index = index, index_of(folder)
+        if index.columns == before.columns:
+            if error is not None:
+                raise error
+            return cast(_T, out)
 
 
 def index_of(folder: str) -> TableIndex:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -346,10 +347,11 @@ def _new_columns(
     names = field_names([path for path, _ in leaves])
     ragged = set(ragged_paths(d))
     columns: list[Column] = []
+    number = secrets.token_hex(8)
     for (path, tensor), file, name in zip(leaves, choose_names(names, used), names, strict=True):
         kind = path[-1] if path[:-1] in ragged else ROWS  # the keys of a ragged field are the names of the kinds
         dtype = torch.int64 if kind == OFFSETS else tensor.dtype
-        columns.append(Column(file, name, dtype, tuple(tensor.shape[1:]), kind))
+        columns.append(Column(file, name, dtype, tuple(tensor.shape[1:]), kind, number))
     return columns
 
 
