@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 from tensordict_lite import (
     DeviceDict,
     DeviceMismatchError,
+    JoinedRows,
     Ragged,
     StringEncoder,
     Tokenizer,
@@ -524,6 +525,15 @@ class TestJoin:
             *d.decode("s")[2:],
         ]
         assert cat([ragged(), ragged()]).tolist() == ROWS * 2 and type(cat([ragged()] * 2)) is Ragged
+
+    def test_a_field_without_values_does_not_decide_the_dtype(self) -> None:
+        empty, numbers = (collate(rows, ragged=["x"]) for rows in ([{"x": []}] * 2, [{"x": [(1 << 24) + 1]}]))
+        assert empty["x"]["values"].dtype == torch.float32
+        for joined in (cat([empty, numbers]), cat([numbers, empty]), JoinedRows([empty, numbers])[:]):
+            assert joined["x"]["values"].dtype == torch.int64 and [(1 << 24) + 1] in joined.tolist()["x"]
+        assert cat([empty, empty])["x"]["values"].dtype == torch.float32
+        half = DeviceDict({"x": Ragged.from_rows([torch.ones(1).half()])})
+        assert cat([numbers, half, empty])["x"]["values"].dtype == torch.float16, "as torch promotes the others"
 
     @pytest.mark.parametrize(
         ("call", "message"),

@@ -50,7 +50,8 @@ def cat(
 ) -> DeviceDict[Any]:
     """Concatenate every field of the dicts with ``torch.cat``, along the dimension ``dim``.
 
-    The rules are those of `stack`. In addition, kept lists are concatenated, and so are the rows of ragged fields.
+    The rules are those of `stack`. In addition, kept lists are concatenated, and so are the rows of ragged fields. A
+    ragged field without values takes the dtype of the others.
 
     Args:
         dicts: as for `stack`.
@@ -156,6 +157,9 @@ class _Join(NamedTuple):
             hint = "cat([...]) joins the rows" if self.verb == "stack" else "cat along dim=0"
             raise ValueError(f"{where} is ragged: its rows differ in length, so they have no other dimension; {hint}")
         values = [field["values"] for field in fields]
+        # A field without values does not decide the dtype: empty lists are float32.
+        dtype = next((one.dtype for one in values if len(one)), None)
+        values = [one if dtype is None or len(one) else one.to(dtype) for one in values]
         try:
             joined = torch.cat(values)
         except RuntimeError as error:
