@@ -126,7 +126,7 @@ class TableFolder:
         return index
 
     def write_index(
-        self, text: str, rows: int, unused: Sequence[str] | None = (), checksums: tuple[str, int] | None = None
+        self, text: str, rows: int, unused: Sequence[str] | None, checksums: tuple[str, int] | None
     ) -> None:
         """Replace ``table.json``, and flush it to disk, with the names of all files.
 
@@ -135,8 +135,7 @@ class TableFolder:
             unused: the files that the table does not use. None: the table is at rest.
             checksums: the file with the checksums, and the number of its bytes that count.
         """
-        opened = None if unused is None else {"writer": self._writer, "unused": list(unused)}
-        head = index_head(rows, opened, checksums)
+        head = index_head(rows, self._writer, unused, checksums)
         self._heads = (*self._heads[-1:], head)
         self.remove(NEW_INDEX)
         replace_file(self.at(INDEX), self.at(NEW_INDEX), [f"{head}{text}".encode()], self.descriptor, self._sync)

@@ -143,16 +143,16 @@ def choose_names(names: Sequence[str], used: Iterable[str] = ()) -> list[str]:
     return files
 
 
-def index_head(rows: int, opened: dict[str, Any] | None, checksums: tuple[str, int] | None) -> str:
+def index_head(rows: int, writer: str, unused: Sequence[str] | None, checksums: tuple[str, int] | None) -> str:
     """The start of ``table.json``, up to the columns.
 
-    ``opened``: the ``writer`` and the ``unused`` files while a writer is open; None at rest.
+    ``writer``, ``unused``: the writer that is open, and the files that the table does not use. None: it is at rest.
     """
     data: dict[str, Any] = {"version": TABLE_VERSION, "rows": rows}
     if checksums is not None:
         data["checksums"] = {"file": checksums[0], "bytes": checksums[1]}
-    if opened is not None:
-        data["open"] = opened
+    if unused is not None:
+        data["open"] = {"writer": writer, "unused": list(unused)}
     return f'{json.dumps(data, separators=(",", ":"))[:-1]},"columns":'
 
 

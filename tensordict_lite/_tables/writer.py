@@ -26,7 +26,7 @@ from .._errors import Path, dotted
 from .._files.atomic_write import FilePath, make_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
-from .._tree.manifest import Manifest, Reader, describe, without
+from .._tree.manifest import Leaves, Manifest, Reader, describe, without
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict, dicts_of, ragged_paths, validate_ragged
@@ -334,10 +334,7 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
 
 
 def _new_columns(
-    d: TreeDict[Any],
-    leaves: Sequence[tuple[Path, Any]],
-    used: Iterable[str] = (),
-    way_out: str = "pass like=d.drop({})",
+    d: TreeDict[Any], leaves: Leaves, used: Iterable[str] = (), way_out: str = "pass like=d.drop({})"
 ) -> list[Column]:
     """The columns for some leaves of ``d``, in other files than ``used``.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def table_columns(data: object) -> Mapping[str, Any] | None:
+def table_columns(data: Any) -> Mapping[str, Any] | None:
     """The columns of an Arrow table or record batch by name; None for any other object.
 
     A DataFrame already has ``keys``, so it gives None. Raises ``ValueError`` if two columns have the same name.
@@ -20,15 +20,14 @@ def table_columns(data: object) -> Mapping[str, Any] | None:
     arrow: Any = sys.modules.get("pyarrow")
     if arrow is None or not isinstance(data, (arrow.Table, arrow.RecordBatch)):
         return None
-    table: Any = data
-    names: list[str] = table.schema.names
+    names: list[str] = data.schema.names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"the table has two columns {twice!r}; rename one")
-    return {name: table.column(i) for i, name in enumerate(names)}
+    return {name: data.column(i) for i, name in enumerate(names)}
 
 
-def column_values(value: object) -> Any:
+def column_values(value: Any) -> Any:
     """The values of a pandas, Polars or Arrow column as an array. None for any other object.
 
     An Arrow column, and a Polars column with nulls, becomes a list if an array would change its values.
@@ -41,15 +40,13 @@ def column_values(value: object) -> Any:
         return series.to_numpy(dtype=object) if nullable else series.to_numpy()
     polars: Any = sys.modules.get("polars")
     if polars is not None and isinstance(value, polars.Series):
-        given: Any = value
-        return given.to_list() if given.null_count() else given.to_numpy()
+        return value.to_list() if value.null_count() else value.to_numpy()
     arrow: Any = sys.modules.get("pyarrow")
     if arrow is None or not isinstance(value, (arrow.Array, arrow.ChunkedArray)):
         return None
-    column: Any = value
-    primitive = arrow.types.is_primitive(column.type) and not arrow.types.is_temporal(column.type)
+    primitive = arrow.types.is_primitive(value.type) and not arrow.types.is_temporal(value.type)
     # An array would change the dtype and store nulls as NaN. In a list they are None, which raises an error later.
-    return column.to_numpy(zero_copy_only=False) if primitive and not column.null_count else column.to_pylist()
+    return value.to_numpy(zero_copy_only=False) if primitive and not value.null_count else value.to_pylist()
 
 
 def arrow_items(table: Any, nulls: Any, dtype: torch.dtype | None) -> dict[str, Any]:

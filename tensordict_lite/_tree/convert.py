@@ -249,8 +249,7 @@ def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None)
     except TooDeep:
         raise ValueError(f"{dotted(path)} is a {type(value).__name__} that {_TOO_DEEP}; flatten it first") from None
     if tensor_at is not None:
-        module = isinstance(value, torch.nn.Module)
-        join = "Store its state_dict()" if module else _JOIN
+        join = "Store its state_dict()" if isinstance(value, torch.nn.Module) else _JOIN
         raise TypeError(
             f"{dotted(path)} is a {type(value).__name__} that holds a tensor at {tensor_at}, which would escape the "
             f"device rule; expected {_ACCEPTED}. {join}"
@@ -298,17 +297,16 @@ def find_tensor(value: object) -> str | None:
     raise TooDeep
 
 
-def _inside(value: object) -> Iterable[tuple[Any, Any]]:
+def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
     """The keys and items of a container; empty for any other object."""
-    inside: Any = value
     if isinstance(value, torch.nn.Module):
-        return inside.state_dict(keep_vars=True).items()
+        return value.state_dict(keep_vars=True).items()
     if isinstance(value, Mapping):
-        return inside.items()
+        return value.items()
     if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return enumerate(inside)
-    if isinstance(value, np.ndarray) and inside.dtype.hasobject:
-        return enumerate(inside.flat)
-    if dataclasses.is_dataclass(inside) and not isinstance(value, type):
-        return ((f.name, getattr(inside, f.name, None)) for f in dataclasses.fields(inside))
+        return enumerate(value)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return enumerate(value.flat)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
     return ()

@@ -307,12 +307,11 @@ def _value(leaf: Any, fields: Mapping[int, Tensor]) -> Any:
 
 def _classes_of(given: Sequence[Any]) -> Iterator[type[Any]]:
     """The class of each dict of the tree, in the order of the tree."""
-    found: dict[Any, Any] = {}
-    for one in given:
-        if one not in found:  # each class is looked up once
-            found[one] = class_named(one) if type(one) is str else one
-            if not (isinstance(found[one], type) and issubclass(found[one], TreeDict)):
-                raise TypeError(f"expected a DeviceDict class, got {one!r:.200}")
+    # Each class is looked up once.
+    found: dict[Any, Any] = {one: class_named(one) if type(one) is str else one for one in dict.fromkeys(given)}
+    for one in found.values():
+        if not (isinstance(one, type) and issubclass(one, TreeDict)):
+            raise TypeError(f"expected a DeviceDict class, got {one!r:.200}")
     return iter([found[one] for one in given])
 
 

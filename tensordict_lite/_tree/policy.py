@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypedDict, TypeVar
+from dataclasses import InitVar, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
 import torch
 
@@ -31,21 +31,14 @@ class Options(TypedDict, total=False):
 
 
 if TYPE_CHECKING:  # pragma: no cover
-    Given = TypeVar("Given")
-
-    class _Keyword(Generic[Given]):
-        """A keyword of a constructor that instances do not have as an attribute."""
-
-        def __get__(self, instance: None, owner: Any) -> Given | None: ...
-        def __set__(self, instance: None, value: Given | None) -> None: ...
 
     @dataclass(kw_only=True, eq=False)
     class OptionFields:
-        """The same options for classes whose constructor type checkers derive from fields."""
+        """The same options for classes whose constructor type checkers derive from fields. No instance has them."""
 
-        on_mismatch: _Keyword[OnMismatch] = _Keyword()
-        objects: _Keyword[Objects] = _Keyword()
-        dtype: _Keyword[torch.dtype] = _Keyword()
+        on_mismatch: InitVar[OnMismatch | None] = None
+        objects: InitVar[Objects | None] = None
+        dtype: InitVar[torch.dtype | None] = None
 
 else:
     OptionFields = object
