@@ -124,21 +124,19 @@ class RowWriter:
             raise TypeError("RowWriter takes like=, a batch with the fields of a new table, or append=True; give one")
         new = None if like is None else _no_rows(like, encoders, keys)
         if new is None or (mode == "append" and is_table(folder)):
-            self._writer, fields = open_table(folder, DeviceDict, encoders)
+            self._table, fields = open_table(folder, DeviceDict, encoders)
             if new is not None:
                 try:
                     _refuse_other_fields(fields, new)
-                    if checksums and not self._writer.has_checksums:
+                    if checksums and not self._table.has_checksums:
                         raise ValueError("this table has no checksums; only a new table can start them")
                 except BaseException:
-                    self._writer.close()
+                    self._table.close()
                     raise
         else:
             fields = new
-            self._writer = create_table(folder, new, overwrite=mode == "overwrite", checksums=checksums)
+            self._table = create_table(folder, new, overwrite=mode == "overwrite", checksums=checksums)
         self._fields: TreeDict[Any] = fields
-
-    _writer: TableWriter | None = None  # until the constructor has set it
 
     def write(self, rows: Items | Rows[Any]) -> None:
         """Append the rows of a batch, or one row. If a value does not fit, no row is appended.
@@ -206,8 +204,7 @@ class RowWriter:
         ...     len(writer)
         2
         """
-        if self._writer is not None:
-            self._writer.close()
+        self._table.close()
 
     def __len__(self) -> int:
         return self._table.rows
@@ -225,58 +222,31 @@ class RowWriter:
             self._table.release()
 
     def __del__(self) -> None:
-        writer = self._writer
-        if writer is not None and not writer.closed:
-            if writer.is_usable:
+        table: TableWriter | None = getattr(self, "_table", None)  # None if the constructor raised an error
+        if table is not None and not table.closed:
+            if table.is_usable:
                 warnings.warn(
-                    f"a RowWriter of {writer.folder!r} was not closed; rows after the last flush are lost",
+                    f"a RowWriter of {table.folder!r} was not closed; rows after the last flush are lost",
                     ResourceWarning,
                     stacklevel=2,
                     source=self,
                 )
-            writer.release()
+            table.release()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RowWriter cannot be pickled; send the folder, and load it there")
 
     def __repr__(self) -> str:
-        writer = self._table
-        return f"RowWriter({writer.folder!r}, {writer.rows} rows{', closed' if writer.closed else ''})"
-
-    @property
-    def _table(self) -> TableWriter:
-        return cast(TableWriter, self._writer)
+        table = self._table
+        return f"RowWriter({table.folder!r}, {table.rows} rows{', closed' if table.closed else ''})"
 
 
 def append_rows(table: TableWriter, fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> None:
     """Append a batch or one row to the columns of ``fields``, which are at the path ``at``. See `RowWriter.write`."""
-    found = _Found()
-    _convert_columns(fields, given, at, found)
-    tensors = found.tensors
+    tensors, count = _columns(fields, given, at)
     if not all(tensor.is_cpu for tensor in tensors):
         tensors = transfer(tensors, CPU)
-    table.append(tensors, 1 if found.count is None else found.count)
-
-
-class _Found:
-    """The tensors of a batch, in the order of the columns, and the number of rows. See `TableWriter.append`."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.count: int | None = None
-        """None if the batch is one row, without a dimension for the rows."""
-        self.first: Path | None = None
-        """The path of the first field."""
-
-    def add(self, path: Path, count: int | None, *tensors: Tensor) -> None:
-        """Append the tensors of one field, which has ``count`` rows."""
-        if self.first is None:
-            self.first, self.count = path, count
-        elif count != self.count:
-            raise ValueError(
-                f"{dotted(path)} has {_count_of_rows(count)}, and {dotted(self.first)} has {_count_of_rows(self.count)}"
-            )
-        self.tensors += tensors
+    table.append(tensors, 1 if count is None else count)
 
 
 def _data(given: Any) -> Mapping[str, Any]:
@@ -310,7 +280,7 @@ def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any]) -> None:
     for path in sorted(ours ^ theirs):
         what = "ragged" if path in ours else "not ragged"
         raise ValueError(f"{dotted(path)} is {what} in this table, and like= with ragged= says otherwise")
-    _convert_columns(fields, like, (), _Found())
+    _columns(fields, like, ())
 
 
 def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: Policy, at: Path) -> None:
@@ -356,21 +326,34 @@ def _no_ragged_rows(dtype: torch.dtype, shape: Sequence[int], policy: Policy) ->
     return Ragged._new({"values": values, "offsets": torch.zeros(1, dtype=torch.int64, device="cpu")}, CPU, policy)
 
 
-def _convert_columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path, found: _Found) -> None:
-    """Convert and validate the values for the columns below ``fields``. Append them to ``found``."""
+def _columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> tuple[list[Tensor], int | None]:
+    """Convert and validate the values for the columns below ``fields``.
+
+    Returns their tensors in the order of the columns, see `TableWriter.append`, and the number of rows. The number is
+    None if the batch is one row, without a dimension for the rows.
+    """
+    tensors: list[Tensor] = []
+    counts: dict[Path, int | None] = {}
     for path, column, value, _ in fitted(fields, given, at, None):
         if isinstance(value, RowsToFit):
-            found.add(path, None if value.is_one else len(value.lengths), value.values.detach(), value.lengths)
-            continue
-        rows, shape = value.detach() if value.requires_grad else value, column.shape[1:]
-        lead = rows.dim() - len(shape)
-        if lead not in (0, 1) or rows.shape[lead:] != shape:
-            row = ", ".join(map(str, shape))
-            raise ValueError(
-                f"{dotted(path)}: expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}], "
-                f"got {described(rows)}"
-            )
-        found.add(path, rows.shape[0] if lead else None, rows if lead else rows.unsqueeze(0))
+            counts[path] = None if value.is_one else len(value.lengths)
+            tensors += value.values.detach(), value.lengths
+        else:
+            rows, shape = value.detach() if value.requires_grad else value, column.shape[1:]
+            lead = rows.dim() - len(shape)
+            if lead not in (0, 1) or rows.shape[lead:] != shape:
+                row = ", ".join(map(str, shape))
+                raise ValueError(
+                    f"{dotted(path)}: expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}], "
+                    f"got {described(rows)}"
+                )
+            counts[path] = rows.shape[0] if lead else None
+            tensors.append(rows if lead else rows.unsqueeze(0))
+        first = next(iter(counts))
+        if counts[path] != counts[first]:
+            shown = [f"{dotted(one)} has {_count_of_rows(counts[one])}" for one in (path, first)]
+            raise ValueError(", and ".join(shown))
+    return tensors, next(iter(counts.values()), None)
 
 
 def _count_of_rows(count: int | None) -> str:
