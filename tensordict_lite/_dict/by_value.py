@@ -48,7 +48,7 @@ def sorted_order(d: Any, keys: Sequence[str | Path], descending: bool) -> Tensor
         values, _ = _column(d, key, "sort", "sorted")
         if values.dim() > 1:  # the codes of a string: sort their ranks instead
             _, by_code, counts = group_equal(values)
-            values = _number_groups(torch.arange(len(counts), device=values.device), by_code, counts)
+            values = _number_groups(by_code, counts)
         order = order[values[order].argsort(stable=True, descending=descending)]
     return order
 
@@ -64,9 +64,7 @@ def groups(d: TreeDict[Any], keys: Sequence[str | Path]) -> tuple[list[Any], Ten
     parts = [_group(*_column(d, key, "group", "grouped")) for key in keys]
     if len(parts) == 1:
         return parts[0]
-    members: list[Tensor] = []  # the group of each row, for each key
-    for names, order, counts in parts:
-        members.append(_number_groups(torch.arange(len(names), device=order.device), order, counts))
+    members = [_number_groups(order, counts) for _, order, counts in parts]  # the group of each row, for each key
     combined = members[0]
     for which, (names, _, _) in zip(members[1:], parts[1:], strict=True):
         # Numbers below the number of rows again, so that no product overflows.
@@ -106,12 +104,12 @@ def _group(field: Tensor, encoder: Any) -> tuple[list[Any], Tensor, Tensor]:
     if len(names) < len(values):  # some codes decode alike
         numbers = {name: i for i, name in enumerate(names)}
         which = torch.tensor([numbers[value] for value in values], device=field.device)
-        _, order, counts = group_equal(_number_groups(which, order, counts))
+        _, order, counts = group_equal(which[_number_groups(order, counts)])
     return list(names), order, counts
 
 
-def _number_groups(numbers: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+def _number_groups(order: Tensor, counts: Tensor) -> Tensor:
     """The number of the group of each row. ``order`` and ``counts``: a result of `group_equal`."""
     out = torch.empty_like(order)
-    out[order] = numbers.repeat_interleave(counts)
+    out[order] = torch.arange(len(counts), device=order.device).repeat_interleave(counts)
     return out

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, overrides
 
 from .._encoders.protocol import padding
-from .._errors import dotted
+from .._errors import Path, dotted
 from .._memory.device import canonical
 from .._tree.compare import agree, equal
-from .._tree.tree import TreeDict, data_of, fields_of, refuse_ragged, tensor_paths
+from .._tree.tree import TreeDict, data_of, fields_of, refuse_ragged
 from . import arithmetic
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -214,30 +214,26 @@ def unbind(input: Any, dim: int = 0) -> tuple[Any, ...]:
 
 def _cut_each(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]], dim: int) -> tuple[Any, ...]:
     """Cut every field along ``dim``. All fields must have the same size there. Kept lists are not cut: they raise."""
-    places = _dimensions(d, name, dim)
-    tensors = d._tensors()
-    sizes = [tensor.shape[at] for tensor, at in zip(tensors, places, strict=True)]
-    if len(set(sizes)) > 1:
-        shown = ", ".join(f"{dotted(path)} {size}" for (path, _), size in zip(tensor_paths(d), sizes, strict=True))
+    found = list(_dimensions(d, name, dim))
+    if len({tensor.shape[at] for _, tensor, at in found}) > 1:
+        shown = ", ".join(f"{dotted(path)} {tensor.shape[at]}" for path, tensor, at in found)
         raise ValueError(f"torch.{name}: the fields differ in their size along dim={dim}: {shown}")
-    if not tensors:
+    if not found:
         raise ValueError(f"torch.{name} needs at least one tensor in the dict")
-    cuts = [cut(tensor, at) for tensor, at in zip(tensors, places, strict=True)]
+    cuts = [cut(tensor, at) for _, tensor, at in found]
     return tuple(d._replace_tensors(list(part), d._device) for part in zip(*cuts, strict=True))
 
 
-def _dimensions(d: TreeDict[Any], name: str, dim: int) -> list[int]:
-    """``dim`` for each tensor of ``d``. For strings it counts the dimensions of the strings, as in ``stack``."""
+def _dimensions(d: TreeDict[Any], name: str, dim: int) -> Iterator[tuple[Path, Tensor, int]]:
+    """Every tensor of ``d`` with its path and ``dim``. For strings ``dim`` counts their dimensions, as in ``stack``."""
     refuse_ragged(d, f", which torch.{name} cannot cut; use d.rows.split(...)")
-    found: list[int] = []
     for path, value, encoder in fields_of(d):
         if isinstance(value, Tensor):
             dims = value.dim() - (padding(encoder, value) is not None)
             if not -dims <= dim < dims:
                 raise IndexError(f"{dotted(path)} has {dims} dimensions, no dim={dim} to {name} along")
-            found.append(dim % dims)
+            yield path, value, dim % dims
         elif value is not None:
             raise TypeError(
                 f"{dotted(path)} is a kept {type(value).__name__}, which torch.{name} cannot cut; use d.rows"
             )
-    return found
