@@ -17,7 +17,6 @@ from .._memory.overlap import is_expanded, share_memory
 from .._memory.row_copies import can_copy_rows, viewed_as_bits
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict
-from .row_index import integers
 from .row_values import RowsToFit, fitted, is_simple
 
 RowIndex = int | slice | Tensor
@@ -46,10 +45,8 @@ class _Assignment:
 
     def __init__(self, index: RowIndex, count: int) -> None:
         self.index, self.count = index, count
-        if isinstance(index, Tensor):
-            self.lead: tuple[int, ...] = (len(index),)
-        else:
-            self.lead = (len(range(count)[index]),) if isinstance(index, slice) else ()
+        places = range(count)[index] if isinstance(index, slice) else index
+        self.lead: tuple[int, ...] = () if isinstance(places, int) else (len(places),)
         self.writes: list[tuple[Path, Tensor, Tensor]] = []
         """The path of each target, the target, and its value."""
         self.objects: list[tuple[list[Any], Any]] = []
@@ -122,7 +119,7 @@ class _Assignment:
             self.run_all(index, targets, values)
         for kept, value in self.objects:
             if isinstance(index, Tensor):
-                for i, item in zip(integers(index), value, strict=True):
+                for i, item in zip(index.tolist(), value, strict=True):
                     kept[i] = item
             else:
                 kept[index] = value

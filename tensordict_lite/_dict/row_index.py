@@ -89,8 +89,3 @@ def _from_zero(at: Tensor, count: int) -> Tensor:
         if low >= 0:
             return at
     return torch.where(at < 0, at + count, at)
-
-
-def integers(index: Tensor) -> list[int]:
-    """The numbers of an index as Python ints. Synchronizes."""
-    return index.tolist()

@@ -20,7 +20,7 @@ from .._tree.tree import TreeDict, fields_of, refuse_ragged
 from .._tree.walk import only_tensors
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
-from .row_index import integers, row_index
+from .row_index import row_index
 from .windows import Spans, Windows
 
 D = TypeVar("D", bound=TreeDict[Any])
@@ -55,7 +55,7 @@ class Rows(Dataset[D]):
 
     def __len__(self) -> int:
         """The size of the first dimension. Raises ``ValueError`` with all shapes if the fields do not share it."""
-        return _row_count(self._dict)
+        return _fields(self._dict)[2]
 
     def __getitem__(self, index: Any) -> D:
         """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
@@ -124,7 +124,7 @@ class Rows(Dataset[D]):
         tensor([1, 0, 0])
         """
         d = self._dict
-        count = _row_count(d)
+        count = len(self)
         assign_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
 
     def __iter__(self) -> Iterator[D]:
@@ -229,7 +229,7 @@ class Rows(Dataset[D]):
         """
         dims = _positive("flatten", dims, "a number of dimensions", "at least 1 dimension")
         d = self._dict
-        count = _row_count(d)
+        count = len(self)
         refuse_ragged(d, ", which has one dimension of rows and none to merge; drop it first")
         _refuse_flatten(d, dims, count)
         return d._map_tensors(lambda tensor: tensor.flatten(0, dims - 1), d._device)
@@ -255,7 +255,7 @@ class Rows(Dataset[D]):
         """
         values, order, counts = groups(self._dict, keys)
         ordered = _copy_rows(self._dict, order)
-        return dict(zip(values, Rows(ordered).split(integers(counts)), strict=True))
+        return dict(zip(values, Rows(ordered).split(counts.tolist()), strict=True))
 
     def sort_by(self, *keys: str | Path, descending: bool = False) -> D:
         """Return a copy with the rows sorted by the values of a field. Rows with equal values keep their order.
@@ -410,10 +410,6 @@ def _rows_in(field: Any) -> int:
     return field.shape[0] if isinstance(field, Tensor) else len(field["offsets"]) - 1
 
 
-def _row_count(d: TreeDict[Any]) -> int:
-    return _fields(d)[2]
-
-
 def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
     shapes = [
         f"{dotted(path)} " + (str(list(field.shape)) if isinstance(field, Tensor) else f"[{_rows_in(field)}, *]")
@@ -449,10 +445,7 @@ def _taken(fields: list[Any], at: int | slice | Tensor, count: int) -> list[Any]
         made = iter(take_rows([field for field in fields if isinstance(field, Tensor)], at))
         return [next(made) if isinstance(field, Tensor) else field._take(at, known) for field in fields]
     inside = torch.arange(count)[at] if isinstance(at, slice) and at.step not in (None, 1) else at
-    return [
-        field[at] if type(field) is Tensor or isinstance(field, Tensor) else field._take(inside, known)
-        for field in fields
-    ]
+    return [field[at] if isinstance(field, Tensor) else field._take(inside, known) for field in fields]
 
 
 def _each_row(field: Any, part: slice, unbinds: bool) -> Iterable[Tensor]:
@@ -489,7 +482,7 @@ def _with_rows(d: D, made: Sequence[Any], flat: bool, at: int | slice | Tensor, 
     """
     if flat:
         return d._new(zip(d, made, strict=True), d._device, d._policy)
-    return _rebuilt(d, iter(made), integers(at) if isinstance(at, Tensor) else at, count)
+    return _rebuilt(d, iter(made), at.tolist() if isinstance(at, Tensor) else at, count)
 
 
 def _rebuilt(d: Any, made: Iterator[Any], at: int | slice | list[int], count: int) -> Any:
