@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from .._tree.tree import TreeDict, data_of, data_paths, decode_field
 from .._tree.walk import only_tensors
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
+D = TypeVar("D", bound=TreeDict[Any])
+
 _FOREACH_CLASSES = frozenset((Tensor, Parameter))
 """The classes of tensors that ``torch._foreach_*`` takes."""
 
@@ -179,13 +181,13 @@ _MANY: Mapping[str, Callable[..., Any]] = {
 """For each method of tensors with an operand, the function of torch for a list of tensors."""
 
 
-def zero_(d: TreeDict[Any]) -> None:
+def zero_(d: D) -> D:
     refuse_encoded(d, "zero_")
-    write(d, _ZERO, None)
+    return write(d, _ZERO, None)
 
 
-def combine(d: TreeDict[Any], called: str, other: Any, **scale: Any) -> None:
-    """Call a method of `_MANY` for every tensor of ``d``, with the operand ``other``.
+def combine(d: D, called: str, other: Any, **scale: Any) -> D:
+    """Call a method of `_MANY` for every tensor of ``d``, with the operand ``other``. Returns ``d``.
 
     ``scale``: the number ``alpha`` or ``weight``, as the method takes it.
     """
@@ -198,7 +200,7 @@ def combine(d: TreeDict[Any], called: str, other: Any, **scale: Any) -> None:
     # The function for lists and a number takes no alpha.
     many = partial(_MANY[called], **scale) if "alpha" not in scale or isinstance(others, list) else None
     integers = _COPY._replace(name=called) if called == "lerp_" else None
-    write(d, _Operation(called, partial(getattr(Tensor, called), **scale), many, integers), others)
+    return write(d, _Operation(called, partial(getattr(Tensor, called), **scale), many, integers), others)
 
 
 def _operands(d: TreeDict[Any], other: Any, called: str) -> Any:
@@ -220,8 +222,8 @@ def _operands(d: TreeDict[Any], other: Any, called: str) -> Any:
     return other
 
 
-def write(d: TreeDict[Any], operation: _Operation, others: Any) -> None:
-    """Validate all fields, then write to all of them.
+def write(d: D, operation: _Operation, others: Any) -> D:
+    """Validate all fields, then write to all of them. Returns ``d``.
 
     ``others``: a list with a tensor for each tensor of ``d``; or one number, or None, for all.
     """
@@ -235,6 +237,7 @@ def write(d: TreeDict[Any], operation: _Operation, others: Any) -> None:
     for members in together:
         many: Any = operation.on(tensors[members[0]].dtype).many
         many(_pick(tensors, members), _pick(others, members))
+    return d
 
 
 def _at(others: Any, i: int) -> Any:

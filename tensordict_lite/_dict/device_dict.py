@@ -31,15 +31,7 @@ from .._tree.compare import agree, values_agree
 from .._tree.missing import INSTEAD, NoAttribute, missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
 from .._tree.tree import TreeDict, V, builtin_dict, decode_field, ragged_class, refuse_ragged, tensor_paths
-from .._tree.walk import (
-    Items,
-    as_dict,
-    components,
-    leaves,
-    nbytes,
-    only_tensors,
-    refuse_key,
-)
+from .._tree.walk import Items, as_dict, components, leaves, nbytes, only_tensors, refuse_key
 from . import arithmetic, by_value, torch_functions
 from .arguments import to_arguments
 from .display import html, tree
@@ -349,9 +341,7 @@ class DeviceDict(TreeDict[V]):
             source: TreeDict[Any] = self
             for part in path[:-1]:
                 source = builtin_dict.__getitem__(source, part)
-                if not builtin_dict.__contains__(node, part):
-                    builtin_dict.__setitem__(node, part, source._untyped_subset(()))
-                node = builtin_dict.__getitem__(node, part)
+                node = builtin_dict.setdefault(node, part, source._untyped_subset(()))
             builtin_dict.__setitem__(node, path[-1], value.copy() if isinstance(value, TreeDict) else value)
         return out
 
@@ -559,17 +549,14 @@ class DeviceDict(TreeDict[V]):
         device, dtype, non_blocking, copy = to_arguments(args, kwargs)
         if device is not None and device != self._device:
             device = resolve(device)
-        if device is None or device == self._device:
-            if dtype is None and not copy:
-                return self
-            device = None
+        stays = device is None or device == self._device
+        if stays and dtype is None and not copy:
+            return self
         tensors, flat = self._tensors_and_kind()
-        moved = transfer(tensors, device, dtype, non_blocking, copy, self._device)
-        if device is None:
-            if not copy and all(map(is_, tensors, moved)):
-                return self
-            device = self._device
-        return self._replace_tensors(moved, device, flat)
+        moved = transfer(tensors, None if stays else device, dtype, non_blocking, copy, self._device)
+        if stays and not copy and all(map(is_, tensors, moved)):
+            return self
+        return self._replace_tensors(moved, self._device if stays else device, flat)
 
     def cpu(self) -> Self:
         """``to("cpu")``. The result is complete on return and lies in pageable memory.
@@ -589,9 +576,7 @@ class DeviceDict(TreeDict[V]):
         >>> d = DeviceDict({"x": 1.0})
         >>> moved = d.cuda() if torch.cuda.is_available() else d
         """
-        return self.to(
-            torch.device("cuda") if index is None else torch.device("cuda", index), non_blocking=non_blocking
-        )
+        return self.to("cuda" if index is None else torch.device("cuda", index), non_blocking=non_blocking)
 
     def numpy(self, copy: bool = False) -> dict[str, Any]:
         """A plain nested dict of NumPy arrays and of the kept objects.
@@ -929,8 +914,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0]}).zero_()["x"]
         tensor([0., 0.])
         """
-        arithmetic.zero_(self)
-        return self
+        return arithmetic.zero_(self)
 
     def add_(self, other: Mapping[str, Any] | Tensor | Number, *, alpha: Number = 1) -> Self:
         """Add ``alpha * other`` to every tensor, in place. Returns ``self``. Kept objects stay as they are.
@@ -961,8 +945,7 @@ class DeviceDict(TreeDict[V]):
         ...
         ValueError: the other mapping lacks 'n', which this DeviceDict has
         """
-        arithmetic.combine(self, "add_", other, alpha=alpha)
-        return self
+        return arithmetic.combine(self, "add_", other, alpha=alpha)
 
     def sub_(self, other: Mapping[str, Any] | Tensor | Number, *, alpha: Number = 1) -> Self:
         """Subtract ``alpha * other`` from every tensor, in place. Returns ``self``.
@@ -972,8 +955,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0]}).sub_(1)["x"]
         tensor([0., 1.])
         """
-        arithmetic.combine(self, "sub_", other, alpha=alpha)
-        return self
+        return arithmetic.combine(self, "sub_", other, alpha=alpha)
 
     def mul_(self, other: Mapping[str, Any] | Tensor | Number) -> Self:
         """Multiply every tensor by ``other``, in place. Returns ``self``.
@@ -983,8 +965,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0]}).mul_(0.5)["x"]
         tensor([0.5000, 1.0000])
         """
-        arithmetic.combine(self, "mul_", other)
-        return self
+        return arithmetic.combine(self, "mul_", other)
 
     def div_(self, other: Mapping[str, Any] | Tensor | Number) -> Self:
         """Divide every tensor by ``other``, in place. Returns ``self``.
@@ -994,8 +975,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0]}).div_({"x": torch.tensor([2.0, 4.0])})["x"]
         tensor([0.5000, 0.5000])
         """
-        arithmetic.combine(self, "div_", other)
-        return self
+        return arithmetic.combine(self, "div_", other)
 
     def lerp_(self, other: Mapping[str, Any] | Tensor, weight: Number) -> Self:
         """Move every tensor towards ``other``, in place: ``tensor + weight * (other - tensor)``. Returns ``self``.
@@ -1017,8 +997,7 @@ class DeviceDict(TreeDict[V]):
         """
         if isinstance(other, (int, float)) and isinstance(weight, (Mapping, Tensor)):
             raise TypeError(f"lerp_ takes the other mapping first and the weight second: lerp_(other, {other!r})")
-        arithmetic.combine(self, "lerp_", other, weight=weight)
-        return self
+        return arithmetic.combine(self, "lerp_", other, weight=weight)
 
     def copy_(self, other: Mapping[str, Any] | Tensor) -> Self:
         """Copy ``other`` into every tensor, in place, with the dtype of the field. Returns ``self``.
@@ -1034,8 +1013,7 @@ class DeviceDict(TreeDict[V]):
         >>> d.copy_({"x": torch.tensor([3, 4])})["x"]
         tensor([3., 4.])
         """
-        arithmetic.combine(self, "copy_", other)
-        return self
+        return arithmetic.combine(self, "copy_", other)
 
     def fill_(self, other: Mapping[str, Any], non_blocking: bool = False) -> Self:
         """Copy the contents of ``other`` into the memory of this dict. Returns ``self``.
@@ -1058,8 +1036,7 @@ class DeviceDict(TreeDict[V]):
         >>> static.fill_({"x": torch.ones(2), "name": ["Ada", "Cy"]}).decode("name"), x
         (['Ada', 'Cy'], tensor([1., 1.]))
         """
-        fill_(self, other, non_blocking)
-        return self
+        return fill_(self, other, non_blocking)
 
     def total_norm(self, ord: Real = 2) -> Tensor:
         """The norm over the elements of all fields, as ``torch.nn.utils.get_total_norm`` computes it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from .._tree.tree import TreeDict, builtin_dict
 from .insert import insert
 from .row_values import fit_codes
 
+D = TypeVar("D", bound=TreeDict[Any])
 
-def fill_(d: TreeDict[Any], other: Any, non_blocking: bool) -> None:
-    """Validate all fields, then copy ``other`` into them: see `DeviceDict.fill_`."""
+
+def fill_(d: D, other: Any, non_blocking: bool) -> D:
+    """Validate all fields, then copy ``other`` into them: see `DeviceDict.fill_`. Returns ``d``."""
     if not isinstance(other, Mapping):
         raise TypeError(f"fill_ takes a mapping with the keys of this {type(d).__name__}, got {described(other)}")
     given = other if isinstance(other, TreeDict) else d._untyped_subset(())
@@ -33,6 +35,7 @@ def fill_(d: TreeDict[Any], other: Any, non_blocking: bool) -> None:
     filling = _Filling(f"this {type(d).__name__}")
     filling.add_dict(d, given, ())
     filling.run(d._device, given._device, non_blocking)
+    return d
 
 
 class _Filling:
