@@ -21,6 +21,7 @@ from tensordict_lite import (
     load,
     load_parts,
 )
+from tensordict_lite._tables.writer import TableWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 
@@ -114,13 +115,37 @@ def test_one_table_of_the_parts(tmp_path: Path) -> None:
         join_parts(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_a_part_that_does_not_fit_joins_nothing(tmp_path: Path) -> None:
-    for part, name in enumerate(["a", "wide"]):
-        with RowWriter(tmp_path / "parts", like={"s": [name]}, part=part) as writer:
-            writer.write({"s": [name]})
-    with pytest.raises(ValueError, match=r"^'s': a string takes 4 codes"):
-        join_parts(tmp_path / "parts", tmp_path / "whole")
-    assert len(load(tmp_path / "whole").rows) == 0
+def test_the_largest_width_of_strings(tmp_path: Path) -> None:
+    for part, name in enumerate(["a", "wide", "be"]):
+        with RowWriter(tmp_path / "parts", like={"n": {"s": [name]}}, part=part) as writer:
+            writer.write({"n": {"s": [name]}})
+    join_parts(tmp_path / "parts", tmp_path / "whole")
+    assert load(tmp_path / "whole")["n"].decode("s") == ["a", "wide", "be"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("method", ["append", "publish"])
+def test_a_failed_join_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool, method: str
+) -> None:
+    written(tmp_path / "parts")
+    if exists:
+        (tmp_path / "whole").mkdir()
+    real, calls = getattr(TableWriter, method), list[int]()
+
+    def fail(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        calls.append(1)
+        if len(calls) > 2 or method == "publish":
+            raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableWriter, method, fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            join_parts(tmp_path / "parts", tmp_path / "whole")
+    assert (tmp_path / "whole").exists() == exists and not list(tmp_path.glob("whole/*"))
+    join_parts(tmp_path / "parts", tmp_path / "whole")
+    assert plain(load(tmp_path / "whole")) == expected(list(range(12)))
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -156,12 +156,14 @@ def load_parts(
 def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None = None) -> None:
     """Write one table with the rows of all parts of a folder, in the order of their numbers. The parts stay.
 
+    A column of strings gets the largest width of the parts.
+
     Args:
         folder: the folder of the parts.
         table: the folder of the new table, which must be new or empty. Its rows become visible at once.
         encoders: the encoders that `load` does not build, such as `Tokenizer`.
 
-    Raises: the errors of `load_parts` and of `RowWriter`. After an error the new table has no rows.
+    Raises: the errors of `load_parts` and of `RowWriter`. After an error there is no new table.
     Cost: reads and writes every row once.
 
     >>> import tempfile
@@ -175,12 +177,13 @@ def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None =
     tensor([0, 1])
     """
     parts = load_parts(folder, encoders=encoders).parts
-    writer = RowWriter(table, like=parts[0].rows[:0])
+    made = not os.path.exists(table)
+    writer = RowWriter(table, like=cat([d.rows[:0] for d in parts]))
     try:
         for d in parts:
             for batch in d.rows.batches(_AT_ONCE):
                 writer.write(batch)
+        writer.close()
     except BaseException:
-        writer._table.release()
+        writer._table.undo(made)
         raise
-    writer.close()

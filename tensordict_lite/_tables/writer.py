@@ -265,6 +265,20 @@ class TableWriter:
                 self._write(i, written.lengths[i], buffer[: extent.lengths[i] - written.lengths[i]])
             self._extents = extent, extent
 
+    def undo(self, made: bool, old: TableIndex | None = None) -> None:
+        """Remove the files of this new table, and release it. ``old``: the table that it would have replaced.
+
+        ``made``: remove the folder too.
+        """
+        with suppress(OSError):
+            for file in self.files:
+                self._folder.remove(file)
+            if old is None:
+                self._folder.remove(INDEX)
+            if made:
+                os.rmdir(self.folder)
+        self.release()
+
     def _write(self, i: int, first: int, tensor: Tensor) -> None:
         """Write rows into file ``i``, beginning at its row ``first``."""
         file = self._folder.files[i]
@@ -322,13 +336,7 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
         try:
             writer.create(old)
         except BaseException:
-            with suppress(OSError):
-                for file in writer.files:
-                    folder.remove(file)
-                if old is None:
-                    folder.remove(INDEX)
-                if made:
-                    os.rmdir(folder.path)
+            writer.undo(made, old)
             raise
     return writer
 
