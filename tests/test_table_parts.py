@@ -101,7 +101,9 @@ def test_dicts_of_another_schema() -> None:
     assert joined[[2, 1]].decode("s") == ["b", "wide"]
     with pytest.raises(ValueError, match=r"^dict 1 lacks 's', which dict 0 has$"):
         JoinedRows([one, DeviceDict({"x": [1]})])
-    with pytest.raises(ValueError, match=r"^'x': dict 1 has int64\[1, 2\], dict 0 has int64\[1\]$"):
+    with pytest.raises(
+        ValueError, match=r"^'x': dict 1 has int64\[1, 2\], dict 0 has int64\[1\]; the dtypes and dimensions must be"
+    ):
         JoinedRows([one, DeviceDict({"x": [[1, 2]], "s": ["a"]})])
     with pytest.raises(ValueError, match=r"needs at least one dict"):
         JoinedRows([])
@@ -146,6 +148,37 @@ def test_a_failed_join_leaves_nothing(
     assert (tmp_path / "whole").exists() == exists and not list(tmp_path.glob("whole/*"))
     join_parts(tmp_path / "parts", tmp_path / "whole")
     assert plain(load(tmp_path / "whole")) == expected(list(range(12)))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("ours", "theirs"), [("int32", "int64"), ("int64", "float32"), ("bfloat16", "float16")])
+def test_parts_of_other_dtypes(tmp_path: Path, ours: str, theirs: str, ragged: bool) -> None:
+    for part, dtype in enumerate((ours, ours, theirs)):
+        batch = {"n": {"x": torch.ones(2 + part, 1, dtype=getattr(torch, dtype))}}
+        with RowWriter(tmp_path / "parts", like=batch, ragged=["x"] * ragged, part=part) as writer:
+            writer.write(batch)
+    name = "'n.x.values'" if ragged else "'n.x'"
+    sizes = ("4", "2") if ragged else ("4, 1", "2, 1")
+    message = (
+        rf"^{name}: dict 2 has {theirs}\[{sizes[0]}\], dict 0 has {ours}\[{sizes[1]}\]; the dtypes and dimensions must "
+        "be equal: convert one of them$"
+    )
+    dicts = [load(path) for path in sorted((tmp_path / "parts").iterdir())]
+    for call in (
+        lambda: load_parts(tmp_path / "parts"),
+        lambda: JoinedRows(dicts),
+        lambda: join_parts(tmp_path / "parts", tmp_path / "whole"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not (tmp_path / "whole").exists()
+
+
+def test_offsets_of_other_dtypes() -> None:
+    one, two = (collate([{"x": [n]}], ragged=["x"]) for n in (1, 2))
+    two["x", "offsets"] = two["x", "offsets"].long()
+    assert JoinedRows([one, two])[[1, 0]].tolist() == {"x": [[2], [1]]}
 
 
 def test_errors(tmp_path: Path) -> None:

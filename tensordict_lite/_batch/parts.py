@@ -20,7 +20,7 @@ from .._dict.rows import Rows
 from .._errors import Path
 from .._files.atomic_write import FilePath
 from .._tree.policy import Encoders
-from .._tree.tree import tensor_paths
+from .._tree.tree import ragged_paths, tensor_paths
 from .join import cat, raise_mismatch
 
 _AT_ONCE = 1 << 16
@@ -40,7 +40,7 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
     Args:
         dicts: dicts or mappings with the same keys, dtypes, shapes of a row and encoders, or their ``rows``.
 
-    Raises: the errors of `cat` for dicts of another schema. Cost: nothing is copied.
+    Raises: ``ValueError`` for dicts of another schema: the errors of `cat`, and other dtypes. Cost: nothing is copied.
 
     >>> from torch.utils.data import DataLoader
     >>> from tensordict_lite import DeviceDict, JoinedRows
@@ -55,10 +55,14 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         found = [d._dict if isinstance(d, Rows) else d for d in dicts]
         self.parts: list[DeviceDict[Any]] = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in found]
         cat([d.rows[:0] for d in self.parts])  # raises for another schema
-        for path, _ in tensor_paths(self.parts[0]):  # torch joins [0] with any shape
+        ragged = set(ragged_paths(self.parts[0]))
+        for path, _ in tensor_paths(self.parts[0]):
+            if path[:-1] in ragged and path[-1] == "offsets":
+                continue  # in memory, their dtype depends on the number of values
             values: list[Any] = [d[path] for d in cast("list[Any]", self.parts)]
-            if len({value.dim() for value in values}) > 1:
-                raise_mismatch(values, path, "dict")
+            if not all(_fit_one_table(value, values[0]) for value in values):
+                hint = "; the dtypes and dimensions must be equal: convert one of them"
+                raise_mismatch(values, path, "dict", None, hint, _fit_one_table)
         self._ends = list(accumulate(len(d.rows) for d in self.parts))
 
     def __len__(self) -> int:
@@ -119,6 +123,11 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
 
     def __repr__(self) -> str:
         return f"JoinedRows({len(self)} rows of {len(self.parts)} dicts)"
+
+
+def _fit_one_table(value: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether two columns have one dtype and as many dimensions. `cat` promotes dtypes and joins [0] with any shape."""
+    return value.dtype is first.dtype and value.dim() == first.dim()
 
 
 def load_parts(
