@@ -141,15 +141,18 @@ class Destination:
         try:
             return schema.build(self.cls, buffer)
         except InvalidManifest as error:  # for example an encoder that is not registered on this rank
-            raise RuntimeError(f"rank {dist.get_rank()}: from rank {src}: not a valid message: {error}") from error
+            raise refused(f"not a valid message: {error}", src) from error
 
 
 class Channel:
-    """A route of messages in a process group: to one rank, from one rank, or among all ranks."""
+    """A route of messages in a process group: to one rank, from one rank, or among all ranks.
+
+    ``kind``: ``"to"``, ``"from"``, ``"broadcast"``, of which the peer is the sender, or ``"all"``.
+    """
 
     def __init__(self, group: ProcessGroup, kind: str, peer: int = 0, tag: int = 0) -> None:
         state = _channels.setdefault(process_group(group), {}).setdefault((kind, peer, tag), ({}, []))
-        self.group, self.peer, self.tag = group, peer, tag
+        self.group, self.kind, self.peer, self.tag = group, kind, peer, tag
         self.known: dict[int, Header | str]
         self.pending: list[Any]
         self.known, self.pending = state
@@ -193,38 +196,47 @@ class Channel:
         text = failure(errors.first)
         return [prefix_of(None, len(text), self.comm_device), as_tensor(text, self.comm_device)]
 
-    def receive(self, take: Callable[[list[Tensor]], Any], src: int) -> tuple[Header, Tensor]:
-        """Receive a message: the schema and the buffer. ``take`` receives into tensors.
+    def share(self, parts: list[Tensor]) -> None:
+        """Broadcast the parts of a message. The other ranks receive into them."""
+        together(lambda part: dist.broadcast(part, self.peer, group=self.group, async_op=True), parts)
 
-        Raises ``RuntimeError`` that names rank ``src`` if the sender failed or the message is invalid.
+    def take(self, parts: list[Tensor]) -> None:
+        """Receive the parts of a message."""
+        if self.kind == "broadcast":
+            return self.share(parts)
+        together(lambda part: dist.irecv(part, self.peer, group=self.group, tag=self.tag), parts)
+
+    def receive(self) -> tuple[Header, Tensor]:
+        """Receive a message: the schema and the buffer.
+
+        Raises ``RuntimeError`` that names the sender if the sender failed or the message is invalid.
         """
-        rank = dist.get_rank()
         prefix = torch.zeros(PREFIX, dtype=torch.int64, device=self.comm_device)
-        take([prefix])
+        self.take([prefix])
         try:
             failed, digest, size, nbytes, count = read_prefix(prefix)
             sizes = [nbytes][:count]
             if count > 1:
                 announced = torch.empty(count, dtype=torch.int64, device=self.comm_device)
-                take([announced])
+                self.take([announced])
                 sizes = read_sizes(announced, nbytes)
         except ValueError as error:
-            raise RuntimeError(f"rank {rank}: from rank {src}: {error}") from error
+            raise refused(str(error), self.peer) from error
         text = torch.empty(size, dtype=torch.uint8, device=self.comm_device)
         if size:
-            take([text])
+            self.take([text])
         if failed:
-            raise RuntimeError(f"rank {rank}: rank {src} could not send: {text_of(text)}")
+            raise RuntimeError(f"rank {dist.get_rank()}: rank {self.peer} could not send: {text_of(text)}")
         schema = self.learn(bytes(text.cpu().numpy()), digest) if size else self.known.get(digest, _UNANNOUNCED)
         if not size and schema is not _UNANNOUNCED:
             self.remember(digest, schema)
         if isinstance(schema, Header) and schema.nbytes == nbytes and [p.nbytes for p in schema.parts] == sizes:
             buffer, parts = schema.new_buffer(self.comm_device)
-            take(parts)
+            self.take(parts)
             return schema, buffer
         # Receive an invalid message too. Otherwise the next receive would read these bytes as its prefix.
-        take([torch.empty(size, dtype=torch.uint8, device=self.comm_device) for size in sizes])
-        raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, src)
+        self.take([torch.empty(size, dtype=torch.uint8, device=self.comm_device) for size in sizes])
+        raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, self.peer)
 
 
 def refused(reason: str, src: int) -> RuntimeError:
@@ -234,11 +246,9 @@ def refused(reason: str, src: int) -> RuntimeError:
 
 def accepted(schema: Header | str, nbytes: int, src: int) -> Header:
     """The schema, if it is valid and fits a buffer of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
-    if isinstance(schema, Header) and schema.nbytes != nbytes:
-        schema = _WRONG_SIZE
-    if isinstance(schema, str):
-        raise refused(schema, src)
-    return schema
+    if isinstance(schema, Header) and schema.nbytes == nbytes:
+        return schema
+    raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, src)
 
 
 def process_group(group: ProcessGroup) -> Any:

@@ -55,7 +55,20 @@ class Header:
 
     @cached_property
     def parts(self) -> list[Part]:
-        return parts_of_buffer(self.layout)
+        """The parts of the buffer, in order. A small buffer is one part. A receiver computes the same parts."""
+        parts: list[Part] = []
+        between = False
+        for run in self.layout.runs:
+            spec = (run.dtype, run.shape, run.stride)
+            if run.nbytes >= LARGE:
+                parts += [Part(run.offset + i * run.step, [(spec, [member])]) for i, member in enumerate(run.members)]
+                between = False
+            elif run.nbytes:
+                if not between:
+                    parts.append(Part(run.offset, []))
+                    between = True
+                parts[-1].groups.append((spec, run.members))
+        return parts
 
     def new_buffer(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """A buffer for the tensors on ``device``, and its parts, which a message fills."""
@@ -103,16 +116,17 @@ class Header:
         return "its encoders, options or empty dicts differ"
 
     def _fields(self) -> dict[Path, str]:
-        found: dict[int, str] = {}
-        for run in self.layout.runs:
-            for i in run.members:
-                found[i] = f"{dtype_name(run.dtype)}[{', '.join(map(str, run.shape))}]"
+        found = {
+            i: f"{dtype_name(run.dtype)}[{', '.join(map(str, run.shape))}]"
+            for run in self.layout.runs
+            for i in run.members
+        }
         return {path: found[i] for i, path in enumerate(self.paths)}
 
 
 @dataclass(frozen=True)
 class Message:
-    """The header of a dict, and its bytes in parts, ready to send. The parts are those of `parts_of`."""
+    """The header of a dict, and its bytes in parts, ready to send. The parts are those of `Header.parts`."""
 
     schema: Header
     parts: list[Tensor]
@@ -128,23 +142,6 @@ class Part(NamedTuple):
     @property
     def nbytes(self) -> int:
         return lay_out(self.groups).nbytes
-
-
-def parts_of_buffer(layout: Layout) -> list[Part]:
-    """The parts of a buffer, in order. A small buffer is one part. A receiver computes the same parts."""
-    parts: list[Part] = []
-    between = False
-    for run in layout.runs:
-        spec = (run.dtype, run.shape, run.stride)
-        if run.nbytes >= LARGE:
-            parts += [Part(run.offset + i * run.step, [(spec, [member])]) for i, member in enumerate(run.members)]
-            between = False
-        elif run.nbytes:
-            if not between:
-                parts.append(Part(run.offset, []))
-                between = True
-            parts[-1].groups.append((spec, run.members))
-    return parts
 
 
 def message_of(d: TreeDict[Any]) -> Message:

@@ -132,17 +132,15 @@ def _receiving(channel: Channel, cls: Any, device: DeviceLike | None, verb: str,
         lambda: None if like is None else header_of(_checked(like, "like=", "the rank that receives"), False)
     )
     earlier = list(channel.pending)  # messages arrive in order, and each has several parts
-
-    def take(parts: list[Tensor]) -> None:
-        together(lambda part: dist.irecv(part, src, group=channel.group, tag=channel.tag), parts)
+    collective = [channel.group] if channel.kind == "broadcast" else []
 
     def finish() -> DeviceDict[Any]:
         while earlier:
             with suppress(Exception):  # the `wait()` of the earlier receive raises the error to its caller
                 earlier.pop(0).wait()
         received: Any = None
-        with errors, error_context(what):
-            received = channel.receive(take, src)
+        with errors, error_context(what, *collective):
+            received = channel.receive()
         errors.raise_first()
         schema, buffer = received
         different = "" if expected is None else schema.difference(expected)
@@ -174,23 +172,13 @@ def broadcast(
     below 1 MiB; no copy if the dict is packed.
     """
     errors, channel = Errors(), Channel(group, "broadcast", src)
-
-    def share(parts: list[Tensor]) -> None:
-        together(lambda part: dist.broadcast(part, src, group=group, async_op=True), parts)
-
-    if dist.get_rank() == src:
-        message = errors.attempt(lambda: message_of(_checked(d, "broadcast")))
-        with error_context(f"broadcast from rank {src}", group):
-            share(channel.tensors_of(message, errors))
-        errors.raise_first()
-        return cast(D, d)
-    target: Any = errors.attempt(lambda: Destination(cls, device))
-    received: Any = None
-    with errors, error_context(f"broadcast from rank {src}", group):
-        received = channel.receive(share, src)
+    if dist.get_rank() != src:
+        return _receiving(channel, cls, device, "broadcast").wait()
+    message = errors.attempt(lambda: message_of(_checked(d, "broadcast")))
+    with error_context(f"broadcast from rank {src}", group):
+        channel.share(channel.tensors_of(message, errors))
     errors.raise_first()
-    schema, buffer = received
-    return target.build(schema, buffer, src)
+    return cast(D, d)
 
 
 def scatter(
