@@ -35,15 +35,11 @@ _CLEAR_ALL_LIMIT = 32 << 10
 def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
     """A new uint8[nbytes] on ``device``. ``pin``: in pinned memory of the host."""
     if nbytes > HUGE and device.type == "cpu" and not pin:
-        return _huge_buffer(nbytes)
+        # NumPy asks the system for huge pages, and torch does not. So the system prepares fewer pages.
+        memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        return torch.from_numpy(memory[start : start + nbytes])
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
-
-
-def _huge_buffer(nbytes: int) -> Tensor:
-    # NumPy asks the system for huge pages, and torch does not. So the system prepares fewer pages.
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[start : start + nbytes])
 
 
 def goes_by_value(nbytes: int) -> bool:
@@ -71,7 +67,7 @@ def new_batch_buffer(layout: Layout, device: torch.device) -> Tensor:
     if device == CPU and in_shared_memory(layout.nbytes):
         # Private: torch's own collate calls it; `share_memory_` would copy. The system fills the memory with zeros.
         storage = torch.UntypedStorage._new_shared(layout.nbytes)
-        return flat_over(storage, torch.uint8, layout.nbytes, CPU)
+        return bytes_over(storage, 0, layout.nbytes, CPU)
     return clear_gaps(new_buffer(layout.nbytes, device), layout)
 
 
@@ -96,15 +92,15 @@ def without_elements(dtype: torch.dtype, device: torch.device, inference: bool) 
         return torch.empty(0, dtype=dtype, device=device)
 
 
-def flat_over(storage: torch.UntypedStorage, dtype: torch.dtype, count: int, device: torch.device) -> Tensor:
-    """The first ``count`` elements of a storage on ``device``, as ``dtype``[count]."""
-    return view_over(storage, dtype, (count,), (1,), 0, device)
+def bytes_over(storage: torch.UntypedStorage, start: int, nbytes: int, device: torch.device) -> Tensor:
+    """The bytes of a storage on ``device`` from ``start`` on, as uint8[nbytes]."""
+    return view_over(storage, torch.uint8, (nbytes,), (1,), start, device)
 
 
 def buffer_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor:
     """The buffer of packed tensors, as uint8[nbytes] over their storage."""
     first = tensors[next(run.members[0] for run in layout.runs if run.step)]
-    return flat_over(first.untyped_storage(), torch.uint8, layout.nbytes, first.device)
+    return bytes_over(first.untyped_storage(), 0, layout.nbytes, first.device)
 
 
 def regions(buffer: Tensor, layout: Layout) -> list[Tensor]:

@@ -42,9 +42,7 @@ def copy_each(
         return [t.to(device, non_blocking=non_blocking, copy=copy) for t in tensors]
     casts = CASTS[dtype]
     if device is None and not copy:
-        cast = _CAST.get(dtype)
-        if cast is None:
-            return [t.to(dtype) if t.dtype in casts else t for t in tensors]
+        cast = _CAST.get(dtype, lambda t: t.to(dtype))
         return [cast(t) if t.dtype in casts else t for t in tensors]
     return [
         t.to(

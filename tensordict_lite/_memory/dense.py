@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .buffer import bytes_over
 from .layout import dense_stride
 
 
@@ -29,5 +30,4 @@ def dense_bytes(t: Tensor) -> Tensor:
     stride = dense_stride(t.shape, t.stride())
     if stride != t.stride():
         t = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
-    flat = torch.empty(0, dtype=torch.uint8, device=t.device)
-    return flat.set_(t.untyped_storage(), t.storage_offset() * t.itemsize, (t.nbytes,), (1,))
+    return bytes_over(t.untyped_storage(), int(t.storage_offset()) * t.itemsize, t.nbytes, t.device)

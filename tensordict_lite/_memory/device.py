@@ -17,7 +17,6 @@ CPU = torch.device("cpu")
 """Every dict on the CPU keeps this object as its device, so that code can compare with ``is``."""
 META = torch.device("meta")
 
-_forward_ad = forward_ad
 _compiling = torch.compiler.is_compiling
 # Private: torch has no public name for "vmap or grad runs", "a dispatch mode is active", or the level of forward AD.
 _C: Any = torch._C
@@ -145,7 +144,7 @@ def intercepted() -> bool:
 
     These parts are torch.compile, functorch transforms, forward-mode autograd, dispatch modes and torch.jit.trace.
     """
-    return bool(_compiling() or _interpreters() or _dispatch_modes() or _trace() or _forward_ad._current_level >= 0)
+    return bool(_compiling() or _interpreters() or _dispatch_modes() or _trace() or forward_ad._current_level >= 0)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -37,18 +37,10 @@ def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     if all(s.resizable() for s in (*ours, *theirs)):
         # torch allocated these storages, so two of them have no memory in common.
         return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
-    spans = [([s.data_ptr() for s in group], [s.data_ptr() + s.nbytes() for s in group]) for group in (ours, theirs)]
-    return _overlap(*spans[0], *spans[1])
-
-
-def _overlap(starts: list[int], ends: list[int], their_starts: list[int], their_ends: list[int]) -> bool:
-    """Whether a span of addresses overlaps one of theirs."""
-    starts, ends = sorted(starts), sorted(ends)
-    for start, end in zip(their_starts, their_ends, strict=True):
-        # No overlap: the spans that start before this span ends are exactly the spans that end before it starts.
-        if bisect_left(starts, end) != bisect_right(ends, start):
-            return True
-    return False
+    starts, ends = sorted([s.data_ptr() for s in ours]), sorted([s.data_ptr() + s.nbytes() for s in ours])
+    spans = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in theirs]
+    # No overlap: our spans that start before the end of their span are exactly those that end before its start.
+    return any(bisect_left(starts, end) != bisect_right(ends, start) for start, end in spans)
 
 
 def are_slices(tensors: Sequence[Tensor]) -> bool:

@@ -73,9 +73,8 @@ def plan_copies(
     indices = range(len(tensors))
     everything = tuple(i for i in indices if i not in repeats) if repeats else tuple(indices)
     one_by_one = CopyPlan(one_by_one=everything, repeats=repeats)
-    if not (here.byte_views and there.byte_views):
-        return one_by_one
-    if capturing and source != target:  # each replay of the graph must read the sources again
+    # Each replay of a graph that is captured must read the sources again.
+    if not (here.byte_views and there.byte_views) or (capturing and source != target):
         return one_by_one
     pins = (source == CPU and there.pinned_memory) or (target == CPU and here.pinned_memory)
     if len(everything) < 2 and not (pins and source == CPU):
