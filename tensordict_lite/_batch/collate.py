@@ -123,14 +123,13 @@ def collate(
     rows_of = _ragged_fields(ragged, pad) if ragged != () else _NO_KEYS
     if are_rows:
         return _batch_of(given, cls, encoders, objects, pack)
-    kind, policy = cls, cls._class_policy
     are_dicts = list(map(type, given)).count(dict) == len(given)
     if not are_dicts:
         _require_mappings(given)
-        kind, policy = _kind_of(given, cls)
+    trees = [] if are_dicts else _trees(given)
+    kind, policy = _kind_of(trees, cls) if trees else (cls, cls._class_policy)
     if not (encoders is objects is None):
-        keys = () if are_dicts else next(iter(_trees(given)), ())
-        policy = policy.override_of_copy(keys, encoders, objects=objects)
+        policy = policy.override_of_copy(trees[0] if trees else (), encoders, objects=objects)
     device = _device_of(given[0])
     batch = kind._new((), device, policy)
     walk = _Walk(len(given), device, policy.on_mismatch == "move", pack and can_pack(device), pads, rows_of)
@@ -138,8 +137,7 @@ def collate(
     walk.finish()
     if cls is not DeviceDict:
         batch._validate()
-    if pads:
-        pads.require_known(batch, "sample")
+    pads.require_known(batch, "sample")
     if rows_of:
         require_known("ragged=", rows_of, batch, "sample")
         refuse_nested("ragged=", rows_of, batch)
@@ -205,11 +203,8 @@ def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:
     return [sample for sample in samples if type(sample) in kinds] if kinds else []
 
 
-def _kind_of(samples: Sequence[Any], asked: type[DeviceDict[Any]]) -> tuple[type[DeviceDict[Any]], Policy]:
+def _kind_of(trees: Sequence[DeviceDict[Any]], asked: type[DeviceDict[Any]]) -> tuple[type[DeviceDict[Any]], Policy]:
     """The class and policy of the batch: those of the samples if their class is a subclass of ``asked``."""
-    trees = _trees(samples)
-    if not trees:
-        return asked, asked._class_policy
     own = merged_policy(trees, (), "sample")
     kind = type(trees[0])
     return (kind, own) if issubclass(kind, asked) else (asked, asked._policy_of_copy(own, trees[0]))

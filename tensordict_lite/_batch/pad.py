@@ -65,15 +65,13 @@ class Pad:
 
     def __post_init__(self) -> None:
         given: Any = self.dims
-        if isinstance(given, list):  # from JSON
-            object.__setattr__(self, "dims", tuple(given))
         if isinstance(given, int) and given < 1:
             raise ValueError(f"dims is 1 or more dimensions, or a tuple of dimensions, got {given!r}")
-        each: tuple[Any, ...] = (
-            (given,) if isinstance(given, int) else tuple(given) if isinstance(given, (tuple, list)) else ()
-        )
+        each = tuple(given) if isinstance(given, (tuple, list)) else (given,)
         if not each or not all(type(dim) is int for dim in each):
             raise TypeError(f"dims is a number of dimensions, or a tuple of dimensions, got {given!r:.60}")
+        if isinstance(given, list):  # from JSON
+            object.__setattr__(self, "dims", each)
         if not isinstance(self.value, (bool, int, float)):
             raise TypeError(f"Pad takes a real number as value, got {self.value!r:.60}")
         if self.side not in ("left", "right"):
