@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,7 @@ from .dense import is_dense
 from .dtypes import CASTS
 from .overlap import is_expanded
 
-_CAST = {
+_CAST: Mapping[torch.dtype | None, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
     torch.float32: Tensor.float,
@@ -36,23 +36,13 @@ def copy_each(
     """
     if non_blocking and device is not None and device.type == "mps":
         non_blocking = False  # torch may read the source after it was changed or freed: pytorch#139550, #189690
-    if dtype is None:
-        if device is None:
-            return clone_each(tensors) if copy else list(tensors)
-        return [t.to(device, non_blocking=non_blocking, copy=copy) for t in tensors]
     casts = CASTS[dtype]
     if device is None and not copy:
         cast = _CAST.get(dtype, lambda t: t.to(dtype))
         return [cast(t) if t.dtype in casts else t for t in tensors]
-    return [
-        t.to(
-            t.device if device is None else device,
-            casts.get(t.dtype, t.dtype),
-            non_blocking=non_blocking,
-            copy=copy,
-        )
-        for t in tensors
-    ]
+    if device is None and dtype is None:
+        return clone_each(tensors)
+    return [t.to(device, casts.get(t.dtype), non_blocking=non_blocking, copy=copy) for t in tensors]
 
 
 def clone_each(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:

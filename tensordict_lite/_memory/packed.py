@@ -171,7 +171,7 @@ def pack(
     if all(0 in shape for (_, shape, _), _ in groups) or (not casts and find_buffer(tensors, device, alone=True)):
         return tensors
     out = list(tensors)
-    pack_into(out, lay_out(cast_groups(groups, casts) if casts else groups), device)
+    pack_into(out, lay_out(cast_groups(groups, casts)), device)
     for i, first in repeats.items():
         out[i] = out[first]
     return out

@@ -90,8 +90,7 @@ def plan_copies(
     if source == target or (target == CPU and non_blocking):
         return one_by_one
     groups, unpackable = arrange(tensors, repeats)
-    after = cast_groups(groups, casts) if casts else groups
-    coalesced = distribute(after, COALESCED_TENSOR, COALESCED_BUFFER)
+    coalesced = distribute(cast_groups(groups, casts), COALESCED_TENSOR, COALESCED_BUFFER)
     rest = set(everything).difference(*[layout.members for layout in coalesced])
     staged: list[int] = []
     fetched: list[Layout] = []
