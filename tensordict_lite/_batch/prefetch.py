@@ -160,7 +160,8 @@ class prefetch(Generic[B]):
                             if last is not None:
                                 last.synchronize()  # the loader may now reuse the memory of the last batch
                             source = next(batches)
-                            fetched = source, 0 if max_bytes is None else _bytes_of(source), self._state_after_fetch()
+                            size = 0 if max_bytes is None else sum(map(nbytes, tensors_inside(source)))
+                            fetched = source, size, self._state_after_fetch()
                         source, size, state = fetched
                         # The first batch that is ready is not ahead: it is yielded next.
                         if max_bytes is not None and ready and sum(b for _, b, _ in [*ready][1:]) + size > max_bytes:
@@ -206,8 +207,7 @@ class _Slots:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.count, self.device = count, device
-        self.dicts: list[DeviceDict[Any]] = []
-        self.filled = 0
+        self.dicts: deque[DeviceDict[Any]] = deque()  # the one to fill next comes first
 
     def put(self, batch: Any) -> Any:
         """Copy a batch into the next slot, on the current stream. Returns the slot."""
@@ -216,12 +216,9 @@ class _Slots:
                 f"prefetch with slots= takes batches that are DeviceDicts, got {described(batch)}; "
                 "give the DataLoader collate_fn=collate"
             )
-        i, self.filled = self.filled % self.count, self.filled + 1
-        if i == len(self.dicts):
+        if len(self.dicts) < self.count:
             self.dicts.append(batch.detach().to(self.device, non_blocking=True, copy=True))
-            return self.dicts[i]
-        return self.dicts[i].fill_(batch, non_blocking=True)
-
-
-def _bytes_of(batch: Any) -> int:
-    return sum(nbytes(tensor) for tensor in tensors_inside(batch))
+        else:
+            self.dicts.rotate(-1)
+            self.dicts[-1].fill_(batch, non_blocking=True)
+        return self.dicts[-1]
