@@ -312,7 +312,7 @@ class Ragged(DeviceDict[Tensor]):
         key = id(offsets)
         rows: Selection | None = known.get(key)
         if rows is None:
-            rows = known[key] = selection_of(offsets, at)
+            rows = known[key] = self._selection(at)
         places = rows.positions
         part = values[places] if isinstance(places, slice) else take_rows([values], places)[0]
         out = self._new({"values": part, "offsets": rows.offsets}, self._device, self._policy)
@@ -321,13 +321,14 @@ class Ragged(DeviceDict[Tensor]):
 
     def _places(self, at: int | slice | Tensor) -> tuple[slice | Tensor, Tensor]:
         """Where the values of some rows are, a slice or indices, and the length of each of these rows."""
+        rows = self._selection(slice(at, at + 1 or None) if isinstance(at, int) else at)
+        return rows.positions, rows.offsets.diff()
+
+    def _selection(self, at: slice | Tensor) -> Selection:
         offsets = self["offsets"]
-        if isinstance(at, int):
-            at = slice(at, at + 1 or None)
         if isinstance(at, slice) and at.step not in (None, 1):
             at = torch.arange(len(offsets) - 1, device=offsets.device)[at]
-        rows = selection_of(offsets, at)
-        return rows.positions, rows.offsets.diff()
+        return selection_of(offsets, at)
 
 
 def _parts(items: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -76,7 +76,7 @@ class Rows(Dataset[D]):
         d = self._dict
         fields, flat, count = _fields(d)
         at = index if type(index) is slice else row_index(index, count, d._device)
-        return _with_rows(d, _taken(fields, at, count), flat, at, count)
+        return _with_rows(d, _taken(fields, at), flat, at, count)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
         """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.
@@ -102,7 +102,7 @@ class Rows(Dataset[D]):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
         if only_tensors(fields):
             return Rows(_with_rows(d, take_batch(fields, at, d._device), flat, at, count))
-        out = _with_rows(d, _taken(fields, at, count), flat, at, count)
+        out = _with_rows(d, _taken(fields, at), flat, at, count)
         return Rows(out._replace_tensors(packed_batch(out._tensors(), d._device), d._device))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
@@ -436,16 +436,15 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, count: int) -> None:
             raise TypeError(f"{dotted(path)} is a kept list, which has no dimensions to flatten; drop it first")
 
 
-def _taken(fields: list[Any], at: int | slice | Tensor, count: int) -> list[Any]:
-    """The rows ``at`` of tensors and ragged fields, which have ``count`` rows. Views for an int and a slice."""
+def _taken(fields: list[Any], at: int | slice | Tensor) -> list[Any]:
+    """The rows ``at`` of tensors and ragged fields. Views for an int and a slice."""
     known: dict[int, Any] = {}
     if isinstance(at, Tensor):
         if only_tensors(fields):
             return take_rows(fields, at)
         made = iter(take_rows([field for field in fields if isinstance(field, Tensor)], at))
         return [next(made) if isinstance(field, Tensor) else field._take(at, known) for field in fields]
-    inside = torch.arange(count)[at] if isinstance(at, slice) and at.step not in (None, 1) else at
-    return [field[at] if isinstance(field, Tensor) else field._take(inside, known) for field in fields]
+    return [field[at] if isinstance(field, Tensor) else field._take(at, known) for field in fields]
 
 
 def _each_row(field: Any, part: slice, unbinds: bool) -> Iterable[Tensor]:
@@ -472,7 +471,7 @@ def _plain_rows(d: TreeDict[Any], columns: Mapping[str, Any], count: int) -> lis
 def _copy_rows(d: D, index: Tensor) -> D:
     """The rows at ``index``, which has rows only, as new tensors."""
     fields, flat, count = _fields(d)
-    return _with_rows(d, _taken(fields, index, count), flat, index, count)
+    return _with_rows(d, _taken(fields, index), flat, index, count)
 
 
 def _with_rows(d: D, made: Sequence[Any], flat: bool, at: int | slice | Tensor, count: int) -> D:

@@ -68,9 +68,8 @@ class Utf8(StringEncoder):
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        limit = self.max_length
-        if limit is not None and not _is_count(limit, 0, 2**63):
-            raise ValueError(f"max_length is a number of bytes, 0 or more, or None; got {limit!r}")
+        if self.max_length is not None and not _is_count(self.max_length, 0, 2**63):
+            raise ValueError(f"max_length is a number of bytes, 0 or more, or None; got {self.max_length!r}")
 
     def __repr__(self) -> str:
         return "Utf8()" if self.max_length is None else f"Utf8({self.max_length})"
@@ -283,11 +282,10 @@ class Hashing(StringEncoder):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        buckets, seed = self.buckets, self.seed
-        if not _is_count(buckets, 1, 2**63):
-            raise ValueError(f"buckets is a whole number from 1 to 2**63, got {buckets!r}")
-        if not _is_count(seed, 0, 2**64 - 1):
-            raise ValueError(f"seed is a whole number from 0 to 2**64 - 1, got {seed!r}")
+        if not _is_count(self.buckets, 1, 2**63):
+            raise ValueError(f"buckets is a whole number from 1 to 2**63, got {self.buckets!r}")
+        if not _is_count(self.seed, 0, 2**64 - 1):
+            raise ValueError(f"seed is a whole number from 0 to 2**64 - 1, got {self.seed!r}")
 
     def encode(self, strings: Sequence[str], /) -> Tensor:
         """The codes of ``n`` strings: int64 ``[n]``."""

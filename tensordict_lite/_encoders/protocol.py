@@ -170,9 +170,8 @@ def register_encoder(cls: _E) -> _E:
     >>> encoder_to_json(Length())
     {'name': 'length'}
     """
-    given: Any = cls
-    if not isinstance(given, type) or not issubclass(given, StringEncoder):
-        raise TypeError(f"register_encoder takes a subclass of StringEncoder, got {given!r:.60}")
+    if not isinstance(cls, type) or not issubclass(cls, StringEncoder):
+        raise TypeError(f"register_encoder takes a subclass of StringEncoder, got {cls!r:.60}")
     name = cls.name
     if not isinstance(name, str) or not name:
         raise TypeError(f"the encoder class {cls.__name__} has no name; set `name`, a unique str for files")

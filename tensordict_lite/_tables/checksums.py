@@ -43,9 +43,8 @@ def checksum(file: BufferedReader | FileIO, column: Column, first: int, last: in
 
 def checksum_line(files: Sequence[FileIO], columns: Sequence[Column], before: Extent, after: Extent) -> bytes:
     """The line for the rows that follow ``before``, up to ``after``."""
-    entries: dict[str, list[int]] = {}
-    for file, column, first, last in zip(files, columns, before.lengths, after.lengths, strict=True):
-        entries[column.file] = [first, last, checksum(file, column, first, last)]
+    ranges = zip(files, columns, before.lengths, after.lengths, strict=True)
+    entries = {column.file: [first, last, checksum(file, column, first, last)] for file, column, first, last in ranges}
     return f"{json.dumps({'rows': [before.rows, after.rows], 'files': entries}, separators=(',', ':'))}\n".encode()
 
 

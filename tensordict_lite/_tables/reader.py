@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from io import FileIO
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,18 +65,19 @@ def of_one_table(folder: str, read: Callable[[TableIndex], _T]) -> _T:
     Another process may replace columns meanwhile, and give the names of their files to new ones. Then the result or the
     error of ``read`` means nothing.
     """
-    index = index_of(folder)
+    after = index_of(folder)
     while True:
-        error, out = None, None
+        index = after
         try:
             out = read(index)
-        except Exception as raised:
-            error = raised
-        before, index = index, index_of(folder)
-        if index.columns == before.columns:
-            if error is not None:
-                raise error
-            return cast(_T, out)
+        except Exception:
+            after = index_of(folder)
+            if after.columns == index.columns:
+                raise
+            continue
+        after = index_of(folder)
+        if after.columns == index.columns:
+            return out
 
 
 def index_of(folder: str) -> TableIndex:

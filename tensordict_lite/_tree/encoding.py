@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._encoders.protocol import StringEncoder
 from .._errors import InvalidFileError, Path
 from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
 from .._memory.dense import dense_bytes
@@ -130,13 +129,9 @@ def _objects_allowed(d: TreeDict[Any]) -> bool:
 def arguments(d: TreeDict[Any], outline: Outline, carried: Carried, names: bool = False) -> tuple[Any, ...]:
     """The reduction of a dict from its parts. ``names``: write the names of the classes, not the classes."""
     classes = [name_of(type(node)) if names else type(node) for node in outline.nodes]
-    encoders = outline.entries(_json_or_itself) if names else outline.encoders
+    encoders = outline.entries(lambda one: encoder_entry(one, lambda one, _: one)) if names else outline.encoders
     device = "cpu" if d._device is CPU else d._device and str(d._device)  # `str` of a device takes long
     return rebuild, (outline.text(), classes, encoders, device, *carried)
-
-
-def _json_or_itself(encoder: StringEncoder) -> Any:
-    return encoder_entry(encoder, lambda encoder, _: encoder)
 
 
 def _without_slices(values: list[Any], device: torch.device | None) -> list[Any]:

@@ -431,8 +431,7 @@ def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     """``value``, validated: a dict with exactly these fields, of these classes. Raises `InvalidManifest`."""
     if type(value) is not dict or set(value) != set(kinds):
         invalid(f"expected {what} with the fields {', '.join(kinds)}")
-    fields = value
     for name, kind in kinds.items():
-        if kind is not object and type(fields[name]) is not kind:
+        if kind is not object and type(value[name]) is not kind:
             invalid(f"{name!r} of {what} is not a {kind.__name__}")
-    return fields
+    return value

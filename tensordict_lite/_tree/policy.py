@@ -82,14 +82,13 @@ class Policy:
         """Validate and set the given options. None counts as not given. Encoders are merged by key."""
         changes = {name: _OPTIONS[name]["check"](value) for name, value in options.items() if value is not None}
         if isinstance(encoders, Mapping):
-            given = encoders
-            for key in given:
+            for key in encoders:
                 if not isinstance(key, str):
                     raise TypeError(
                         f"encoders= maps keys, which are str, to encoders; got the key {key!r}. "
                         "A key's encoder serves that key in nested dicts too"
                     )
-            changes["encoders"] = {**self.encoders, **{k: as_encoder(e) for k, e in given.items()}}
+            changes["encoders"] = {**self.encoders, **{k: as_encoder(e) for k, e in encoders.items()}}
         elif encoders is not None:
             changes["default_encoder"] = as_encoder(encoders)
         return replace(self, **changes) if changes else self

@@ -237,7 +237,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
 
 def kind_nested(
-    outer: type[TreeDict[Any]], key: str, kind: type[Any], given: Policy | None, keys: Iterable[str], policy: Policy
+    outer: type[TreeDict[Any]], key: str, kind: Any, given: Policy | None, keys: Iterable[str], policy: Policy
 ) -> tuple[type[Any], Policy]:
     """The class and policy of a nested dict that is built from a mapping.
 
@@ -249,10 +249,9 @@ def kind_nested(
         keys: the keys of the mapping.
         policy: the policy of the parent dict.
     """
-    untyped: Any = kind  # not `cast()`, because torch.compile loses the class in a cast
     asked: Any = outer._nested_class(key) or (TreeDict if issubclass(kind, TreeDict) else outer)
     keeps_class = issubclass(kind, asked)
-    cls: Any = untyped if keeps_class else asked
+    cls: Any = kind if keeps_class else asked
     if cls is not outer and cls._has_policy():
         policy = cls._class_policy
     if given is not None:
