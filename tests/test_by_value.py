@@ -143,6 +143,8 @@ class TestSort:
                 method("n")
         with pytest.raises(TypeError, match=r"^'z' is complex64\[1\]; complex numbers have no order, sort by an"):
             DeviceDict({"z": [1j]}).rows.sort_by("z")
+        with pytest.raises(TypeError, match=r"^'f' is float8_e5m2\[1\]; torch does not sort this dtype, sort by an"):
+            DeviceDict({"f": torch.ones(1).to(torch.float8_e5m2)}).rows.sort_by("f")
         with pytest.raises(ValueError, match="rows need fields that agree on their first dimension"):
             DeviceDict({"x": [1, 2], "y": [1]}).rows.sort_by("x")
 

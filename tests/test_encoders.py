@@ -26,6 +26,7 @@ from tensordict_lite import (
     collate,
     encoder_from_json,
     encoder_to_json,
+    load,
     register_encoder,
 )
 
@@ -556,6 +557,32 @@ class TestWhereAnEncoderGoes:
             d["v"], d["u"], d["e"] = "a", "text", [""]
         check_invariants(d)
         assert d.decode("v") == "a" and d.decode("u") == "text"
+
+
+@pytest.mark.parametrize("encoder", [Utf8(), Vocabulary(["a"]), Hashing(4)], ids=repr)
+@pytest.mark.parametrize("numbers", [[True, False], [0.5, 1.0], [1j, 0j]], ids=["bool", "float", "complex"])
+def test_numbers_under_the_key_of_strings(tmp_path: Path, encoder: Any, numbers: list[Any]) -> None:
+    """A key's encoder serves that key in nested dicts too, where the field may have numbers: they stay numbers."""
+    d: Any = DeviceDict({"s": ["a", "a"], "n": {"s": numbers}}, encoders={"s": encoder})
+    assert d["n"].tolist() == {"s": numbers}
+    assert repr(encoder) in repr(d) and repr(encoder) not in repr(d["n"])
+    assert not d["n"].clone().zero_()["s"].any()
+    assert d.equal(("n", "s"), numbers[0]).tolist() == [True, False]
+    if not isinstance(numbers[0], complex):
+        assert list(d.rows.group_by(("n", "s"))) == sorted(numbers)
+    second: Any = torch.split(d, 1)[1]
+    assert second["n", "s"].tolist() == numbers[1:]
+    d.fill_({"s": ["a", "a"], "n": {"s": numbers[::-1]}})
+    d.save(tmp_path / "table")
+    assert load(tmp_path / "table")["n"].tolist() == {"s": numbers[::-1]}
+
+
+def test_numbers_of_another_dtype_than_the_codes() -> None:
+    d = DeviceDict({"s": ["a"]})
+    d["s"] = torch.tensor([97])
+    assert "s" in d.encoders and d.tolist() == {"s": [97]} and d.add_(1)["s"].tolist() == [98]
+    d = DeviceDict({"meta": {"x": 1}}, encoders={"meta": Utf8()})
+    assert d.tolist() == {"meta": {"x": 1}}
 
 
 @pytest.mark.parametrize("wrong", ["x\0y", "\ud800", "Grace"])

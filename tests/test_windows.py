@@ -21,6 +21,7 @@ from tensordict_lite import (
     Ragged,
     RowWriter,
     TypedDeviceDict,
+    Vocabulary,
     collate,
     load,
     prefetch,
@@ -89,6 +90,15 @@ class TestWindows:
             assert batch.device == device
             expected = [1, 1, 2, 3] if within == "episode" else rows
             assert batch["action"].flatten().tolist() == expected
+
+    def test_strings_at_the_top_level(self) -> None:
+        d = DeviceDict({"task": ["a", "b", "c"], "s": ["x", "yy", "z"]}, encoders={"task": Vocabulary(["a", "b", "c"])})
+        batch = collate(d.rows.windows({"task": range(2), "s": range(-1, 1)}).__getitems__([0, 2]))
+        assert batch.tolist() == {
+            "task": [["a", "b"], ["c", "c"]],
+            "s": [["x", "x"], ["yy", "z"]],
+            "mask": {"task": [[True, True], [True, False]], "s": [[False, True], [True, True]]},
+        }
 
     def test_kept_objects_and_typed_dicts(self) -> None:
         class Step(TypedDeviceDict, objects="keep"):

@@ -22,7 +22,7 @@ from .._memory.device import intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES
 from .._memory.overlap import is_expanded, overlap_partly
 from .._tree.missing import refuse_other_keys
-from .._tree.tree import TreeDict, data_of, data_paths, decode_field
+from .._tree.tree import TreeDict, data_of, data_paths, decode_field, field_encoder
 from .._tree.walk import only_tensors
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
@@ -112,20 +112,13 @@ def refuse_encoded(d: TreeDict[Any], called: str, at: Path = ()) -> None:
     if not encoders and only_tensors(d.values()):
         return
     for key, value in d.items():
-        if _is_encoded(d, key):
+        if field_encoder(d, key) is not None:
             raise TypeError(
                 f"{dotted((*at, key))} holds encoded strings, which {called} would change; "
                 f"leave it out: drop({key!r}) shares the tensors of the other fields"
             )
         if isinstance(value, TreeDict):
             refuse_encoded(value, called, (*at, key))
-
-
-def _is_encoded(d: TreeDict[Any], key: str) -> bool:
-    """Whether a field holds codes of strings: it has an encoder, and is not a tensor of floating-point numbers."""
-    value: Any = d[key]
-    codes = isinstance(value, TreeDict) or (isinstance(value, Tensor) and value.dtype not in CASTABLE)
-    return codes and key in d._policy.encoders
 
 
 def call_each(d: TreeDict[Any], function: Callable[..., Any], *others: Sequence[Any]) -> list[Any]:
@@ -429,11 +422,10 @@ def tolist(d: Any, at: Path = ()) -> Any:
     if d._is_ragged:
         return [row.tolist() for row in d.unbind()]
     out: dict[str, Any] = {}
-    encoders = d._policy.encoders
     for key, value in d.items():
         path = (*at, key)
-        if _is_encoded(d, key):
-            out[key] = decode_field(encoders[key], value, path)
+        if (encoder := field_encoder(d, key)) is not None:
+            out[key] = decode_field(encoder, value, path)
         elif isinstance(value, Tensor):
             out[key] = _tensor_to_list(value, path)
         elif isinstance(value, TreeDict):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, described, dotted
 from .._memory.row_copies import group_equal
-from .._tree.tree import TreeDict
+from .._tree.tree import TreeDict, field_encoder
 from .row_values import row_value
 
 
@@ -23,7 +23,7 @@ def equal(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     path, field, owner = _field(d, key, "equal compares a tensor field")
     if field.is_nested:
         raise TypeError(f"{dotted(path)} is {described(field)}; equal compares fields whose rows have one shape")
-    encoder = owner._policy.encoders.get(path[-1])
+    encoder = field_encoder(owner, path[-1])
     wanted = row_value(owner, path[-1], value, path[:-1], owner._policy.on_mismatch == "move")
     if not isinstance(wanted, Tensor) or np.ndim(value) > 1:
         raise TypeError(f"{dotted(path)}: equal takes one value or a flat list of values, got {described(value)}")
@@ -87,12 +87,20 @@ def _field(d: Any, key: str | Path, use: str) -> tuple[Path, Tensor, Any]:
 def _column(d: TreeDict[Any], key: str | Path, verb: str, done: str) -> tuple[Tensor, Any]:
     """A field with one value per row, and its encoder or None. ``verb`` and ``done``: for messages."""
     path, field, owner = _field(d, key, f"rows are {done} by a tensor field")
-    encoder = owner._policy.encoders.get(path[-1])
+    encoder = field_encoder(owner, path[-1])
     if field.dim() - (padding(encoder, field) is not None) != 1:
         raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are {done} by one value per row")
-    if field.is_complex() or field.is_nested:
-        what = "complex numbers have no order" if field.is_complex() else "it is a nested tensor"
-        raise TypeError(f"{dotted(path)} is {described(field)}; {what}, {verb} by another field of the same rows")
+    why = (
+        "complex numbers have no order"
+        if field.is_complex()
+        else "it is a nested tensor"
+        if field.is_nested
+        else "torch does not sort this dtype"
+        if field.is_floating_point() and field.itemsize == 1
+        else None
+    )
+    if why is not None:
+        raise TypeError(f"{dotted(path)} is {described(field)}; {why}, {verb} by another field of the same rows")
     return field.detach(), encoder
 
 

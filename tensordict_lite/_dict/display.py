@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._errors import dtype_name
 from .._memory.packed import find_buffer
-from .._tree.tree import TreeDict, fields_of
+from .._tree.tree import TreeDict, field_encoder, fields_of
 from .._tree.walk import nbytes
 
 _LONGEST_TREE = 100  # lines; a longer tree omits its middle
@@ -74,7 +74,7 @@ def _lines(d: TreeDict[Any], lasts: tuple[bool, ...] = ()) -> Iterator[Row]:
     """Yield a line for each key at every depth. ``lasts``: see `Row`, for the ancestors."""
     for i, (key, value) in enumerate(d.items()):
         here = (*lasts, i == len(d) - 1)
-        encoder = d._policy.encoders.get(key)
+        encoder = field_encoder(d, key)
         said = "" if encoder is None else repr(encoder)
         if len(said) > _LONGEST_NOTE:
             said = said[: _LONGEST_NOTE - 1] + "…"

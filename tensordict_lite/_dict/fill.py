@@ -17,7 +17,7 @@ from .._memory.overlap import is_expanded, share_memory
 from .._memory.transfer import transfer
 from .._tree.compare import equal
 from .._tree.missing import refuse_other_keys
-from .._tree.tree import TreeDict, builtin_dict
+from .._tree.tree import TreeDict, builtin_dict, field_encoder
 from .insert import insert
 from .row_values import fit_codes
 
@@ -115,7 +115,7 @@ class _Filling:
 
 def _same_encoder(d: TreeDict[Any], other: TreeDict[Any], key: str, path: Path) -> object:
     """The encoder of a field. Raises ``ValueError`` if ``other`` has another encoder, or none."""
-    ours, theirs = d._policy.encoders.get(key), other._policy.encoders.get(key)
+    ours, theirs = field_encoder(d, key), field_encoder(other, key)
     if ours is theirs or (ours is not None and theirs is not None and decode_alike(ours, theirs)):
         return ours
     shown = ["numbers" if one is None else f"strings, encoded with {short(one)}" for one in (ours, theirs)]

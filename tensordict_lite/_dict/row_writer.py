@@ -19,7 +19,7 @@ from .._memory.transfer import transfer
 from .._tables.writer import TableWriter, create_table, is_table, open_table, refuse_unknown_keys
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders, Policy
-from .._tree.tree import TreeDict, ragged_paths
+from .._tree.tree import TreeDict, field_encoder, ragged_paths
 from .._tree.walk import Items, as_dict
 from .arguments import ragged_keys
 from .device_dict import DeviceDict
@@ -308,7 +308,7 @@ def without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> A
             items[key] = without_rows(value, ragged, path, found)
         elif not isinstance(value, Tensor) or not is_dense(value):
             items[key] = value  # refused by `create_table`, which names the field
-        elif key in d._policy.encoders and value.dim() <= (d._policy.encoder(key).code_ndim or 0):
+        elif (encoder := field_encoder(d, key)) is not None and value.dim() <= (encoder.code_ndim or 0):
             raise ValueError(f"{dotted(path)}: like= is a batch, got one string; give like=collate([row])")
         elif names and value.dim() < 2:
             raise ValueError(f"{dotted(path)}: rows of a ragged field have a dimension, like= has {described(value)}")

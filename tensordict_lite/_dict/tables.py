@@ -23,7 +23,7 @@ from .._tables.writer import (
 )
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import Encoders, Policy
-from .._tree.tree import tensor_paths
+from .._tree.tree import field_encoder, tensor_paths
 from .._tree.walk import refuse_key
 from .device_dict import DeviceDict
 from .ragged import Ragged
@@ -226,7 +226,7 @@ def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragge
         raise ValueError(f"{dotted(path)}: ragged=True is for one field; in a mapping, give a Ragged for each field")
     for leaf, tensor in tensors:
         holder: Any = d[leaf[:-1]] if leaf[1:] else d
-        encoder = holder._policy.encoders.get(leaf[-1])
+        encoder = field_encoder(holder, leaf[-1])
         codes = 0 if encoder is None else encoder.code_ndim or 0  # the dimensions of one string
         if tensor.dim() <= max(ragged, codes):
             inside = " and one in each row" if ragged else ""

@@ -14,6 +14,7 @@ from typing_extensions import Self, TypeVar, Unpack
 from .._encoders.protocol import StringEncoder, decode_nested, decode_rows
 from .._errors import DeviceMismatchError, Path, dotted, with_path
 from .._memory.device import canonical
+from .._memory.dtypes import CASTABLE
 from . import pytree
 from .compare import agree, equal
 from .policy import OPTIONS, Options, Policy, refuse_option
@@ -290,6 +291,22 @@ def decode_field(encoder: StringEncoder, codes: Any, path: Path, hint: str = "")
         raise with_path(error, path, hint) from error
 
 
+def field_encoder(d: TreeDict[Any], key: str) -> StringEncoder | None:
+    """The encoder of a field of strings; None for a field of numbers.
+
+    A field has numbers if its key has no encoder, or if its dtype is not a dtype of codes: the one that the encoder
+    names, or else an integer dtype.
+    """
+    encoder, value = d._policy.encoders.get(key), builtin_dict.__getitem__(d, key)
+    if encoder is None or not isinstance(value, (Tensor, TreeDict)):
+        return None
+    data: Any = value["values"] if isinstance(value, TreeDict) and value._is_ragged else value
+    dtype = data.dtype if isinstance(data, Tensor) else None  # None: a nested dict of codes
+    if encoder.code_dtype is not None:
+        return encoder if dtype is encoder.code_dtype else None
+    return None if dtype in CASTABLE or dtype is torch.bool else encoder
+
+
 def fields_of(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any, StringEncoder | None]]:
     """Every field with its path and encoder, depth first. A ragged field is one field, whose encoder is left out."""
     if d._is_ragged:
@@ -299,7 +316,7 @@ def fields_of(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any, Stri
         if isinstance(value, TreeDict):
             yield from fields_of(value, (*at, key))
         else:
-            yield (*at, key), value, d._policy.encoders.get(key)
+            yield (*at, key), value, field_encoder(d, key)
 
 
 def ragged_paths(d: TreeDict[Any]) -> Iterator[Path]:
