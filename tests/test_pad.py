@@ -342,6 +342,34 @@ class TestCat:
             cat(batches, pad={"ids": Pad(0, lengths="n", mask="m")})
 
 
+@pytest.mark.parametrize(
+    ("lists", "dtype"),
+    [
+        ([[1, 2], [1.5]], torch.float32),
+        ([[2.5], [], (1, 2)], torch.float32),
+        ([[True], [2, 3]], torch.int64),
+        ([[1], [1j, 2.5]], torch.complex64),
+        ([[[1, 2]], [[1.5, 2], [3, 4]], []], torch.float32),
+    ],
+)
+@pytest.mark.parametrize("wide", [None, torch.float64])
+def test_lists_of_numbers_of_different_types(lists: list[Any], dtype: torch.dtype, wide: torch.dtype | None) -> None:
+    """They get the dtype that one list of all numbers has."""
+
+    class Batch(DeviceDict[Any], dtype=wide):
+        pass
+
+    expected: Any = Batch({"x": [item for items in lists for item in items]})["x"]
+    assert expected.dtype == (dtype if wide is None or not dtype.is_floating_point else wide)
+    samples = [{"x": items} for items in lists]
+    joined: Any = collate(samples, cls=Batch, ragged=["x"])["x"]
+    assert joined["values"].dtype == expected.dtype and torch.equal(joined["values"], expected)
+    padded = collate(samples, cls=Batch, pad={"x": Pad(0, mask="m")})
+    assert padded["x"].dtype == expected.dtype and torch.equal(padded["x"][padded["m"]], expected)
+    with pytest.raises(ValueError, match=r"^'x': sample 1 has int64\[1\], sample 0 has float32\[1\]"):
+        collate([{"x": torch.ones(1)}, {"x": [1]}], ragged=["x"])
+
+
 class TestSeveralDimensions:
     """Images that differ in height and width."""
 
@@ -391,6 +419,21 @@ class TestSeveralDimensions:
     def test_samples_that_do_not_fit(self, pad: Pad, message: str) -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             collate(self.samples(), pad={"image": pad})
+
+    @pytest.mark.parametrize("dims", [1, 2])
+    @pytest.mark.parametrize("view", [torch.Tensor.conj, lambda x: x.conj().imag], ids=["conjugate", "negative"])
+    def test_views_are_padded_by_their_values(self, view: Any, dims: int) -> None:
+        samples = [torch.ones(n, 2 if dims == 1 else n, dtype=torch.complex64) * 1j for n in (1, 2)]
+        batch = collate([{"x": view(x)} for x in samples], pad={"x": Pad(0, dims=dims)})
+        assert batch.is_packed and batch["x"][1].tolist() == view(samples[1]).tolist()
+        assert batch["x"][0, 0, 0] == view(samples[0])[0, 0] and not batch["x"][0, 1].any()
+
+    def test_a_sample_that_is_not_dense(self) -> None:
+        for first in (torch.eye(2), torch.eye(2).to_sparse()):
+            with pytest.raises(
+                ValueError, match=r"^'x': Pad\(0, dims=2\) pads dense samples, sample \d has sparse_coo"
+            ):
+                collate([{"x": first}, {"x": torch.eye(2).to_sparse()}], pad={"x": Pad(0, dims=2)})
 
     def test_cat_refuses_them(self) -> None:
         d = DeviceDict({"x": torch.ones(1, 2, 2)})

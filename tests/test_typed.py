@@ -10,6 +10,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
+from itertools import product
 from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional, Protocol, TypeVar, get_type_hints
 
 import numpy as np
@@ -38,7 +39,7 @@ from tensordict_lite import (
 )
 
 jaxtyping = pytest.importorskip("jaxtyping")
-from jaxtyping import Bool, Float, Float64, Int, UInt8  # noqa: E402
+from jaxtyping import Bool, Float, Float16, Float64, Int, UInt8  # noqa: E402
 
 T = TypeVar("T")
 
@@ -1087,6 +1088,44 @@ class TestAtTheBorder:
             {**REQUEST, "state": [[1]], "weight": [1], "answer": {"text": ["a"]}}, dtype=torch.half
         )
         assert wide.state.dtype == torch.half
+
+    @pytest.mark.parametrize("hint", [Float, Float64, Float16, Int, UInt8, Bool, None])
+    def test_collate_takes_numbers_as_the_constructor_does(self, hint: Any) -> None:
+        declared = Tensor if hint is None else hint[Tensor, "batch ..."]
+        kind: Any = type("Kind", (TypedDeviceDict,), {"__annotations__": {"x": declared}})
+        given = [1, 0.1, 2**40, True, 1j, [1, 2], [0.1, 1.0], (1, 0.1), [True, 2], [True, False], [], [[]], [[1, 2]]]
+        made = 0
+        for pair in product(given, repeat=2):
+            samples = [{"x": value} for value in pair]
+            try:
+                expected = stack([kind.from_dict(sample, batched=False) for sample in samples])
+            except (TypeError, ValueError):
+                continue
+            batch = collate(samples, cls=kind)
+            assert batch["x"].dtype == expected["x"].dtype and batch == expected, pair
+            made += 1
+        assert made >= 2
+
+    def test_lists_that_differ_take_the_declared_dtype(self) -> None:
+        class Sequences(TypedDeviceDict):
+            ids: Annotated[Ragged, Int[Tensor, "total"]]
+            x: Annotated[Ragged, Float64[Tensor, "total"]]
+            y: Float[Tensor, "batch n"]
+            flags: Bool[Tensor, "batch m"]
+
+        for ids, x, y in (([], [], []), ([7], [0.1], [1]), ([7], [1], [2.5])):
+            given = [{"ids": [], "x": [], "y": [], "flags": []}, {"ids": ids, "x": x, "y": y, "flags": []}]
+            batch = collate(given, cls=Sequences, pad={"y": 0.5})
+            assert batch.ids["values"].dtype == torch.int64 and batch.x["values"].dtype == torch.float64
+            assert batch.ids["values"].tolist() == ids and batch.x["values"].tolist() == x
+            assert batch.y.dtype == torch.float32 and batch.y.tolist() == [[0.5] * len(y), y]
+            assert batch.flags.dtype == torch.bool and batch.flags.shape == (2, 0)
+        one: Any = type("One", (TypedDeviceDict,), {"__annotations__": {"x": Int[Tensor, "n"]}})
+        assert one.from_dict({"x": []}).x.dtype == torch.int64
+        with pytest.raises(ValueError, match=r"^One\.x: expected Int\[Tensor, 'n'\], got float32\[1\]"):
+            one.from_dict({"x": [1.0]})
+        with pytest.raises(ValueError, match=r"^One\.x: expected Int\[Tensor, 'n'\], got float32\[0\]"):
+            one.from_dict({"x": np.ones(0, np.float32)})  # an array is never cast
 
     def test_one_class_for_a_sample_and_a_batch(self) -> None:
         samples = [Request.from_dict(REQUEST, batched=False) for _ in range(3)]

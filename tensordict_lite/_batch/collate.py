@@ -7,6 +7,7 @@ the tensors of all fields. Only if torch refuses a sample, `_Walk.examine` looks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar, cast
@@ -18,7 +19,7 @@ from torch.utils.data._utils import collate as torch_collate  # PyTorch document
 
 from .._dict.arguments import ragged_keys
 from .._dict.device_dict import DeviceDict
-from .._dict.insert import place_codes
+from .._dict.insert import convert_for, place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import encode_ragged, padding
 from .._errors import Path, described, device_mismatch, dotted, refuse_deeper, with_path
@@ -326,7 +327,7 @@ class _Walk:
         """Python numbers, or lists of them."""
         kind = type(values[0])
         items = _one_type(chain.from_iterable(values)) if kind is list else kind
-        value = _numbers(values, items, batch._policy)
+        value = _numbers(values, items, batch, path)
         return self.others(batch, path, values) if value is None else self.add(batch, path, value)
 
     def arrays(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
@@ -364,7 +365,7 @@ class _Walk:
     def together(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any], whole: Any = None) -> object:
         """Convert all samples in one call. ``whole``: the samples as one value; None: as a list."""
         try:
-            value, encoder = convert(list(values) if whole is None else whole, self.device, batch._policy, path)
+            value, encoder = convert_for(batch, list(values) if whole is None else whole, self.device, path)
         except (TypeError, ValueError) as error:
             return self.one_by_one(batch, path, values, error)  # its error names the sample
         if encoder is not None:
@@ -398,7 +399,7 @@ class _Walk:
         if self.is_ragged(path) and numbers and all(isinstance(one, Mapping) for one in numbers):
             return self.objects(batch, path, numbers, list(map(len, values)))
         pad = self.pads.at(path) or Pad()
-        flat = None if pad.dims != 1 else _numbers(numbers, _one_type(numbers), batch._policy)
+        flat = None if pad.dims != 1 else _numbers(numbers, _one_type(numbers), batch, path)
         if flat is None:
             return self.others(batch, path, values)
         if self.is_ragged(path):
@@ -511,6 +512,7 @@ class _Walk:
 
     def pad_several(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor], pad: Pad) -> None:
         """Tensors that differ in several dimensions, such as images."""
+        values = [tensor.resolve_conj().resolve_neg() for tensor in values]
         first = values[0]
         try:
             axes = pad._axes(first.dim())
@@ -520,7 +522,9 @@ class _Walk:
         for i, tensor in enumerate(values):
             if tensor.device != self.device:
                 raise device_mismatch(path, self.device, tensor.device)
-            alike = tensor.dtype == first.dtype and tensor.dim() == first.dim() and packable(tensor.detach())
+            if not packable(tensor.detach()):
+                raise ValueError(f"{dotted(path)}: {pad!r} pads dense samples, sample {i} has {described(tensor)}")
+            alike = tensor.dtype == first.dtype and tensor.dim() == first.dim()
             if not alike or any(tensor.shape[dim] != first.shape[dim] for dim in others):
                 raise ValueError(
                     f"{dotted(path)}: sample {i} has {described(tensor)}, sample 0 has {described(first)}; "
@@ -589,9 +593,14 @@ class _Walk:
         for i in filled:
             if not isinstance(values[i], Tensor):
                 try:
-                    converted[i], encoder = convert(values[i], self.device, batch._policy, path)
+                    converted[i], encoder = convert_for(batch, values[i], self.device, path)
                 except (TypeError, ValueError) as error:
                     raise type(error)(f"sample {i}: {error}") from error
+        dtypes = {tensor.dtype for i in filled if isinstance(tensor := converted[i], Tensor)}
+        if len(dtypes) > 1 and {int, float, bool, complex, list, tuple}.issuperset(map(type, values)):
+            dtype = reduce(torch.promote_types, dtypes)  # that of one list with all numbers
+            for i in filled:
+                converted[i] = convert(values[i], self.device, batch._policy, path, dtype).value
         model = converted[filled[0]]
         if isinstance(model, Tensor) and model.dim():
             for i in empty:
@@ -654,21 +663,27 @@ def _one_type(items: Iterable[Any]) -> Any:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _numbers(items: Sequence[Any], kind: Any, policy: Policy) -> Any:
-    """Python numbers of one type, or rectangular lists of them, as an array or tensor in the dtype of a dict.
+def _numbers(items: Sequence[Any], kind: Any, batch: DeviceDict[Any], path: Path) -> Any:
+    """Python numbers of one type, or rectangular lists of them, as an array or tensor in the dtype of a field.
 
-    None if the general conversion must decide.
+    None if the general conversion must decide, as it must if the class of ``batch`` declares another dtype.
     """
     if kind not in _NUMPY_TYPES:
         return None
-    wanted = (policy.dtype or torch.get_default_dtype()) if kind is float else None
+    wanted = (batch._policy.dtype or torch.get_default_dtype()) if kind is float else None
     if wanted not in (None, torch.float32, torch.float64):
         return None
     try:
         array = np.array(items, _NUMPY_TYPES[kind])
     except (ValueError, OverflowError):  # ragged lists, and integers that are too large
         return None
-    return array if wanted is None else torch.from_numpy(array).to(wanted)
+    value = array if wanted is None else torch.from_numpy(array).to(wanted)
+    if batch._has_fields:
+        typed: Any = batch
+        stored = torch.from_numpy(array) if wanted is None else value
+        if typed._dtype_of_numbers(path[-1], items, stored) is not None:
+            return None
+    return value
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

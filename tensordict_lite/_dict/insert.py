@@ -16,7 +16,7 @@ from .._encoders.protocol import StringEncoder
 from .._errors import DeviceMismatchError, Path, device_mismatch, refuse_deeper, with_path
 from .._memory.device import canonical
 from .._memory.transfer import transfer
-from .._tree.convert import convert
+from .._tree.convert import Converted, convert
 from .._tree.tree import TreeDict, kind_nested
 from .._tree.walk import NO_EXPORTS, all_on, as_shared, refuse_key, refuse_optimizer
 
@@ -112,7 +112,6 @@ def _convert_items(
     """Convert every value to ``target``. Return the converted items and the encoder of each field of strings."""
     staged: dict[str, Any] = {}
     encoders: dict[str, StringEncoder] = {}
-    typed: Any = d
     for key, given in list(data.items()):  # a list, because an encoder may change the mapping
         if not isinstance(key, str):
             refuse_key(key, at)
@@ -122,14 +121,20 @@ def _convert_items(
         elif isinstance(value, Mapping):
             staged[key] = _insert_nested(d, value, target, moved, (*at, key), shapes)
         else:
-            stored, encoder = convert(value, target, d._policy, (*at, key))
-            if d._has_fields and (dtype := typed._dtype_of_numbers(key, value, stored)) is not None:
-                stored, encoder = convert(value, target, d._policy, (*at, key), dtype)
+            stored, encoder = convert_for(d, value, target, (*at, key))
             if encoder is not None:
                 encoders[key] = encoder
                 stored = place_codes(d, stored, target, (*at, key))
             staged[key] = stored
     return staged, encoders
+
+
+def convert_for(d: TreeDict[Any], value: Any, target: torch.device, path: Path) -> Converted:
+    """`convert` a value for a field of ``d``. Python numbers get the dtype that the class of ``d`` declares."""
+    typed: Any = d
+    made = convert(value, target, d._policy, path)
+    dtype = typed._dtype_of_numbers(path[-1], value, made.value) if d._has_fields else None
+    return made if dtype is None else convert(value, target, d._policy, path, dtype)
 
 
 def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Tensor:

@@ -99,8 +99,8 @@ class Field(NamedTuple):
     """The classes of the alternatives: ``Tensor`` for a jaxtyping annotation."""
     plain: PlainShape | None
     """The only alternative, if it is a jaxtyping annotation of plain dimensions: names and numbers."""
-    floats: frozenset[torch.dtype]
-    """The dtypes of the only alternative, if all of them are floating-point."""
+    dtypes: frozenset[torch.dtype]
+    """The dtypes of the only alternative, if it is a jaxtyping annotation that names dtypes."""
     encoder: StringEncoder | None
     """The encoder of ``Annotated[Tensor, encoder]``: the field takes strings or their codes, and nothing else."""
     values: Field | None
@@ -132,14 +132,19 @@ class Field(NamedTuple):
             )
         )
 
-    def dtype_of_numbers(self, dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype | None:
-        """The dtype for Python numbers that became a tensor of ``dtype``; None to leave them as they are.
+    def dtype_of_numbers(self, stored: Tensor, wanted: torch.dtype) -> torch.dtype | None:
+        """The dtype for Python numbers that became the tensor ``stored``; None to leave them as they are.
 
+        Numbers become floating-point numbers only. An empty list has no numbers, so it may have any dtype.
         ``wanted``: the floating-point dtype that a dict uses by default.
         """
-        if dtype in self.floats or dtype.is_complex or dtype is torch.bool:
+        dtypes, dtype = self.dtypes, stored.dtype
+        if not dtypes or dtype in dtypes or dtype.is_complex or dtype is torch.bool:
             return None
-        return wanted if wanted in self.floats else min(self.floats, key=str) if len(self.floats) == 1 else None
+        if stored.numel() and not all(one.is_floating_point for one in dtypes):
+            return None
+        found = [one for one in (wanted, torch.int64) if one in dtypes] or list(dtypes)
+        return found[0] if len(found) == 1 else None
 
 
 class Schema:
@@ -279,7 +284,7 @@ def _field(where: str, hint: Any, optional: bool = False) -> Field:
         shown=" | ".join(kind.__name__ for kind in kinds),
         classes=classes,
         plain=None if shaped is None else _plain_shape(shaped),
-        floats=dtypes if all(dtype.is_floating_point for dtype in dtypes) else frozenset(),
+        dtypes=dtypes,
         encoder=encoders[0] if encoders else None,
         values=_field(where, Union[values]) if values else None,  # noqa: UP007  (of a tuple)
     )

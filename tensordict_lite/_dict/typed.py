@@ -241,10 +241,9 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
         """The declared dtype for a field of Python numbers; None if it is the dtype of ``stored``, their tensor."""
         field = self._schema().fields.get(key)
-        if field is None or not field.floats or type(value) not in (int, float, list, tuple):
+        if field is None or type(value) not in (int, float, list, tuple) or not isinstance(stored, Tensor):
             return None
-        wanted = self._policy.dtype or torch.get_default_dtype()
-        dtype = field.dtype_of_numbers(stored.dtype, wanted) if isinstance(stored, Tensor) else None
+        dtype = (field.values or field).dtype_of_numbers(stored, self._policy.dtype or torch.get_default_dtype())
         return dtype if dtype is not None and holds_numbers(value) else None  # an array is never cast
 
     def _commit(

@@ -143,7 +143,7 @@ def _numbers(value: Any, device: torch.device, policy: Policy, path: Path, dtype
         raise ValueError(
             f"{dotted(path)}: expected numbers that torch can hold, in lists that are rectangular; torch says: {error}"
         ) from error
-    if dtype is None or not torch.can_cast(tensor.dtype, dtype):
+    if dtype is None or (tensor.numel() and not torch.can_cast(tensor.dtype, dtype)):
         return tensor
     return _numbers_of_dtype(value, dtype, device, path)
 
