@@ -25,6 +25,9 @@ from tensordict_lite._tables.writer import TableWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 
+LARGE = (1 << 24) + 1
+"""A number that float32 cannot hold."""
+
 SIZES = (4, 0, 7, 1)
 LIKE: dict[str, Any] = {"x": [0], "n": {"s": ["cat"]}, "text": [""]}
 
@@ -173,6 +176,17 @@ def test_parts_of_other_dtypes(tmp_path: Path, ours: str, theirs: str, ragged: b
         with pytest.raises(ValueError, match=message):
             call()
     assert not (tmp_path / "whole").exists()
+
+
+@pytest.mark.parametrize("parts", [([[], []], [[LARGE], [1]]), ([[LARGE], [1]], [[], []])])
+def test_a_part_without_values_does_not_decide_the_dtype(tmp_path: Path, parts: Any) -> None:
+    for number, rows in enumerate(parts):
+        with RowWriter(tmp_path / "parts", like={"x": rows, "s": ["", ""]}, ragged=["x", "s"], part=number) as writer:
+            writer.write({"x": rows, "s": ["a", "bc"]})
+    join_parts(tmp_path / "parts", tmp_path / "whole")
+    for found in (load(tmp_path / "whole"), load_parts(tmp_path / "parts")[:]):
+        assert found["x", "values"].dtype == torch.int64 and found.decode("s") == ["a", "bc"] * 2
+        assert found["x"].tolist() == [*parts[0], *parts[1]]
 
 
 def test_offsets_of_other_dtypes() -> None:

@@ -156,10 +156,7 @@ class _Join(NamedTuple):
         if self.verb == "stack" or self.dim:
             hint = "cat([...]) joins the rows" if self.verb == "stack" else "cat along dim=0"
             raise ValueError(f"{where} is ragged: its rows differ in length, so they have no other dimension; {hint}")
-        values = [field["values"] for field in fields]
-        # A field without values does not decide the dtype: empty lists are float32.
-        dtype = next((one.dtype for one in values if len(one)), None)
-        values = [one if dtype is None or len(one) else one.to(dtype) for one in values]
+        values = decided_values(fields)
         try:
             joined = torch.cat(values)
         except RuntimeError as error:
@@ -183,6 +180,13 @@ class _Join(NamedTuple):
                 f"{dotted(path)}: strings of {codes.dim() - 1} dimensions have no dim={dim} to {verb} along"
             )
         return dim % dims
+
+
+def decided_values(fields: Sequence[Any]) -> list[Tensor]:
+    """The values of ragged fields. A field without values does not decide the dtype: empty lists are float32."""
+    values = [field["values"] for field in fields]
+    dtype = next((one.dtype for one in values if len(one)), None)
+    return [one if dtype is None or len(one) else one.to(dtype) for one in values]
 
 
 def values_by_key(

@@ -14,14 +14,15 @@ from torch.utils.data import Dataset
 
 from .._dict.device_dict import DeviceDict
 from .._dict.io import load
+from .._dict.ragged import Ragged
 from .._dict.row_index import row_index
 from .._dict.row_writer import RowWriter
 from .._dict.rows import Rows
 from .._errors import Path
 from .._files.atomic_write import FilePath
 from .._tree.policy import Encoders
-from .._tree.tree import ragged_paths, tensor_paths
-from .join import cat, raise_mismatch
+from .._tree.tree import fields_of, ragged_paths
+from .join import cat, decided_values, raise_mismatch
 
 _AT_ONCE = 1 << 16
 """The number of rows that `join_parts` writes at a time."""
@@ -55,14 +56,14 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         found = [d._dict if isinstance(d, Rows) else d for d in dicts]
         self.parts: list[DeviceDict[Any]] = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in found]
         cat([d.rows[:0] for d in self.parts])  # raises for another schema
-        ragged = set(ragged_paths(self.parts[0]))
-        for path, _ in tensor_paths(self.parts[0]):
-            if path[:-1] in ragged and path[-1] == "offsets":
-                continue  # in memory, their dtype depends on the number of values
+        for path, field, _ in fields_of(self.parts[0]):
             values: list[Any] = [d[path] for d in cast("list[Any]", self.parts)]
-            if not all(_fit_one_table(value, values[0]) for value in values):
+            if isinstance(field, Ragged):
+                values = decided_values(values)
+            if isinstance(values[0], torch.Tensor) and not all(_fit_one_table(value, values[0]) for value in values):
                 hint = "; the dtypes and dimensions must be equal: convert one of them"
-                raise_mismatch(values, path, "dict", None, hint, _fit_one_table)
+                named = (*path, "values") if isinstance(field, Ragged) else path
+                raise_mismatch(values, named, "dict", None, hint, _fit_one_table)
         self._ends = list(accumulate(len(d.rows) for d in self.parts))
 
     def __len__(self) -> int:
@@ -187,7 +188,10 @@ def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None =
     """
     parts = load_parts(folder, encoders=encoders).parts
     made = not os.path.exists(table)
-    writer = RowWriter(table, like=cat([d.rows[:0] for d in parts]))
+    like = cat([d.rows[:0] for d in parts])
+    for path in ragged_paths(like):
+        like[(*path, "values")] = decided_values([d[path] for d in cast("list[Any]", parts)])[0][:0]
+    writer = RowWriter(table, like=like)
     try:
         for d in parts:
             for batch in d.rows.batches(_AT_ONCE):

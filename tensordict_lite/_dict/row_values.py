@@ -124,13 +124,13 @@ def refuse_encoders(d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> Non
 
 
 def refuse_unfit(field: Tensor, value: Tensor, path: Path) -> None:
-    """Raise ``ValueError`` for a layout or dtype that rows of ``field`` cannot hold."""
+    """Raise ``ValueError`` for a layout or dtype that rows of ``field`` cannot hold. An empty tensor fits any."""
     if field.layout is torch.strided and not is_dense(value):
         what = "a nested" if value.is_nested else "a quantized" if value.is_quantized else "a sparse"
         raise ValueError(f"{dotted(path)} has dense rows, got {what} tensor; convert it first")
     if value.is_meta and not field.is_meta:
         raise ValueError(f"{dotted(path)} is on meta, without values; make it on another device")
-    if not torch.can_cast(value.dtype, field.dtype):
+    if value.numel() and not torch.can_cast(value.dtype, field.dtype):
         raise ValueError(
             f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into {dtype_name(field.dtype)}; "
             "convert it first"
