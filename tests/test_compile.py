@@ -15,7 +15,7 @@ from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
-from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary
+from tensordict_lite import DeviceDict, DeviceMismatchError, Ragged, Vocabulary
 
 pytestmark = compiles
 
@@ -303,6 +303,12 @@ def test_encoders_survive_tree_map_in_a_graph() -> None:
         "a",
         "b",
     ]
+
+
+@pytest.mark.parametrize("run", [lambda d: d.rows[torch.tensor([2, 0])], lambda d: d.rows.sort_by("x")])
+def test_rows_of_ragged_fields_break_the_graph_and_are_right(run: Callable[[Any], Any]) -> None:
+    d = DeviceDict({"x": [2.0, 1.0, 0.0], "r": Ragged.from_rows([[1], [2, 3], []])})
+    assert torch.compile(run, backend="eager")(d) == run(d)
 
 
 def test_a_context_compares_keys_alone() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from tensordict_lite import (
     DeviceDict,
+    collate,
     prefetch,
     to_device,
 )
@@ -54,6 +55,16 @@ class TestTo:
         assert not copies
         assert moved.to("sim:1").device == torch.device("sim:1")
         assert copies == {"d2d": 4}, "gathered by a kernel for each dtype, then copied"
+
+    def test_rows_at_an_index_on_the_device_are_copied_without_the_host(self, copies: Any) -> None:
+        d = DeviceDict({"id": [1, 2], "n": {"m": [True, False], "e": {}}}, device="sim")
+        at = torch.tensor([1, 0]).to("sim")
+        copies.clear()
+        rows, batch = d.rows[at], collate(d.rows.__getitems__(at))
+        assert not copies
+        assert rows.cpu()["id"].tolist() == batch.cpu()["id"].tolist() == [2, 1]
+        meta = d.to("meta")
+        assert meta.rows[torch.tensor([1, 0], device="meta")]["n", "m"].shape == (2,)
 
     def test_every_form_of_the_arguments(self, device: torch.device) -> None:
         d = sample()

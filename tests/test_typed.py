@@ -11,7 +11,18 @@ import sys
 import types
 from collections.abc import Callable
 from itertools import product
-from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional, Protocol, TypeVar, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NewType,
+    Optional,
+    Protocol,
+    TypeVar,
+    get_type_hints,
+)
 
 import numpy as np
 import pytest
@@ -541,6 +552,44 @@ class TestShapes:
         for change, message in wrong:
             with pytest.raises(ValueError, match=message):
                 Tokens(**{**good, **change})
+
+    def test_json_lists_become_ragged(self) -> None:
+        class Tokens(TypedDeviceDict, encoders={"words": Utf8()}):
+            ids: Annotated[Ragged, Float[Tensor, "total"]]
+            words: Ragged | None = None
+            label: Int[Tensor, "n"]
+
+        class Boxes(TypedDeviceDict):
+            boxes: Annotated[Ragged, Float[Tensor, "total 2"]]
+
+        data = {"ids": [[1, 2], [], [3]], "words": ["ab", "", "c"], "label": [0, 1, 2]}
+        batch = Tokens.from_dict(data)
+        samples = [dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True)]
+        check_invariants(batch)
+        assert batch == collate(samples, cls=Tokens) and batch.tolist() == data
+        assert Tokens.from_dict(batch.tolist()) == batch and batch.ids["values"].dtype == torch.float32
+        batch.ids = [[5], [6], [7, 8]]
+        assert batch.ids.tolist() == [[5], [6], [7, 8]]
+        assert len(Tokens.from_dict({"ids": [], "label": torch.ones(0, dtype=torch.int64)}).ids.lengths) == 0
+        row: Any
+        for sample, row in zip(samples, Tokens.from_dict(data).rows, strict=True):
+            made = Tokens.from_dict(sample, batched=False)
+            assert made == row == Tokens.from_dict(dict(row), batched=False, encoders=row.encoders)
+            assert torch.equal(made.map(lambda t: t + 1).ids, row.ids + 1)
+            made["ids"] = torch.ones(4)
+            assert len(made.ids) == 4
+        row = Boxes.from_dict({"boxes": [[1, 2], [3, 4], [5, 6]]}, batched=False)
+        row["boxes"] = [[1.0, 2.0]]
+        assert row == Boxes.from_dict({"boxes": [[[1.0, 2.0]]]}).rows[0]
+        with pytest.raises(TypeError, match=r"^Tokens\.ids: expected Ragged, got float32\[2\]$"):
+            Tokens.from_dict({**data, "ids": [1, 2]})
+        with pytest.raises(TypeError, match=r"^Tokens\.ids: expected Ragged, got float32\[1\]$"):
+            Tokens.from_dict({**samples[0], "ids": 1}, batched=False)
+        with pytest.raises(TypeError, match=r"^'ids': item \[[01]\] is .*, expected"):
+            Tokens.from_dict({**data, "ids": [[1, "a"], [], []]})
+        with pytest.raises(ValueError, match=r"^Tokens\.ids\.values: expected Float\[.*, got int64\[2\]"):
+            Tokens.from_dict({**samples[0], "ids": torch.tensor([1, 2])}, batched=False)
+        unchanged(batch, lambda: batch.update(ids=torch.ones(3)))
 
     def test_an_annotation_of_values_is_for_ragged_fields(self) -> None:
         with pytest.raises(TypeError, match=r"Wrong\.x: only a Ragged has an annotation for its values; annotate a"):

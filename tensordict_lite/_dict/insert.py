@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._encoders.protocol import StringEncoder
+from .._encoders.protocol import StringEncoder, encode_ragged
 from .._errors import DeviceMismatchError, Path, device_mismatch, refuse_deeper, with_path
 from .._memory.device import canonical
+from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.convert import Converted, convert
 from .._tree.tree import TreeDict, kind_nested
@@ -120,6 +121,11 @@ def _convert_items(
             staged[key] = value if value.device == target else _moved(value, target, moved, (*at, key))
         elif isinstance(value, Mapping):
             staged[key] = _insert_nested(d, value, target, moved, (*at, key), shapes)
+        elif shapes and d._has_fields and (rows := _ragged_rows(d, value, target, (*at, key))) is not None:
+            encoder, items = rows
+            staged[key] = _insert_nested(d, items, target, moved, (*at, key), shapes)
+            if encoder is not None:
+                encoders[key] = encoder
         else:
             stored, encoder = convert_for(d, value, target, (*at, key))
             if encoder is not None:
@@ -135,6 +141,28 @@ def convert_for(d: TreeDict[Any], value: Any, target: torch.device, path: Path) 
     made = convert(value, target, d._policy, path)
     dtype = typed._dtype_of_numbers(path[-1], value, made.value) if d._has_fields else None
     return made if dtype is None else convert(value, target, d._policy, path, dtype)
+
+
+def _ragged_rows(
+    d: TreeDict[Any], value: Any, target: torch.device, path: Path
+) -> tuple[StringEncoder | None, dict[str, Tensor]] | None:
+    """The encoder, and the values and offsets, of a list of rows for a field that is declared as ragged. Else None.
+
+    A row of such a field is a tensor, and stays one.
+    """
+    declared = getattr(d._nested_class(path[-1]), "_is_ragged", False)
+    if not isinstance(value, list) or not declared or isinstance(d.get(path[-1]), Tensor):
+        return None
+    rows: list[Any] = value
+    encoder = d._policy.encoder(path[-1])
+    codes = encode_ragged(encoder, rows) if rows else None
+    if codes is not None:
+        values, lengths = codes[0].to(target), codes[1].tolist()
+    elif all(isinstance(row, (list, tuple)) for row in rows):
+        values, lengths = convert_for(d, [item for row in rows for item in row], target, path).value, map(len, rows)
+    else:
+        return None
+    return encoder if codes else None, {"values": values, "offsets": offsets_of(list(lengths)).to(target)}
 
 
 def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Tensor:

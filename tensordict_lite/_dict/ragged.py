@@ -33,8 +33,8 @@ from .._tree.walk import Items
 from .device_dict import DeviceDict
 
 Side = Literal["right", "left"]
-Known = dict[int, Any]
-"""What an operation computed from offsets, by their id. Fields with the same offsets share it."""
+Known = list[tuple[Tensor, Selection]]
+"""What an operation computed from offsets. Fields with the same offsets share it."""
 
 
 class Ragged(DeviceDict[Tensor]):
@@ -309,10 +309,10 @@ class Ragged(DeviceDict[Tensor]):
         if isinstance(at, int):
             start, end = offsets[at - 1 if at < 0 else at :][:2].tolist()
             return values[start:end]
-        key = id(offsets)
-        rows: Selection | None = known.get(key)
+        rows = next((rows for one, rows in known if one is offsets), None)
         if rows is None:
-            rows = known[key] = self._selection(at)
+            rows = self._selection(at)
+            known.append((offsets, rows))
         places = rows.positions
         part = values[places] if isinstance(places, slice) else take_rows([values], places)[0]
         out = self._new({"values": part, "offsets": rows.offsets}, self._device, self._policy)

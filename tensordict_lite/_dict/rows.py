@@ -438,7 +438,7 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, count: int) -> None:
 
 def _taken(fields: list[Any], at: int | slice | Tensor) -> list[Any]:
     """The rows ``at`` of tensors and ragged fields. Views for an int and a slice."""
-    known: dict[int, Any] = {}
+    known: list[Any] = []
     if isinstance(at, Tensor):
         if only_tensors(fields):
             return take_rows(fields, at)
@@ -450,7 +450,7 @@ def _taken(fields: list[Any], at: int | slice | Tensor) -> list[Any]:
 def _each_row(field: Any, part: slice, unbinds: bool) -> Iterable[Tensor]:
     """The rows of a tensor or of a ragged field in a slice, as views. A write to a row may give the field a history."""
     if not isinstance(field, Tensor):
-        return field._take(part, {}).unbind()
+        return field._take(part, []).unbind()
     return field[part].unbind() if unbinds else (field[i] for i in range(part.start, part.stop))
 
 
@@ -481,10 +481,10 @@ def _with_rows(d: D, made: Sequence[Any], flat: bool, at: int | slice | Tensor, 
     """
     if flat:
         return d._new(zip(d, made, strict=True), d._device, d._policy)
-    return _rebuilt(d, iter(made), at.tolist() if isinstance(at, Tensor) else at, count)
+    return _rebuilt(d, iter(made), at, count)
 
 
-def _rebuilt(d: Any, made: Iterator[Any], at: int | slice | list[int], count: int) -> Any:
+def _rebuilt(d: Any, made: Iterator[Any], at: int | slice | Tensor, count: int) -> Any:
     """The same tree with the fields in ``made``, and the objects ``at`` of kept lists with one object per row."""
     if d._is_ragged:
         return next(made)
@@ -495,7 +495,7 @@ def _rebuilt(d: Any, made: Iterator[Any], at: int | slice | list[int], count: in
         elif isinstance(value, TreeDict):
             items[key] = _rebuilt(value, made, at, count)
         elif isinstance(value, list) and len(value) == count:
-            items[key] = [value[i] for i in at] if isinstance(at, list) else value[at]
+            items[key] = [value[i] for i in at.tolist()] if isinstance(at, Tensor) else value[at]
         else:
             items[key] = value
     return d._new(items, d._device, d._policy)

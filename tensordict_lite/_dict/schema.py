@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from keyword import iskeyword
 from types import NoneType, SimpleNamespace, UnionType
@@ -182,11 +182,15 @@ class Schema:
             verb = "is" if len(missing) == 1 else "are"
             raise TypeError(f"{names} {verb} missing; the fields of {self.name} are {', '.join(self.fields)}")
 
-    def check_kinds(self, items: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` for a value whose class does not fit its field. Ignores shapes and dtypes."""
+    def check_kinds(self, items: Mapping[str, Any], rows: Container[str] = ()) -> None:
+        """Raise ``TypeError`` for a value whose class does not fit its field. Ignores shapes and dtypes.
+
+        ``rows``: the names of fields that may have one row instead: that of a ragged field is a tensor.
+        """
         for name, value in items.items():
             field = self.fields[name]
-            if not field.takes(value):
+            is_row = name in rows and isinstance(value, Tensor) and any(map(is_ragged, field.kinds))
+            if not is_row and not field.takes(value):
                 raise TypeError(f"{self.name}.{name}: expected {field.shown}, got {_called(value)}")
             encoder = field.encoder
             if encoder is None or not isinstance(value, Tensor):
@@ -271,7 +275,7 @@ def _field(where: str, hint: Any, optional: bool = False) -> Field:
             "for a ragged field, declare a Ragged, and give the encoder to the class: encoders={...}"
         )
     values = tuple(one for one in metadata if isinstance(one, type) and _is_shaped(one))
-    if values and not all(_is_tree(kind) and kind._is_ragged for kind in kinds):
+    if values and not all(map(is_ragged, kinds)):
         raise TypeError(
             f"{where}: only a Ragged has an annotation for its values; annotate a tensor with {values[0].__name__}"
         )
@@ -353,6 +357,11 @@ def _kind(where: str, kind: Any) -> Any:
     if issubclass(kind, Mapping) and not _is_tree(kind):
         raise TypeError(f"{where}: mappings are stored as DeviceDicts; annotate it as a DeviceDict or TypedDeviceDict")
     return kind
+
+
+def is_ragged(kind: Any) -> bool:
+    """Whether a class is that of ragged fields."""
+    return _is_tree(kind) and kind._is_ragged
 
 
 def _is_tree(kind: Any) -> bool:

@@ -23,7 +23,7 @@ from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in
 from .device_dict import DeviceDict
 from .insert import insert
-from .schema import Default, Field, Schema, Shaped, declared_by, field, read_annotations, shape_error
+from .schema import Default, Field, Schema, Shaped, declared_by, field, is_ragged, read_annotations, shape_error
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
@@ -192,7 +192,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         cls._schema()
         out._begin(data, device, options)
         insert(out, as_dict(data), consent=device is not None, shapes=False)
-        out._map_tensors(lambda tensor: tensor.unsqueeze(0), out._device)._validate()
+        _batch_of_one(out)._validate()
         return out
 
     @classmethod
@@ -280,7 +280,8 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         before = before if isinstance(before, TypedDeviceDict) else {}
         schema = self._schema()
         schema.check_required(items)
-        schema.check_kinds({k: v for k, v in items.items() if before.get(k) is not v} if before else items)
+        changed = {k: v for k, v in items.items() if before.get(k) is not v} if before else items
+        schema.check_kinds(changed, items if not shapes else [k for k, v in before.items() if isinstance(v, Tensor)])
         if not shapes or not schema.shaped:
             return
         reason = shape_error(_shaped(type(self), items, schema.name))
@@ -404,6 +405,21 @@ def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) ->
             yield from _shaped(type(value), value, f"{where}.{name}")
         elif isinstance(value, TreeDict) and value._is_ragged and declared.values:
             yield f"{where}.{name}.values", value["values"], declared.values
+
+
+def _batch_of_one(d: Any) -> Any:
+    """The batch whose only row is ``d``. Shares the tensors."""
+    items: dict[str, Any] = {}
+    for key, value in d.items():
+        if isinstance(value, TreeDict):
+            items[key] = _batch_of_one(value) if not value._is_ragged else value
+        elif isinstance(value, Tensor):
+            kind: Any = d._nested_class(key)
+            one_row = {"values": value, "offsets": [0, len(value)]} if is_ragged(kind) and value.dim() else None
+            items[key] = value.unsqueeze(0) if one_row is None else kind(one_row)
+        else:
+            items[key] = value
+    return d._like(items, d._device)
 
 
 @contextmanager
