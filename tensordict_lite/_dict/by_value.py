@@ -24,7 +24,7 @@ def equal(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     if field.is_nested:
         raise TypeError(f"{dotted(path)} is {described(field)}; equal compares fields whose rows have one shape")
     encoder = field_encoder(owner, path[-1])
-    wanted = row_value(owner, path[-1], value, path[:-1], owner._policy.on_mismatch == "move")
+    wanted = row_value(owner, path[-1], value, path[:-1])
     if not isinstance(wanted, Tensor) or np.ndim(value) > 1:
         raise TypeError(f"{dotted(path)}: equal takes one value or a flat list of values, got {described(value)}")
     lead = field.dim() - (wanted.dim() - np.ndim(value))  # without the dimensions of a code

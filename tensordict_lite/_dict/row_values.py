@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +13,9 @@ from torch.nn import functional as F
 
 from .._encoders.protocol import decode_alike, encode_ragged, padding, short
 from .._errors import Path, described, device_mismatch, dotted, dtype_name, with_path
+from .._memory.cast import out_of_range
 from .._memory.dense import is_dense
+from .._memory.dtypes import CASTABLE, FOREACH_DTYPES
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.missing import refuse_other_keys
@@ -37,7 +40,6 @@ def fitted(
     if list(d) != list(other):
         refuse_other_keys(d, other, at, "the given mapping", "the table" if table else f"this {type(d).__name__}")
     refuse_encoders(d, other, at)
-    move = table or d._policy.on_mismatch == "move"
     for key, field in d.items():
         path, given = (*at, key), other[key]
         fits = (
@@ -55,15 +57,15 @@ def fitted(
             yield path, field, given, fits
             continue
         if isinstance(field, TreeDict) and field._is_ragged:
-            yield path, field, ragged_rows(d, key, given, at, move), False
+            yield path, field, ragged_rows(d, key, given, at, table), False
             continue
         if isinstance(field, Tensor) and field.is_nested:
             raise ValueError(f"{dotted(path)} is a nested tensor, whose rows cannot be set; replace the whole field")
-        value = given if table and isinstance(given, Tensor) else row_value(d, key, given, at, move)
+        value = given if table and isinstance(given, Tensor) else row_value(d, key, given, at, table)
         if isinstance(field, TreeDict) and isinstance(value, Mapping):
             yield from fitted(field, value, path, lead)
         elif isinstance(field, Tensor) and isinstance(value, Tensor):
-            refuse_unfit(field, value, path)
+            refuse_unfit(field, value, path, table)
             yield path, field, fit_codes(field, value, d._policy.encoders.get(key), path), False
         else:
             what = "a nested dict" if isinstance(field, TreeDict) else "a column" if table else "a tensor"
@@ -84,10 +86,11 @@ def is_simple(target: object) -> bool:
     )
 
 
-def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, move: bool) -> Any:
+def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, table: bool = False) -> Any:
     """The value that ``d[key] = value`` would store, with Python numbers in the dtype of the field ``d[key]``.
 
-    A mapping is returned itself. ``at``: the path of ``d``. ``move``: move tensors that are on another device.
+    A mapping is returned itself. ``at``: the path of ``d``. ``table``: ``d`` has the columns of a table. Then tensors
+    may be anywhere, and Python numbers that the field cannot hold get a wider dtype, for the error of `refuse_unfit`.
     """
     field, path, device = d[key], (*at, key), d._device
     if isinstance(field, TreeDict) and field._is_ragged:
@@ -99,15 +102,26 @@ def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, move: bool) -> A
     if isinstance(value, Tensor):
         if value.device == device:
             return value
-        if not move:
+        if not (table or d._policy.on_mismatch == "move"):
             raise device_mismatch(path, device, value.device)
         return transfer([value], device)[0]
-    stored, encoder = convert(value, device, d._policy, path, field.dtype if isinstance(field, Tensor) else None)
+    dtype = field.dtype if isinstance(field, Tensor) else None
+    stored, encoder = convert(value, device, d._policy, path, dtype)
     if encoder is None:
+        if table and dtype in CASTABLE and not isinstance(value, np.ndarray) and _may_be_out_of_range(stored):
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            return convert(value, device, d._policy, path, wide).value
         return stored
     if isinstance(field, Tensor) and key not in d._policy.carried((key,)):
         raise ValueError(f"{dotted(path)} is a field of numbers, got strings; encode them first")
     return place_codes(d, stored, device, path)
+
+
+def _may_be_out_of_range(stored: object) -> bool:
+    """Whether a tensor of Python numbers may have another number, or an infinity, in the place of a large one."""
+    if not isinstance(stored, Tensor):
+        return False
+    return stored.dtype not in FOREACH_DTYPES or not cmath.isfinite(stored.sum().item())
 
 
 def refuse_encoders(d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:
@@ -123,8 +137,11 @@ def refuse_encoders(d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> Non
             )
 
 
-def refuse_unfit(field: Tensor, value: Tensor, path: Path) -> None:
-    """Raise ``ValueError`` for a layout or dtype that rows of ``field`` cannot hold. An empty tensor fits any."""
+def refuse_unfit(field: Tensor, value: Tensor, path: Path, table: bool = False) -> None:
+    """Raise ``ValueError`` for a layout or dtype that rows of ``field`` cannot hold. A tensor without values fits any.
+
+    ``table``: raise it for a number that the dtype of ``field`` cannot hold, too. In memory, torch casts the numbers.
+    """
     if field.layout is torch.strided and not is_dense(value):
         what = "a nested" if value.is_nested else "a quantized" if value.is_quantized else "a sparse"
         raise ValueError(f"{dotted(path)} has dense rows, got {what} tensor; convert it first")
@@ -134,6 +151,11 @@ def refuse_unfit(field: Tensor, value: Tensor, path: Path) -> None:
         raise ValueError(
             f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into {dtype_name(field.dtype)}; "
             "convert it first"
+        )
+    if table and (number := out_of_range(value, field.dtype)) is not None:
+        raise ValueError(
+            f"{dotted(path)}: {dtype_name(field.dtype)} cannot hold {number}; convert the values first, or make the "
+            f"column anew as {dtype_name(value.dtype)}"
         )
 
 
@@ -162,7 +184,7 @@ class RowsToFit(NamedTuple):
     is_one: bool
 
 
-def ragged_rows(d: Any, key: str, value: Any, at: Path, move: bool) -> RowsToFit:
+def ragged_rows(d: Any, key: str, value: Any, at: Path, table: bool) -> RowsToFit:
     """Convert and validate a value for rows of the ragged field ``d[key]``, as `row_value` does for other fields.
 
     ``value``: a ragged field, strings, a list with a value for each row, a dense tensor of rows, or one row. The
@@ -172,8 +194,7 @@ def ragged_rows(d: Any, key: str, value: Any, at: Path, move: bool) -> RowsToFit
     if isinstance(value, Tensor) and value.is_nested:
         value = type(d[key]).from_rows(value)
     if isinstance(value, TreeDict) and value._is_ragged:
-        given = _fitting(column, value["values"], path)  # first, as a tensor on meta cannot be moved
-        values = row_value(d, key, given, at, move)
+        values = _fitting(column, _row(d, key, value["values"], at, table), path)
         return RowsToFit(values, value["offsets"].diff().to(values.device), False)
     if isinstance(value, Mapping):
         raise ValueError(f"{dotted(path)} is ragged; its rows cannot be set from {described(value)}")
@@ -185,13 +206,13 @@ def ragged_rows(d: Any, key: str, value: Any, at: Path, move: bool) -> RowsToFit
     if codes is not None and len(strings):
         return RowsToFit(codes[0].to(column.device), codes[1].to(column.device), isinstance(value, str))
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, np.ndarray, Tensor)):
-        parts = [_row(d, key, row, at, move) for row in value]
+        parts = [_row(d, key, row, at, table) for row in value]
         if parts[0].dim() == column.dim():
             for i, part in enumerate(parts):
                 _fitting(column, part, path, f"row {i} is")
             lengths = torch.tensor(list(map(len, parts)), device=column.device)
-            return RowsToFit(torch.cat(parts).to(column.dtype), lengths, False)
-    whole = _row(d, key, value, at, move)
+            return RowsToFit(torch.cat([part.to(column.dtype) for part in parts]), lengths, False)
+    whole = _row(d, key, value, at, table)
     is_one = whole.dim() <= column.dim()
     rows = whole.unsqueeze(0) if is_one else whole
     if rows.dim() != column.dim() + 1 or rows.shape[2:] != column.shape[1:]:
@@ -199,18 +220,19 @@ def ragged_rows(d: Any, key: str, value: Any, at: Path, move: bool) -> RowsToFit
     return RowsToFit(*_without_padding(rows, padding(encoder, column, rows)), is_one)
 
 
-def _row(d: Any, key: str, row: Any, at: Path, move: bool) -> Tensor:
+def _row(d: Any, key: str, row: Any, at: Path, table: bool) -> Tensor:
     """One row, or rows in one tensor. An empty list has no dtype of its own."""
     column = d[key, "values"]
     if isinstance(row, (list, tuple)) and not row:
         return column[:0]
     if isinstance(row, Tensor):
-        refuse_unfit(column, row, (*at, key))
-    return row_value(d, key, row, at, move)
+        refuse_unfit(column, row, (*at, key))  # first, as a tensor on meta cannot be moved
+    values = row_value(d, key, row, at, table)
+    refuse_unfit(column, values, (*at, key), table)
+    return values
 
 
 def _fitting(column: Tensor, values: Tensor, path: Path, what: str = "got") -> Tensor:
-    refuse_unfit(column, values, path)
     if values.dim() != column.dim() or values.shape[1:] != column.shape[1:]:
         row = ", ".join(["*", *map(str, column.shape[1:])])
         raise ValueError(f"{dotted(path)}: expected rows [..., {row}] or one row [{row}], {what} {described(values)}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._errors import Path, described, dotted
+from .._errors import Path, described, dotted, dtype_name
 from .._files.atomic_write import FilePath
 from .._memory.dense import is_dense
 from .._memory.device import CPU
@@ -19,7 +19,7 @@ from .._memory.transfer import transfer
 from .._tables.writer import TableWriter, create_table, is_table, open_table, refuse_unknown_keys
 from .._tree.missing import missing_key
 from .._tree.policy import Encoders, Policy
-from .._tree.tree import TreeDict, field_encoder, ragged_paths
+from .._tree.tree import TreeDict, field_encoder, fields_of, ragged_paths
 from .._tree.walk import Items, as_dict
 from .arguments import ragged_keys
 from .device_dict import DeviceDict
@@ -56,8 +56,8 @@ class RowWriter:
             the fields of that name at every depth, a path for one field.
         append: True: append to the table in ``folder``.
         mode: with ``like``. ``"append"``: append to the table in ``folder``, or create it; ``like`` must fit as a batch
-            that you write. ``"overwrite"``: create a table that replaces a table in ``folder``. The first `flush` or
-            `close` replaces it at once. Until then, `load` returns the old table.
+            that you write, with the dtypes of the table. ``"overwrite"``: create a table that replaces a table in
+            ``folder``. The first `flush` or `close` replaces it at once. Until then, `load` returns the old table.
         checksums: with ``like``. True: keep a checksum of each flushed range of rows of each column, for `verify`. A
             table that has checksums keeps them.
         part: the number of a part, for several writers at the same time, such as the ranks of a job. The table of the
@@ -122,12 +122,12 @@ class RowWriter:
             raise TypeError("RowWriter takes checksums= with like=; a table that exists has checksums already or never")
         if append == (like is not None):
             raise TypeError("RowWriter takes like=, a batch with the fields of a new table, or append=True; give one")
-        new = None if like is None else _no_rows(like, encoders, keys)
+        given, new = (None, None) if like is None else _no_rows(like, encoders, keys)
         if new is None or (mode == "append" and is_table(folder)):
             self._table, fields = open_table(folder, DeviceDict, encoders)
-            if new is not None:
+            if given is not None and new is not None:
                 try:
-                    _refuse_other_fields(fields, new)
+                    _refuse_other_fields(fields, new, given)
                     if checksums and not self._table.has_checksums:
                         raise ValueError("this table has no checksums; only a new table can start them")
                 except BaseException:
@@ -141,8 +141,9 @@ class RowWriter:
     def write(self, rows: Items | Rows[Any]) -> None:
         """Append the rows of a batch, or one row. If a value does not fit, no row is appended.
 
-        Values are converted as by ``d[key] = value``, on any device, and cast as by ``d.rows[i] = row``. Strings are
-        padded to the width of their column. The values are copied, so you can change them afterwards.
+        Values are converted as by ``d[key] = value``, on any device, and cast to the dtype of their column. The cast
+        may round floating-point numbers. A number that the dtype cannot hold raises an error. Strings are padded to the
+        width of their column. The values are copied, so you can change them afterwards.
 
         A ragged field takes a `Ragged`, a dense tensor, strings, or a list with a value for each row. The padding of
         strings is not written.
@@ -151,10 +152,11 @@ class RowWriter:
             rows: a mapping with every field of the table, a `DeviceDict`, or its ``rows``. The first dimension of each
                 value counts the rows. If no value has this dimension, the mapping is one row.
 
-        Raises: ``ValueError`` that names the field, for keys, shapes, dtypes, encoders and strings that do not fit; the
-            errors of ``d[key] = value``; ``OSError``, for example for a full disk; ``ValueError`` if the writer is
-            closed; ``RuntimeError`` in a forked process.
-        Cost: one copy into a buffer. A full buffer is written to the files. Larger batches are written directly.
+        Raises: ``ValueError`` that names the field, for keys, shapes, dtypes, numbers, encoders and strings that do not
+            fit; the errors of ``d[key] = value``; ``OSError``, for example for a full disk; ``ValueError`` if the
+            writer is closed; ``RuntimeError`` in a forked process.
+        Cost: one copy into a buffer. A full buffer is written to the files. Larger batches are written directly. A
+        dtype with a wider range than that of the column takes another pass over the values.
         Collect many single rows first, and write ``collate(rows)``: a call for each row takes longer.
 
         >>> import tempfile
@@ -256,8 +258,8 @@ def _data(given: Any) -> Mapping[str, Any]:
     return given if isinstance(given, TreeDict) else as_dict(given)
 
 
-def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> DeviceDict[Any]:
-    """A dict on the CPU with the fields of ``like``, without rows."""
+def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> tuple[DeviceDict[Any], DeviceDict[Any]]:
+    """``like`` as a dict, and a dict on the CPU with its fields, without rows."""
     data: Any = _data(like)
     d = data
     if encoders is not None or not isinstance(data, DeviceDict):
@@ -271,16 +273,26 @@ def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> De
     if ragged - found:
         key: Any = min(ragged - found, key=str)
         raise missing_key(d, key, _LIKE)
-    return out
+    return d, out
 
 
-def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any]) -> None:
-    """Raise ``ValueError`` unless ``like`` fits the table as a batch does, and has the same ragged fields."""
+def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any], given: DeviceDict[Any]) -> None:
+    """Raise ``ValueError`` unless ``like`` fits the table as a batch does, with the same ragged fields and dtypes.
+
+    ``given``: ``like`` with its rows. The dtype of a field without values may differ.
+    """
     ours, theirs = set(ragged_paths(fields)), set(ragged_paths(like))
     for path in sorted(ours ^ theirs):
         what = "ragged" if path in ours else "not ragged"
         raise ValueError(f"{dotted(path)} is {what} in this table, and like= with ragged= says otherwise")
     _columns(fields, like, ())
+    for path, field, _ in fields_of(fields):
+        column, value = [one["values"] if isinstance(one, TreeDict) else one for one in (field, given[path])]
+        if value.numel() and value.dtype is not column.dtype:
+            raise ValueError(
+                f"{dotted(path)}: this table has {dtype_name(column.dtype)}, like= has {dtype_name(value.dtype)}; "
+                "convert it first, or open the table with append=True"
+            )
 
 
 def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: Policy, at: Path) -> None:

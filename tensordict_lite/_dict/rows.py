@@ -109,8 +109,8 @@ class Rows(Dataset[D]):
         """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
 
         Values are converted as by ``d[key] = value``, and Python numbers in the dtype of the field. They are broadcast
-        as by ``tensor[index] = value``. Strings are padded to the width of their field. A kept list with one object per
-        row takes an object, or a list of objects.
+        and cast as by ``tensor[index] = value``: integers of a wider dtype wrap. Strings are padded to the width of
+        their field. A kept list with one object per row takes an object, or a list of objects.
 
         Raises: ``ValueError`` for keys, shapes, dtypes, numbers or encoders that do not fit; the errors of
             ``d[key] = value``.

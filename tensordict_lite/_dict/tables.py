@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,8 @@ def add_column(
         key: the key of the column, or a path into nested dicts, which are made if they are missing.
         batches: the values of consecutive rows, batch by batch: tensors on any device, arrays, lists, strings, a
             `Ragged`, or mappings, which become a nested dict. Together they have one value for each row of the table.
-            The first batch gives the dtype and the shape of a row. Later batches must fit, as in `RowWriter.write`.
+            The first batch gives the dtype and the shape of a row. If it is a list without values, the first batch with
+            values gives them. Other batches must fit, as in `RowWriter.write`.
         ragged: True: the rows differ in their first dimension, as for ``RowWriter(ragged=...)``.
         encoders: the encoder of the new strings, or encoders by key. None: the encoder that the table has for this key,
             else ``Utf8()``, whose width is that of the first batch. Like `load`, it needs the encoders of other columns
@@ -146,14 +148,15 @@ def add_column(
         while path[len(at)] in added:
             added, at = added[path[len(at)]], path[: len(at) + 1]
         writer: TableWriter | None = None
+        first, values = _first_with_values(batches)
         try:
-            for batch in batches:
-                value = batch._dict if isinstance(batch, Rows) else batch
+            for batch in values:
                 if writer is None:
-                    new = _new_fields(added, path[len(at) :], at, value, ragged)
+                    new, first = _new_fields(added, path[len(at) :], at, first, ragged), None
                     added.update(new)
                     refuse_unknown_keys(fields, encoders, "this table")
                     writer, added = create_columns(table, index, fields), new
+                value = batch
                 for part in reversed(path[len(at) :]):
                     value = {part: value}
                 append_rows(writer, added, value, at)
@@ -208,6 +211,17 @@ def _as_path(key: Any) -> Path:
     if not (path := (key,) if isinstance(key, str) else key):
         raise missing_key({}, path)
     return path
+
+
+def _first_with_values(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
+    """The first batch that has a dtype, else the last one; and all batches. A list without values has no dtype."""
+    values = (batch._dict if isinstance(batch, Rows) else batch for batch in batches)
+    leading: list[Any] = []
+    for value in values:
+        leading.append(value)
+        if not isinstance(value, (list, tuple)) or any(not isinstance(row, (list, tuple)) or row for row in value):
+            break
+    return leading[-1] if leading else None, chain(leading, values)
 
 
 def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragged: bool) -> DeviceDict[Any]:

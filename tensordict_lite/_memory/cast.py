@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import frexp, inf, ldexp, nextafter
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .._errors import dtype_name
 from .dense import is_dense
-from .dtypes import CASTS
+from .dtypes import CASTABLE, CASTS, NUMPY_DTYPES
 from .overlap import is_expanded
 
 _CAST: Mapping[torch.dtype | None, Callable[[Tensor], Tensor]] = {
@@ -82,3 +83,40 @@ def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
         dense = tensor.layout == torch.strided and tensor.is_floating_point()
         way_out = "call .float() first" if dense else "convert it first"
         raise TypeError(f"NumPy has no {what}; {way_out}") from error
+
+
+def out_of_range(t: Tensor, dtype: torch.dtype) -> float | None:
+    """The least or largest number of ``t`` that a cast to ``dtype`` would wrap or make infinite; None without any.
+
+    NaN and numbers that the cast rounds are in range. Reads the values only if ``dtype`` has a narrower range.
+    """
+    if t.dtype is dtype:
+        return None
+    (low, high), (least, most) = _range(dtype), _range(t.dtype)
+    if low <= least and most <= high:
+        return None
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    numbers = host_array(t.float() if t.dtype in CASTABLE - NUMPY_DTYPES else t)
+    found = _outside(numbers, low, high)
+    if found is not None and dtype in CASTABLE:  # NaN is in range, and so is an infinity that the dtype has
+        infinity = torch.full((), inf, dtype=dtype.to_real(), device="cpu").float()
+        found = _outside(numbers[np.isfinite(numbers) if infinity.isinf() else ~np.isnan(numbers)], low, high)
+    return found
+
+
+def _outside(numbers: np.ndarray[Any, Any], low: float, high: float) -> float | None:
+    """The least or largest number, or NaN, if it is not from ``low`` to ``high``."""
+    extremes = (numbers.min().item(), numbers.max().item()) if numbers.size else ()
+    return next((number for number in extremes if not low <= number <= high), None)
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    """The range of the numbers that a cast to ``dtype`` neither wraps nor makes infinite."""
+    if dtype is torch.bool:
+        return 0, 1
+    if dtype not in CASTABLE:
+        return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    info = torch.finfo(dtype)
+    half_step = ldexp(info.eps, frexp(info.max)[1] - 2)
+    most = nextafter(info.max + half_step, 0)  # numbers less than half a step above the maximum are rounded to it
+    return (-most if info.min < 0 else 0), most
