@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from files import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +85,19 @@ class TestEqual:
         d = animals(encoders={"word": Vocabulary(["cat"])}) | {"word": ["cat"] * 4}
         with pytest.raises(error, match=message):
             d.equal(key, value)
+
+    def test_integers_that_the_field_cannot_hold_are_in_no_row(self) -> None:
+        whole = [one for name, one in DTYPES.items() if name.startswith(("int", "uint"))]
+        assert len(whole) == 8
+        numbers = [0, 1, 127, -1, 255, 2**16 - 1, -(2**15), 2**31, 2**32 + 1, -(2**63)]
+        for ours, theirs in product(whole, repeat=2):
+            rows, wanted = (
+                [n for n in numbers if torch.iinfo(one).min <= n <= torch.iinfo(one).max] for one in (ours, theirs)
+            )
+            d = DeviceDict({"x": torch.tensor(rows, dtype=ours)})
+            for n in wanted:
+                for value in (torch.tensor(n, dtype=theirs), torch.tensor([n], dtype=theirs)):
+                    assert d.equal("x", value).tolist() == [row == n for row in rows]
 
     def test_codes_of_another_shape(self) -> None:
         d = DeviceDict({"s": ["ab", "cd"]}, encoders={"s": lambda strings: torch.ones(len(strings), len(strings[0]))})

@@ -65,6 +65,16 @@ class TestStackAndCat:
                 ValueError,
                 "'s': dict 1 encodes it with Vocabulary(['b']), dict 0 with Vocabulary(['a'])",
             ),
+            (
+                [DeviceDict({"s": ["a"]}), DeviceDict({"s": [[97]]})],
+                ValueError,
+                "'s': dict 1 has int64[1, 1], dict 0 has uint8[1, 1]; one of them has strings, encoded with Utf8()",
+            ),
+            (
+                [DeviceDict({"s": [0.5]}), DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["a"])})],
+                ValueError,
+                "'s': dict 1 has int64[1], dict 0 has float32[1]; one of them has strings, encoded with Voc",
+            ),
         ],
     )
     def test_dicts_that_disagree(self, join: Any, dicts: Any, error: type[Exception], message: str) -> None:

@@ -591,6 +591,15 @@ class TestShapes:
             Tokens.from_dict({**samples[0], "ids": torch.tensor([1, 2])}, batched=False)
         unchanged(batch, lambda: batch.update(ids=torch.ones(3)))
 
+    @pytest.mark.parametrize("other", [Ragged, DeviceDict, slice])
+    def test_a_union_with_another_class_validates_tensors(self, other: Any) -> None:
+        hints = {"x": Float[Tensor, "n"], "y": Float[Tensor, "n"] | other}
+        kind: Any = type("Kind", (TypedDeviceDict,), {"__annotations__": hints}, objects="keep")
+        assert len(kind(x=torch.ones(2), y=torch.ones(2))) == 2
+        for wrong in (torch.ones(3), torch.ones(2, dtype=torch.int64)):
+            with pytest.raises(ValueError, match=r"^Kind\.y: expected Float\[Tensor, 'n'\] \| "):
+                kind(x=torch.ones(2), y=wrong)
+
     def test_an_annotation_of_values_is_for_ragged_fields(self) -> None:
         with pytest.raises(TypeError, match=r"Wrong\.x: only a Ragged has an annotation for its values; annotate a"):
 
@@ -914,6 +923,15 @@ class Outer(TypedDeviceDict):
 
 
 class TestDefaults:
+    def test_a_default_of_tensors_moves_to_the_instance(self) -> None:
+        class Made(TypedDeviceDict):
+            x: Tensor
+            ids: Ragged = field(default_factory=lambda: Ragged.from_rows([[1]]))
+            n: DeviceDict[Any] = field(default_factory=lambda: DeviceDict({"q": torch.zeros(2)}))
+
+        made = Made(x=torch.ones(2, device="meta"))
+        assert made.ids.device == made.n.device == torch.device("meta")
+
     def test_every_way_of_making(self, tmp_path: Any) -> None:
         pytest.importorskip("safetensors")
         x = torch.ones(2)

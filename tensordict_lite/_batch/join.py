@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .._dict.device_dict import DeviceDict
 from .._dict.torch_functions import implements
-from .._encoders.protocol import decode_alike, padding
+from .._encoders.protocol import decode_alike, padding, short
 from .._errors import DeviceMismatchError, Path, described, dotted, is_out_of_memory
 from .._memory.ragged import cat_offsets
 from .._tree.missing import refuse_other_keys
 from .._tree.policy import Policy
-from .._tree.tree import TreeDict
+from .._tree.tree import TreeDict, field_encoder
 from .pad import Pad, Pads, pad_rows, widened
 
 
@@ -121,6 +121,10 @@ class _Join(NamedTuple):
             path = (*at, key)
             if isinstance(values[0], Tensor):
                 encoder = policy.encoders.get(key)
+                differ = encoder is not None and any(getattr(v, "dtype", None) != values[0].dtype for v in values[1:])
+                if differ and any(field_encoder(tree, key) for tree in trees):
+                    hint = f"; one of them has strings, encoded with {short(encoder)}"
+                    raise_mismatch(values, path, "dict", None, hint)
                 along = dim if encoder is None else self.leading_dim(values[0], encoder, path)
                 try:
                     items[key] = join(values, along)

@@ -34,9 +34,21 @@ def equal(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     values = wanted if np.ndim(value) else wanted.unsqueeze(0)
     if lead < 0 or values.shape[1:] != field.shape[lead:]:
         raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}, the given value has {described(wanted)}")
+    given, fits = values, torch.ones_like(values, dtype=torch.bool)
+    if values.dtype != field.dtype and _is_whole(field) and _is_whole(values):
+        # Compared with a single integer of another dtype, torch would wrap what the field cannot hold.
+        values = values.to(field.dtype)
+        fits = values.to(given.dtype) == given
+        if given.is_signed() != values.is_signed():
+            fits &= (given if given.is_signed() else values) >= 0
+    fits = fits.unsqueeze(-1).flatten(1).all(1)
     code = tuple(range(lead, field.dim()))
-    found = [(field == one).all(code) if code else field == one for one in values]
+    found = [((field == one).all(code) if code else field == one) & fit for one, fit in zip(values, fits, strict=True)]
     return reduce(torch.logical_or, found, torch.zeros(field.shape[:lead], dtype=torch.bool, device=field.device))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.dtype != torch.bool and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def sorted_order(d: Any, keys: Sequence[str | Path], descending: bool) -> Tensor:

@@ -369,7 +369,7 @@ class DeviceDict(TreeDict[V]):
         """Apply ``function`` to every tensor at every depth, and return a dict of the results.
 
         Each result is inserted as by ``d[key] = result``. The device of the new dict is that of the first tensor among
-        the results, so ``function`` can move all tensors. Kept objects stay as they are.
+        the results, so ``function`` can move all tensors. Kept objects are inserted too.
 
         Args:
             function: takes a tensor of this dict, and the tensor at the same path of each other mapping.

@@ -429,7 +429,7 @@ def _reason(shaped: Shaped) -> str:
     first = ""
     for kind in field.kinds:
         reason = str(kind.__instancecheck_str__(value)) if _is_shaped(kind) else ""
-        if not reason:
+        if not reason and (_is_shaped(kind) or isinstance(value, kind)):
             return ""
         first = first or reason
     return first

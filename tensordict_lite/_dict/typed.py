@@ -309,9 +309,9 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         """The defaults of the fields that ``data`` lacks, on the device of the tensors in ``data``."""
         absent = {name: one for name, one in cls._declared.items() if name not in data}
         made = {name: one.make() for name, one in absent.items() if one is not None and not one.is_none}
-        if any(isinstance(value, Tensor) for value in made.values()) and (tensors := tensors_in(data)):
-            device = tensors[0].device
-            made = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
+        moved = {name: value for name, value in made.items() if isinstance(value, (Tensor, DeviceDict))}
+        if moved and (tensors := tensors_in(data)):
+            made |= {name: value.to(tensors[0].device) for name, value in moved.items()}
         return made
 
     def __setitem__(self, key: str | Path, value: Any, /) -> None:
