@@ -195,6 +195,21 @@ def test_rounding_is_no_error(tmp_path: Path) -> None:
     assert table["y"].tolist() == torch.tensor([0.1, torch.finfo(torch.float32).max, 0.0, 1 << 24]).tolist()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        (torch.uint16, [torch.ones(1).short(), torch.tensor([60000]), [1]]),
+        (torch.float64, [torch.ones(1).half(), torch.tensor([LARGE]), [0.5]]),
+    ],
+)
+def test_rows_of_several_dtypes(tmp_path: Path, dtype: torch.dtype, rows: list[Any]) -> None:
+    with RowWriter(tmp_path / "t", like={"x": torch.zeros(1, 1, dtype=dtype)}, ragged=["x"]) as writer:
+        writer.write({"x": rows})
+    d = DeviceDict({"x": Ragged.from_rows([torch.zeros(1, dtype=dtype)] * 3)})
+    d.rows[:] = {"x": rows}
+    assert load(tmp_path / "t").tolist() == d.tolist() == {"x": [torch.as_tensor(row).tolist() for row in rows]}
+
+
 def test_a_tensor_without_values_fits_every_column(tmp_path: Path) -> None:
     first: Any = {"i": [1], "ids": torch.ones(1, 1, dtype=torch.int32)}
     for like in (
@@ -247,6 +262,8 @@ def test_lists_without_values_do_not_decide_the_dtype(
     table = load(tmp_path / "t")
     assert table["y"].tolist() == expected
     assert (table["y"]["values"] if ragged else table["y"]).dtype == torch.int64
+    with pytest.raises(ValueError, match=r"^'z': float32 cannot be written into int64; convert it first$"):
+        add_column(tmp_path / "t", "z", [*batches, [[0.5]] if ragged else [0.5]], ragged=ragged)
 
 
 def test_rows_in_memory_are_cast_as_by_torch() -> None:
