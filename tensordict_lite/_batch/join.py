@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._dict.device_dict import DeviceDict
 from .._dict.torch_functions import implements
-from .._encoders.protocol import decode_alike, padding, short
+from .._encoders.protocol import decode_alike, padding
 from .._errors import DeviceMismatchError, Path, described, dotted, is_out_of_memory
 from .._memory.ragged import cat_offsets
 from .._tree.missing import refuse_other_keys
@@ -121,10 +121,9 @@ class _Join(NamedTuple):
             path = (*at, key)
             if isinstance(values[0], Tensor):
                 encoder = policy.encoders.get(key)
-                differ = encoder is not None and any(getattr(v, "dtype", None) != values[0].dtype for v in values[1:])
-                if differ and any(field_encoder(tree, key) for tree in trees):
-                    hint = f"; one of them has strings, encoded with {short(encoder)}"
-                    raise_mismatch(values, path, "dict", None, hint)
+                encoded = encoder is not None and any(field_encoder(tree, key) for tree in trees)
+                if encoded and not all(_may_join(value, values[0]) for value in values):  # torch would promote codes
+                    raise_mismatch(values, path, "dict", may_differ=_may_join)
                 along = dim if encoder is None else self.leading_dim(values[0], encoder, path)
                 try:
                     items[key] = join(values, along)
@@ -260,6 +259,11 @@ def raise_mismatch(
             message = f"{dotted(path)}: {noun} {i} has {described(value)}, {noun} 0 has {described(values[0])}{hint}"
             raise ValueError(message) from error
     raise ValueError(f"{dotted(path)}: torch cannot join these {noun}s; it says: {error}") from error
+
+
+def _may_join(value: object, first: Tensor) -> bool:
+    """Whether codes have the dtype of the first ones. Other errors are those of torch."""
+    return not isinstance(value, Tensor) or value.dtype == first.dtype
 
 
 def differ_in_length(a: Tensor, b: Tensor) -> bool:
