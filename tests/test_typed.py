@@ -559,6 +559,9 @@ class TestShapes:
             words: Ragged | None = None
             label: Int[Tensor, "n"]
 
+        class More(Tokens):
+            more: DeviceDict[Any]
+
         class Boxes(TypedDeviceDict):
             boxes: Annotated[Ragged, Float[Tensor, "total 2"]]
 
@@ -572,6 +575,8 @@ class TestShapes:
         assert batch.ids.tolist() == [[5], [6], [7, 8]]
         assert len(Tokens.from_dict({"ids": [], "label": torch.ones(0, dtype=torch.int64)}).ids.lengths) == 0
         row: Any
+        inside: Any = {"ids": [1, 2], "label": 0, "more": {"q": [1.0, 2.0], "m": {"z": 3}}}
+        assert More.from_dict(inside, batched=False).more.tolist() == inside["more"]
         for sample, row in zip(samples, Tokens.from_dict(data).rows, strict=True):
             made = Tokens.from_dict(sample, batched=False)
             assert made == row == Tokens.from_dict(dict(row), batched=False, encoders=row.encoders)

@@ -246,8 +246,7 @@ class _Walk:
             )
         if cls._has_fields:
             samples = list(map(cls._drop_none, samples))
-            declared: list[Any] = [(key, cls._nested_class(key)) for key in samples[0]]
-            self.ragged |= {(*at, key) for key, kind in declared if kind._is_ragged}
+            self.ragged |= {(*at, key) for key in samples[0] if cls._declares_ragged(key)}
         chooses = bool(self.pads or self.ragged)
         if self.pads:
             self.pads.require_new(samples[0], at, "the samples")

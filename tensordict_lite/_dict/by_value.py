@@ -34,16 +34,16 @@ def equal(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     values = wanted if np.ndim(value) else wanted.unsqueeze(0)
     if lead < 0 or values.shape[1:] != field.shape[lead:]:
         raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}, the given value has {described(wanted)}")
-    given, fits = values, torch.ones_like(values, dtype=torch.bool)
-    if values.dtype != field.dtype and _is_whole(field) and _is_whole(values):
-        # Compared with a single integer of another dtype, torch would wrap what the field cannot hold.
+    given, code = values, tuple(range(lead, field.dim()))
+    wraps = values.dtype != field.dtype and _is_whole(field) and _is_whole(values)
+    if wraps:  # `==` would wrap integers that the field cannot hold
         values = values.to(field.dtype)
-        fits = values.to(given.dtype) == given
+    found = [(field == one).all(code) if code else field == one for one in values]
+    if wraps:
+        held = values.to(given.dtype) == given
         if given.is_signed() != values.is_signed():
-            fits &= (given if given.is_signed() else values) >= 0
-    fits = fits.unsqueeze(-1).flatten(1).all(1)
-    code = tuple(range(lead, field.dim()))
-    found = [((field == one).all(code) if code else field == one) & fit for one, fit in zip(values, fits, strict=True)]
+            held &= (given if given.is_signed() else values) >= 0
+        found = [rows & one.all() for rows, one in zip(found, held, strict=True)]
     return reduce(torch.logical_or, found, torch.zeros(field.shape[:lead], dtype=torch.bool, device=field.device))
 
 
@@ -102,16 +102,12 @@ def _column(d: TreeDict[Any], key: str | Path, verb: str, done: str) -> tuple[Te
     encoder = field_encoder(owner, path[-1])
     if field.dim() - (padding(encoder, field) is not None) != 1:
         raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are {done} by one value per row")
-    why = (
-        "complex numbers have no order"
-        if field.is_complex()
-        else "it is a nested tensor"
-        if field.is_nested
-        else "torch does not sort this dtype"
-        if field.is_floating_point() and field.itemsize == 1
-        else None
-    )
-    if why is not None:
+    reasons = {
+        "complex numbers have no order": field.is_complex(),
+        "it is a nested tensor": field.is_nested,
+        "torch does not sort this dtype": field.is_floating_point() and field.itemsize == 1,
+    }
+    for why in (why for why, holds in reasons.items() if holds):
         raise TypeError(f"{dotted(path)} is {described(field)}; {why}, {verb} by another field of the same rows")
     return field.detach(), encoder
 

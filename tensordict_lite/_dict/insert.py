@@ -150,8 +150,7 @@ def _ragged_rows(
 
     A row of such a field is a tensor, and stays one.
     """
-    declared = getattr(d._nested_class(path[-1]), "_is_ragged", False)
-    if not isinstance(value, list) or not declared or isinstance(d.get(path[-1]), Tensor):
+    if not isinstance(value, list) or not d._declares_ragged(path[-1]) or isinstance(d.get(path[-1]), Tensor):
         return None
     rows: list[Any] = value
     encoder = d._policy.encoder(path[-1])

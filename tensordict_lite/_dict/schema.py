@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from keyword import iskeyword
 from types import NoneType, SimpleNamespace, UnionType
@@ -182,15 +182,16 @@ class Schema:
             verb = "is" if len(missing) == 1 else "are"
             raise TypeError(f"{names} {verb} missing; the fields of {self.name} are {', '.join(self.fields)}")
 
-    def check_kinds(self, items: Mapping[str, Any], rows: Container[str] = ()) -> None:
+    def check_kinds(self, items: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for a value whose class does not fit its field. Ignores shapes and dtypes.
 
-        ``rows``: the names of fields that may have one row instead: that of a ragged field is a tensor.
+        ``before``: the items before the change. One row of a ragged field is a tensor, and may stay one.
         """
         for name, value in items.items():
             field = self.fields[name]
-            is_row = name in rows and isinstance(value, Tensor) and any(map(is_ragged, field.kinds))
-            if not is_row and not field.takes(value):
+            if not field.takes(value) and not (
+                isinstance(value, Tensor) and isinstance(before.get(name), Tensor) and any(map(_is_ragged, field.kinds))
+            ):
                 raise TypeError(f"{self.name}.{name}: expected {field.shown}, got {_called(value)}")
             encoder = field.encoder
             if encoder is None or not isinstance(value, Tensor):
@@ -275,7 +276,7 @@ def _field(where: str, hint: Any, optional: bool = False) -> Field:
             "for a ragged field, declare a Ragged, and give the encoder to the class: encoders={...}"
         )
     values = tuple(one for one in metadata if isinstance(one, type) and _is_shaped(one))
-    if values and not all(map(is_ragged, kinds)):
+    if values and not all(map(_is_ragged, kinds)):
         raise TypeError(
             f"{where}: only a Ragged has an annotation for its values; annotate a tensor with {values[0].__name__}"
         )
@@ -359,8 +360,7 @@ def _kind(where: str, kind: Any) -> Any:
     return kind
 
 
-def is_ragged(kind: Any) -> bool:
-    """Whether a class is that of ragged fields."""
+def _is_ragged(kind: Any) -> bool:
     return _is_tree(kind) and kind._is_ragged
 
 
@@ -428,8 +428,12 @@ def _reason(shaped: Shaped) -> str:
     _, value, field = shaped
     first = ""
     for kind in field.kinds:
-        reason = str(kind.__instancecheck_str__(value)) if _is_shaped(kind) else ""
-        if not reason and (_is_shaped(kind) or isinstance(value, kind)):
+        if not _is_shaped(kind):
+            if isinstance(value, kind):
+                return ""
+            continue
+        reason = str(kind.__instancecheck_str__(value))
+        if not reason:
             return ""
         first = first or reason
     return first

@@ -23,7 +23,7 @@ from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in
 from .device_dict import DeviceDict
 from .insert import insert
-from .schema import Default, Field, Schema, Shaped, declared_by, field, is_ragged, read_annotations, shape_error
+from .schema import Default, Field, Schema, Shaped, declared_by, field, read_annotations, shape_error
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
@@ -281,7 +281,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         schema = self._schema()
         schema.check_required(items)
         changed = {k: v for k, v in items.items() if before.get(k) is not v} if before else items
-        schema.check_kinds(changed, items if not shapes else [k for k, v in before.items() if isinstance(v, Tensor)])
+        schema.check_kinds(changed, before if shapes else items)
         if not shapes or not schema.shaped:
             return
         reason = shape_error(_shaped(type(self), items, schema.name))
@@ -412,11 +412,11 @@ def _batch_of_one(d: Any) -> Any:
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, TreeDict):
-            items[key] = _batch_of_one(value) if not value._is_ragged else value
+            items[key] = value if value._is_ragged else _batch_of_one(value)
         elif isinstance(value, Tensor):
+            is_row = d._declares_ragged(key) and value.dim()
             kind: Any = d._nested_class(key)
-            one_row = {"values": value, "offsets": [0, len(value)]} if is_ragged(kind) and value.dim() else None
-            items[key] = value.unsqueeze(0) if one_row is None else kind(one_row)
+            items[key] = kind({"values": value, "offsets": [0, len(value)]}) if is_row else value.unsqueeze(0)
         else:
             items[key] = value
     return d._like(items, d._device)

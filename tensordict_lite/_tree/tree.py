@@ -80,6 +80,12 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """The class of the nested dict at ``key``; None if any class is allowed. See `TypedDeviceDict`."""
         return None
 
+    @classmethod
+    def _declares_ragged(cls, key: str) -> bool:
+        """Whether the class declares the field ``key`` as ragged."""
+        kind = cls._nested_class(key)
+        return kind is not None and kind._is_ragged
+
     _is_ragged: ClassVar[bool] = False
     """Whether the dict is a ragged field: rows of any length, as values and offsets. See `Ragged`."""
 
