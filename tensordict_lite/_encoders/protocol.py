@@ -32,7 +32,8 @@ class StringEncoder:
         padding: the container may pad codes with this number at the end of their last dimension. Padded codes must
             decode to the same strings, and every instance must decode the codes of every other instance. None: codes
             cannot be padded.
-        code_dtype: the dtype of codes that can be padded.
+        code_dtype: the dtype of the codes. A field of another dtype has numbers, not strings. None: the codes are
+            integers, and cannot be padded.
         is_data: True if every instance consists of plain data, so that pickling never fails.
         runs_code: True if `from_json` runs code outside this package. Then `load` never builds the encoder from a file.
 
