@@ -22,7 +22,7 @@ from ._errors import DeviceMismatchError, InvalidFileError
 from ._tree.encoding import view_read_only
 from ._tree.missing import MissingKeyError
 
-__version__ = "1.0.0"  # the build reads the version of the package here
+__version__ = "1.0.0.dev0"  # the build reads the version of the package here
 
 __all__ = [
     # the container
