@@ -55,10 +55,18 @@ class Batcher:
             await asyncio.sleep(WAIT)
             while len(taken) < LARGEST_BATCH and not self.waiting.empty():
                 taken.append(self.waiting.get_nowait())
-            rows = self.answers(collate([sample for sample, _ in taken], cls=Sample)).rows.tolist()
-            for (_, answer), row in zip(taken, rows, strict=True):
-                if not answer.done():  # the client may have left
-                    answer.set_result(row)
+            results: list[dict[str, Any] | Exception]
+            try:
+                results = self.answers(collate([sample for sample, _ in taken], cls=Sample)).rows.tolist()
+            except Exception as error:  # each request of the batch gets the error, and the next batch is served
+                results = [error] * len(taken)
+            for (_, answer), result in zip(taken, results, strict=True):
+                if answer.done():  # the client may have left
+                    continue
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
 
     @torch.inference_mode()
     def answers(self, batch: Sample) -> DeviceDict[Any]:

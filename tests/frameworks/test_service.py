@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 pytest.importorskip("fastapi")
 uvicorn: Any = pytest.importorskip("uvicorn")
@@ -22,21 +23,29 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def example() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
-        example: Any = importlib.import_module("service")
-        config = uvicorn.Config(example.make_app(example.make_model()), port=0, log_level="warning")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        deadline = time.monotonic() + 30
-        while not server.started:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/predict"
-        server.should_exit = True
-        thread.join()
+        yield importlib.import_module("service")
+
+
+@pytest.fixture(scope="module")
+def model(example: Any) -> nn.Module:
+    return example.make_model()
+
+
+@pytest.fixture(scope="module")
+def url(example: Any, model: nn.Module) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(example.make_app(model), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/predict"
+    server.should_exit = True
+    thread.join()
 
 
 def ask(url: str, body: Any) -> tuple[int, Any]:
@@ -45,7 +54,7 @@ def ask(url: str, body: Any) -> tuple[int, Any]:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        return error.code, error.read().decode()
 
 
 def test_requests_are_batched_and_answers_split(url: str) -> None:
@@ -67,4 +76,20 @@ def test_requests_are_batched_and_answers_split(url: str) -> None:
 )
 def test_an_invalid_request_is_told_why(url: str, body: Any, said: str) -> None:
     status, answer = ask(url, body)
-    assert status == 422 and said in json.dumps(answer, ensure_ascii=False)
+    assert status == 422 and said in answer
+
+
+def test_an_error_of_the_model_reaches_each_request_and_the_next_ones_are_served(
+    url: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"position": [1, 2, 3], "name": "a"}
+
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
+        patch.setattr(model, "forward", fail)
+        statuses = [status for status, _ in pool.map(lambda _: ask(url, body), range(8))]
+    assert statuses == [500] * 8
+    status, answer = ask(url, body)
+    assert status == 200 and answer["score"] == 6
