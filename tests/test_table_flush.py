@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +237,49 @@ def test_a_full_disk_for_the_index_is_not_final(tmp_path: Path, monkeypatch: pyt
                 writer.flush()
         assert set(os.listdir(tmp_path / "t")) == COLUMNS | {"table.json"}
     assert len(load(tmp_path / "t").rows) == 10
+
+
+def full_before(replace: Callable[..., None], *args: Any, **options: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def interrupt_before(replace: Callable[..., None], *args: Any, **options: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupt_after(replace: Callable[..., None], *args: Any, **options: Any) -> None:
+    replace(*args, **options)
+    raise KeyboardInterrupt
+
+
+FAILURES = [full_before, interrupt_before, interrupt_after]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("failures", [*product(FAILURES, repeat=2), *product(FAILURES, repeat=3)])
+def test_failed_flushes_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: Sequence[Callable[..., None]], overwrite: bool
+) -> None:
+    """The writer knows each index that may be on the disk, so none is taken for the index of another writer."""
+    folder, replace = tmp_path / "t", os.replace
+    if overwrite:
+        with RowWriter(folder, like=LIKE) as writer:
+            writer.write(rows(3, 2.0))
+    writer = RowWriter(folder, like=LIKE, mode="overwrite" if overwrite else None)
+    for failure in failures:
+        writer.write(rows(10))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", partial(failure, replace))
+            with pytest.raises((OSError, KeyboardInterrupt), match="^$|the table keeps the "):
+                writer.flush()
+    writer.write(rows(10))
+    writer.flush()
+    table = load(folder)
+    assert len(table.rows) == 10 * len(failures) + 10 and all(table[key].eq(1).all() for key in LIKE)
+    index = (folder / "table.json").read_text()
+    (folder / "table.json").write_text(index.replace('"writer":"', '"writer":"f'))
+    with pytest.raises(BlockingIOError, match="another RowWriter has written to this table"):
+        writer.close()
 
 
 def test_a_process_that_exits_can_close_its_writer(tmp_path: Path) -> None:

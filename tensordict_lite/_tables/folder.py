@@ -53,8 +53,9 @@ class TableFolder:
         self._failed: tuple[int | None, str, str] | None = None
         """The arguments of the error after which every call fails."""
         self._writer = secrets.token_hex(8)
-        self._heads: tuple[str, ...] = ()
-        """What ``table.json`` may start with, unless another writer replaced it. Two texts while it is replaced."""
+        self._heads: set[str] = set()
+        """What ``table.json`` may start with, unless another writer replaced it: the last text that is known to be on the
+        disk, and every text of a replacement that failed since."""
         self.process = os.getpid()
         self.descriptor: int | None = None  # stays None on Windows, which opens no folders
         if fcntl is None:
@@ -136,11 +137,11 @@ class TableFolder:
             checksums: the file with the checksums, and the number of its bytes that count.
         """
         head = index_head(rows, self._writer, unused, checksums)
-        self._heads = (*self._heads[-1:], head)
+        self._heads.add(head)
         self.remove(NEW_INDEX)
         replace_file(self.at(INDEX), self.at(NEW_INDEX), [f"{head}{text}".encode()], self.descriptor, self._sync)
         self.sync_names()
-        self._heads, self.rows = (head,), rows
+        self._heads, self.rows = {head}, rows
 
     def rewrite_index(self, index: TableIndex, unused: Sequence[str] | None) -> None:
         """Replace ``table.json`` by ``index``. ``unused``: see `write_index`."""
@@ -157,7 +158,7 @@ class TableFolder:
         """Raise ``BlockingIOError`` if another writer has replaced ``table.json``: some file systems have no locks."""
         with self.open(INDEX, "rb") as file:
             found = file.read(max(map(len, self._heads))).decode(errors="replace")
-        if not found.startswith(self._heads):
+        if not found.startswith(tuple(self._heads)):
             message = "another RowWriter has written to this table, and the file system did not lock it out"
             self._failed = (errno.EAGAIN, f"{message}; let one process write a table at a time", self.path)
             self.refuse_failed()
