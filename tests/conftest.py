@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
 
 # Before torch is imported, and for every process that a test starts: workers that run side by side share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +19,8 @@ import pytest
 import simulated
 import torch
 from hypothesis import HealthCheck, settings
+
+import tensordict_lite
 
 torch.set_num_threads(1)
 # Processes of the start method "forkserver" get torch with the fork. To import it in each takes longer than most tests.
@@ -63,6 +67,44 @@ def pytest_runtest_call() -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """An accelerator with real values, resolved."""
     return torch.device(request.param, 0)
+
+
+MODES = ["plain", "inference mode", "default device"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that uses `torch_mode` runs in each mode. A slow one runs once."""
+    if "torch_mode" in metafunc.fixturenames:
+        slow = metafunc.definition.get_closest_marker("slow")
+        metafunc.parametrize("torch_mode", MODES[:1] if slow else MODES, indirect=True)
+
+
+@pytest.fixture
+def torch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run a test of tables plainly, in inference mode, or with an accelerator as the default device of the package."""
+    if request.param == "default device":
+        for name in ("add_column", "drop_column", "join_parts", "load", "load_parts", "repair", "verify"):
+            if function := getattr(request.module, name, None):
+                monkeypatch.setattr(request.module, name, on_the_simulated_device(function))
+        for owner, names in (
+            (tensordict_lite.RowWriter, ("__init__", "write", "flush", "close")),
+            (tensordict_lite.JoinedRows, ("__getitem__", "__getitems__")),
+        ):
+            for name in names:
+                monkeypatch.setattr(owner, name, on_the_simulated_device(getattr(owner, name)))
+    with torch.inference_mode(request.param == "inference mode"):
+        yield
+
+
+def on_the_simulated_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the simulated device as the default device while it runs."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with torch.device("sim:0"):
+            return function(*args, **options)
+
+    return call
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
 PACKAGE = Path(__file__).parent.parent / "tensordict_lite"
 
@@ -116,6 +117,24 @@ def test_importing_brings_only_what_torch_brings_already() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     *brought, cuda = done.stdout.split()
     assert set(brought) - set(sys.stdlib_module_names) == {"tensordict_lite"} and cuda == "False"
+
+
+CONSTRUCTORS = {function.__name__ for function in _device_constructors()}
+"""The functions of torch that create a tensor on the default device, if the call names no device."""
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_every_new_tensor_names_its_device(module: str) -> None:
+    """A program may set any default device. Only `torch.empty(0).device` asks for it.
+
+    `as_tensor` keeps the device of an array of another library.
+    """
+    nodes = list(ast.walk(ast.parse(path_of(module).read_text(encoding="utf-8"))))
+    asked = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "device"}
+    asked |= {id(node) for node in nodes if ast.unparse(node) == "torch.as_tensor(value)"}
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in CONSTRUCTORS}:
+            assert id(node) in asked or "device" in {option.arg for option in node.keywords}, ast.unparse(node)
 
 
 def test_three_dependencies_and_no_more() -> None:

@@ -53,6 +53,8 @@ from tensordict_lite._tables import writer as table_writer  # pyright: ignore[re
 sys.path.insert(0, str(GOLDEN))
 import make  # pyright: ignore[reportMissingImports]
 
+pytestmark = pytest.mark.usefixtures("torch_mode")
+
 SPECIES = Vocabulary(["cat", "dog"])
 
 

@@ -41,7 +41,10 @@ from tensordict_lite._dict import tables as dict_tables  # pyright: ignore[repor
 from tensordict_lite._tables import folder as table_folder  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
+    pytest.mark.usefixtures("torch_mode"),
+]
 
 COUNT = 7
 LIKE: dict[str, Any] = {"x": [0], "n": {"s": ["a"]}, "text": ["a"]}

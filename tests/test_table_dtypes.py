@@ -19,6 +19,7 @@ from torch import Tensor
 from tensordict_lite import DeviceDict, Ragged, RowWriter, add_column, load
 
 pytestmark = [
+    pytest.mark.usefixtures("torch_mode"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
 ]

@@ -23,7 +23,10 @@ from tensordict_lite import (
 )
 from tensordict_lite._tables.writer import TableWriter
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
+    pytest.mark.usefixtures("torch_mode"),
+]
 
 LARGE = (1 << 24) + 1
 """A number that float32 cannot hold."""

@@ -39,6 +39,8 @@ from tensordict_lite import (
 )
 from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
 
+pytestmark = pytest.mark.usefixtures("torch_mode")
+
 SPECIES = Vocabulary(["cat", "dog"])
 LIKE: dict[str, Any] = {"text": ["a"], "n": {"ids": [[0]], "box": torch.zeros(1, 1, 2)}, "y": [0], "s": [["cat"]]}
 KEYS = ["text", "ids", ("n", "box"), "s"]

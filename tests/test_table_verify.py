@@ -13,7 +13,10 @@ import torch
 
 from tensordict_lite import InvalidFileError, RowWriter, add_column, load, repair, verify
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
+    pytest.mark.usefixtures("torch_mode"),
+]
 
 LIKE: dict[str, Any] = {"x": [0], "n": {"wide": [[0.0] * 40]}, "text": ["a"]}
 

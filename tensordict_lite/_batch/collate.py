@@ -44,7 +44,9 @@ _Field = tuple[DeviceDict[Any], Path, Any, FieldSpec]
 """The dict that gets the field, the path, and the value and the spec for `fill_buffer`."""
 _NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The types of Python numbers that NumPy converts as torch does."""
-_NUMPY_DTYPES: Mapping[Any, torch.dtype] = {torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in NUMPY_DTYPES}
+_NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
+    torch.empty(0, dtype=dtype, device="cpu").numpy().dtype: dtype for dtype in NUMPY_DTYPES
+}
 _dtype, _array_kind = attrgetter("dtype"), attrgetter("shape", "dtype")
 _NO_SAMPLES: Any = object()  # a call without samples
 _NO_KEYS = frozenset[Any]()
@@ -195,7 +197,7 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
         if type(value) not in NO_EXPORTS or isinstance(value, dict):
             break  # it may have a tensor inside
     tensors = tensors_in(sample)
-    return canonical((tensors[0] if tensors else torch.empty(0)).device)
+    return canonical(tensors[0].device if tensors else torch.empty(0).device)
 
 
 def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:

@@ -364,7 +364,7 @@ def _converted(rows: list[Any], policy: Policy) -> list[Tensor]:
     for i, row in enumerate(rows):
         if not (isinstance(row, (list, tuple)) and not row):
             found[i] = row if isinstance(row, Tensor) else _row(row, policy, i)
-    model = next((row for row in found if row is not None), torch.empty(0))
+    model = next((row for row in found if row is not None), torch.empty(0, device=CPU))
     empty = model.new_empty((0, *model.shape[1:]))
     return [empty if row is None else row for row in found]
 

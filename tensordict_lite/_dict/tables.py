@@ -143,7 +143,7 @@ def add_column(
         fields, _ = fields_of(table, index, DeviceDict, encoders)
         if path in fields:
             raise ValueError(f"{dotted(path)} is in this table already; drop_column removes it, or choose another key")
-        fields.copy()[path] = torch.empty(0)  # raises for a path through a column
+        fields.copy()[path] = torch.empty(0, device="cpu")  # raises for a path through a column
         added, at = fields, ()
         while path[len(at)] in added:
             added, at = added[path[len(at)]], path[: len(at) + 1]

@@ -99,7 +99,7 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
         inside = [other for other in found if all(map(eq, _path(key), _path(other)))]  # one path starts with the other
         if inside:
             raise ValueError(f"{dotted(_path(key))} and {dotted(_path(inside[0]))} are windows of the same field")
-        found[key] = torch.tensor(offsets)
+        found[key] = torch.tensor(offsets, device="cpu")
     return found
 
 

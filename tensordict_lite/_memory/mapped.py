@@ -75,7 +75,8 @@ def map_append_only(descriptor: int, path: str, offset: int, dtype: torch.dtype,
     # A slice of the mapping is a storage of its own, so pickle does not write the rest of the file.
     memory: Any = map_file(descriptor, offset + nbytes)[offset : offset + nbytes]
     found = os.fstat(descriptor)
-    out = view_over(memory, dtype, shape, row_major(shape), 0, CPU)
+    with torch.inference_mode(False):  # an inference tensor has no version, which `by_file` compares
+        out = view_over(memory, dtype, shape, row_major(shape), 0, CPU)
     memory._mapped = Handle(os.path.realpath(path), found.st_dev, found.st_ino, offset, nbytes), ref(out), out._version
     return out
 
