@@ -270,7 +270,7 @@ def test_failed_flushes_in_a_row(
         writer.write(rows(10))
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", partial(failure, replace))
-            with pytest.raises((OSError, KeyboardInterrupt), match="^$|the table keeps the "):
+            with pytest.raises((OSError, KeyboardInterrupt), match=r"^$|the table keeps the "):
                 writer.flush()
     writer.write(rows(10))
     writer.flush()

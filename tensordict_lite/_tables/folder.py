@@ -54,7 +54,7 @@ class TableFolder:
         """The arguments of the error after which every call fails."""
         self._writer = secrets.token_hex(8)
         self._heads: set[str] = set()
-        """What ``table.json`` may start with, unless another writer replaced it: the last text that is known to be on the
+        """What ``table.json`` may start with, unless another writer replaced it: the text that is known to be on the
         disk, and every text of a replacement that failed since."""
         self.process = os.getpid()
         self.descriptor: int | None = None  # stays None on Windows, which opens no folders
