@@ -14,6 +14,7 @@ from tensordict_lite import (
     BatchOrder,
     DeviceDict,
     JoinedRows,
+    Ragged,
     RowWriter,
     Vocabulary,
     collate,
@@ -190,6 +191,17 @@ def test_a_part_without_values_does_not_decide_the_dtype(tmp_path: Path, parts: 
     for found in (load(tmp_path / "whole"), load_parts(tmp_path / "parts")[:]):
         assert found["x", "values"].dtype == torch.int64 and found.decode("s") == ["a", "bc"] * 2
         assert found["x"].tolist() == [*parts[0], *parts[1]]
+    joined = load_parts(tmp_path / "parts")
+    some = [joined[index] for index in ([0, 1], [2, 3], [1, 2], [], slice(0, 1), torch.zeros(4, dtype=torch.bool), 0)]
+    values = [d["x", "values"] if isinstance(d["x"], Ragged) else d["x"] for d in [*some, *joined, *joined.parts]]
+    assert all(one.dtype == torch.int64 for one in values), "in every batch, whatever parts its rows are from"
+
+
+def test_a_dict_without_values_is_not_changed() -> None:
+    empty, full = (DeviceDict({"n": {"x": Ragged.from_rows(rows)}, "y": [1, 2]}) for rows in ([[], []], [[1], [2]]))
+    joined = JoinedRows([full, empty])
+    assert empty["n", "x", "values"].dtype == torch.float32 and joined.parts[0] is full
+    assert joined[2:]["n", "x", "values"].dtype == torch.int64 and joined.parts[1]["y"] is empty["y"]
 
 
 def test_offsets_of_other_dtypes() -> None:

@@ -36,7 +36,7 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
     - ``rows[mask]``, ``rows[indices]``, ``rows[8:16]``: a dict with copies of these rows. It has the class of the first
       dict.
     - ``DataLoader(rows, batch_size)``: one copy of the rows of a batch from each dict that has some of them.
-    - ``rows.parts``: the dicts.
+    - ``rows.parts``: the dicts. A ragged field without values gets the dtype that it has in the others.
 
     Args:
         dicts: dicts or mappings with the same keys, dtypes, shapes of a row and encoders, or their ``rows``.
@@ -59,7 +59,11 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         for path, field, _ in fields_of(self.parts[0]):
             values: list[Any] = [d[path] for d in cast("list[Any]", self.parts)]
             if isinstance(field, Ragged):
-                values = decided_values(values)
+                for i, value in enumerate(decided_values(values)):
+                    if value is not values[i]["values"]:  # without values: it gets the dtype of the other parts
+                        self.parts[i] = self.parts[i].copy()
+                        self.parts[i][(*path, "values")] = value
+                    values[i] = value
             if isinstance(values[0], torch.Tensor) and not all(_fit_one_table(value, values[0]) for value in values):
                 hint = "; the dtypes and dimensions must be equal: convert one of them"
                 named = (*path, "values") if isinstance(field, Ragged) else path

@@ -1188,7 +1188,7 @@ class DeviceDict(TreeDict[V]):
             options: the options of the constructor.
 
         Raises: ``ValueError`` that names the column for a null, and for a mask whose name is a column; ``TypeError``
-            for another object, and for a fill value that is not of the column's type; the errors of the constructor.
+            for another object, and for a fill value that the column cannot hold; the errors of the constructor.
         Cost: as the constructor; a copy of list columns, and of columns with nulls.
 
         >>> try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,17 +96,41 @@ def _null_in_arrow(array: Any, option: Any) -> Any:
 
 def _fill_arrow(array: Any, option: Any) -> Any:
     arrow: Any = sys.modules["pyarrow"]
-    kind, value = array.type, option
-    if option == "mask":
-        text = arrow.types.is_string(kind) or arrow.types.is_large_string(kind)
-        value = "" if text else [] if _is_list(kind) else 0
-    if arrow.types.is_boolean(kind) and value in (0, 1):
-        value = bool(value)
+    kind, types = array.type, arrow.types
     try:
-        fill = arrow.scalar(value, type=kind)
-    except (arrow.ArrowInvalid, arrow.ArrowTypeError, TypeError, ValueError) as error:
-        raise TypeError(f"nulls of {kind} cannot become {value!r}: {error}") from error
-    return array.fill_null(fill)
+        if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+            value = _fill_value(option, kind.to_pandas_dtype())
+        elif types.is_string(kind) or types.is_large_string(kind):
+            value = _fill_value(option, None)
+        else:
+            value = option if option != "mask" else [] if _is_list(kind) else 0
+        return array.fill_null(arrow.scalar(value, type=kind))
+    except (arrow.ArrowException, TypeError, ValueError) as error:
+        raise TypeError(f"nulls of {kind} cannot become {option!r}: {error}") from error
+
+
+def _fill_value(option: Any, dtype: Any) -> Any:
+    """The value that fills nulls: a number that ``dtype`` holds, or a string for None. A float may be rounded.
+
+    For the option ``"mask"`` it is zero or the empty string. Raises ``TypeError`` and ``ValueError``.
+    """
+    if option == "mask":
+        option = "" if dtype is None else 0
+    if isinstance(option, str) != (dtype is None):
+        raise TypeError(f"expected a {'string' if dtype is None else 'number'}")
+    if dtype is None:
+        return option
+    number = option.item() if isinstance(option, np.generic) else option
+    kind = np.dtype(dtype)
+    if kind.kind in "fc":
+        most = float(np.finfo(kind).max)
+        if most < abs(number) != inf:
+            raise ValueError(f"expected a number up to {most:.5g}")
+        return float(number)
+    low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+    if not low <= number <= high or number != int(number):
+        raise ValueError("expected True or False" if kind.kind == "b" else f"expected an int from {low} to {high}")
+    return bool(number) if kind.kind == "b" else int(number)
 
 
 def _is_list(kind: Any) -> bool:
@@ -141,16 +166,13 @@ def _missing_in_pandas(column: Any, option: Any) -> Any:
 
 
 def _fill_pandas(column: Any, option: Any) -> Any:
-    numbers = column.dtype.kind in "biufc"
-    value = (0 if numbers else "") if option == "mask" else option
-    if numbers == isinstance(value, str):
-        raise TypeError(f"missing values of {column.dtype} cannot become {value!r}")
-    if column.dtype.kind == "b":
-        value = bool(value)
+    dtype = getattr(column.dtype, "numpy_dtype", column.dtype)  # of a nullable column, the dtype of its numbers
     try:
-        return (column if numbers else column.astype(object)).fillna(value)
+        if dtype.kind in "biufc":
+            return column.to_numpy(dtype=dtype, na_value=_fill_value(option, dtype))
+        return column.astype(object).fillna(_fill_value(option, None))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"missing values of {column.dtype} cannot become {value!r}: {error}") from error
+        raise TypeError(f"missing values of {column.dtype} cannot become {option!r}: {error}") from error
 
 
 def _refuse_nulls(nulls: Any, columns: Mapping[str, Any]) -> None:

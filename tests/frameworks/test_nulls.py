@@ -120,6 +120,56 @@ class TestArrow:
             DeviceDict.from_arrow(pa.table({"l": [[1, None], [2]]}), nulls="mask")
 
 
+FILLS: list[tuple[str, str, Any, Any]] = [  # the dtype in Arrow and in pandas, the fill value, what it becomes
+    ("int8", "Int8", np.int64(-3), -3),
+    ("int8", "Int8", True, 1),
+    ("int64", "Int64", 2.0, 2),
+    ("int64", "Int64", (1 << 53) + 1, (1 << 53) + 1),
+    ("uint64", "UInt64", (1 << 64) - 1, (1 << 64) - 1),
+    ("bool_", "boolean", 0, False),
+    ("bool_", "boolean", np.bool_(True), True),
+    ("float32", "Float32", 1 << 70, 2.0**70),
+    ("float64", "Float64", np.float32(0.5), 0.5),
+    ("float64", "Float64", -np.inf, -np.inf),
+    ("float16", "float16", True, 1.0),
+    ("float32", "float32", 0, 0.0),
+    ("string", "string", np.str_("q"), "q"),
+    ("int64", "Int64", 1.5, "an int from -9223372036854775808 to 9223372036854775807"),
+    ("int64", "Int64", np.nan, "an int from -9223372036854775808 to 9223372036854775807"),
+    ("int8", "Int8", -129, "an int from -128 to 127"),
+    ("uint8", "UInt8", 300, "an int from 0 to 255"),
+    ("uint64", "UInt64", 1 << 70, "an int from 0 to 18446744073709551615"),
+    ("bool_", "boolean", 2, "True or False"),
+    ("bool_", "boolean", np.nan, "True or False"),
+    ("float32", "Float32", 1e300, "a number up to 3.4028e+38"),
+    ("float16", "float16", 1 << 70, "a number up to 65504"),
+    ("float64", "float64", "q", "a number"),
+    ("string", "string", 0, "a string"),
+]
+
+
+@pytest.mark.parametrize(("arrow", "pandas", "fill", "expected"), FILLS)
+def test_a_fill_value_is_stored_as_given_or_refused(arrow: str, pandas: str, fill: Any, expected: Any) -> None:
+    """The column holds the number itself, or a rounded float. It was 1 for 1.5, and True for 2."""
+    one = "a" if arrow == "string" else 1
+    column = pa.array([None if arrow == "bool_" else one, None], getattr(pa, arrow)())
+    series = pd.Series([one, None], dtype=pandas)
+    for d in (
+        lambda: DeviceDict.from_arrow(pa.table({"c": column}), nulls=fill),
+        lambda: DeviceDict.from_pandas(pd.DataFrame({"c": series}), nulls=fill),
+    ):
+        if isinstance(expected, str) and expected != fill:
+            with pytest.raises(TypeError) as caught:
+                d()
+            message = str(caught.value)
+            assert message.startswith("column 'c': ") and message.endswith(f"become {fill!r}: expected {expected}")
+        else:
+            made = d()
+            got = made.decode("c") if arrow == "string" else made["c"].tolist()
+            assert got[1] == expected and type(got[1]) is type(expected)
+            assert arrow == "string" or made["c"].dtype is getattr(torch, arrow.strip("_"))
+
+
 class TestPandas:
     def frame(self) -> Any:
         return pd.DataFrame(
@@ -154,7 +204,7 @@ class TestPandas:
         assert DeviceDict.from_pandas(self.frame()[["f"]])["f"].isnan().tolist() == [False, True]
         with pytest.raises(ValueError, match=r"^column 'i': 1 of 2 values are null; give nulls="):
             DeviceDict.from_pandas(self.frame())
-        with pytest.raises(TypeError, match=r"^column 's': missing values of \w+ cannot become 0$"):
+        with pytest.raises(TypeError, match=r"^column 's': missing values of \w+ cannot become 0: expected a string$"):
             DeviceDict.from_pandas(self.frame()[["s"]], nulls=0)
         with pytest.raises(TypeError, match=r"^from_pandas takes a pandas.DataFrame, got dict$"):
             DeviceDict.from_pandas({})
