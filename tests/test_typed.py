@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -766,7 +767,7 @@ class TestSurvival:
             (
                 {"label": 1.5},
                 ValueError,
-                r"^Batch\.label: expected Int\[Tensor, 'batch'\], got float32\[3\]: this array has dtype float32",
+                r"^Batch\.label: expected a row of Int\[Tensor, 'batch'\], got float32\[\]: as a batch, this array",
             ),
             ({"lable": 1}, TypeError, "^Batch has no field 'lable', did you mean 'label'"),
             ({"obs": {}}, TypeError, "^'state' is missing; the fields of Obs are state, goal$"),
@@ -1208,8 +1209,14 @@ class TestAtTheBorder:
         assert type(made) is Request and type(made.answer) is Answer and made.state.shape == (3, 2)
         assert made.rows[1] == sample and made.rows.tolist()[2]["answer"] == REQUEST["answer"]
         for change, message in (
-            ({"state": 1}, r"^Request\.state: expected Float\[Tensor, 'batch n'\], got float32\[1\]"),
-            ({"weight": [1]}, r"^Request\.weight: expected Float64\[Tensor, 'batch'\], got float64\[1, 1\]"),
+            (
+                {"state": 1},
+                r"^Request\.state: expected a row of Float\[Tensor, 'batch n'\], got float32\[\]: as a batch",
+            ),
+            (
+                {"weight": [1]},
+                r"^Request\.weight: expected a row of Float64\[Tensor, 'batch'\], got float64\[1\]: as a",
+            ),
             ({"wieght": 1}, r"^Request has no field 'wieght', did you mean 'weight'\?"),
             ({"answer": {}}, r"^'answer': 'text' is missing; the fields of Answer are text, kind$"),
         ):
@@ -1217,3 +1224,38 @@ class TestAtTheBorder:
                 Request.from_dict({**REQUEST, **change}, batched=False)
         with pytest.raises(ValueError, match=r"^Request\.state: expected Float\[Tensor, 'batch n'\], got float32\[2\]"):
             Request.from_dict(REQUEST)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"x": [0.5] * 7},
+                "Outer.x: expected a row of Float[Tensor, 'batch 8'], got float32[7]: as a batch, the dimension size 7 "
+                "does not equal 8 as expected by the type hint",
+            ),
+            (
+                {"x": [[0.5] * 8]},
+                "Outer.x: expected a row of Float[Tensor, 'batch 8'], got float32[1, 8]: as a batch, ",
+            ),
+            ({"inner": {"y": 1.5}}, "Outer.inner.y: expected a row of Int[Tensor, 'batch *n'], got float32[]: as a "),
+            ({"z": [1]}, "Outer.z: expected a row of Int[Tensor, 'batch n'], got int64[1]: as a batch, the size of "),
+        ],
+    )
+    def test_an_error_of_a_shape_shows_what_the_sample_has(self, change: Any, message: str) -> None:
+        class Inner(TypedDeviceDict):
+            y: Int[Tensor, "batch *n"]
+
+        class Outer(TypedDeviceDict):
+            x: Float[Tensor, "batch 8"]
+            w: Int[Tensor, "batch n"]
+            z: Int[Tensor, "batch n"]
+            inner: Inner
+
+        sample = {"x": [0.5] * 8, "w": [1, 2], "z": [3, 4], "inner": {"y": 1}}
+        Outer.from_dict(sample, batched=False)
+        wrong = {**sample, **change}
+        for call in (lambda: Outer.from_dict(wrong, batched=False), lambda: collate([wrong] * 3, cls=Outer)):
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
+                call()
+            if "z" in change:
+                assert str(caught.value).endswith(", from Outer.w, which is int64[2]")

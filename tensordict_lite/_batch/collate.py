@@ -139,7 +139,7 @@ def collate(
     walk.collect(given, batch, (), are_dicts)
     walk.finish()
     if cls is not DeviceDict:
-        batch._validate()
+        cast(Any, batch)._validate_samples() if batch._has_fields else batch._validate()
     pads.require_known(batch, "sample")
     if rows_of:
         require_known("ragged=", rows_of, batch, "sample")

@@ -382,8 +382,8 @@ def _called(value: Any) -> str:
     return type(value).__name__ if isinstance(value, TreeDict) else described(value)
 
 
-Shaped = tuple[str, Tensor, Field]
-"""A tensor to check: its name such as ``Batch.obs.state``, the tensor, and its field."""
+Shaped = tuple[str, Tensor, Field, bool]
+"""A tensor to check: its name such as ``Batch.obs.state``, the tensor, its field, and whether errors show a row."""
 
 
 def shape_error(tensors: Iterable[Shaped]) -> str:
@@ -395,7 +395,7 @@ def shape_error(tensors: Iterable[Shaped]) -> str:
     jaxtyping, queue, sizes = _jaxtyping(), list(tensors), dict[str, int]()
     if jaxtyping is None or jaxtyping.config.jaxtyping_disable:
         return ""
-    if all(field.fits(tensor, sizes) for _, tensor, field in queue):
+    if all(field.fits(tensor, sizes) for _, tensor, field, _ in queue):
         return ""
     count, passed = len(queue), list[Shaped]()
     with jaxtyping.jaxtyped("context"):  # independent of the dimension names that the caller's code uses
@@ -416,16 +416,23 @@ def shape_error(tensors: Iterable[Shaped]) -> str:
 
 def _message(jaxtyping: Any, shaped: Shaped, reason: str, passed: Iterable[Shaped]) -> str:
     """The error message. If the field conflicts with an earlier field, the message names that field too."""
-    where, value, field = shaped
+    where, _, field, is_row = shaped
     alone = _conflict(jaxtyping, [shaped])
     partner = None if alone else next((one for one in passed if _conflict(jaxtyping, [one, shaped])), None)
-    other = "" if partner is None else f", from {partner[0]}, which is {described(partner[1])}"
-    return f"{where}: expected {field.shown}, got {described(value)}: {reason}{other}"
+    other = "" if partner is None else f", from {partner[0]}, which is {_given(partner)}"
+    expected, reason = (f"a row of {field.shown}", f"as a batch, {reason}") if is_row else (field.shown, reason)
+    return f"{where}: expected {expected}, got {_given(shaped)}: {reason}{other}"
+
+
+def _given(shaped: Shaped) -> str:
+    """The tensor that the caller gave, in words."""
+    _, value, _, is_row = shaped
+    return described(value[0] if is_row else value)
 
 
 def _reason(shaped: Shaped) -> str:
     """The reason why a tensor does not fit its annotations; ``""`` if it fits."""
-    _, value, field = shaped
+    _, value, field, _ = shaped
     first = ""
     for kind in field.kinds:
         if not _is_shaped(kind):

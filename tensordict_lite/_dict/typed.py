@@ -192,7 +192,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         cls._schema()
         out._begin(data, device, options)
         insert(out, as_dict(data), consent=device is not None, shapes=False)
-        _batch_of_one(out)._validate()
+        _batch_of_one(out)._validate_samples()
         return out
 
     @classmethod
@@ -271,6 +271,15 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         self._schema().check_names(self)
         self._check_fields(self, before, shapes)
         self._schema().check_encoders(self._policy.encoders)
+
+    def _validate_samples(self) -> None:
+        """Validate a batch that was made of samples. An error of a shape shows the sample, which the caller gave."""
+        try:
+            self._validate()
+        except ValueError:
+            if reason := shape_error(_shaped(type(self), self, self._schema().name, True)):
+                raise ValueError(reason) from None
+            raise
 
     def _check_fields(self, items: Mapping[str, Any], before: Mapping[str, Any] | None, shapes: bool = True) -> None:
         """Validate the complete set of items: required fields, kinds, dtypes and shapes.
@@ -395,16 +404,21 @@ def _is_defined(base: type, name: str) -> bool:
     return name in base.__dict__ and not isinstance(base.__dict__[name], NoAttribute)
 
 
-def _shaped(cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str) -> Iterator[Shaped]:
-    """Yield every tensor with its annotations, in the order of the schema. Nested typed dicts are included."""
+def _shaped(
+    cls: type[TypedDeviceDict], items: Mapping[str, Any], where: str, samples: bool = False
+) -> Iterator[Shaped]:
+    """Yield every tensor with its annotations, in the order of the schema. Nested typed dicts are included.
+
+    ``samples``: each row is a sample that the caller gave.
+    """
     for name, declared in cls._schema().fields.items():
         value = items.get(name)
         if isinstance(value, Tensor):
-            yield f"{where}.{name}", value, declared
+            yield f"{where}.{name}", value, declared, samples
         elif isinstance(value, TypedDeviceDict):
-            yield from _shaped(type(value), value, f"{where}.{name}")
+            yield from _shaped(type(value), value, f"{where}.{name}", samples)
         elif isinstance(value, TreeDict) and value._is_ragged and declared.values:
-            yield f"{where}.{name}.values", value["values"], declared.values
+            yield f"{where}.{name}.values", value["values"], declared.values, False
 
 
 def _batch_of_one(d: Any) -> Any:

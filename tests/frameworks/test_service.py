@@ -69,7 +69,10 @@ def test_requests_are_batched_and_answers_split(url: str) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"position": [1, 2], "name": "a"}, "Sample.position: expected Float[Tensor, 'batch 3'], got float32[1, 2]"),
+        (
+            {"position": [1, 2], "name": "a"},
+            "Sample.position: expected a row of Float[Tensor, 'batch 3'], got float32[2]",
+        ),
         ({"position": [1, 2, 3], "name": "a\0"}, "'name'"),
         ({"position": [1, 2, 3]}, "Field required"),
     ],
