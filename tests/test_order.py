@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from tensordict_lite import BatchOrder, DeviceDict, Ragged, collate, prefetch
 
@@ -120,8 +120,11 @@ class TestEachRowOnce:
 
     def test_a_dataset_of_any_kind(self) -> None:
         table = DeviceDict({"x": torch.arange(5)})
-        for dataset in (table.rows, Subset(table.rows, [0, 1, 2, 3, 4]), 5):
+        samples: list[Any] = [list("abcde"), [{"x": 1}] * 5, [torch.ones(2)] * 5, [[0.5]] * 5, ({"x": 1},) * 5]
+        for dataset in (table.rows, Subset(table.rows, [0, 1, 2, 3, 4]), 5, *samples):
             assert list(BatchOrder(dataset, 3)) == [[0, 1, 2], [3, 4]]
+        batches = DataLoader(samples[1], batch_sampler=BatchOrder(samples[1], 3), collate_fn=collate)
+        assert [batch["x"].tolist() for batch in batches] == [[1, 1, 1], [1, 1]]
 
 
 class TestEpochs:
@@ -341,6 +344,11 @@ class TestPrefetch:
             _ = plain.state_dict
 
 
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(int, 1)
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "options", "error", "message"),
@@ -354,13 +362,27 @@ class TestErrors:
             ((9, 2), {"shuffle": 0}, ValueError, "takes shuffle=, a bool or a block size of at least 1, got 0"),
             ((9, 2), {"seed": -1}, ValueError, "BatchOrder takes a seed of at least 0, got -1"),
             ((9, 2), {"rank": 2, "world": 2}, ValueError, "BatchOrder takes a rank below the world of 2, got 2"),
+            ((9, 2), {"world": 2}, TypeError, "takes rank= and world= together, got world=2 without rank=; witho"),
+            ((9, 2), {"rank": 0}, TypeError, "takes rank= and world= together, got rank=0 without world=; witho"),
+            ((9, 2), {"rank": 0, "world": 0}, ValueError, "BatchOrder takes a world of at least 1, got 0"),
             ((9, 2), {"longer": "cut"}, ValueError, 'BatchOrder takes longer="error" or longer="alone", got \'cut\''),
-            ((None, 2), {}, TypeError, "takes a dataset, row numbers or a number of rows of type int, got a NoneType"),
-            ((DeviceDict({"x": [1]}), 2), {}, TypeError, "takes a dataset, got a mapping; give its rows, d.rows"),
-            ((-1, 2), {}, ValueError, "takes a dataset, row numbers or a number of rows of at least 0, got -1"),
+            ((None, 2), {}, TypeError, "takes a dataset with a length, row numbers or a number of rows, got a None"),
+            ((iter([1]), 2), {}, TypeError, "got a list_iterator; a list of its samples has a length"),
+            (({1, 2}, 2), {}, TypeError, "takes a dataset with a length, row numbers or a number of rows, got a set"),
+            ((Endless(), 2), {}, TypeError, "takes a dataset with a length, row numbers or a number of rows, got an"),
+            ((2.5, 2), {}, TypeError, "takes a dataset with a length, row numbers or a number of rows, got a float"),
+            ((DeviceDict({"x": [1]}), 2), {}, TypeError, "takes a dataset, got a mapping; its length is the number of"),
+            (({"x": [1, 2]}, 2), {}, TypeError, "give its rows: d.rows, or DeviceDict(columns).rows"),
+            ((BatchOrder(3, 1), 2), {}, TypeError, "takes a dataset, got a BatchOrder; give it to a DataLoader"),
+            ((RandomSampler([1]), 2), {}, TypeError, "takes a dataset, got a RandomSampler; give the dataset that"),
+            ((DataLoader(TABLE.rows), 2), {}, TypeError, "takes a dataset, got a DataLoader; give its dataset"),
+            (("runs/table", 2), {}, TypeError, "BatchOrder takes a dataset, got a str; load it first"),
+            ((-1, 2), {}, ValueError, "takes a number of rows of at least 0, got -1"),
+            (([True, False], 2), {}, TypeError, "or a list of ints, got a mask; give mask.nonzero().flatten()"),
+            (((0.5, 1.5), 2), {}, TypeError, "takes row numbers as a tensor, an array or a list of ints, got a tuple"),
+            (([1, "a"], 2), {}, TypeError, "takes row numbers as a tensor, an array or a list of ints, got a list"),
             (([-1, 2], 2), {}, ValueError, "BatchOrder takes row numbers of at least 0, got -1"),
             (([1.5], 2), {}, TypeError, "takes row numbers as a tensor, an array or a list of ints, got a list"),
-            (([[1], [2, 3]], 2), {}, TypeError, "as a tensor, an array or a list of ints, got a list"),
             ((torch.ones(2, 2), 2), {}, TypeError, "or a list of ints, got float32[2, 2]"),
             ((torch.ones(2) > 0, 2), {}, TypeError, "or a list of ints, got a mask; give mask.nonzero().flatten()"),
             ((torch.ones(2).byte(), 2), {}, TypeError, "row numbers of dtype uint8 may be a mask; give mask.nonzero()"),
@@ -375,6 +397,20 @@ class TestErrors:
         with pytest.raises(error, match=re.escape(message)):
             BatchOrder(*arguments, **options)
 
+    @pytest.mark.parametrize("size", [1, 4])
+    def test_an_order_as_the_sampler(self, size: int) -> None:
+        loader: Any = DataLoader(TABLE.rows, size, sampler=BatchOrder(23, 3), collate_fn=collate)  # pyright: ignore
+        way_out = "give it to the DataLoader as batch_sampler=, not as sampler="
+        with pytest.raises(TypeError, match=f"a BatchOrder yields whole batches; {way_out}"):
+            prefetch(loader, "cpu")
+        with pytest.raises(TypeError, match="a BatchOrder yields whole batches: give it to DataLoader as batch_s"):
+            list(loader)
+        for rows in ([[0, 1], [2, 3]], [[0, 1], [2]]):
+            with pytest.raises(TypeError, match=r"by a list of ints.* give it to DataLoader as batch_sampler="):
+                TABLE.rows.__getitems__(rows)  # pyright: ignore
+        alone: Any = DataLoader(TABLE.rows, None, sampler=BatchOrder(23, 3))  # pyright: ignore
+        assert numbers(alone) == list(BatchOrder(23, 3)), "without batching, each sample is a batch"
+
     def test_a_state_that_does_not_fit(self) -> None:
         order = BatchOrder(9, 2, shuffle=True, seed=3)
         state = BatchOrder(9, tokens=5, lengths=[4, 5, 1, 5, 1, 4, 1, 1, 1], shuffle=True, seed=3).state_dict(1)
@@ -382,7 +418,9 @@ class TestErrors:
         again = "; make the BatchOrder as it was"
         wrong: list[tuple[type[Exception], Any, str]] = [
             (TypeError, [1], "load_state_dict takes a state of BatchOrder, got a list"),
-            (TypeError, {"epoch": 1}, "load_state_dict takes a state of BatchOrder, got a mapping"),
+            (TypeError, {}, "got an empty mapping; it comes from state_dict() of a BatchOrder, or of prefetch over"),
+            (TypeError, {"epoch": 1, 2: 3}, "got a mapping with the keys 'epoch', 2; it comes from state_dict() of a"),
+            (TypeError, {"_num_yielded": 3}, "of BatchOrder, got a state of StatefulDataLoader; it comes"),
             (ValueError, {**state, "rows": 8}, "the state is of a BatchOrder with rows=8, not rows=9" + again),
             (ValueError, {**state, "seed": 4}, "with seed=4, not seed=3" + again),
             (ValueError, {**state, "shuffle": 1}, "with shuffle=1, not shuffle=True" + again),

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from heapq import heapreplace
 from itertools import chain, count, islice
+from numbers import Number
 from operator import index as as_int
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, SupportsIndex, cast
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from .._errors import described
 
@@ -58,8 +59,8 @@ class BatchOrder(Sampler[list[int]]):
     batch that you received, for any number of workers. It also keeps DataLoader from the global generator.
 
     Args:
-        rows: ``d.rows`` or another dataset; or a number of rows; or the numbers of some rows: a tensor, an array, a
-            list or a range of ints. A number that comes twice counts as two rows.
+        rows: a dataset with a length: ``d.rows``, a list of samples, any other. Or a number of rows. Or the numbers of
+            some rows: a tensor, an array, a list or a range of ints. A number that comes twice counts as two rows.
         size: the rows per batch.
         tokens: in place of ``size``, the most tokens per batch. The batches of one step are filled evenly. Up to 64
             rows wait for a batch with room.
@@ -69,7 +70,7 @@ class BatchOrder(Sampler[list[int]]):
         shuffle: True: all rows in random order. An int n: blocks of n rows in random order, and the rows of each 8
             blocks in random order, for a table that is larger than the memory.
         seed: the seed of the random order.
-        rank, world: this rank, and the number of ranks.
+        rank, world: this rank, and the number of ranks. Give both, or neither in a program of one process.
         drop_last: leave out the last step, unless every rank gets ``size`` rows. Otherwise all ranks share the last
             rows, and differ by at most one batch. With ``tokens``, the step that takes the last row is left out.
 
@@ -99,8 +100,8 @@ class BatchOrder(Sampler[list[int]]):
         longer: Literal["error", "alone"] = "error",
         shuffle: bool | int = False,
         seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
+        rank: int | None = None,
+        world: int | None = None,
         drop_last: bool = False,
     ) -> None:
         if (size is None) == (tokens is None):
@@ -113,9 +114,7 @@ class BatchOrder(Sampler[list[int]]):
         self.tokens = None if tokens is None else _number("tokens", tokens, 1)
         self.shuffle = shuffle if isinstance(shuffle, bool) else _number("shuffle=, a bool or a block size", shuffle, 1)
         self.seed = _number("a seed", seed)
-        self.rank, self.world = _number("a rank", rank), _number("a world", world, 1)
-        if self.rank >= self.world:
-            raise ValueError(f"BatchOrder takes a rank below the world of {self.world}, got {self.rank}")
+        self.rank, self.world = _ranks(rank, world)
         self.drop_last = bool(drop_last)
         self._index, self._count = _rows(rows)
         self._lengths = _integers("lengths", [] if lengths is None else lengths)
@@ -195,7 +194,10 @@ class BatchOrder(Sampler[list[int]]):
         """Validate a state."""
         fixed = self._fixed()
         if not isinstance(state, Mapping) or not {*_Place._fields, *fixed} <= set(state):
-            raise TypeError(f"load_state_dict takes a state of BatchOrder, got {described(state)}")
+            raise TypeError(
+                f"load_state_dict takes a state of BatchOrder, got {_kind_of_state(state)}; "
+                "it comes from state_dict() of a BatchOrder, or of prefetch over a DataLoader with one"
+            )
         for name, own in fixed.items():
             if state[name] != own or type(state[name]) is not type(own):
                 what = "other row numbers" if name == "index" else f"{name}={state[name]!r}, not {name}={own!r}"
@@ -394,20 +396,64 @@ def _random(*key: int) -> np.random.RandomState:
     return np.random.RandomState([word for number in key for word in (number & 0xFFFFFFFF, number >> 32)])
 
 
+def _ranks(rank: int | None, world: int | None) -> tuple[int, int]:
+    """This rank and the number of ranks."""
+    if (rank is None) != (world is None):
+        got = f"world={world} without rank=" if rank is None else f"rank={rank} without world="
+        raise TypeError(
+            f"BatchOrder takes rank= and world= together, got {got}; without both, one process has all rows"
+        )
+    ranks = _number("a world", 1 if world is None else world, 1)
+    own = _number("a rank", 0 if rank is None else rank)
+    if own >= ranks:
+        raise ValueError(f"BatchOrder takes a rank below the world of {ranks}, got {own}")
+    return own, ranks
+
+
 def _rows(given: Any) -> tuple[_Numbers | None, int]:
     """The row numbers, if some are given, and the number of rows."""
-    if isinstance(given, (Tensor, np.ndarray, list, range)):
+    numbers = isinstance(given, (list, tuple)) and isinstance(given[0] if given else 0, (Number, np.number, np.bool_))
+    if numbers or isinstance(given, (Tensor, np.ndarray, range)):
         index = _integers("row numbers", given)
         if getattr(given, "dtype", None) in (torch.uint8, "uint8"):
             raise TypeError("row numbers of dtype uint8 may be a mask; give mask.nonzero().flatten(), or int64")
         if len(index) and (lowest := int(index.min())) < 0:
             raise ValueError(f"BatchOrder takes row numbers of at least 0, got {lowest}")
         return index, len(index)
-    if isinstance(given, Mapping):  # its length is the number of keys
-        raise TypeError(f"BatchOrder takes a dataset, got {described(given)}; give its rows, d.rows")
-    if isinstance(given, Sized):
-        return None, len(given)
-    return None, _number("a dataset, row numbers or a number of rows", given)
+    for kinds, way_out in _NO_DATASETS:
+        if isinstance(given, kinds):
+            raise TypeError(f"BatchOrder takes a dataset, got {described(given)}; {way_out}")
+    if isinstance(given, Sized) and hasattr(given, "__getitem__"):
+        try:
+            return None, len(given)
+        except TypeError:  # a class may have the method for some of its objects only
+            pass
+    elif isinstance(given, SupportsIndex):
+        return None, _number("a number of rows", given)
+    raise TypeError(
+        f"BatchOrder takes a dataset with a length, row numbers or a number of rows, got {described(given)}; "
+        "a list of its samples has a length"
+    )
+
+
+_NO_DATASETS: list[tuple[Any, str]] = [
+    (BatchOrder, "give it to a DataLoader as batch_sampler=, and the DataLoader to prefetch"),
+    (Sampler, "give the dataset that it samples"),
+    (DataLoader, "give its dataset"),
+    (Mapping, "its length is the number of keys; give its rows: d.rows, or DeviceDict(columns).rows"),
+    ((str, bytes), "load it first"),
+]
+"""What has a length that is no number of rows, and what to write instead."""
+
+
+def _kind_of_state(state: Any) -> str:
+    """Describe an object that is no state of a BatchOrder."""
+    if not isinstance(state, Mapping):
+        return described(state)
+    keys = cast("Mapping[Any, Any]", state)
+    if any(name in keys for name in ("_num_yielded", "_snapshot")):
+        return "a state of StatefulDataLoader"
+    return f"a mapping with the keys {', '.join(map(repr, islice(keys, 4)))}" if keys else "an empty mapping"
 
 
 def _integers(what: str, given: Any) -> _Numbers:

@@ -89,6 +89,10 @@ class prefetch(Generic[B]):
             raise ValueError(f"prefetch takes depth= or slots=, got both; {slots} slots copy {slots - 1} batches ahead")
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"prefetch takes a loader or another iterable of batches, got {type(loader).__name__}")
+        if isinstance(loader, DataLoader) and loader.batch_size is not None and isinstance(loader.sampler, BatchOrder):
+            raise TypeError(
+                "a BatchOrder yields whole batches; give it to the DataLoader as batch_sampler=, not as sampler="
+            )
         self.loader: Any = loader
         ordered = isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, BatchOrder)
         self._source: Any = OrderedLoader(loader) if ordered and not hasattr(loader, "state_dict") else loader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import index as as_int
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
         at = at.nonzero().squeeze(1)
     elif at.is_floating_point() or at.is_complex() or at.dim() > 1 or at.dtype == torch.bool:
         what = f"{dtype_name(at.dtype)}{list(at.shape)}"
-        raise TypeError(f"rows are indexed by a mask or by a list of ints, got {what}")
+        raise TypeError(f"rows are indexed by a mask or by a list of ints, got {what}{_of_batches(given)}")
     elif not at.dim():
         return _one_row(int(at), count)
     else:
@@ -75,7 +75,16 @@ def _from_host(given: Any) -> Tensor:
             return array_tensor(array, CPU)
         return torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise TypeError(f"rows are indexed by a mask or by a list of ints; {error}") from error
+        hint = _of_batches(given) or f"; {error}"
+        raise TypeError(f"rows are indexed by a mask or by a list of ints{hint}") from error
+
+
+def _of_batches(given: Any) -> str:
+    """What to write for a list of lists: DataLoader asks for it if its ``sampler`` yields whole batches."""
+    lists = isinstance(given, list) and all(isinstance(part, list) for part in cast("list[Any]", given))
+    return (
+        "; a BatchOrder yields whole batches: give it to DataLoader as batch_sampler=, not as sampler=" if lists else ""
+    )
 
 
 def _from_zero(at: Tensor, count: int) -> Tensor:
