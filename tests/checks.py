@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import collections.abc
+import importlib.util
+import inspect
+import typing
 from collections.abc import Mapping
+from pathlib import Path as FilePath
 from typing import Any
 
 from torch import Tensor
@@ -31,3 +36,39 @@ def check_invariants(d: Any, at: Path = ()) -> None:
         else:
             assert not isinstance(value, Mapping), f"{dotted(path)}: a mapping that is no DeviceDict"
             assert d._policy.objects == "keep", f"{dotted(path)}: {type(value).__name__} without objects='keep'"
+
+
+def protocols(package: str) -> dict[str, type[Any]]:
+    """Every runtime-checkable protocol that a package defines, by name."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    names = [package]
+    if spec.submodule_search_locations:
+        root = FilePath(spec.origin).parent
+        files = [file for file in root.rglob("*.py") if b"runtime_checkable" in file.read_bytes()]
+        names = [".".join((package, *file.relative_to(root).with_suffix("").parts)) for file in files]
+    found: dict[str, type[Any]] = {}
+    for module in names:
+        try:
+            members = vars(importlib.import_module(module))
+        except ModuleNotFoundError as error:  # an optional dependency of the module
+            if (error.name or "").partition(".")[0] == package.partition(".")[0]:
+                raise
+            continue
+        for name, value in members.items():
+            if (
+                inspect.isclass(value)
+                and getattr(value, "_is_runtime_protocol", False)
+                and value is not typing.Protocol
+            ):
+                found[f"{value.__module__}.{name}"] = value
+    return found
+
+
+ABSTRACT = {f"collections.abc.{name}": getattr(collections.abc, name) for name in collections.abc.__all__}
+"""The abstract base classes of Python."""
+
+
+def claims(value: object, kinds: Mapping[str, type[Any]]) -> set[str]:
+    """The names of the classes that the value says it is an instance of."""
+    return {name for name, kind in kinds.items() if isinstance(value, kind)}

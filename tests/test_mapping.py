@@ -14,15 +14,21 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import ABSTRACT, check_invariants, claims, protocols
 
 from tensordict_lite import (
     DeviceDict,
     DeviceMismatchError,
+    TypedDeviceDict,
     Vocabulary,
 )
 
 SIM = torch.device("sim", 0)
+
+
+class Batch(TypedDeviceDict):
+    x: torch.Tensor
+    weight: torch.Tensor | None = None
 
 
 class Items(dict):
@@ -186,6 +192,17 @@ def test_it_is_a_dict_everywhere() -> None:
             raise AssertionError
     with pytest.raises(TypeError, match="unhashable"):
         hash(d)
+
+
+def test_it_claims_to_be_a_dict_and_nothing_else() -> None:
+    """A framework asks ``isinstance(value, Stateful)`` first, and calls ``state_dict`` then."""
+    kinds = {name: kind for package in ("torch", "typing", "numpy") for name, kind in protocols(package).items()}
+    assert "torch.distributed.checkpoint.stateful.Stateful" in kinds and "typing.SupportsAbs" in kinds
+    for d in (DeviceDict({"x": 1}), Batch(x=torch.ones(1))):
+        assert claims(d, kinds) == claims({}, kinds)
+        assert claims(d, ABSTRACT) == claims({}, ABSTRACT)
+        for name in dir(type(d)):
+            assert hasattr(d, name), f"{name} stands on the class and is no attribute"
 
 
 def test_reads_are_dicts_own() -> None:

@@ -204,10 +204,6 @@ class TestEverythingElse:
             match=r"^DeviceDict has no operator \+; use d\.map\(lambda t: t \+ other\), or d\.add_\(other\) in place$",
         ):
             operator.add(d, 1)
-        with pytest.raises(TypeError, match=r"use d\.map\(torch\.neg\)$"):
-            operator.neg(d)
-        with pytest.raises(TypeError, match=r"use d\.map\(torch\.abs\)$"):
-            abs(d)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="has no operator"):
             sum([d, d])  # type: ignore[list-item]
         with pytest.raises(TypeError, match="has no operator"):
@@ -353,14 +349,11 @@ class TestFunctionsThatDoNotCompute:
             module.weight = d
         with pytest.raises(TypeError, match=r"cannot assign 'tensordict_lite\.DeviceDict' object to parameter 's'"):
             module.register_parameter("s", d)
-        refused = (
-            r"'is_floating_point'; use d\[key\]\.is_floating_point\(\); "
-            r"a buffer of a module is one field$|object to buffer 's'"
-        )
+        refused = r"no attribute 'is_floating_point'$|object to buffer 's'"
         with pytest.raises((AttributeError, TypeError), match=refused):
             hold(module, d).to(torch.float64)
         module = nn.Linear(2, 1)
-        with pytest.raises(AttributeError, match=r"no attribute 'shape'; use d\[key\]\.shape"):
+        with pytest.raises(AttributeError, match=r"no attribute 'shape'$"):
             module.load_state_dict({"weight": d, "bias": torch.zeros(1)})
         assert module.load_state_dict(DeviceDict(module.state_dict())).missing_keys == []
 

@@ -87,7 +87,7 @@ _OPERATORS = (
 
 
 def refused_operators() -> Iterator[tuple[str, Callable[..., NoReturn]]]:
-    """The name of each method for an arithmetic operator, and a function that refuses the operator.
+    """The name of each method for an arithmetic operator of two operands, and a function that refuses the operator.
 
     Note: there are no arithmetic operators. ``|`` merges dicts and ``==`` gives one bool, as for every dict. An
     elementwise ``+`` beside these operators would mislead: some readers would expect it to merge, as for a Counter.
@@ -95,8 +95,6 @@ def refused_operators() -> Iterator[tuple[str, Callable[..., NoReturn]]]:
     for name, symbol, function, in_place in _OPERATORS:
         yield f"__{name}__", _refuse_operator(symbol, function, in_place)
         yield f"__r{name}__", _refuse_operator(symbol, function, reflected=True)
-    yield "__neg__", _refuse_operator("-", "torch.neg")
-    yield "__abs__", _refuse_operator("abs()", "torch.abs")
 
 
 def _refuse_operator(
@@ -104,15 +102,13 @@ def _refuse_operator(
 ) -> Callable[..., NoReturn]:
     """A method for an operator that raises ``TypeError`` and shows what to write. ``reflected``: for ``other + d``."""
 
-    def refuse(self: TreeDict[Any], *operands: Any) -> NoReturn:
+    def refuse(self: TreeDict[Any], other: Any, *_: Any) -> NoReturn:
         kind = type(self).__name__
-        if not operands:
-            shown = f"d.map({function})"
-        elif isinstance(operands[0], Mapping):
+        if isinstance(other, Mapping):
             shown = f"d.map({function}, other)"
         else:
             shown = f"d.map(lambda t: {'other' if reflected else 't'} {symbol} {'t' if reflected else 'other'})"
-        more = f", or d.{in_place}(other) in place" if in_place and operands and not reflected else ""
+        more = f", or d.{in_place}(other) in place" if in_place and not reflected else ""
         raise TypeError(f"{kind} has no operator {symbol}; use {shown}{more}")
 
     return refuse

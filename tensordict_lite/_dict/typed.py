@@ -17,7 +17,6 @@ from .._encoders.protocol import StringEncoder
 from .._errors import Path, described, with_path
 from .._memory.device import DeviceLike
 from .._tree.convert import holds_numbers
-from .._tree.missing import NoAttribute
 from .._tree.policy import OPTIONS, Encoders, OptionFields, Options, refuse_positional
 from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in
@@ -392,16 +391,11 @@ def _refuse_collisions(cls: type[TypedDeviceDict]) -> None:
             raise TypeError(f"{where}: a field cannot start with an underscore; rename it")
         if name in OPTIONS:
             raise TypeError(f"{where}: a field cannot have the name of a constructor option; rename it")
-        if any(_is_defined(base, name) for base in TypedDeviceDict.__mro__):
+        if any(name in base.__dict__ for base in TypedDeviceDict.__mro__):
             raise TypeError(f"{where}: a field cannot have the name of a method or property of DeviceDict; rename it")
         for base in cls.__mro__:
-            if _is_defined(base, name) and name not in base.__dict__.get("_own", {}):
+            if name in base.__dict__ and name not in base.__dict__.get("_own", {}):
                 raise TypeError(f"{where} is a field, and something else in {base.__name__}; rename one of them")
-
-
-def _is_defined(base: type, name: str) -> bool:
-    """Whether a class defines the name itself. The names of `NoAttribute` are free for fields."""
-    return name in base.__dict__ and not isinstance(base.__dict__[name], NoAttribute)
 
 
 def _shaped(

@@ -1,4 +1,4 @@
-"""Errors for missing keys and attributes. Each message names the missing key, the dict and the closest key."""
+"""Errors for missing keys. Each message names the missing key, the dict and the closest key."""
 
 from __future__ import annotations
 
@@ -143,74 +143,3 @@ def _blocked(path: tuple[Any, ...], depth: int, value: object, owner: str) -> st
     if isinstance(rest[0], str):
         return f"{dotted(path)} is not in {owner}: {dotted(at)} is {what}, not a nested dict; it is d[{keys}]"
     return f"a path is made of str, got {type(rest[0]).__name__}: {dotted(at)} is {what}; index it as d[{keys}][...]"
-
-
-_WAYS = {
-    "d[key].shape, or len(d.rows) for the number of rows": "shape",
-    "len(d.rows), the number of rows": "batch_size num_rows",
-    "d[key].dtype; a DeviceDict has no dtype of its own": "dtype",
-    "d[key].is_floating_point(); a buffer of a module is one field": "is_floating_point",
-    "d[key].{name}": "grad is_leaf layout ndim requires_grad",
-    "d[key].{name}()": "backward dim numel size unique",
-    "d[{name!r}], or a TypedDeviceDict with this field": "attention_mask input_ids labels logits loss",
-    # functions of every tensor
-    "d.map(function)": "apply apply_ named_apply",
-    "d.map(torch.{name})": "abs all any argmax argmin exp isnan log max mean min neg prod round sign sqrt std sum var",
-    "d.map(torch.{name}, other)": "add div eq mul pow sub",
-    "d.map(torch.Tensor.{name})": "bool byte char int long short",
-    "d.map(lambda t: t.{name}(...))": "clamp expand permute repeat reshape softmax squeeze transpose unsqueeze view",
-    "d.to(dtype), or d.map(lambda t: t.to(dtype)) for integers too": "astype type",
-    "d.total_norm()": "norm",
-    "d.tolist()": "item to_list",
-    "d.detach()": "data",
-    "torch.where(mask, d, other)": "where",
-    # keys
-    "d.drop(*keys)": "exclude remove_columns",
-    "d.select(*keys)": "filter_keys select_columns",
-    "d[key] = value": "assign set set_",
-    "d[new] = d.pop(key)": "rename rename_column rename_columns rename_key_",
-    "d | other": "merge",
-    "d.copy_(other)": "load_state_dict update_",
-    "list(d)": "column_names columns",
-    "d.flatten()": "flatten_keys",
-    "DeviceDict.unflatten(d)": "unflatten_keys",
-    "d.to_dict()": "state_dict",
-    "DeviceDict(data)": "from_dict",
-    # rows
-    "d.rows[index]": "get_at iat iloc index_select loc take",
-    "d.rows[mask]": "filter masked_select query",
-    "d.rows[index] = row": "set_at_",
-    "d.rows[:5]": "head",
-    "d.rows[-5:]": "tail",
-    "d.rows.shuffle()": "sample shuffle",
-    "d.rows.split(n)": "chunk split train_test_split",
-    "d.rows.group_by(key)": "groupby",
-    "list(d.rows)": "iterrows itertuples unbind",
-    "torch.cat([d, other])": "append cat concat",
-    "torch.stack([d, other])": "stack",
-    # other forms
-    "print(d)": "describe info",
-    "d.numpy()": "to_numpy",
-    "d.pack()": "consolidate",
-    "d.save(path)": "memmap memmap_",
-    "DeviceDict.load(path)": "load_memmap",
-}
-INSTEAD = {name: way.format(name=name) for way, names in _WAYS.items() for name in names.split()}
-"""What to write instead of an attribute of tensors, TensorDicts, data frames and datasets that `DeviceDict` lacks."""
-
-
-class NoAttribute:
-    """Descriptor for an attribute that does not exist. Access raises an ``AttributeError`` that says what to write.
-
-    A ``__getattr__`` could handle every name, but it would slow down every access to an attribute.
-    """
-
-    def __init__(self, name: str, instead: str) -> None:
-        self._name = name
-        self._instead = instead
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}; use {self._instead}")
-
-    def __repr__(self) -> str:  # `help` shows it
-        return f"use {self._instead}"

@@ -81,6 +81,15 @@ def test_moving() -> None:
     assert type(floats) is DeviceDict and floats["x"] == 2
 
 
+def test_fabric_saves_it_as_a_dict(tmp_path: Path) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    saved, loaded = DeviceDict({"x": [1.0], "n": {"y": 2}}), DeviceDict({"x": [0.0], "n": {"y": 0}})
+    fabric.save(tmp_path / "state", {"d": saved, "step": 3})
+    state: dict[str, Any] = {"d": loaded, "step": 0}
+    fabric.load(tmp_path / "state", state)
+    assert state == {"d": saved, "step": 3}
+
+
 class Keeps(DeviceDict, objects="keep"):
     pass
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, claims, protocols
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.func import functional_call, grad, vmap
@@ -133,6 +134,29 @@ def test_data_parallel_scatters_and_gathers() -> None:
         joined = gather(parts, 0)
         check_invariants(joined)
         assert type(joined) is DeviceDict and joined == d
+
+
+PACKAGES = ("accelerate", "datasets", "fastapi", "jax", "lightning", "pandas", "polars", "pyarrow", "tensordict")
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "torchdata", "transformers"])
+def test_it_claims_no_protocol_of_a_framework(package: str) -> None:
+    pytest.importorskip(package)
+    kinds = protocols(package)
+    assert kinds or package not in ("jax", "lightning", "polars", "torchdata"), "these define protocols"
+    for d in (DeviceDict({"x": 1}), Obs(x=torch.ones(1))):
+        assert claims(d, kinds) == claims({}, kinds)
+
+
+@pytest.mark.parametrize("make", [lambda x: DeviceDict({"x": x, "n": {"y": x * 2}}), lambda x: Obs(x=x)])
+def test_distributed_checkpoints(make: Any, tmp_path: Any) -> None:
+    saved, loaded = make(torch.ones(2)), make(torch.zeros(2))
+    writer = dcp.FileSystemWriter(tmp_path, per_thread_copy_ahead=0)  # the simulated device has no streams of torch
+    dcp.save({"model": saved, "step": 3}, storage_writer=writer)
+    state = {"model": loaded, "step": 0}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state["model"] is loaded and loaded == saved and state["step"] == 3
+    check_invariants(loaded)
 
 
 def test_custom_fwd_gives_a_plain_dict() -> None:
