@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
 
 from tensordict_lite import DeviceDict, Pad, TypedDeviceDict, Utf8, Vocabulary, collate, field, stack
 
@@ -465,3 +468,105 @@ def test_strings_are_encoded_once() -> None:
 
     samples = [{"s": "a", "x": torch.ones(1)}, {"s": "bc", "x": torch.ones(1)}]
     assert collate(samples, encoders={"s": Counts()}).decode("s") == ["a", "bc"] and calls == [["a", "bc"]]
+
+
+class Scan(Tensor):
+    """A tensor with more than its values, as the images of medical libraries are."""
+
+    origin: float
+
+    @classmethod
+    def at(cls, origin: float, shape: Any = (2,)) -> Scan:
+        scan = torch.full(shape, origin).as_subclass(cls)
+        scan.origin = origin
+        return scan
+
+
+class LaterScan(Scan):
+    pass
+
+
+class Box(NamedTuple):
+    width: float
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class TestRegisteredTypes:
+    """Types that somebody registered in torch's `default_collate_fn_map`."""
+
+    @pytest.fixture(autouse=True)
+    def registered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def join_scans(scans: Any, *, collate_fn_map: Any) -> Any:
+            batch = collate_fn_map[Tensor]([scan.as_subclass(Tensor) for scan in scans]).as_subclass(Scan)
+            batch.origin = [scan.origin for scan in scans]
+            return batch
+
+        known = torch_collate.default_collate_fn_map
+        monkeypatch.setitem(known, Scan, join_scans)
+        monkeypatch.setitem(known, Box, lambda boxes, **_: {"width": torch.tensor([box.width for box in boxes])})
+        monkeypatch.setitem(known, (Named, bytearray), lambda named, **_: [one.name for one in named])
+
+    @pytest.mark.parametrize("kind", [Scan, LaterScan])
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_the_function_of_the_type_joins_the_samples(self, kind: Any, pack: bool) -> None:
+        samples = [
+            {
+                "scan": kind.at(i),
+                "x": torch.ones(2) * i,
+                "in": {"scan": kind.at(i + 3)},
+                "box": Box(i),
+                "who": Named("a"),
+            }
+            for i in (1.0, 2.0)
+        ]
+        d: Any = collate(samples, pack=pack)
+        check_invariants(d)
+        assert type(d["scan"]) is Scan and d["scan"].origin == [1, 2] and d["in", "scan"].origin == [4, 5]
+        assert d["scan"].as_subclass(Tensor).tolist() == d["x"].tolist() == [[1, 1], [2, 2]]
+        assert d["box", "width"].tolist() == [1, 2] and d.decode("who") == ["a", "a"]
+        made = default_collate([DeviceDict({"scan": sample["scan"]}) for sample in samples])
+        scans: Any = made["scan"]
+        assert type(made) is DeviceDict and scans.origin == [1, 2]
+
+    @pytest.mark.parametrize(
+        ("values", "options", "error", "message"),
+        [
+            (
+                [Scan.at(1.0), torch.ones(2)],
+                {},
+                TypeError,
+                "'x': sample 1 is of type Tensor, sample 0 of type Scan; convert",
+            ),
+            (
+                [torch.ones(2), Scan.at(1.0)],
+                {},
+                TypeError,
+                "'x': sample 1 is of type Scan, sample 0 of type Tensor; convert",
+            ),
+            (
+                [Scan.at(1.0), Scan.at(1.0, (3,))],
+                {},
+                ValueError,
+                "'x': sample 1 has float32[3], sample 0 has float32[2]",
+            ),
+            (
+                [Scan.at(1.0), Scan.at(1.0, (3,))],
+                {"pad": {"x": 0}},
+                TypeError,
+                "'x': pad= and ragged= do not take Scan, whose",
+            ),
+            (
+                [Scan.at(1.0), Scan.at(1.0)],
+                {"ragged": ["x"]},
+                TypeError,
+                "'x': pad= and ragged= do not take Scan, whose",
+            ),
+        ],
+    )
+    def test_errors_name_the_field(self, values: Any, options: Any, error: Any, message: str) -> None:
+        with pytest.raises(error, match=f"^{re.escape(message)}"):
+            collate([{"x": value} for value in values], **options)

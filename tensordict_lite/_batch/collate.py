@@ -19,7 +19,7 @@ from torch.utils.data._utils import collate as torch_collate  # PyTorch document
 
 from .._dict.arguments import ragged_keys
 from .._dict.device_dict import DeviceDict
-from .._dict.insert import convert_for, place_codes
+from .._dict.insert import convert_for, insert, place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import encode_ragged, padding
 from .._errors import Path, described, device_mismatch, dotted, refuse_deeper, with_path
@@ -48,6 +48,8 @@ _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
     torch.empty(0, dtype=dtype, device="cpu").numpy().dtype: dtype for dtype in NUMPY_DTYPES
 }
 _dtype, _array_kind = attrgetter("dtype"), attrgetter("shape", "dtype")
+_COLLATED_HERE = (Tensor, DeviceDict, np.ndarray, np.generic, bool, int, float, complex, str)
+"""What `collate` joins itself. A subclass may be registered."""
 _NO_SAMPLES: Any = object()  # a call without samples
 _NO_KEYS = frozenset[Any]()
 _NO_PADS = Pads(None, "collate")
@@ -73,7 +75,8 @@ def collate(
     Args:
         samples: mappings with the same keys. A value may be anything that a `DeviceDict` takes: a tensor, a number, a
             NumPy array, a list of numbers, a string, a nested mapping. `DeviceDict` samples keep their class and
-            their encoders.
+            their encoders. Values of a type that is registered in torch's ``default_collate_fn_map`` are joined by the
+            function of the type.
         cls: the class of the batch, and of plain dicts nested in it. Its options apply to every sample. With
             ``on_mismatch="move"`` all tensors move to the device of the first sample.
         encoders: as for `DeviceDict`.
@@ -343,6 +346,9 @@ class _Walk:
 
     def others(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Any values: of several types, of unusual types, or values that another method could not convert."""
+        functions = list(map(_registered, values))
+        if any(functions):
+            return self.by_function(batch, path, values, functions)
         values = [as_shared(value, path) for value in values]
         kinds = set(map(type, values))
         if all(issubclass(kind, Tensor) for kind in kinds) and not self.may_differ(path):
@@ -362,6 +368,36 @@ class _Walk:
         if False in are_strings and any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds):
             return self.one_by_one(batch, path, values)
         return self.together(batch, path, values)
+
+    def by_function(
+        self, batch: DeviceDict[Any], path: Path, values: Sequence[Any], functions: Sequence[Any]
+    ) -> object:
+        """Values of a type that somebody registered in torch: the function of that type joins them.
+
+        torch.stack would give the batch of a subclass of ``Tensor`` the attributes of the first sample.
+        """
+        key, function = path[-1], functions[0]
+        other = next((i for i, one in enumerate(functions) if one is not function), 0)
+        name, first = type(values[other]).__name__, type(values[0]).__name__
+        if other:
+            raise TypeError(f"{dotted(path)}: sample {other} is of type {name}, sample 0 of type {first}; convert one")
+        if self.may_differ(path):
+            raise TypeError(
+                f"{dotted(path)}: pad= and ragged= do not take {name}, whose samples are joined by a function that is "
+                "registered in torch's default_collate_fn_map; convert the samples to tensors"
+            )
+        try:
+            joined = function(list(values), collate_fn_map=torch_collate.default_collate_fn_map)
+        except RuntimeError as error:
+            raise_mismatch(values, path, "sample", error)
+        holder = DeviceDict[Any]._new((), self.device, batch._policy)
+        insert(holder, {key: joined}, at=path[:-1])
+        value = holder[key]
+        if isinstance(value, Tensor):
+            self.add(batch, path, value)
+        else:
+            builtin_dict.__setitem__(batch, key, value)
+        return holder.encoders.get(key)
 
     def together(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any], whole: Any = None) -> object:
         """Convert all samples in one call. ``whole``: the samples as one value; None: as a list."""
@@ -656,6 +692,17 @@ _DIFFERENT: Mapping[Any, Callable[..., Any]] = {
     str: _Walk.strings_that_differ,
 }
 """The same for fields in ``pad`` or ``ragged``."""
+
+
+def _registered(value: Any) -> Any:
+    """The function that somebody registered in torch's ``default_collate_fn_map`` for the type of a sample, or None."""
+    known = torch_collate.default_collate_fn_map
+    for kind in type(value).__mro__:
+        if kind in _COLLATED_HERE:
+            return None
+        if kind in known:
+            return known[kind]
+    return next((function for kinds, function in known.items() if isinstance(value, kinds)), None)
 
 
 def _one_type(items: Iterable[Any]) -> Any:
