@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tensordict_lite import DeviceDict, Ragged, RowWriter, StringEncoder, Utf8, Vocabulary, load
+from tensordict_lite import DeviceDict, Ragged, RowWriter, StringEncoder, Utf8, Vocabulary, collate, load
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 DTYPES = [torch.bool, *UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -211,6 +211,16 @@ def test_an_undo_that_fails_does_not_stop_the_others() -> None:
     with pytest.raises(RuntimeError, match=r"^'frozen': "):
         d.rows[[0, 1]] = {"x": [1.0, 1.0], "frozen": [7, 7], "y": [1.0, 1.0]}
     assert d.tolist() == {"x": [0, 0, 0], "frozen": [1, 1, 1], "y": [0, 0, 0]}
+
+
+@pytest.mark.parametrize("ragged", [(), ("text",)])
+def test_a_list_without_strings_is_no_row(ragged: tuple[str, ...]) -> None:
+    d = collate([{"text": "abc"}, {"text": "d"}], ragged=ragged)
+    for index in ([], slice(0, 0)):
+        d.rows[index] = {"text": []}
+    with pytest.raises(ValueError, match=r"^'text': expected "):
+        d.rows[0] = {"text": []}
+    assert d.decode("text") == ["abc", "d"]
 
 
 @pytest.mark.parametrize("index", [2, slice(1, 3), [1, 3], [True, False, True, False]])

@@ -96,6 +96,8 @@ VALUES: dict[str, tuple[list[Any], dict[str, Any], Any]] = {
         [[1.0], [], [2.0, 3.0], [], [], [4.0], [5.0]],
     ),
     "dense ragged": ([torch.arange(14).view(7, 2)], {"ragged": True}, [[2 * n, 2 * n + 1] for n in range(7)]),
+    "no texts": ([[], ["a", ""], (), ["b"] * 5, []], {"ragged": True}, ["a", "", *"bbbbb"]),
+    "no lists": ([[], [[1], []], (), [[2, 3]] * 5, []], {"ragged": True}, [[1], [], *[[2, 3]] * 5]),
     "empty rows": ([[[], []], [[]] * 5], {"ragged": True}, [[]] * 7),
 }
 

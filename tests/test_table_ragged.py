@@ -184,6 +184,28 @@ class TestRoundTrip:
             writer.write(sample(2))
         assert plain(load(tmp_path / "t")) == expected(2)
 
+    @pytest.mark.parametrize("x", [None, 0, 2])
+    def test_a_list_of_strings_is_a_batch(self, tmp_path: Path, x: int | None) -> None:
+        """Without strings it has no rows. It was one empty row."""
+        like: dict[str, Any] = {"text": ["a"], **({} if x is None else {"x": [0.0]})}
+        with RowWriter(tmp_path / "t", like=like, ragged=["text"]) as writer:
+            for texts in ([], (), ["é", ""], []):
+                count = len(texts)
+                if x in (None, count):
+                    writer.write({"text": texts, **({} if x is None else {"x": torch.zeros(count)})})
+                else:
+                    with pytest.raises(ValueError, match=rf"^'x' has {x} rows, and 'text' has {count} rows$"):
+                        writer.write({"text": texts, "x": torch.zeros(x)})
+        assert load(tmp_path / "t").decode("text") == (["é", ""] if x != 0 else [])
+
+    @pytest.mark.parametrize("encoder", [Vocabulary(["cat", "dog"]), Utf8(3)])
+    def test_a_row_is_a_list_of_strings(self, tmp_path: Path, encoder: Any) -> None:
+        with RowWriter(tmp_path / "t", like={"s": [["cat"]]}, ragged=["s"], encoders={"s": encoder}) as writer:
+            for row in ([], ["dog"], ["cat", "dog"]):
+                writer.write({"s": row})
+            writer.write({"s": [["cat"], []]})
+        assert load(tmp_path / "t").decode("s") == [[], ["dog"], ["cat", "dog"], ["cat"], []]
+
     def test_rows_without_values(self, tmp_path: Path) -> None:
         with RowWriter(tmp_path / "t", like={"text": [""]}, ragged=["text"]) as writer:
             writer.write({"text": ["", ""]})

@@ -198,12 +198,15 @@ def ragged_rows(d: Any, key: str, value: Any, at: Path, table: bool) -> RowsToFi
         return RowsToFit(values, value["offsets"].diff().to(values.device), False)
     if isinstance(value, Mapping):
         raise ValueError(f"{dotted(path)} is ragged; its rows cannot be set from {described(value)}")
+    is_string = encoder is not None and encoder.code_ndim == column.dim()  # a row is one string, a list has many
+    if is_string and isinstance(value, (list, tuple)) and not value:
+        return RowsToFit(column[:0], torch.zeros(0, dtype=torch.int64, device=column.device), False)
     strings = [value] if isinstance(value, str) else value
     try:
         codes = None if column.dim() > 1 else encode_ragged(encoder, strings)
     except ValueError as error:
         raise with_path(error, path) from error
-    if codes is not None and len(strings):
+    if codes is not None:
         return RowsToFit(codes[0].to(column.device), codes[1].to(column.device), isinstance(value, str))
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, np.ndarray, Tensor)):
         parts = [_row(d, key, row, at, table) for row in value]
@@ -217,7 +220,7 @@ def ragged_rows(d: Any, key: str, value: Any, at: Path, table: bool) -> RowsToFi
     rows = whole.unsqueeze(0) if is_one else whole
     if rows.dim() != column.dim() + 1 or rows.shape[2:] != column.shape[1:]:
         _fitting(column, whole, path)  # raises the error
-    return RowsToFit(*_without_padding(rows, padding(encoder, column, rows)), is_one)
+    return RowsToFit(*_without_padding(rows, None if column.dim() > 1 else padding(encoder, column, rows)), is_one)
 
 
 def _row(d: Any, key: str, row: Any, at: Path, table: bool) -> Tensor:

@@ -156,7 +156,9 @@ def add_column(
                     added.update(new)
                     refuse_unknown_keys(fields, encoders, "this table")
                     writer, added = create_columns(table, index, fields), new
-                value = batch
+                if isinstance(batch, (list, tuple)) and not batch:  # no rows, and not one empty row
+                    continue
+                value: Any = batch
                 for part in reversed(path[len(at) :]):
                     value = {part: value}
                 append_rows(writer, added, value, at)
