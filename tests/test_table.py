@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -242,6 +243,19 @@ class TestRoundTrip:
         assert load(folder) == sample()
 
 
+def failing_block(writer: RowWriter, *batches: Any) -> None:
+    """Raise an error in the block of a writer that has written some batches."""
+
+    def block() -> None:
+        with writer:
+            for batch in batches:
+                writer.write(batch)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        block()
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -461,9 +475,43 @@ class TestRefused:
     def test_a_writer_that_is_not_closed(self, tmp_path: Path) -> None:
         writer = RowWriter(tmp_path / "t", like=sample())
         writer.write(sample())
-        with pytest.warns(ResourceWarning, match="was not closed; rows after the last flush are lost"):
+        message = (
+            f"a RowWriter of {str(tmp_path / 't')!r} was not closed, and 3 rows are flushed only now; close it, or w"
+        )
+        with pytest.warns(RuntimeWarning, match=re.escape(message)):
             del writer
+        assert load(tmp_path / "t") == sample()
+        assert load(tmp_path / "t" / "x.safetensors")["x"].shape == (3, 2), "at rest"
         RowWriter(tmp_path / "t", append=True).close()
+
+    @pytest.mark.parametrize("kind", ["new", "append", "overwrite"])
+    @pytest.mark.parametrize("flushed", [0, 4])
+    def test_an_exception_in_the_block(self, tmp_path: Path, small_buffers: None, kind: str, flushed: int) -> None:
+        """The table has what was flushed, and it is at rest. The warning counts the other rows."""
+        folder = tmp_path / "t"
+        if kind != "new":
+            with RowWriter(folder, like=sample()) as writer:
+                writer.write(sample(2))
+        before = 2 * (kind == "append")
+        message = (
+            f"^an exception left the block of a RowWriter of {re.escape(repr(str(folder)))}: 400 rows were not flush"
+        )
+        options: Any = {"append": True} if kind == "append" else {"like": sample()}
+        writer = RowWriter(folder, **options, mode="overwrite" if kind == "overwrite" else None)
+        if flushed:
+            writer.write(sample(flushed, before))
+            writer.flush()
+        with pytest.warns(RuntimeWarning, match=message):
+            failing_block(writer, sample(400, before + flushed))
+        table = load(folder)
+        assert table == sample(2 if kind == "overwrite" and not flushed else before + flushed)
+        assert load(next(folder.glob("x*.safetensors")))["x"].shape == table["x"].shape, "at rest"
+        assert len(os.listdir(folder)) == 5, "nothing is left over"
+        writer = RowWriter(folder, append=True)
+        writer.write(sample(5))
+        writer.flush()
+        failing_block(writer)  # without a warning, as no row is lost
+        assert len(load(folder).rows) == len(table.rows) + 5
 
     @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
     def test_a_forked_process_is_refused_at_once(self, tmp_path: Path) -> None:

@@ -282,6 +282,61 @@ def test_failed_flushes_in_a_row(
         writer.close()
 
 
+def test_an_interrupt_after_the_index_is_replaced_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader may have them already, so the block must not take them back."""
+    writer = RowWriter(tmp_path / "t", like=LIKE)
+    writer.write(rows(10))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", partial(interrupt_after, os.replace))
+        with pytest.raises(KeyboardInterrupt) as caught:
+            writer.flush()
+    writer.__exit__(caught.value)
+    assert writer._table.closed and len(load(tmp_path / "t").rows) == 10
+
+
+FORGOTTEN = """
+import multiprocessing, sys
+from tensordict_lite import RowWriter
+
+def work(folder, how):
+    global writer
+    writer = RowWriter(folder, like={"x": [0]})
+    writer.write({"x": [1]})
+    writer.flush()
+    writer.write({"x": [2, 3]})
+    if how == "raise":
+        raise KeyError("mine")
+
+if __name__ == "__main__":
+    method, how, folder = sys.argv[1:]
+    if method == "main":
+        work(folder, how)
+    else:
+        child = multiprocessing.get_context(method).Process(target=work, args=(folder, how))
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [("main", "end"), ("main", "raise"), ("fork", "end"), ("spawn", "end"), ("spawn", "raise"), ("forkserver", "end")],
+)
+def test_a_writer_that_nobody_closed(tmp_path: Path, method: str, how: str) -> None:
+    """Its process flushes it at the end, and says so."""
+    (tmp_path / "program.py").write_text(FORGOTTEN)
+    command = [sys.executable, str(tmp_path / "program.py"), method, how, str(tmp_path / "t")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == (how == "raise")
+    said = f"RuntimeWarning: a RowWriter of {str(tmp_path / 't')!r} was not closed, and 2 rows are flushed only now"
+    assert done.stderr.count(said) == 1
+    assert load(tmp_path / "t")["x"].tolist() == load(tmp_path / "t" / "x.safetensors")["x"].tolist() == [1, 2, 3]
+
+
 def test_a_process_that_exits_can_close_its_writer(tmp_path: Path) -> None:
     program = (
         "import atexit, sys, torch\nfrom tensordict_lite import RowWriter\n"

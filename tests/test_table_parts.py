@@ -21,6 +21,8 @@ from tensordict_lite import (
     join_parts,
     load,
     load_parts,
+    repair,
+    verify,
 )
 from tensordict_lite._tables.writer import TableWriter
 
@@ -208,6 +210,13 @@ def test_offsets_of_other_dtypes() -> None:
     one, two = (collate([{"x": [n]}], ragged=["x"]) for n in (1, 2))
     two["x", "offsets"] = two["x", "offsets"].long()
     assert JoinedRows([one, two])[[1, 0]].tolist() == {"x": [[2], [1]]}
+
+
+def test_a_folder_of_parts_is_no_table(tmp_path: Path) -> None:
+    message = r"no table: it has no table.json; it has parts, which load_parts reads as one dataset"
+    for call in (load, verify, repair):
+        with pytest.raises(IsADirectoryError, match=message):
+            call(written(tmp_path / call.__name__))
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -20,6 +19,7 @@ from .._dict.row_writer import RowWriter
 from .._dict.rows import Rows
 from .._errors import Path
 from .._files.atomic_write import FilePath
+from .._tables.format import PART
 from .._tree.policy import Encoders
 from .._tree.tree import fields_of, ragged_paths
 from .join import cat, decided_values, raise_mismatch
@@ -158,9 +158,7 @@ def load_parts(
     tensor([11,  0])
     """
     name = os.fsdecode(folder)
-    found = {
-        int(match[1]): match[0] for match in map(re.compile(r"part-(\d{5,})").fullmatch, os.listdir(name)) if match
-    }
+    found = {int(match[1]): match[0] for match in map(PART.fullmatch, os.listdir(name)) if match}
     if not found:
         raise FileNotFoundError(f"{name!r} has no parts; RowWriter(folder, part=0) writes one")
     paths = [os.path.join(name, found[number]) for number in sorted(found)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.util import Finalize
 from typing import Any, Literal, NoReturn, cast
 
 import torch
@@ -40,6 +41,9 @@ class RowWriter:
     - ``writer.flush()``: make all rows visible and durable, at once.
     - ``writer.close()``: flush, and release the table. ``with RowWriter(...) as writer:`` closes it.
     - ``len(writer)``: the number of rows, including rows that are not flushed.
+
+    If an exception leaves the block, the table has the rows of the last `flush`, and a ``RuntimeWarning`` counts the
+    others. A writer that nobody closes is closed when it is deleted or its process ends, with a ``RuntimeWarning``.
 
     After a crash, the table has every row of the last `flush`, and it shows no part of a row. The next writer that is
     closed removes what the crash left. One writer at a time can open a table. Any number of readers can load it at the
@@ -137,6 +141,8 @@ class RowWriter:
             fields = new
             self._table = create_table(folder, new, overwrite=mode == "overwrite", checksums=checksums)
         self._fields: TreeDict[Any] = fields
+        # At the end of the process that made the writer. `atexit` does not run in the children of multiprocessing.
+        Finalize(self, _close_forgotten, (self._table,), exitpriority=0)
 
     def write(self, rows: Items | Rows[Any]) -> None:
         """Append the rows of a batch, or one row. If a value does not fit, no row is appended.
@@ -218,22 +224,21 @@ class RowWriter:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is None or self._table.is_usable:
+        if error is None:
             self.close()
-        else:  # the block has raised the error that `close` would raise, or the error of a forked process
+        elif not self._table.is_usable:  # the block has raised the error that `close` would raise
             self._table.release()
+        elif lost := self._table.abandon():
+            warnings.warn(
+                f"an exception left the block of a RowWriter of {self._table.folder!r}: {lost} rows were not flushed, "
+                "and the table does not have them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def __del__(self) -> None:
-        table: TableWriter | None = getattr(self, "_table", None)  # None if the constructor raised an error
-        if table is not None and not table.closed:
-            if table.is_usable:
-                warnings.warn(
-                    f"a RowWriter of {table.folder!r} was not closed; rows after the last flush are lost",
-                    ResourceWarning,
-                    stacklevel=2,
-                    source=self,
-                )
-            table.release()
+        if (table := getattr(self, "_table", None)) is not None:  # None if the constructor raised an error
+            _close_forgotten(table)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RowWriter cannot be pickled; send the folder, and load it there")
@@ -241,6 +246,23 @@ class RowWriter:
     def __repr__(self) -> str:
         table = self._table
         return f"RowWriter({table.folder!r}, {table.rows} rows{', closed' if table.closed else ''})"
+
+
+def _close_forgotten(table: TableWriter) -> None:
+    """Close the table of a writer that nobody closed, and warn."""
+    if table.closed:
+        return
+    if not table.is_usable:
+        table.release()
+        return
+    pending = table.pending
+    table.close()
+    warnings.warn(
+        f"a RowWriter of {table.folder!r} was not closed, and {pending} rows are flushed only now; close it, or write "
+        "`with RowWriter(...) as writer:`",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def append_rows(table: TableWriter, fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> None:

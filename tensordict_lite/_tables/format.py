@@ -42,6 +42,8 @@ _DIGITS = 19
 has this many digits."""
 _FILE = re.compile(r"\w[\w.~-]{0,150}\.(safetensors|jsonl)", re.ASCII)
 
+PART = re.compile(r"part-(\d{5,})")
+"""The name of a folder with a part: see `RowWriter`."""
 
 ROWS, VALUES, OFFSETS = "rows", "values", "offsets"
 """What a column has: a row for each row of the table, or the values or the offsets of a ragged field."""
@@ -178,7 +180,9 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     try:
         file = open_file(INDEX)
     except FileNotFoundError as error:
-        message = f"{os.strerror(errno.EISDIR)}, and no table: it has no {INDEX}"
+        parts = any(map(PART.fullmatch, os.listdir(folder)))
+        hint = "; it has parts, which load_parts reads as one dataset" if parts else ""
+        message = f"{os.strerror(errno.EISDIR)}, and no table: it has no {INDEX}{hint}"
         raise IsADirectoryError(errno.EISDIR, message, folder) from error
     with file:
         text = file.read(MAX_MANIFEST + 1).decode()

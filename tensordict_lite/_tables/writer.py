@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import Path, dotted
+from .._errors import InvalidFileError, Path, dotted
 from .._files.atomic_write import FilePath, make_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
@@ -79,6 +79,11 @@ class TableWriter:
     def rows(self) -> int:
         """The number of rows, including rows that are not flushed."""
         return self._extents[0].rows
+
+    @property
+    def pending(self) -> int:
+        """The number of rows that no `flush` has made visible. All of them before this table has replaced another."""
+        return self.rows - (0 if self._unused else self._folder.rows)
 
     @property
     def has_checksums(self) -> bool:
@@ -187,6 +192,18 @@ class TableWriter:
         self.closed = True
         self._buffers = []
         self._folder.close()
+
+    def abandon(self) -> int:
+        """Release the table as the last `flush` left it, at rest. Returns the number of rows that it lacks."""
+        if self.closed:
+            return 0
+        rows, kept = self.rows, self.rows - self.pending
+        self.release()
+        # For example, another writer may open the table first.
+        with suppress(OSError, InvalidFileError), table_at_rest(self.folder, repair=True) as (_, index):
+            # An interrupt may come after `flush` has replaced `table.json`, and before it returns.
+            kept = index.rows if set(index.columns) == set(self._columns) else 0
+        return rows - kept
 
     def create(self, old: TableIndex | None = None) -> None:
         """Start a new table without rows, or new columns.
