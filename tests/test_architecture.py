@@ -21,7 +21,7 @@ def inside(package: str, names: str) -> list[str]:
 # From the bottom up: a module imports only from modules before it.
 ORDER = [
     "_errors",
-    *inside("_memory", "dtypes device layout buffer dense packed overlap ragged row_copies cast staging"),
+    *inside("_memory", "dtypes device layout write buffer dense packed ragged row_copies cast staging"),
     *inside("_memory", "transfer mapped"),
     *inside("_encoders", "protocol builtin tokenizer"),
     *inside("_tree", "missing policy columns walk convert compare pytree tree manifest encoding sendable"),

@@ -542,16 +542,16 @@ UNARY = "floor_ ceil_ round_ trunc_ frac_ sign_ sigmoid_ lgamma_ erf_ exp_ sqrt_
 def test_a_new_operation_needs_no_list_of_dtypes(name: str) -> None:
     """Each function of torch takes other dtypes. A field that it refuses leaves all fields as they were."""
     each, many = getattr(Tensor, name), getattr(torch, f"_foreach_{name}")
-    operation = arithmetic._Operation(name, lambda t, _: each(t), lambda ts, _: many(ts))
+    operation = arithmetic._Operation(name, each, many)
     for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
         d = DeviceDict({"a": torch.full((3,), 1.5), "x": torch.ones(3).to(dtype)})
         expected = d["x"].clone()
         try:
             each(expected)
         except (RuntimeError, TypeError):
-            unchanged(d, lambda d=d: arithmetic.write(d, operation, None), RuntimeError, "'x' is")
+            unchanged(d, lambda d=d: arithmetic.write(d, operation, ()), RuntimeError, "'x' is")
         else:
-            arithmetic.write(d, operation, None)
+            arithmetic.write(d, operation, ())
             assert torch.equal(d["x"], expected) and torch.equal(d["a"], each(torch.full((3,), 1.5)))
 
 
@@ -576,13 +576,13 @@ def test_memory_between_the_fields_stays() -> None:
 
 
 def test_out_of_memory_is_no_refusal() -> None:
-    def full(tensor: Any, _: Any) -> None:
+    def full(tensor: Any) -> None:
         raise torch.OutOfMemoryError("no memory") if tensor.numel() else AssertionError
 
     d = DeviceDict({"x": torch.ones(2).as_subclass(Odd), "y": torch.ones(2)})
     unchanged(
         d,
-        lambda: arithmetic.write(d, arithmetic._Operation("fill_", full, full), None),
+        lambda: arithmetic.write(d, arithmetic._Operation("fill_", full, full), ()),
         torch.OutOfMemoryError,
         "no memory",
     )

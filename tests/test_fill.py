@@ -181,7 +181,7 @@ class TestErrors:
             d = DeviceDict({"x": torch.zeros(2)})
             assert d.fill_({"x": torch.ones(2)})["x"].tolist() == [1, 1]
         with pytest.raises(
-            RuntimeError, match=r"'x' is an inference tensor; clone\(\) it, or use torch\.inference_mode"
+            RuntimeError, match=r"'x' is an inference tensor; clone\(\) it before fill_, or use torch\.inference_mode"
         ):
             d.fill_({"x": torch.ones(2)})
 

@@ -321,10 +321,13 @@ class TestRows:
         ("make", "message"),
         [
             (lambda: torch.zeros(2, requires_grad=True), "^'w': .* leaf"),
-            (inference_tensor, r"^'w' is an inference tensor; clone\(\) it, or use torch.inference_mode\(\)$"),
+            (
+                inference_tensor,
+                r"^'w' is an inference tensor; clone\(\) it before rows\[\.\.\.\] =, or use torch.inference_mode\(\)$",
+            ),
             (
                 lambda: torch.zeros(1).expand(2),
-                r"^'w': the rows of an expanded tensor share memory; clone\(\) it first$",
+                r"^'w' is expanded: its elements share memory; clone\(\) it before rows\[\.\.\.\] =$",
             ),
         ],
         ids=["a leaf", "an inference tensor", "an expanded tensor"],
@@ -478,7 +481,7 @@ class TestEveryKindOfIndex:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: inference_tensor(4), r"'y' is an inference tensor; clone\(\) it, or"),
+            (lambda: inference_tensor(4), r"'y' is an inference tensor; clone\(\) it before"),
             (lambda: torch.zeros(4, requires_grad=True), "'y': a"),
         ],
         ids=["an inference tensor", "a leaf"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary
+from tensordict_lite._tree.walk import leaves
 
 SIM = torch.device("sim", 0)
 
@@ -77,7 +79,7 @@ class TestInPlace:
     def test_rows_are_written_all_or_none(self, refused: Tensor, index: Any) -> None:
         d = DeviceDict({"x": torch.arange(3.0), "n": {"bad": refused}, "z": torch.zeros(3)})
         before = {"x": torch.arange(3.0), "n": {"bad": refused.detach().clone()}, "z": torch.zeros(3)}
-        with pytest.raises(RuntimeError, match=r"^'n\.bad': "):
+        with pytest.raises(RuntimeError, match=r"^'n\.bad'(: a .*leaf| is expanded: its elements share memory; clone)"):
             d.rows[index] = {"x": 7.0, "n": {"bad": 7.0}, "z": 7.0}
         assert d.detach() == before
 
@@ -215,3 +217,77 @@ def test_a_dict_on_several_devices_takes_nothing_more() -> None:
         d["z"] = torch.zeros(1)
     assert str(told.value) == "this DeviceDict has tensors on several devices; .to(device) it first"
     assert d.device is None and list(d) == list(before) and all(d[key] is before[key] for key in before)
+
+
+class Odd(Tensor):
+    """Takes a call of its own, which may fail."""
+
+
+def _fields(value: int) -> dict[str, Any]:
+    """Plain tensors of two dtypes, tensors that are written alone, and what is not written without rows and `fill_`."""
+    return {
+        "x": torch.full((4, 2), float(value)),
+        "odd": torch.full((4,), float(value)).as_subclass(Odd),
+        "n": {"i": torch.full((4,), value), "w": torch.full((4,), value, dtype=torch.uint16)},
+        "z": torch.full((4, 2), float(value), requires_grad=True) * 1,
+    }
+
+
+NEW = object()
+MODULES = tuple(f"{name}.py" for name in ("write", "row_assignment", "fill", "arithmetic"))
+
+
+def _rows(index: Any, kept: Any) -> dict[str, Any]:
+    return {**DeviceDict(_fields(1)).rows[index], "o": kept, "p": kept}
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "a row": lambda d: d.rows.__setitem__(2, _rows(2, NEW)),
+    "a slice": lambda d: d.rows.__setitem__(slice(1, 3), _rows(slice(1, 3), [NEW] * 2)),
+    "indices": lambda d: d.rows.__setitem__([0, 2], _rows([0, 2], [NEW] * 2)),
+    "fill_": lambda d: d.fill_(DeviceDict({**_fields(1), "o": [NEW] * 4, "p": [NEW] * 4}, objects="keep")),
+    "copy_": lambda d: d.drop("o", "p").copy_(_fields(1)),
+    "add_": lambda d: d.drop("o", "p", ("n", "w")).add_(DeviceDict(_fields(1)).drop(("n", "w"))),
+    "sub_ a number": lambda d: d.drop("o", "p", ("n", "w")).sub_(1),
+}
+
+
+@pytest.mark.parametrize("risky", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_an_interrupt_between_any_two_lines_leaves_all_written_or_nothing(write: str, risky: bool) -> None:
+    def run(stop: int) -> bool:
+        d = DeviceDict({**_fields(0), "o": [None] * 4, "p": [None] * 4}, objects="keep")
+        if not risky:
+            d = d.detach()
+            d["odd"] = d["odd"].as_subclass(Tensor).clone()
+        lines, interrupted = 0, False
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal lines
+            lines += event == "line" and frame.f_code.co_filename.endswith(MODULES)
+            if lines == stop:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            WRITES[write](d)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+            torch.set_grad_enabled(True)  # an interrupt just before a block of `no_grad` ends leaves it disabled
+        without = ((), ("o", "p"), ("o", "p", ("n", "w")))[{"copy_": 1, "add_": 2, "sub_ a number": 2}.get(write, 0)]
+        written = {
+            NEW in value if isinstance(value, list) else bool(value.detach().to(torch.float32).any())
+            for _, value in leaves(d.drop(*without))
+        }
+        assert len(written) == 1 and (interrupted or written == {True}), (stop, d.tolist())
+        return interrupted
+
+    stop = 1
+    while run(stop):
+        stop += 1
+    assert stop > 20

@@ -10,17 +10,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory, with_path
 from .._memory.dense import is_dense
 from .._memory.device import intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES
-from .._memory.overlap import is_expanded, overlap_partly
+from .._memory.write import FOREACH_CLASSES, Call, Risky, overlap_partly, plain, refusal, unlike, write_all
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict, data_of, data_paths, decode_field, field_encoder
 from .._tree.walk import only_tensors
@@ -28,8 +28,7 @@ from .._tree.walk import only_tensors
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
 D = TypeVar("D", bound=TreeDict[Any])
 
-_FOREACH_CLASSES = frozenset((Tensor, Parameter))
-"""The classes of tensors that ``torch._foreach_*`` takes."""
+_dtype = attrgetter("dtype")
 
 
 # --- matching ---
@@ -149,11 +148,10 @@ class _Operation(NamedTuple):
     """An operation that writes to tensors in place."""
 
     name: str
-    each: Callable[[Tensor, Any], Any]
-    """Write to one tensor. The second argument is a tensor, a number, or None."""
-    many: Callable[[list[Tensor], Any], Any] | None
-    """The same for a list of tensors. The second argument is a list too, a number, or None. None if torch has no such
-    function."""
+    each: Callable[..., Any]
+    """Write to one tensor. A second argument is a tensor or a number."""
+    many: Callable[..., Any]
+    """The same for a list of tensors. A second argument is a list too, or a number."""
     integers: _Operation | None = None
     """The operation for integer and bool tensors, if it differs."""
 
@@ -161,7 +159,7 @@ class _Operation(NamedTuple):
         return self if self.integers is None or dtype in CASTABLE else self.integers
 
 
-_ZERO = _Operation("zero_", lambda tensor, _: tensor.zero_(), lambda tensors, _: torch._foreach_zero_(tensors))
+_ZERO = _Operation("zero_", Tensor.zero_, torch._foreach_zero_)
 _COPY = _Operation("copy_", Tensor.copy_, torch._foreach_copy_)
 _MANY: Mapping[str, Callable[..., Any]] = {
     "add_": torch._foreach_add_,
@@ -172,11 +170,14 @@ _MANY: Mapping[str, Callable[..., Any]] = {
     "copy_": torch._foreach_copy_,
 }
 """For each method of tensors with an operand, the function of torch for a list of tensors."""
+_Operands = list[Tensor] | tuple[Any, ...]
+"""A list with a tensor for each tensor of a dict; or a tuple with a number for all of them, or with nothing."""
+_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 def zero_(d: D) -> D:
     refuse_encoded(d, "zero_")
-    return write(d, _ZERO, None)
+    return write(d, _ZERO, ())
 
 
 def combine(d: D, called: str, other: Any, **scale: Any) -> D:
@@ -188,16 +189,16 @@ def combine(d: D, called: str, other: Any, **scale: Any) -> D:
         if not isinstance(number, (int, float, complex)):
             raise TypeError(f"{name} is a number, got {described(number)}; use .item() for a tensor of one element")
     others = _operands(d, other, called)
-    if scale == {"alpha": 1}:
-        scale = {}
-    # The function for lists and a number takes no alpha.
-    many = partial(_MANY[called], **scale) if "alpha" not in scale or isinstance(others, list) else None
+    if "alpha" in scale and (scale["alpha"] == 1 or not isinstance(others, list)):
+        alpha = scale.pop("alpha")  # torch's function for lists and a number takes none
+        others = others if isinstance(others, list) else (others[0] * alpha,)
+    each, many = partial(getattr(Tensor, called), **scale), partial(_MANY[called], **scale)
     integers = _COPY._replace(name=called) if called == "lerp_" else None
-    return write(d, _Operation(called, partial(getattr(Tensor, called), **scale), many, integers), others)
+    return write(d, _Operation(called, each, many, integers), others)
 
 
-def _operands(d: TreeDict[Any], other: Any, called: str) -> Any:
-    """The other operand of each tensor of ``d``, as a list. A number stays itself."""
+def _operands(d: TreeDict[Any], other: Any, called: str) -> _Operands:
+    """The other operand of each tensor of ``d``."""
     refuse_encoded(d, called)
     if isinstance(other, Mapping):
         values = match(d, other, called)
@@ -212,115 +213,73 @@ def _operands(d: TreeDict[Any], other: Any, called: str) -> Any:
     if not (numbers and isinstance(other, (int, float, complex))):
         kinds = "a mapping, a tensor or a number" if numbers else "a mapping or a tensor"
         raise TypeError(f"{called} takes {kinds}, got {described(other)}")
-    return other
+    return (other,)
 
 
-def write(d: D, operation: _Operation, others: Any) -> D:
-    """Validate all fields, then write to all of them. Returns ``d``.
-
-    ``others``: a list with a tensor for each tensor of ``d``; or one number, or None, for all.
-    """
+def write(d: D, operation: _Operation, others: _Operands) -> D:
+    """Validate all fields, then write to all of them. Returns ``d``."""
     tensors = data_of(d)
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
-        together, alone = [], range(len(tensors))
-    else:
-        together, alone = _validated(d, operation, tensors, others)
-    for i in alone:
-        operation.on(tensors[i].dtype).each(tensors[i], _at(others, i))
-    for members in together:
-        many: Any = operation.on(tensors[members[0]].dtype).many
-        many(_pick(tensors, members), _pick(others, members))
+        for i, tensor in enumerate(tensors):
+            operation.on(tensor.dtype).each(tensor, *_at(others, i))
+        return d
+    odd = {i for i, tensor in enumerate(tensors) if not plain(tensor)}
+    if isinstance(others, list):
+        odd.update(unlike(tensors, others))
+    groups = _groups(tensors, others, odd)
+    if len(groups) == 1 and not odd:
+        try:
+            operation.on(tensors[0].dtype).many(tensors, *((others,) if isinstance(others, list) else others))
+        except _ERRORS as error:  # torch refuses all of these or none, before it writes
+            if not is_out_of_memory(error):
+                _try(d, operation, 0, tensors, others)
+            raise
+        return d
+    calls: list[Call] = []
+    risky: list[Risky] = []
+    for i in sorted(odd):
+        tensor = tensors[i]
+        if isinstance(others, list):  # kernels of some dtypes cannot read a tensor with the negative bit
+            others[i] = others[i].resolve_neg()
+        if reason := _reason(operation.name, tensor, *_at(others, i)):
+            raise RuntimeError(f"{dotted(_path(d, i))} {reason}")
+        _try(d, operation, i, tensors, others)
+        operands = [one for one in (tensor, *_at(others, i)) if isinstance(one, Tensor)]
+        if any(map(_is_foreign, operands)) or (torch.is_grad_enabled() and any(t.requires_grad for t in operands)):
+            risky.append((tensor, None, partial(_call, d, operation, i, tensor, _at(others, i))))
+        else:
+            calls.append(partial(operation.on(tensor.dtype).each, tensor, *_at(others, i)))
+    for members in groups:
+        _try(d, operation, members[0], tensors, others)
+        given = ([others[i] for i in members],) if isinstance(others, list) else others
+        many = operation.on(tensors[members[0]].dtype).many
+        calls.append(partial(many, [tensors[i] for i in members], *given))
+    write_all(calls, risky)
     return d
 
 
-def _at(others: Any, i: int) -> Any:
-    """The operand of one tensor."""
-    return others[i] if isinstance(others, list) else others
+def _at(others: _Operands, i: int) -> tuple[Any, ...]:
+    """The operand of one tensor, or no operand, as arguments."""
+    return (others[i],) if isinstance(others, list) else others
 
 
-def _pick(values: Any, members: Sequence[int]) -> Any:
-    """The items of a list at ascending indices. One operand for all tensors stays itself."""
-    if not isinstance(values, list) or len(members) == len(values):
-        return values
-    return [values[i] for i in members]
-
-
-def _validated(
-    d: TreeDict[Any], operation: _Operation, tensors: list[Tensor], others: Any
-) -> tuple[list[list[int]], list[int]]:
-    """Raise the error of the first tensor that torch would refuse to write to.
-
-    Returns groups of tensors that take one call together, and the tensors that take a call each, as indices.
-    """
-    given: list[Tensor] | None = others if isinstance(others, list) else None
-    dtypes = [t.dtype for t in tensors]
-    theirs = dtypes if given is None else [t.dtype for t in given]
-    # A call for tensors of two dtypes would be misread by the CUDA kernel of some versions.
-    kinds: list[Any] = dtypes
-    if given is not None and dtypes != theirs:  # the dtype of a result can depend on whether a tensor has dimensions
-        kinds = [(t.dtype, other.dtype, not t.dim(), not other.dim()) for t, other in zip(tensors, given, strict=True)]
-    alone: list[int] = []
-    for i in _unusual(tensors, given, {*dtypes, *theirs}):
-        if given is not None:  # kernels of some dtypes cannot read a tensor with the negative bit
-            given[i] = given[i].resolve_neg()
-        if reason := _reason(operation.name, tensors[i], _at(others, i)):
-            raise RuntimeError(f"{dotted(_path(d, i))} {reason}")
-        operands = (tensors[i],) if given is None else (tensors[i], given[i])
-        if any(map(_is_special, operands)):
-            alone.append(i)
-            kinds[i] = i if any(map(_is_foreign, operands)) else (kinds[i], "alone")  # an index: a kind of its own
+def _groups(tensors: list[Tensor], others: _Operands, odd: set[int]) -> list[list[int]]:
+    """The indices of all but the odd tensors, in groups: torch refuses each tensor of a group, or none."""
+    dtypes = set(map(_dtype, tensors))
+    if isinstance(others, list):
+        dtypes.update(map(_dtype, others))
+    if len(dtypes) == 1 and not odd:
+        return [list(range(len(tensors)))]
     groups: dict[Hashable, list[int]] = {}
-    for i, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(i)
-    for kind, members in groups.items():
-        _try(d, operation, members[0], tensors, others, whole=type(kind) is int)
-    if operation.many is None:
-        return [], list(range(len(tensors)))
-    return [members for members in groups.values() if members[0] not in alone], alone
+    for i, tensor in enumerate(tensors):
+        if i not in odd:  # the dtype of a result can depend on whether a tensor has dimensions
+            kinds = [(one.dtype, not one.dim()) for one in (tensor, *_at(others, i)) if isinstance(one, Tensor)]
+            groups.setdefault(tuple(kinds), []).append(i)
+    return list(groups.values())
 
 
-def _unusual(tensors: list[Tensor], others: list[Tensor] | None, dtypes: set[torch.dtype]) -> Sequence[int]:
-    """The indices of the tensors that need a check or a call of their own.
-
-    Any other tensor is plain and contiguous. Its operand is plain, has its shape or no dimensions, and lies apart.
-    """
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    rare = {dtype for dtype in dtypes if dtype.is_complex or dtype not in FOREACH_DTYPES}
-    try:
-        # The conditions are inline, because `lerp_` of 400 in benchmarks/guard.py mostly waits for them.
-        found = {
-            i
-            for i, t in enumerate(tensors)
-            if type(t) not in _FOREACH_CLASSES
-            or t.layout is not torch.strided
-            or t.is_nested
-            or not t.is_contiguous()
-            or t.is_neg()
-            or (grad and t.requires_grad)
-            or (rare and t.dtype in rare)
-            or (not inference and t.is_inference())
-        }
-        if others is not None:
-            found |= {
-                i
-                for i, (t, other) in enumerate(zip(tensors, others, strict=True))
-                if type(other) not in _FOREACH_CLASSES
-                or (other.shape != t.shape and other.dim())
-                or (grad and other.requires_grad)
-                or (rare and other.dtype in rare)
-                or not (
-                    (theirs := other.data_ptr()) - (ours := t.data_ptr()) >= t.nbytes or ours - theirs >= other.nbytes
-                )
-            }
-    except RuntimeError:  # a sparse operand has no address, and a nested operand no shape
-        return range(len(tensors))
-    return sorted(found)
-
-
-def _reason(called: str, tensor: Tensor, other: Any) -> str:
+def _reason(called: str, tensor: Tensor, other: Any = None) -> str:
     """Why an operation must not write to a tensor. ``""`` if there is no reason, or if only a trial can find it."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return f"is an inference tensor; clone() it before {called}, or use torch.inference_mode()"
     operands = (tensor, other) if isinstance(other, Tensor) else (tensor,)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
         if tensor.requires_grad and tensor.is_leaf:
@@ -330,11 +289,9 @@ def _reason(called: str, tensor: Tensor, other: Any) -> str:
             or (tensor.requires_grad and tensor._base is not None and tensor._base.is_leaf)
         ):
             return f"is a view that autograd does not let {called} change; clone() it first"
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return ""
-    if is_expanded(tensor):
-        return f"is expanded: its elements share memory; clone() it before {called}"
-    if not isinstance(other, Tensor) or other.layout != torch.strided or other.is_nested:
+    if reason := refusal(tensor, called):
+        return reason
+    if len(operands) == 1 or any(t.layout is not torch.strided or t.is_nested for t in operands):
         return ""
     if not any(map(_is_foreign, operands)) and not _broadcasts(other.shape, tensor.shape):
         return f"is {described(tensor)}; {called} cannot broadcast {described(other)} to it"
@@ -344,21 +301,9 @@ def _reason(called: str, tensor: Tensor, other: Any) -> str:
     return ""
 
 
-def _is_special(tensor: Tensor) -> bool:
-    """Whether ``torch._foreach_*`` does not take a tensor: it has a gradient history, or its class, layout, dtype or
-    conjugate or negative bit is not supported."""
-    return (
-        _is_foreign(tensor)
-        or tensor.dtype not in FOREACH_DTYPES
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or (tensor.requires_grad and torch.is_grad_enabled())
-    )
-
-
 def _is_foreign(tensor: Tensor) -> bool:
     """Whether a tensor has rules of its own: it is a subclass, sparse, nested or quantized."""
-    return type(tensor) not in _FOREACH_CLASSES or not is_dense(tensor)
+    return type(tensor) not in FOREACH_CLASSES or not is_dense(tensor)
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -366,17 +311,24 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in sizes)
 
 
-def _try(d: TreeDict[Any], operation: _Operation, i: int, tensors: list[Tensor], others: Any, whole: bool) -> None:
-    """Raise the error of torch if it refuses an operation on a tensor. ``whole``: try a copy, not one element."""
+def _try(d: TreeDict[Any], operation: _Operation, i: int, tensors: list[Tensor], others: _Operands) -> None:
+    """Raise the error of torch if it refuses an operation on a tensor. Tries one element, or a foreign copy."""
     tensor, other = tensors[i], _at(others, i)
+    operands = [one for one in (tensor, *other) if isinstance(one, Tensor)]
+    trial = (lambda one: one.detach().clone()) if any(map(_is_foreign, operands)) else _one
+    _call(d, operation, i, tensor, other, *[trial(one) if isinstance(one, Tensor) else one for one in (tensor, *other)])
+
+
+def _call(
+    d: TreeDict[Any], operation: _Operation, i: int, tensor: Tensor, other: tuple[Any, ...], *instead: Any
+) -> None:
+    """Write to a tensor. Errors name its path. ``instead``: arguments to call the operation with."""
     try:
-        copy = tensor.detach().clone() if whole else _one(tensor)
-        operand = other if not isinstance(other, Tensor) else other.detach() if whole else _one(other)
-        operation.on(tensor.dtype).each(copy, operand)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        operation.on(tensor.dtype).each(*(instead or (tensor, *other)))
+    except _ERRORS as error:
         if is_out_of_memory(error):
             raise
-        beside = "" if other is None else f" and {described(other) if isinstance(other, Tensor) else repr(other)}"
+        beside = "".join(f" and {described(one) if isinstance(one, Tensor) else repr(one)}" for one in other)
         said = str(error).splitlines()[0]
         kind = TypeError if isinstance(error, TypeError) else RuntimeError
         message = f"is {described(tensor)}; torch refuses {operation.name} of it{beside}: {said}"

@@ -932,12 +932,12 @@ class DeviceDict(TreeDict[V]):
         Raises: all errors before the first tensor is changed, with the path. ``ValueError`` for a missing or extra key
             of ``other``; ``TypeError`` for fields of encoded strings, and values that are no tensors;
             ``DeviceMismatchError``; ``RuntimeError`` for what torch refuses: shapes, dtypes, leaves that require grad.
-        Cost: a check per field, and one ``torch._foreach_add_`` for each pair of dtypes. A number with ``alpha`` takes
-            one call per field. So do tensors with a gradient history, subclasses and sparse tensors. The operation
-            first runs on a copy of subclasses and sparse tensors. Under ``torch.compile`` and functorch transforms
-            all fields take one call each, and errors come from torch.
+        Cost: a check per field, and one ``torch._foreach_add_`` for each pair of dtypes. Tensors with a gradient
+            history, subclasses and sparse tensors take one call each, and a copy of their old values. The operation
+            first runs on a copy of subclasses and sparse tensors. Under ``torch.compile`` and functorch transforms all
+            fields take one call each, and errors come from torch.
 
-        Memory that runs out, or Ctrl-C between two calls, may leave some fields changed.
+        Ctrl-C leaves all fields changed, or none.
 
         >>> d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}})
         >>> d.add_({"n": {"y": torch.ones(1)}, "x": torch.ones(2)}, alpha=2).add_(1).to_dict()

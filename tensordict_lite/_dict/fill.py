@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any, TypeVar
 
 import torch
@@ -10,11 +13,10 @@ from torch import Tensor
 
 from .._encoders.protocol import decode_alike, short
 from .._errors import Path, described, dotted, dtype_name
-from .._memory.buffer import copy_to
 from .._memory.dense import not_dense
 from .._memory.device import CPU
-from .._memory.overlap import is_expanded, share_memory
 from .._memory.transfer import transfer
+from .._memory.write import Call, copies, plain, refusal, share_memory, write_all
 from .._tree.compare import equal
 from .._tree.missing import refuse_other_keys
 from .._tree.tree import TreeDict, builtin_dict, field_encoder
@@ -45,9 +47,8 @@ class _Filling:
         self.name = name  # of the dict that is filled, for messages
         self.targets: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.objects: list[tuple[TreeDict[Any], str, Any]] = []
-        self.ragged: list[tuple[Any, int | None]] = []
-        """Ragged fields, and the new lengths of their longest rows."""
+        self.objects: list[Call] = []
+        """What else changes: kept objects, and the lengths of the longest rows of ragged fields."""
         self.offsets: dict[int, Tensor] = {}
         """The new offsets of the ragged fields, by the id of the offsets that they replace."""
 
@@ -66,7 +67,7 @@ class _Filling:
             elif isinstance(target, (Tensor, TreeDict)) or isinstance(value, (Tensor, TreeDict)):
                 raise ValueError(f"{dotted(path)} is {described(target)} in {self.name}, got {described(value)}")
             else:
-                self.objects.append((d, key, value))
+                self.objects.append(partial(builtin_dict.__setitem__, d, key, value))
 
     def add_ragged(self, target: Any, value: Any, path: Path) -> None:
         given = value["offsets"] if value._is_ragged else None
@@ -78,7 +79,7 @@ class _Filling:
                 f"{dotted(path)} shares its offsets with another field of {self.name}, and the given rows of the two "
                 "differ in length; clone() the offsets of one first"
             )
-        self.ragged.append((target, value._max_length))
+        self.objects.append(partial(setattr, target, "_max_length", value._max_length))
 
     def add_tensor(self, target: Tensor, value: Tensor, path: Path) -> None:
         where = dotted(path)
@@ -90,10 +91,8 @@ class _Filling:
                 f"{where} is {_shown(target)} in {self.name}, got {_shown(value)}; fill_ casts and broadcasts nothing. "
                 "For a last batch that is smaller, give the loader drop_last=True"
             )
-        if is_expanded(target):
-            raise RuntimeError(f"{where} is expanded: its elements share memory; clone() it before fill_")
-        if target.is_inference() and not torch.is_inference_mode_enabled():
-            raise RuntimeError(f"{where} is an inference tensor; clone() it, or use torch.inference_mode()")
+        if reason := refusal(target, "fill_"):
+            raise RuntimeError(f"{where} {reason}")
         self.targets.append(target)
         self.values.append(value.detach())
 
@@ -105,12 +104,12 @@ class _Filling:
         # A copy to the host is read at once. Not one copy from buffer to buffer, if both dicts are packed: the gaps
         # between the fields may be memory of other tensors.
         late = non_blocking and device != CPU
+        values = transfer(values, device, non_blocking=late, source=source)
         with torch.no_grad():
-            copy_to(targets, transfer(values, device, non_blocking=late, source=source))
-        for d, key, value in self.objects:
-            builtin_dict.__setitem__(d, key, value)
-        for field, longest in self.ragged:
-            field._max_length = longest
+            fast = [plain(target) for target in targets]
+            calls = copies(list(compress(targets, fast)), list(compress(values, fast)))
+            odd = [(target, None, partial(target.copy_, value)) for target, value in zip(targets, values, strict=True)]
+            write_all([*calls, *self.objects], list(compress(odd, map(not_, fast))))
 
 
 def _same_encoder(d: TreeDict[Any], other: TreeDict[Any], key: str, path: Path) -> object:

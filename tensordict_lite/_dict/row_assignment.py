@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .._errors import DEPTH, Path, TooDeep, dotted, is_out_of_memory
-from .._memory.device import intercepted
-from .._memory.overlap import is_expanded, share_memory
-from .._memory.row_copies import can_copy_rows, viewed_as_bits
+from .._memory.device import CPU, intercepted
+from .._memory.dtypes import as_bits
+from .._memory.write import FOREACH_CLASSES, Call, Risky, copies, plain, refusal, share_memory, write_all
 from .._tree.convert import find_tensor
 from .._tree.tree import TreeDict
-from .row_values import RowsToFit, fitted, is_simple
+from .row_values import RowsToFit, fitted_field, refuse_other_fields
 
 RowIndex = int | slice | Tensor
 """The rows to write: one row, a slice, or int64[n] on the device of the dict."""
@@ -28,31 +26,57 @@ def assign_rows(d: TreeDict[Any], index: RowIndex, other: Mapping[str, Any], cou
     if not isinstance(other, Mapping):
         raise TypeError(f"rows are set from a mapping with the keys of the dict, got {type(other).__name__}")
     assignment = _Assignment(index, count)
-    for path, target, value, fits in fitted(d, other, (), assignment.lead):
-        if fits:
-            assignment.writes.append((path, target, value))
-        elif isinstance(value, RowsToFit):
-            assignment.add_ragged(path, target, value)
-        elif isinstance(target, Tensor):
-            assignment.add_tensor(path, target, value)
-        else:
-            assignment.add_objects(path, target, value)
+    assignment.add_dict(d, other, ())
     assignment.run()
 
 
 class _Assignment:
-    """The validated writes of one call: tensors with their values, and kept lists with their objects."""
+    """The validated writes of one call."""
 
     def __init__(self, index: RowIndex, count: int) -> None:
         self.index, self.count = index, count
         places = range(count)[index] if isinstance(index, slice) else index
         self.lead: tuple[int, ...] = () if isinstance(places, int) else (len(places),)
-        self.writes: list[tuple[Path, Tensor, Tensor]] = []
-        """The path of each target, the target, and its value."""
-        self.objects: list[tuple[list[Any], Any]] = []
-        self.places: dict[int, slice | Tensor] = {}
-        """For the values of a ragged field, the places of these rows, by the number of the target."""
-        self.can_fail = intercepted()
+        self.fast = not intercepted()
+        self.targets: list[Tensor] = []
+        """For an index tensor the fields, else the views of their rows."""
+        self.values: list[Tensor] = []
+        self.risky: list[tuple[Path, Tensor, Any, Tensor]] = []
+        """The writes that may fail: the path of a field, its tensor, its own index of the rows if it has one, and the
+        values."""
+        self.objects: list[Call] = []
+        """Writes into kept lists."""
+
+    def add_dict(self, d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:
+        """Validate the rows of all fields."""
+        refuse_other_fields(d, other, at, False)
+        fast, device, lead, index = self.fast, d._device, self.lead, self.index
+        views, on_cpu = not isinstance(index, Tensor), device is CPU
+        for key, field in d.items():
+            given = other[key]
+            if fast and type(given) is Tensor and plain(field):
+                target = field[index] if views else field
+                if (
+                    given.layout is torch.strided
+                    and not given.is_nested
+                    and given.shape == (target.shape if views else (*lead, *target.shape[1:]))
+                    and given.dtype is field.dtype
+                    and (given.is_cpu if on_cpu else given.device == device)
+                    and not given.requires_grad
+                ):
+                    self.targets.append(target)
+                    self.values.append(given)
+                    continue
+            if isinstance(field, TreeDict) and isinstance(given, Mapping) and not field._is_ragged:
+                self.add_dict(field, given, (*at, key))
+            else:
+                for path, target, value in fitted_field(d, key, given, at, False):
+                    if isinstance(value, RowsToFit):
+                        self.add_ragged(path, target, value)
+                    elif isinstance(target, Tensor):
+                        self.add_tensor(path, target, value)
+                    else:
+                        self.add_objects(path, target, value)
 
     def add_tensor(self, path: Path, target: Tensor, value: Tensor) -> None:
         """Validate the shape of rows for a tensor."""
@@ -64,9 +88,17 @@ class _Assignment:
                 raise
             message = f"{dotted(path)}: expected {list(shape)} for these rows, got {list(value.shape)}"
             raise ValueError(message) from error
+        if reason := refusal(target, "rows[...] ="):
+            raise RuntimeError(f"{dotted(path)} {reason}")
         # The kernels for an index tensor do not cast. They would raise after some fields are written.
-        self.writes.append((path, target, value.to(target.dtype) if isinstance(self.index, Tensor) else value))
-        self.can_fail = self.can_fail or value.requires_grad or not is_simple(target)
+        value = value.to(target.dtype) if isinstance(self.index, Tensor) else value
+        if type(target) is Tensor and as_bits(target) is not target:  # these kernels lack its dtype
+            target, value = as_bits(target), as_bits(value.to(target.dtype))
+        if self.fast and plain(target) and type(value) in FOREACH_CLASSES and not value.requires_grad:
+            self.targets.append(target if isinstance(self.index, Tensor) else target[self.index])
+            self.values.append(value)
+        else:
+            self.risky.append((path, target, None, value))
 
     def add_ragged(self, path: Path, field: Any, rows: RowsToFit) -> None:
         """Validate rows for a ragged field. They have the lengths of the rows that they replace."""
@@ -81,9 +113,11 @@ class _Assignment:
                 f"{dotted(path)}: row {i} of these has {int(ours[i])} values, got {int(rows.lengths[i])}; rows of a "
                 "ragged field keep their lengths; to change them, replace the whole field"
             )
-        self.places[len(self.writes)] = place
-        self.writes.append(((*path, "values"), field["values"], rows.values.to(field["values"].dtype)))
-        self.can_fail = True
+        target = field["values"]
+        if reason := refusal(target, "rows[...] ="):
+            raise RuntimeError(f"{dotted((*path, 'values'))} {reason}")
+        into, values = as_bits(target), as_bits(rows.values.to(target.dtype))
+        self.risky.append(((*path, "values"), into, place, values))
 
     def add_objects(self, path: Path, target: object, value: Any) -> None:
         """Validate objects for a kept list with one object per row. Any other kept object belongs to no row."""
@@ -104,62 +138,37 @@ class _Assignment:
         if tensor_at is not None:
             where = f"holds a tensor at {tensor_at}" if tensor_at else "is a tensor"
             raise TypeError(f"{dotted(path)} is a kept list, which holds no tensors; the given value {where}")
-        self.objects.append((target, list(value) if self.lead else value))
+        index: Any = self.index
+        pairs = zip(index.tolist(), list(value), strict=True) if isinstance(index, Tensor) else [(index, value)]
+        self.objects += [partial(target.__setitem__, i, item) for i, item in pairs]
 
     def run(self) -> None:
         """Write all values and objects."""
-        index = self.index
-        targets, values = [target for _, target, _ in self.writes], [value for _, _, value in self.writes]
+        index, count = self.index, len(self.targets)
+        targets, values = self.targets, self.values
+        if self.risky:
+            targets = [*targets, *[target for _, target, _, _ in self.risky]]
+            values = [*values, *[value for *_, value in self.risky]]
         if share_memory(targets, [*values, index] if isinstance(index, Tensor) else values):
             values = [value.clone() for value in values]
             index = index.clone() if isinstance(index, Tensor) else index
-        if self.can_fail:
-            self.run_each(index, values)
+        risky: list[Risky] = []
+        for (path, target, own, _), value in zip(self.risky, values[count:], strict=True):
+            place: Any = index if own is None else own
+            risky.append((target, place, partial(_write_alone, path, target, place, value)))
+        if isinstance(index, Tensor):
+            calls = [
+                partial(target.index_put_, (index,), value) for target, value in zip(self.targets, values, strict=False)
+            ]
         else:
-            self.run_all(index, targets, values)
-        for kept, value in self.objects:
-            if isinstance(index, Tensor):
-                for i, item in zip(index.tolist(), value, strict=True):
-                    kept[i] = item
-            else:
-                kept[index] = value
+            calls = copies(self.targets, values[:count])
+        write_all([*calls, *self.objects], risky)
 
-    def run_all(self, index: RowIndex, targets: list[Tensor], values: list[Tensor]) -> None:
-        """Write all fields, where no write can fail."""
-        if not isinstance(index, Tensor) and targets and targets[0].is_cpu:
-            torch._foreach_copy_([target[index] for target in targets], values)
-            return  # the CUDA kernel of some versions misreads a list of mixed dtypes
-        writes: list[partial[Any]] = []
-        for target, value in map(viewed_as_bits, targets, values):
-            if isinstance(index, Tensor) and can_copy_rows(target, value):
-                writes.append(partial(target.index_copy_, 0, index, value))
-            else:
-                writes.append(partial(target.__setitem__, index, value))
-        # A loop in C: Python handles Ctrl-C after the last write, not between two of them.
-        deque(map(partial.__call__, writes), 0)
 
-    def run_each(self, index: RowIndex, values: Sequence[Tensor]) -> None:
-        """Write one field at a time. If a write fails, undo the writes before it."""
-        for path, target, _ in self.writes:
-            if target.layout is torch.strided and is_expanded(target):
-                raise RuntimeError(f"{dotted(path)}: the rows of an expanded tensor share memory; clone() it first")
-            if target.is_inference() and not torch.is_inference_mode_enabled():  # torch raises after it has written
-                raise RuntimeError(f"{dotted(path)} is an inference tensor; clone() it, or use torch.inference_mode()")
-        done: list[tuple[Tensor, Any, Tensor]] = []
-        try:
-            for i, ((path, target, _), value) in enumerate(zip(self.writes, values, strict=True)):
-                place = self.places.get(i, index)
-                try:
-                    into, given = viewed_as_bits(target, value) if type(target) is Tensor else (target, value)
-                    done.append((into, place, into[place].clone()))  # first, as an interrupt may follow the write
-                    into[place] = given
-                except RuntimeError as error:  # for example, the field is a leaf that requires grad
-                    if is_out_of_memory(error):
-                        raise
-                    raise RuntimeError(f"{dotted(path)}: {error}") from error
-        except BaseException:
-            with torch.no_grad():
-                for into, place, old in reversed(done):  # in this order, as two fields may share memory
-                    with suppress(Exception):  # a field that refused its value may refuse this write too
-                        into[place] = old
+def _write_alone(path: Path, target: Tensor, place: Any, value: Tensor) -> None:
+    try:
+        target[place] = value
+    except RuntimeError as error:  # for example, the field is a leaf that requires grad
+        if is_out_of_memory(error):
             raise
+        raise RuntimeError(f"{dotted(path)}: {error}") from error

@@ -24,66 +24,57 @@ from .._tree.walk import as_shared
 from .insert import place_codes
 
 
-def fitted(
-    d: TreeDict[Any], other: Mapping[str, Any], at: Path, lead: tuple[int, ...] | None
-) -> Iterator[tuple[Path, Any, Any, bool]]:
-    """Every field of ``d`` with its path, the rows that ``other`` has for it, and whether nothing is left to validate.
+def fitted(d: TreeDict[Any], other: Mapping[str, Any], at: Path, table: bool) -> Iterator[tuple[Path, Any, Any]]:
+    """Every field of ``d`` with its path, and the rows that ``other`` has for it. See `fitted_field`."""
+    refuse_other_fields(d, other, at, table)
+    for key in d:
+        yield from fitted_field(d, key, other[key], at, table)
 
-    Otherwise the caller validates the shape. The rows of a ragged field are `RowsToFit`. A kept object has the given
-    object.
+
+def refuse_other_fields(d: TreeDict[Any], other: Mapping[str, Any], at: Path, table: bool) -> None:
+    """Raise ``ValueError`` if ``other`` has other keys or encoders than ``d``."""
+    if list(d) != list(other):
+        refuse_other_keys(d, other, at, "the given mapping", "the table" if table else f"this {type(d).__name__}")
+    if not isinstance(other, TreeDict) or other._policy is d._policy:
+        return
+    ours = d._policy.encoders
+    for key, encoder in other._policy.encoders.items():
+        if key in d and key in ours and not decode_alike(ours[key], encoder):
+            raise ValueError(
+                f"{dotted((*at, key))} is encoded with {short(ours[key])}, the given value with {short(encoder)}; "
+                "give the strings themselves: decode it first"
+            )
+
+
+def fitted_field(d: TreeDict[Any], key: str, given: Any, at: Path, table: bool) -> Iterator[tuple[Path, Any, Any]]:
+    """The path of a field of ``d``, the field, and the rows that ``given`` has for it; of a nested dict, each field.
+
+    The caller validates the shape. The rows of a ragged field are `RowsToFit`. A kept object has the given object.
 
     Args:
         at: the path of ``d``.
-        lead: the first dimensions of the rows. None: ``d`` has the columns of a table, and tensors may be anywhere.
+        table: ``d`` has the columns of a table, and tensors may be anywhere.
     """
-    table = lead is None
-    if list(d) != list(other):
-        refuse_other_keys(d, other, at, "the given mapping", "the table" if table else f"this {type(d).__name__}")
-    refuse_encoders(d, other, at)
-    for key, field in d.items():
-        path, given = (*at, key), other[key]
-        fits = (
-            lead is not None
-            and type(given) is Tensor
-            and is_simple(field)
-            and given.dtype is field.dtype
-            and given.device == d._device
-            and given.layout is torch.strided
-            and not given.is_nested
-            and not given.requires_grad
-            and given.shape == lead + field.shape[1:]
-        )
-        if fits or not isinstance(field, (Tensor, TreeDict)):
-            yield path, field, given, fits
-            continue
-        if isinstance(field, TreeDict) and field._is_ragged:
-            yield path, field, ragged_rows(d, key, given, at, table), False
-            continue
-        if isinstance(field, Tensor) and field.is_nested:
-            raise ValueError(f"{dotted(path)} is a nested tensor, whose rows cannot be set; replace the whole field")
-        value = given if table and isinstance(given, Tensor) else row_value(d, key, given, at, table)
-        if isinstance(field, TreeDict) and isinstance(value, Mapping):
-            yield from fitted(field, value, path, lead)
-        elif isinstance(field, Tensor) and isinstance(value, Tensor):
-            refuse_unfit(field, value, path, table)
-            yield path, field, fit_codes(field, value, d._policy.encoders.get(key), path), False
-        else:
-            what = "a nested dict" if isinstance(field, TreeDict) else "a column" if table else "a tensor"
-            if table:
-                raise ValueError(f"{dotted(path)} is {what} in this table, got {described(value)}")
-            raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")
-
-
-def is_simple(target: object) -> bool:
-    """Whether no write into a tensor can fail, as it can with autograd, inference mode and expanded tensors."""
-    return (
-        type(target) is Tensor
-        and target.layout is torch.strided
-        and not target.is_nested
-        and target.is_contiguous()
-        and not target.requires_grad
-        and (not target.is_inference() or torch.is_inference_mode_enabled())
-    )
+    path, field = (*at, key), d[key]
+    if not isinstance(field, (Tensor, TreeDict)):
+        yield path, field, given
+        return
+    if isinstance(field, TreeDict) and field._is_ragged:
+        yield path, field, ragged_rows(d, key, given, at, table)
+        return
+    if isinstance(field, Tensor) and field.is_nested:
+        raise ValueError(f"{dotted(path)} is a nested tensor, whose rows cannot be set; replace the whole field")
+    value = given if table and isinstance(given, Tensor) else row_value(d, key, given, at, table)
+    if isinstance(field, TreeDict) and isinstance(value, Mapping):
+        yield from fitted(field, value, path, table)
+    elif isinstance(field, Tensor) and isinstance(value, Tensor):
+        refuse_unfit(field, value, path, table)
+        yield path, field, fit_codes(field, value, d._policy.encoders.get(key), path)
+    else:
+        what = "a nested dict" if isinstance(field, TreeDict) else "a column" if table else "a tensor"
+        if table:
+            raise ValueError(f"{dotted(path)} is {what} in this table, got {described(value)}")
+        raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")
 
 
 def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, table: bool = False) -> Any:
@@ -122,19 +113,6 @@ def _may_be_out_of_range(stored: object) -> bool:
     if not isinstance(stored, Tensor):
         return False
     return stored.dtype not in FOREACH_DTYPES or not cmath.isfinite(stored.sum().item())
-
-
-def refuse_encoders(d: TreeDict[Any], other: Mapping[str, Any], at: Path) -> None:
-    """Raise ``ValueError`` if fields of ``other`` are encoded with other encoders than the fields of ``d``."""
-    if not isinstance(other, TreeDict) or other._policy is d._policy:
-        return
-    ours = d._policy.encoders
-    for key, encoder in other._policy.encoders.items():
-        if key in d and key in ours and not decode_alike(ours[key], encoder):
-            raise ValueError(
-                f"{dotted((*at, key))} is encoded with {short(ours[key])}, the given value with {short(encoder)}; "
-                "give the strings themselves: decode it first"
-            )
 
 
 def refuse_unfit(field: Tensor, value: Tensor, path: Path, table: bool = False) -> None:

@@ -368,7 +368,7 @@ def _columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> tuple
     """
     tensors: list[Tensor] = []
     counts: dict[Path, int | None] = {}
-    for path, column, value, _ in fitted(fields, given, at, None):
+    for path, column, value in fitted(fields, given, at, True):
         if isinstance(value, RowsToFit):
             counts[path] = None if value.is_one else len(value.lengths)
             tensors += value.values.detach(), value.lengths

@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 from .device import CPU
 from .dtypes import FOREACH_DTYPES
 from .layout import ALIGNMENT, Layout
+from .write import copies
 
 BY_VALUE = 512 << 10
 """The largest buffer in bytes that is faster through a pipe, by value, than in shared memory.
@@ -131,24 +132,9 @@ def copy_into(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor]) -> list
             continue
         views += (region,) if single else region.unbind()
         values += sources
-    copy_to(views, values)
+    for copy in copies(views, values):
+        copy()
     return out
-
-
-def copy_to(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value into its target, on their device, with the dtype of the target."""
-    # Grouped by both dtypes, because the CUDA kernel of some versions misreads a list of mixed dtypes.
-    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, value in zip(targets, values, strict=True):
-        dtypes = target.dtype, value.dtype
-        if FOREACH_DTYPES.issuperset(dtypes):
-            into, given = pairs.setdefault(dtypes, ([], []))
-            into.append(target)
-            given.append(value)
-        else:
-            target.copy_(value)
-    for into, given in pairs.values():
-        torch._foreach_copy_(into, given)
 
 
 def clear_gaps(buffer: Tensor, layout: Layout) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._errors import dtype_name
 from .dense import is_dense
 from .dtypes import CASTABLE, CASTS, NUMPY_DTYPES
-from .overlap import is_expanded
+from .write import is_expanded
 
 _CAST: Mapping[torch.dtype | None, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -212,3 +213,22 @@ def is_saved_group(group: Any) -> bool:
         and isinstance(dtype, torch.dtype)
         and dtype in PACKABLE
     )
+
+
+def are_slices(tensors: Sequence[Tensor]) -> bool:
+    """Whether some packable tensors are parts of larger storages, and no two of them overlap.
+
+    Pickle would write the whole storage for each. Tensors that overlap are left to ``torch.save``, which keeps the
+    overlap.
+    """
+    distinct = {id(t): t for t in tensors}.values()
+    found = [t for t in distinct if packable(t) and t.numel()]
+    if all(t.untyped_storage().nbytes() == t.nbytes for t in found):
+        return False
+    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in found)
+    return all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+def _extent(t: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    return (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize

@@ -1,4 +1,4 @@
-"""Copy rows out of tensors, and write rows into tensors. A row is an index of the first dimension."""
+"""Copy rows out of tensors, and group equal rows. A row is an index of the first dimension."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from torch.nn import functional as F
 
 from .buffer import HUGE, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
 from .device import CPU, intercepted
-from .dtypes import FOREACH_DTYPES, as_bits
+from .dtypes import as_bits
 from .layout import lay_out_batch
 from .packed import can_pack, pack, packable
 
 _MAY_BE_HUGE = HUGE // 16
 """The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
-_FEW = 4096
-"""The largest number of elements in rows that ``index_copy_`` writes faster than ``tensor[index] = value``:
-"`rows[indices] = rows`" of benchmarks/bench_rows.py."""
 
 
 def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
@@ -71,18 +68,6 @@ def _select_into(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
     """Copy rows of a tensor into ``out``."""
     torch.index_select(as_bits(t), 0, index, out=as_bits(out))
     return out
-
-
-def can_copy_rows(target: Tensor, value: Tensor) -> bool:
-    """Whether ``index_copy_`` is the fastest call that writes ``value`` into rows of a contiguous tensor on the CPU."""
-    dtype = target.dtype
-    return value.dtype is dtype and dtype in FOREACH_DTYPES and (value.dim() == 1 or value.numel() <= _FEW)
-
-
-def viewed_as_bits(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor and the value for its rows, as integers of the same size if kernels for an index lack their dtype."""
-    bits = as_bits(target)
-    return (target, value) if bits is target else (bits, as_bits(value.to(target.dtype)))
 
 
 def group_equal(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,8 +32,8 @@ from .._memory.dense import dense_bytes
 from .._memory.device import CPU, canonical, intercepted, resolve
 from .._memory.dtypes import FOREACH_DTYPES
 from .._memory.layout import Group, Layout, dense_stride, distribute, lay_out, with_spare
-from .._memory.overlap import are_slices
 from .._memory.packed import (
+    are_slices,
     arrange,
     can_pack,
     find_buffer,
