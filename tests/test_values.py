@@ -346,6 +346,7 @@ class TestOtherLibraries:
         )
         assert list(d["n"]) == ["y"]
 
+    @pytest.mark.filterwarnings("ignore:Exception ignored in PyObject_HasAttrString:Warning")  # of torch, which asks
     def test_an_array_interface_of_cuda_is_asked(self) -> None:
         class OnCuda:
             @property
@@ -419,12 +420,12 @@ def test_keys_are_str(key: Any) -> None:
     [
         (3, "got int"),
         (object(), "got object"),
-        ([1, 2], "got list: cannot convert dictionary update sequence element #0 to a sequence"),
+        ([1, 2], "got list: "),
         ([None], "got list: "),
-        ([("a", 1), 2], "got list: cannot convert dictionary update sequence element #1 to a sequence"),
+        ([("a", 1), 2], "got list: "),
         (b"ab", "got bytes: "),
         ({1, 2}, "got set: "),
-        ([([], 1)], "got list: unhashable type: 'list'"),
+        ([([], 1)], "got list: "),
         ("abc", "got str: dictionary update sequence element #0 has length 1; 2 is required"),
         (["a"], "got list: "),
         ([()], "got list: "),
@@ -438,7 +439,8 @@ def test_what_is_no_mapping_raises_what_dict_raises(data: Any, message: str) -> 
         dict(data)
     d = DeviceDict({"x": 1})
     for write in (DeviceDict, Plain.from_dict, d.update, d.__ior__, lambda data: d.update(data, y=1)):
-        with pytest.raises(expected.type, match=re.escape(message)) as caught:
+        said = message + str(expected.value) if message.endswith(": ") else message
+        with pytest.raises(expected.type, match=re.escape(said)) as caught:
             write(data)
         assert str(caught.value).startswith("expected a mapping or an iterable of (key, value) pairs, got ")
     assert list(d) == ["x"]
