@@ -14,7 +14,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tensordict_lite import BatchOrder, DeviceDict, TypedDeviceDict, cat, collate, prefetch
+from tensordict_lite import BatchOrder, DeviceDict, Ragged, TypedDeviceDict, cat, collate, prefetch
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -51,6 +51,13 @@ class Stream(IterableDataset[Any]):
 
 def sample(cls: type[Any] = DeviceDict, count: int = 4) -> Any:
     return cls({"x": torch.arange(2.0 * count).reshape(count, 2), "n": {"id": torch.arange(count)}})
+
+
+def test_operations_on_ragged_fields() -> None:
+    d = DeviceDict({"x": Ragged.from_rows([torch.ones(2), torch.ones(3)])})
+    for out in (operations.send_to_device(d, "meta"), operations.convert_to_fp32(d.half())):
+        assert type(out) is DeviceDict and type(out["x"]) is Ragged and len(out.rows) == 2
+    assert operations.send_to_device(d, "meta").device == torch.device("meta")
 
 
 @pytest.mark.parametrize("cls", [DeviceDict, Kept, Typed])

@@ -88,6 +88,7 @@ def test_fabric_saves_it_as_a_dict(tmp_path: Path) -> None:
     state: dict[str, Any] = {"d": loaded, "step": 0}
     fabric.load(tmp_path / "state", state)
     assert state == {"d": saved, "step": 3}
+    assert type(fabric.load(tmp_path / "state")["d"]["x"]) is Tensor  # loaded at once
 
 
 class Keeps(DeviceDict, objects="keep"):

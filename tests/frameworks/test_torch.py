@@ -12,7 +12,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel.scatter_gather import gather, scatter
@@ -93,6 +93,15 @@ def fsdp2(rank: int, reshard: bool) -> None:
         loss(out).backward()
         got: Any = model.used.weight.grad
         assert got.full_tensor().tolist() == [[1.5, float(step)]], rank
+    # Its mixed precision casts with functions that know plain dicts only.
+    for policy, dtypes, kinds in (
+        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), (torch.bfloat16, torch.bfloat16), (dict, DeviceDict)),
+        (MixedPrecisionPolicy(output_dtype=torch.float64), (torch.float32, torch.float64), (DeviceDict, dict)),
+    ):
+        model = copy.deepcopy(plain)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        out = model(sample(rank))
+        assert (type(model.seen), type(out)) == kinds and (model.seen["x"].dtype, out["x"].dtype) == dtypes
 
 
 @pytest.mark.parametrize("reshard", [True, False])

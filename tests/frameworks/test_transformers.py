@@ -106,6 +106,7 @@ def test_encodings(tokenizer: Any) -> None:
     check_invariants(d)
     assert list(d) == list(encoding) and d["input_ids"] is encoding["input_ids"] and d.device == torch.device("cpu")
     assert DeviceDict(tokenizer(["the cat", "cat sat"]))["input_ids"].shape == (2, 4)  # lists of numbers
+    assert encoding.to("meta") is encoding and d.to("meta") is not d and d.device == torch.device("cpu")
     feature = BatchFeature({"pixel_values": [[0.5, 1.0]]}, tensor_type="np")
     assert DeviceDict(feature)["pixel_values"].tolist() == [[0.5, 1.0]]
 
