@@ -6,6 +6,7 @@ import collections.abc
 import importlib.util
 import inspect
 import typing
+import warnings
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
@@ -71,4 +72,6 @@ ABSTRACT = {f"collections.abc.{name}": getattr(collections.abc, name) for name i
 
 def claims(value: object, kinds: Mapping[str, type[Any]]) -> set[str]:
     """The names of the classes that the value says it is an instance of."""
-    return {name for name, kind in kinds.items() if isinstance(value, kind)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of collections.abc.ByteString
+        return {name for name, kind in kinds.items() if isinstance(value, kind)}

@@ -257,6 +257,10 @@ def where(request: pytest.FixtureRequest, streams: Any) -> str:
     return str(request.param)
 
 
+def initial_seed(_: object) -> Any:
+    return torch.initial_seed()
+
+
 class TestPrefetch:
     """The state describes the batches that were received, whatever was fetched ahead."""
 
@@ -321,12 +325,9 @@ class TestPrefetch:
             order = BatchOrder(23, 23)
             for _ in order.epochs(epochs):
                 loader = DataLoader(
-                    TABLE.rows, batch_sampler=order, num_workers=1, collate_fn=seed, generator=generator
+                    TABLE.rows, batch_sampler=order, num_workers=1, collate_fn=initial_seed, generator=generator
                 )
                 yield from prefetch(loader, "cpu")
-
-        def seed(_: Any) -> Any:
-            return torch.initial_seed()
 
         first, second = seeds(2)
         assert first != second and [first, second] == list(seeds(2))

@@ -510,13 +510,13 @@ class TestPickled:
         d = DeviceDict(
             {f"k{i}": torch.full((4,), float(i)) for i in range(200)}, encoders={"s": Vocabulary(["a"])}
         ).pack()
-        data = pickle.dumps(d)
+        data = pickle.dumps(d, 4)
         again = pickle.loads(data)
         check_invariants(again)
         assert again == d and again.is_packed and again._policy == d._policy and list(again) == list(d)
         words = [str(argument) for _, argument, _ in pickletools.genops(data)]
         assert words.count("_rebuild_tensor_v2") == 1
-        unpacked = pickle.dumps(DeviceDict({key: value.clone() for key, value in d.items()}))
+        unpacked = pickle.dumps(DeviceDict({key: value.clone() for key, value in d.items()}), 4)
         assert len(data) - d["k0"].untyped_storage().nbytes() < len(unpacked) / 10
 
     @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -662,7 +662,7 @@ class TestUnderTransforms:
 
     # Forward-mode AD's own; of newer versions of torch the second.
     @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):FutureWarning")
     def test_functorch_modes_and_traces(self) -> None:
         packed = DeviceDict({"x": torch.arange(6.0).reshape(3, 2), "y": torch.ones(3, 2)}).pack()
         out = torch.func.vmap(lambda d: d.pack().clone().to(torch.float64)["x"].sum())(packed)

@@ -102,6 +102,13 @@ class WrappedEncoder(StringEncoder):
     def decode(self, codes: Any, /) -> list[str]:
         return self.given.decode(codes) if _has_both(self.given) else StringEncoder.decode(self, codes)
 
+    def __eq__(self, other: object) -> bool:
+        # Tuples: an object in a tuple equals itself, whatever its `==` says. Dataclasses do so before 3.13 only.
+        return isinstance(other, WrappedEncoder) and (self.given,) == (other.given,)
+
+    def __hash__(self) -> int:
+        return hash((self.given,))
+
     def __repr__(self) -> str:
         return getattr(self.given, "__name__", repr(self.given))
 
