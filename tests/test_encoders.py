@@ -251,6 +251,17 @@ class TestErrors:
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
 
+    @pytest.mark.parametrize("kind", [set, frozenset])
+    def test_a_set_has_no_order(self, kind: Any) -> None:
+        """The hash of a string differs between processes, so the codes would."""
+        with pytest.raises(TypeError) as caught:
+            Vocabulary(kind(["cat", "dog"]))
+        assert str(caught.value) == (
+            f"tokens must be in order, got a {kind.__name__}, whose order differs between processes; "
+            "Vocabulary.fit sorts the tokens"
+        )
+        assert Vocabulary.fit(kind(["dog", "cat"])).tokens == ("cat", "dog") == Vocabulary({"cat": 0, "dog": 1}).tokens
+
     def test_tokens_are_strings(self) -> None:
         with pytest.raises(TypeError, match="tokens are str, got int: 3"):
             Vocabulary(["a", 3])  # type: ignore[list-item]

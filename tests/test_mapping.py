@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -19,8 +20,10 @@ from checks import ABSTRACT, check_invariants, claims, protocols
 from tensordict_lite import (
     DeviceDict,
     DeviceMismatchError,
+    JoinedRows,
     TypedDeviceDict,
     Vocabulary,
+    collate,
 )
 
 SIM = torch.device("sim", 0)
@@ -165,6 +168,52 @@ def test_construction_from_every_form_of_items(make: Any) -> None:
     d = DeviceDict(make({"x": torch.ones(2), "y": torch.zeros(1)}))
     check_invariants(d)
     assert list(d) == ["x", "y"] and d.device == torch.device("cpu")
+
+
+SAMPLES: Any = [{"image": 1, "label": 2}, {"image": 3, "label": 4}]
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, tuple(SAMPLES), iter(SAMPLES)], ids=type)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda d, given: DeviceDict(given),
+        lambda d, given: d.update(given),
+        lambda d, given: d.__ior__(given),
+        lambda d, given: DeviceDict.unflatten(given),
+        lambda d, given: Batch.from_dict(given),
+        lambda d, given: JoinedRows([given]),
+    ],
+)
+def test_samples_are_no_pairs(write: Any, samples: Any) -> None:
+    """``dict([{"image": ..., "label": ...}])`` is ``{"image": "label"}``."""
+    d = DeviceDict({"x": 1})
+    with pytest.raises(TypeError, match=r"with a mapping among its items; collate\(samples\) makes a batch$"):
+        write(d, copy.copy(samples))
+    with pytest.raises(TypeError, match="with a mapping among its items"):
+        DeviceDict(collate(SAMPLES).rows)  # type: ignore[arg-type]
+    assert d == DeviceDict({"x": 1})
+
+
+@pytest.mark.parametrize(("pair", "name"), [("ab", "a str"), ({"a", "b"}, "a set"), (frozenset("ab"), "a frozenset")])
+def test_other_things_of_two_items_are_no_pairs(pair: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"pairs, got list with {name} among its items$"):
+        DeviceDict([pair])
+    pairs: Any = [["a", 1], ("b", 2)]
+    assert DeviceDict(pairs).tolist() == {"a": 1, "b": 2}
+
+
+def test_a_frame_that_iterates_over_columns_names_to_dict() -> None:
+    class Frame:
+        def to_dict(self) -> Any:
+            return {"x": [1, 2]}
+
+        def __iter__(self) -> Any:
+            return iter([("x", "y")])
+
+    with pytest.raises(TypeError, match=r"got Frame; give it the to_dict\(\)$"):
+        DeviceDict(Frame())  # type: ignore[arg-type]
+    assert DeviceDict(Frame().to_dict())["x"].tolist() == [1, 2]
 
 
 def test_results_keep_the_type() -> None:
@@ -448,8 +497,6 @@ class TestShaping:
         back = DeviceDict.unflatten(flat, "/")
         assert back == d and isinstance(back["n", "e"], DeviceDict)
         check_invariants(back)
-        with pytest.raises(ValueError, match=r"two fields would be named 'a\.b'; flatten with another sep"):
-            DeviceDict({"a": {"b": 1}, "a.b": 2}).flatten()
         with pytest.raises(
             ValueError, match=r"'a' cannot be both a field and a nested dict; the conflicting key is 'a\.b'"
         ):
@@ -458,6 +505,23 @@ class TestShaping:
             ValueError, match="'a' cannot be both a field and a nested dict; the conflicting key is 'a'"
         ):
             DeviceDict.unflatten({"a.b": 2, "a": 1})
+
+    @pytest.mark.parametrize(
+        ("d", "sep", "key"),
+        [
+            ({"a": {"b": 1}, "a.b": 2}, ".", "'a.b'"),
+            (torch.nn.Sequential(torch.nn.Linear(1, 1)).state_dict(), ".", "'0.weight'"),
+            ({"m": {"o": {"0.weight": 1}}}, ".", "'0.weight' in 'm.o'"),
+            ({"a.": {"b": 1}}, "..", "'b' in 'a.'"),
+        ],
+    )
+    def test_flatten_refuses_a_key_that_unflatten_would_split(self, d: Any, sep: str, key: str) -> None:
+        d = DeviceDict(d)
+        with pytest.raises(ValueError, match="unflatten could not restore") as caught:
+            d.flatten(sep)
+        told = f"unflatten could not restore the key {key} from keys joined by {sep!r}"
+        assert str(caught.value) == f"{told}; flatten with another sep, such as '/'"
+        assert DeviceDict.unflatten(d.flatten("/"), "/") == d
 
     def test_map(self, device: torch.device) -> None:
         d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}, "o": None}, objects="keep")

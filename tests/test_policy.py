@@ -337,3 +337,73 @@ def test_an_update_adds_the_encoders_it_brings_to_those_it_encodes_with() -> Non
     d.update(DeviceDict({"s": "b"}, encoders={"s": B}), t="a")
     assert d.encoders == {"s": B, "t": A}
     assert d.decode("s") == "b" and d.decode("t") == "a"
+
+
+class Labelled(TypedDeviceDict):
+    label: Tensor
+
+
+LABELLED: Any = Labelled
+
+
+class TestMisspelledEncoders:
+    LABEL = Vocabulary(["cat"])
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda **options: DeviceDict({"label": ["cat"]}, **options),
+            lambda **options: DeviceDict({"n": {"label": "cat"}, "x": 1}, **options),
+            lambda **options: DeviceDict(DeviceDict({"label": ["cat"]}), **options),
+            lambda **options: LABELLED({"label": ["cat"]}, **options),
+            lambda **options: LABELLED(label=["cat"], **options),
+            lambda **options: Labelled.from_dict({"label": ["cat"]}, **options),
+            lambda **options: Labelled.from_dict({"label": "cat"}, batched=False, **options),
+        ],
+    )
+    def test_a_key_close_to_strings_without_an_encoder(self, make: Any) -> None:
+        with pytest.raises(ValueError, match="encoders= has") as caught:
+            make(encoders={"lable": self.LABEL})
+        assert str(caught.value) == (
+            "encoders= has 'lable', which is no key, and the strings of 'label' have no encoder; did you mean 'label'? "
+            "If 'lable' comes later, give 'label' an encoder too, such as Utf8()"
+        )
+        make(encoders={"lable": self.LABEL, "label": Utf8()})
+
+    @pytest.mark.parametrize(
+        ("data", "encoders"),
+        [
+            ({"label": ["cat"]}, {"species": LABEL}),  # comes later
+            ({"label": [1]}, {"lable": LABEL}),  # no strings
+            ({"label": ["cat"]}, {"label": LABEL, "labels": LABEL}),
+            ({"label": ["cat"]}, LABEL),
+            ({"n": {"label": ["cat"]}}, {"label": LABEL}),
+            ({}, {"label": LABEL}),
+        ],
+    )
+    def test_what_is_no_mistake(self, data: Any, encoders: Any) -> None:
+        assert list(DeviceDict(data, encoders=encoders)) == list(data)
+
+    def test_the_encoder_of_a_class_counts(self) -> None:
+        class Species(DeviceDict[Any], encoders={"label": Vocabulary(["cat"])}):
+            pass
+
+        assert Species({"label": ["cat"]}, encoders={"lable": self.LABEL}).decode("label") == ["cat"]
+
+
+class TestUpdateBringsEncoders:
+    OURS, THEIRS = Vocabulary(["cat", "dog"]), Vocabulary(["dog", "cat"])
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda d, other: d.update(other.select("k")),
+            lambda d, other: d.__ior__(other.select("k")),
+            lambda d, other: d.update(n=other.select("k")) or d.update(other.select("k")),
+        ],
+    )
+    def test_codes_keep_the_encoder_that_made_them(self, write: Any) -> None:
+        d: Any = DeviceDict({"k": ["cat"], "n": {"k": ["cat"]}}, encoders={"k": self.OURS})
+        write(d, DeviceDict({"k": ["dog"]}, encoders={"k": self.THEIRS}))
+        assert d.decode("k") == ["dog"] and d["k"].tolist() == [0]
+        assert d.decode(("n", "k")) == (["cat"] if d["n"].encoders["k"] == self.OURS else ["dog"])

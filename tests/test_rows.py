@@ -13,12 +13,21 @@ from batches import Batch, batch
 from checks import check_invariants
 from files import DTYPES
 
-from tensordict_lite import DeviceDict, DeviceMismatchError, Vocabulary, cat
+from tensordict_lite import DeviceDict, DeviceMismatchError, StringEncoder, Utf8, Vocabulary, cat, collate
 
 
 def inference_tensor(size: int = 2) -> torch.Tensor:
     with torch.inference_mode():
         return torch.zeros(size)
+
+
+class Characters(StringEncoder):
+    """As `Tokenizer`, a nested dict with one dimension for a string."""
+
+    code_ndim = 1
+
+    def encode(self, strings: Any, /) -> Any:
+        return {"input_ids": torch.tensor([[ord(character) for character in string] for string in strings])}
 
 
 class TestRows:
@@ -380,6 +389,28 @@ class TestRows:
         packed.rows[1:3]["x"].fill_(1)
         packed.rows[0] = {"x": 2.0, "y": 3.0}
         assert packed.is_packed and packed["x"].tolist() == [[2, 2], [1, 1], [1, 1], [0, 0]]
+
+    @pytest.mark.parametrize(
+        ("data", "key"),
+        [
+            ({"input_ids": [3, 2], "name": "nl"}, "name"),
+            ({"name": "nl"}, "name"),
+            ({"x": [1, 2], "n": {"name": "nl"}}, "n.name"),
+            ({"x": [1, 2], "text": "nl"}, "text"),
+            ({"x": [1, 2], "n": {"text": "nl"}}, "n.text"),
+        ],
+    )
+    def test_one_string_is_no_batch_of_characters(self, data: Any, key: str) -> None:
+        """The first row of ``{"input_ids": [3, 2], "name": "nl"}`` decoded to "n"."""
+        d = DeviceDict(data, encoders={"text": Characters()})
+        message = rf"^'{key}' is one string, rows need one for each row; collate\(\[row\]\) makes a batch$"
+        for use in (len, lambda rows: rows[:1], lambda rows: rows[[0]], list, lambda rows: rows.__setitem__(0, data)):
+            with pytest.raises(ValueError, match=message):
+                use(d.rows)
+        assert len(collate([d, d]).rows) == 2
+
+    def test_numbers_under_the_key_of_strings_have_rows(self) -> None:
+        assert len(DeviceDict({"name": torch.ones(2)}, encoders={"name": Utf8()}).rows) == 2
 
 
 class TestEveryKindOfIndex:

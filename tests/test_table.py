@@ -43,6 +43,7 @@ from tensordict_lite import (
     drop_column,
     load,
     repair,
+    save,
     verify,
 )
 from tensordict_lite._memory import row_copies  # pyright: ignore[reportPrivateUsage]
@@ -374,8 +375,28 @@ class TestRefused:
         strings = {**sample(), "species": ["cat"] * 3, "name": ["a"] * 3}
         RowWriter(tmp_path / "u", like=strings, encoders={"species": Hashing(4)}).close()
 
+    def test_a_list_of_samples_is_no_batch(self, tmp_path: Path) -> None:
+        samples: Any = [{"x": 1, "y": 2}, {"x": 3, "y": 4}]
+        with pytest.raises(TypeError, match=r"collate\(samples\) makes a batch$"):
+            RowWriter(tmp_path / "t", like=samples)
+        with RowWriter(tmp_path / "t", like=collate(samples)) as writer:
+            with pytest.raises(TypeError, match=r"collate\(samples\) makes a batch$"):
+                writer.write(samples)
+            writer.write(collate(samples))
+        assert load(tmp_path / "t").tolist() == {"x": [1, 3], "y": [2, 4]}
+
+    def test_load_names_an_encoder_without_a_column(self, tmp_path: Path) -> None:
+        d = DeviceDict({"n": {"label": ["cat"]}, "x": [1]})
+        RowWriter(tmp_path / "t", like=d).close()
+        save(d, tmp_path / "d")
+        for path in (tmp_path / "t", tmp_path / "d"):
+            with pytest.raises(KeyError, match=r"^'x2' is not in .*; did you mean 'x'\?$"):
+                load(path, encoders={"x2": Utf8()})
+            kept = load(path, keys=["x"], encoders={"label": Utf8()})
+            assert list(kept) == ["x"], "an encoder of a column that is not loaded is no mistake"
+
     def test_like_is_no_single_row(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"^'n.s': like= is a batch, got one string; give like=collate"):
+        with pytest.raises(ValueError, match=r"^'n\.s' is one string, rows need one for each row; collate\(\[row\]\)"):
             RowWriter(tmp_path / "t", like={"x": [1, 2, 3], "n": {"s": "Ada"}})
         assert not (tmp_path / "t").exists()
 

@@ -36,7 +36,7 @@ from . import arithmetic, by_value, torch_functions
 from .arguments import to_arguments
 from .display import html, tree
 from .fill import fill_
-from .insert import insert
+from .insert import insert, refuse_misspelled
 from .rows import Rows
 
 Number = complex  # type checkers accept an int and a float for a complex
@@ -101,7 +101,8 @@ class DeviceDict(TreeDict[V]):
         DeviceMismatchError: for a tensor on another device.
         TypeError, ValueError: for a key or value that cannot be stored. Every message names the path. The dict is
             unchanged.
-        ValueError: if ``data`` is a `DeviceDict`, for a key in ``encoders`` whose value another encoder encoded.
+        ValueError: if ``data`` is a `DeviceDict`, for a key in ``encoders`` whose value another encoder encoded; for a
+            key in ``encoders`` that is absent, and close to the key of a field of strings without an encoder.
 
     Cost: a check per field. Tensors that are on the device already are not copied. No synchronization.
 
@@ -140,6 +141,8 @@ class DeviceDict(TreeDict[V]):
         self._begin(data, device, options)
         if data is not None:
             insert(self, as_dict(data), consent=device is not None)
+            if options:
+                refuse_misspelled(self, options.get("encoders"))
 
     def _begin(self, data: Items | None, device: DeviceLike | None, options: Mapping[str, Any]) -> None:
         """Set the device and the policy of a new dict, before ``data`` is inserted."""
@@ -401,9 +404,11 @@ class DeviceDict(TreeDict[V]):
     def flatten(self, sep: str = ".") -> DeviceDict[V]:
         """Return a dict of one level, with nested keys joined by ``sep``.
 
-        Fields keep their encoders. An empty nested dict stays an empty dict, and a `Ragged` is one field.
+        Fields keep their encoders. An empty nested dict stays an empty dict, and a `Ragged` is one field. `unflatten`
+        with the same ``sep`` is the inverse.
 
-        Raises: ``ValueError`` if two fields would get the same name. Cost: no tensor is copied.
+        Raises: ``ValueError`` for a key that contains ``sep``, such as those of a ``state_dict``: give another ``sep``.
+        Cost: no tensor is copied.
 
         >>> list(DeviceDict({"obs": {"a": 1, "b": {"c": 2}}}).flatten())
         ['obs.a', 'obs.b.c']
@@ -1125,14 +1130,14 @@ class DeviceDict(TreeDict[V]):
                 and a field is read from the disk on first use. Writing to a field changes the memory, not the file. A
                 field that another program did not align to its element size is copied.
             keys: load these keys and paths only.
-            encoders: encoders that replace those of the file, by key or for every key.
+            encoders: encoders that replace those of the file, by key or for every key. The file has each key.
             rows: load the first rows of a table only. Since rows never change, it is the table as it was with so many
                 rows.
 
         Raises: `InvalidFileError`, a ``ValueError``, for a damaged, forged or unknown file; ``KeyError`` if the file
-        lacks one of ``keys``; ``ValueError`` if a table has fewer ``rows``, and for ``rows`` of a file; ``ImportError``
-        without safetensors; ``OSError``, also for pipes, sockets, devices and other folders; ``TypeError`` for a file
-        descriptor; the errors of a typed class.
+        lacks one of ``keys`` or ``encoders``; ``ValueError`` if a table has fewer ``rows``, and for ``rows`` of a file;
+        ``ImportError`` without safetensors; ``OSError``, also for pipes, sockets, devices and other folders;
+        ``TypeError`` for a file descriptor; the errors of a typed class.
         Cost: a few microseconds per field, and the time to read the fields.
 
         >>> import tempfile
@@ -1383,14 +1388,19 @@ def _path(key: str | Path) -> Path:
     return key if isinstance(key, tuple) else (key,)
 
 
-def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[Any], sep: str, prefix: str = "") -> None:
+def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[Any], sep: str, at: Path = ()) -> None:
     """Add every field of ``d`` to ``items`` and its encoder to ``encoders``, under the joined keys."""
     for key, value in d.items():
-        name = prefix + key
-        if name in items:
-            raise ValueError(f"two fields would be named {name!r}; flatten with another sep than {sep!r}")
+        path = (*at, key)
+        name = sep.join(path)
+        if tuple(name.split(sep)) != path:
+            where = f" in {dotted(at)}" if at else ""
+            raise ValueError(
+                f"unflatten could not restore the key {key!r}{where} from keys joined by {sep!r}; flatten with another "
+                "sep, such as '/'"
+            )
         if isinstance(value, TreeDict) and value and not value._is_ragged:
-            flatten_into(items, encoders, value, sep, name + sep)
+            flatten_into(items, encoders, value, sep, path)
             continue
         items[name] = value.copy() if isinstance(value, TreeDict) else value
         if key in d._policy.encoders:

@@ -18,7 +18,9 @@ from .._memory.device import canonical
 from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.convert import Converted, convert
-from .._tree.tree import TreeDict, kind_nested
+from .._tree.missing import closest, keys_in
+from .._tree.policy import Encoders
+from .._tree.tree import TreeDict, dicts_of, field_encoder, kind_nested
 from .._tree.walk import NO_EXPORTS, all_on, as_shared, refuse_key, refuse_optimizer
 
 Moved = Mapping[int, Tensor]
@@ -60,6 +62,35 @@ def insert(
     else:
         staged, device, used = _prepare(d, given, consent, at, shapes)
         d._commit(staged, device, {**used, **encoders} if encoders else used, removed, shapes)
+
+
+def refuse_misspelled(d: TreeDict[Any], encoders: Encoders | None) -> None:
+    """Raise ``ValueError`` for a key of ``encoders`` that is not in ``d``, but close to strings without an encoder.
+
+    An encoder for a key that comes later is allowed.
+    """
+    known = keys_in(d) if isinstance(encoders, Mapping) else set[str]()
+    given = cast("Mapping[str, Any]", encoders) if known else {}
+    later = [key for key in given if key not in known]
+    if not later:
+        return
+    strings: list[str] = []
+    for node in dicts_of(d):
+        declared = type(node)._class_policy.encoders
+        strings += [key for key in node if key not in given and key not in declared and _has_default(node, key)]
+    for name in later:
+        # At 0.8 "lable" is close to "label". A smaller number would refuse more pairs of keys that are both meant.
+        if close := closest(name, strings, 0.8):
+            raise ValueError(
+                f"encoders= has {name!r}, which is no key, and the strings of {close!r} have no encoder; did you mean "
+                f"{close!r}? If {name!r} comes later, give {close!r} an encoder too, such as Utf8()"
+            )
+
+
+def _has_default(d: TreeDict[Any], key: str) -> bool:
+    """Whether a field has strings that the default encoder encoded."""
+    encoder = field_encoder(d, key)
+    return encoder is not None and encoder == d._policy.default_encoder
 
 
 def _prepare(

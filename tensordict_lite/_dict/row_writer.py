@@ -17,10 +17,10 @@ from .._files.atomic_write import FilePath
 from .._memory.dense import is_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
-from .._tables.writer import TableWriter, create_table, is_table, open_table, refuse_unknown_keys
-from .._tree.missing import missing_key
+from .._tables.writer import TableWriter, create_table, is_table, open_table
+from .._tree.missing import missing_key, refuse_unknown_encoders
 from .._tree.policy import Encoders, Policy
-from .._tree.tree import TreeDict, field_encoder, fields_of, ragged_paths
+from .._tree.tree import TreeDict, fields_of, ragged_paths
 from .._tree.walk import Items, as_dict
 from .arguments import ragged_keys
 from .device_dict import DeviceDict
@@ -288,7 +288,7 @@ def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> tu
         if encoders is not None:
             _refuse_other_encoders(data, encoders, Policy().override(encoders), ())
         d = DeviceDict[Any](data, encoders=encoders)
-        refuse_unknown_keys(d, encoders, _LIKE)
+        refuse_unknown_encoders(encoders, d, _LIKE)
     len(d.rows)  # raises if the fields disagree
     found: set[Any] = set()
     out = without_rows(d, ragged, (), found)
@@ -342,8 +342,6 @@ def without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> A
             items[key] = without_rows(value, ragged, path, found)
         elif not isinstance(value, Tensor) or not is_dense(value):
             items[key] = value  # refused by `create_table`, which names the field
-        elif (encoder := field_encoder(d, key)) is not None and value.dim() <= (encoder.code_ndim or 0):
-            raise ValueError(f"{dotted(path)}: like= is a batch, got one string; give like=collate([row])")
         elif names and value.dim() < 2:
             raise ValueError(f"{dotted(path)}: rows of a ragged field have a dimension, like= has {described(value)}")
         elif names:

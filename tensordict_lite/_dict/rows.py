@@ -16,7 +16,7 @@ from .._encoders.protocol import padding
 from .._errors import Path, dotted
 from .._memory.row_copies import packed_batch, take_batch, take_rows
 from .._tree.missing import closest
-from .._tree.tree import TreeDict, fields_of, refuse_ragged
+from .._tree.tree import TreeDict, field_encoder, fields_of, refuse_ragged
 from .._tree.walk import only_tensors
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
@@ -389,16 +389,36 @@ def _fields(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
     fields, flat = d._tensors_and_kind()
     try:
         if flat and not d._is_ragged:
+            found = None
             (count,) = {tensor.shape[0] for tensor in fields}
-            return fields, flat, count
-        found = list(_field_paths(d))
-        (count,) = {_rows_in(field) for _, field in found}
+        else:
+            found = list(_field_paths(d))
+            (count,) = {_rows_in(field) for _, field in found}
     except (IndexError, ValueError):  # a field without dimensions; none or several sizes
         _refuse_fields(d)
+    if found is not None or d._policy.encoders:
+        _refuse_one_string(d)
+    if found is None:
+        return fields, flat, count
     for path, field in found:
         if isinstance(field, Tensor) and field.is_nested:
             raise TypeError(f"{dotted(path)} is a nested tensor, which has no rows here; store Ragged.from_rows(it)")
     return [field for _, field in found], len(found) == len(d) and all(len(path) == 1 for path, _ in found), count
+
+
+def _refuse_one_string(d: TreeDict[Any], at: Path = ()) -> None:
+    """Raise ``ValueError`` for a field that is one string, since the first dimension of its codes is no row."""
+    for key, value in d.items():
+        if isinstance(value, TreeDict) and value._is_ragged:
+            continue
+        encoder = d._policy.encoders.get(key)
+        if encoder is not None and encoder.code_ndim and field_encoder(d, key) is not None:
+            codes: list[Tensor] = [value] if isinstance(value, Tensor) else value._tensors()
+            if any(one.dim() <= encoder.code_ndim for one in codes):
+                name = dotted((*at, key))
+                raise ValueError(f"{name} is one string, rows need one for each row; collate([row]) makes a batch")
+        if isinstance(value, TreeDict):
+            _refuse_one_string(value, (*at, key))
 
 
 def _field_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Any]]:

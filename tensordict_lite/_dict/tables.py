@@ -18,11 +18,10 @@ from .._tables.writer import (
     create_columns,
     drop_columns,
     fields_of,
-    refuse_unknown_keys,
     repair_table,
     table_at_rest,
 )
-from .._tree.missing import missing_key, rows_hint
+from .._tree.missing import missing_key, refuse_unknown_encoders, rows_hint
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import field_encoder, tensor_paths
 from .._tree.walk import refuse_key
@@ -154,7 +153,7 @@ def add_column(
                 if writer is None:
                     new, first = _new_fields(added, path[len(at) :], at, first, ragged), None
                     added.update(new)
-                    refuse_unknown_keys(fields, encoders, "this table")
+                    refuse_unknown_encoders(encoders, fields, "this table")
                     writer, added = create_columns(table, index, fields), new
                 if isinstance(batch, (list, tuple)) and not batch:  # no rows, and not one empty row
                     continue

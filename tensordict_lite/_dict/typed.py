@@ -21,7 +21,7 @@ from .._tree.policy import OPTIONS, Encoders, OptionFields, Options, refuse_posi
 from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in
 from .device_dict import DeviceDict
-from .insert import insert
+from .insert import insert, refuse_misspelled
 from .schema import Default, Field, Schema, Shaped, declared_by, field, read_annotations, shape_error
 
 Given = TypeVar("Given")
@@ -133,6 +133,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             if type(data) is type(self):  # a copy: a row without its batch dimension stays valid
                 builtin_dict.update(self, data)
             insert(self, items, consent=device is not None)
+            refuse_misspelled(self, options.get("encoders"))
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -191,6 +192,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         cls._schema()
         out._begin(data, device, options)
         insert(out, as_dict(data), consent=device is not None, shapes=False)
+        refuse_misspelled(out, options.get("encoders"))
         _batch_of_one(out)._validate_samples()
         return out
 

@@ -159,6 +159,7 @@ class Vocabulary(StringEncoder):
             ``tokens`` raises an error.
 
     Raises:
+        TypeError: for a set of tokens, whose order differs between processes.
         ValueError: for repeated tokens, and for an ``unknown`` that is not in ``tokens``. Encoding raises it for a
             string outside ``tokens`` and names the string. Decoding raises it for a code outside
             ``0 .. len(tokens) - 1``.
@@ -185,6 +186,11 @@ class Vocabulary(StringEncoder):
 
     # An explicit constructor, because `tokens` may be any iterable and is stored as a tuple.
     def __init__(self, tokens: Iterable[str], unknown: str | None = None) -> None:
+        if isinstance(tokens, (set, frozenset)):
+            raise TypeError(
+                f"tokens must be in order, got a {type(tokens).__name__}, whose order differs between processes; "
+                "Vocabulary.fit sorts the tokens"
+            )
         tokens = _strings_only(tokens)
         codes = {token: code for code, token in enumerate(tokens)}
         if len(codes) != len(tokens):

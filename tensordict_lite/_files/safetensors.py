@@ -37,6 +37,7 @@ from .._memory.mapped import map_file
 from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
 from .._tree.manifest import Manifest, Reader, describe, invalid
+from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict, validate_ragged
 from .atomic_write import FilePath, atomic_write
@@ -194,6 +195,7 @@ def read_file(
         with file, invalid_file(of, library.SafetensorError, RuntimeError):
             manifest, stored = _manifest_of((file.metadata() or {}), list(file.keys()))
             reader = Reader(manifest, len(stored), encoders)
+            refuse_unknown_encoders(encoders, reader.names, of)
             if paths is not None:
                 reader.keep(paths, of)
             names = {stored[i][0] for i in reader.numbers}

@@ -18,6 +18,7 @@ from .._memory.device import CPU
 from .._memory.mapped import map_append_only
 from .._memory.ragged import problem_of_lengths
 from .._tree.manifest import Reader, invalid
+from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders
 from .._tree.tree import validate_ragged
 from .format import VALUES, Column, TableIndex, read_index
@@ -44,6 +45,7 @@ def read_table(
 
     def mapped(index: TableIndex) -> tuple[Any, int]:
         reader = Reader(index.manifest, len(index.columns), encoders)
+        refuse_unknown_encoders(encoders, reader.names, folder)
         if paths is not None:
             reader.keep(paths, folder)
         count = index.rows if rows is None else min(rows, index.rows)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import add, gt, mul, sub
@@ -27,9 +27,9 @@ from .._files.atomic_write import FilePath, make_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
 from .._tree.manifest import Leaves, Manifest, Reader, describe, without
-from .._tree.missing import missing_key
+from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders
-from .._tree.tree import TreeDict, dicts_of, ragged_paths, validate_ragged
+from .._tree.tree import TreeDict, ragged_paths, validate_ragged
 from .checksums import checksum_line
 from .folder import NEW_INDEX, TableFolder, opened, write_all
 from .format import INDEX, OFFSETS, ROWS, VALUES, Column, Extent, TableIndex, checksums_name, choose_names, index_text
@@ -388,7 +388,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     with opened(path) as folder:
         index = folder.read_index()
         fields, columns = fields_of(folder, index, cls, encoders)
-        refuse_unknown_keys(fields, encoders, "this table")
+        refuse_unknown_encoders(encoders, fields, "this table")
         writer = TableWriter(folder, columns, index)
         with invalid_file(folder.path, RuntimeError):
             writer.open(index.unused)
@@ -466,14 +466,6 @@ def drop_columns(folder: TableFolder, index: TableIndex, path: Path) -> None:
     folder.rewrite_index(left, unused)
     folder.remove_unused(unused)
     folder.rewrite_index(left, None)
-
-
-def refuse_unknown_keys(d: TreeDict[Any], encoders: Encoders | None, owner: str) -> None:
-    """Raise ``KeyError`` for a key of ``encoders`` that ``d`` has at no depth. The message calls ``d`` ``owner``."""
-    nodes = dicts_of(d)
-    for key in encoders if isinstance(encoders, Mapping) else ():
-        if not any(key in node for node in nodes):
-            raise missing_key(d, key, owner)
 
 
 def _refuse_other_encoders(fields: TreeDict[Any], manifest: Manifest) -> None:

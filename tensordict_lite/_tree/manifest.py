@@ -199,11 +199,16 @@ class Reader:
         """The paths of the leaves, in the order of the tree."""
         return [path for path, _ in leaves(self.root)]
 
+    @property
+    def names(self) -> dict[str, Any]:
+        """The keys of the tree as a nested dict."""
+        return _names_in(self.root)
+
     def keep(self, paths: Sequence[Path], owner: str) -> None:
         """Keep only the values at these paths. Raises ``KeyError`` for a missing path; the message names ``owner``."""
         for path in paths:
             if not holds(self.root, path):
-                raise missing_key(_names_in(self.root), path if len(path) != 1 else path[0], owner)
+                raise missing_key(self.names, path if len(path) != 1 else path[0], owner)
         self.root = _kept(self.root, paths)
         self.numbers = [number for _, number in leaves(self.root)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -100,6 +100,21 @@ def refuse_other_keys(expected: Mapping[str, Any], given: Mapping[Any, Any], at:
         raise ValueError(f"{name} lacks {dotted((*at, missing[0]))}, which {owner} has{beside}")
     if extra:
         raise ValueError(f"{name} has {dotted((*at, extra[0]))}, which {owner} lacks")
+
+
+def refuse_unknown_encoders(encoders: Any, tree: Mapping[str, Any], owner: str) -> None:
+    """Raise ``KeyError`` for a key of ``encoders`` that ``tree`` has at no depth. The message calls it ``owner``."""
+    if isinstance(encoders, Mapping):
+        known = keys_in(tree)
+        for key in cast("Mapping[Any, Any]", encoders):
+            if key not in known:
+                raise missing_key(tree, key, owner)
+
+
+def keys_in(tree: Mapping[str, Any]) -> set[str]:
+    """The keys of a tree at every depth."""
+    nested = [keys_in(value) for value in tree.values() if isinstance(value, Mapping)]
+    return set(tree).union(*nested)
 
 
 def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:

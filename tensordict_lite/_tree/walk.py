@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._errors import Path, dotted, refuse_deeper
+from .._errors import Path, described, dotted, refuse_deeper
 from .._memory.device import CPU
 from .columns import table_columns
 from .missing import no_key
@@ -28,7 +28,8 @@ def only_tensors(values: Iterable[Any]) -> bool:
 def as_dict(data: Items) -> Mapping[str, Any]:
     """``data`` as a mapping that can be iterated twice.
 
-    Raises ``TypeError`` or ``ValueError``, as ``dict`` does, unless ``data`` is a mapping or an iterable of pairs.
+    Raises ``TypeError`` or ``ValueError``, as ``dict`` does, unless ``data`` is a mapping or an iterable of pairs. The
+    mappings in a list of samples are no pairs.
     """
     if type(data) is dict:
         return data
@@ -44,9 +45,17 @@ def as_dict(data: Items) -> Mapping[str, Any]:
         raise TypeError(f"{expected}; give it the state_dict()")
     if isinstance(data, (Tensor, np.ndarray)):  # an array of shape [n, 2] would pass as pairs
         raise TypeError(f'{expected}; give the value a key: {{"x": value}}')
+    if hasattr(data, "to_dict"):  # a data frame of Polars iterates over its columns, which may have two rows
+        raise TypeError(f"{expected}; give it the to_dict()")
     if not isinstance(data, Iterable):
         raise TypeError(expected)
-    pairs = list(data)  # outside of `try`, so that an error in the caller's generator keeps its message
+    pairs: list[Any] = []
+    for pair in data:  # outside of `try`, so that an error in the caller's generator keeps its message
+        # dict() takes any two items as a pair: the keys of a mapping, the characters of a string.
+        if isinstance(pair, (Mapping, str, set, frozenset)):
+            way_out = "; collate(samples) makes a batch" if isinstance(pair, Mapping) else ""
+            raise TypeError(f"{expected} with {described(pair)} among its items{way_out}")
+        pairs.append(pair)
     try:
         return dict(pairs)
     except (TypeError, ValueError) as error:  # raised again as the type that dict() raises
