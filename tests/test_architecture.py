@@ -32,7 +32,7 @@ ORDER = [
     ),
     *inside("_dict", "torch_functions device_dict ragged schema typed row_writer tables io"),
     "unpickle",
-    *inside("_batch", "pad join fill collate containers order parts prefetch"),
+    *inside("_batch", "pad join fill collate containers shuffle visits order ordered_loader parts prefetch"),
     *inside("distributed", "message channel verbs __init__"),
     "__init__",
 ]

@@ -4,45 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from heapq import heapreplace
-from itertools import chain, count, islice
-from numbers import Number
-from operator import index as as_int
-from typing import Any, Literal, NamedTuple, SupportsIndex, cast
-from zlib import crc32
+from itertools import chain, islice
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
+from typing_extensions import Self
 
 from .._errors import described
+from .shuffle import Numbers, permuted
+from .visits import DatasetVisits, MixedVisits, Visits, integers, number
 
-_WINDOW = 8
-"""The blocks that a block shuffle mixes."""
 _WAITING = 64
 """The rows that may wait for a batch with room. With 16, the batches of a step differ more; 256 take longer to plan."""
 _TRAIL = 64
 """The steps between two places that an iteration by tokens remembers, so that ``state_dict`` plans few steps again."""
-_AT_ONCE = 4096
-"""The rows that an iteration by tokens looks up at once."""
+_AT_ONCE = 1 << 15
+"""The rows that an iteration looks up at once, in about a millisecond. With 8,192, an epoch takes 1.2 times as long."""
+_PADDED = 128
+"""The batches that are cut from rows sorted by length, with ``padded=True``. Of 32,768 tokens of
+texts, 8 % are empty with 32, 5 % with 64, and 3 % with 128."""
 
-_Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
+class Place(NamedTuple):
+    """A place in an epoch: the rows before ``position`` are taken, except those that wait for a batch with room.
 
-class _Place(NamedTuple):
-    """A place in an epoch: the rows before ``position`` are taken, except those that wait for a batch with room."""
+    With ``padded=True``, so many batches of the rows after ``position`` are ``taken`` too.
+    """
 
     epoch: int = 0
     position: int = 0
     waiting: tuple[int, ...] = ()
+    taken: int = 0
 
 
-_Trail = list[_Place]
-"""The place where iterations begin. With tokens, also the place after each `_TRAIL` steps, as far as one has come."""
-_Step = tuple[list[int], _Place]
+Trail = list[Place]
+"""The place where a pass begins. With tokens, also the place after each `_TRAIL` steps, as far as one has come."""
+_Step = tuple[list[int], Place]
 """The rows of this rank in a step, and the place after the step."""
-_Taken = tuple[_Trail, "int | None"]
-"""A number of batches since the place of a trail. None: the epoch is at its end."""
 
 
 class BatchOrder(Sampler[list[int]]):
@@ -51,9 +51,12 @@ class BatchOrder(Sampler[list[int]]):
     The order of an epoch depends on the rows, the seed and the epoch only. Nothing is drawn from a global generator.
     In each step, every rank takes a batch of the rows that follow. So each row comes once an epoch, over all ranks.
 
-    - ``set_epoch(epoch)``, ``for epoch in order.epochs(n)``: choose the epoch. ``order.epoch`` is the current one.
+    - Each new iteration is the next epoch. ``order.epoch`` is the current one. It changes at the first batch.
+    - ``set_epoch(epoch)``, ``for epoch in order.epochs(n)``: choose the epoch of the next iteration.
     - ``len(order)``: the number of batches of this rank in a whole epoch.
     - ``state_dict(batches)``, ``load_state_dict(state)``: resume, in the same number of ranks or in another one.
+    - ``batch(number)``: the rows of one batch, without an iteration.
+    - ``BatchOrder.mix(orders, weights, size)``: the rows of several datasets, in shares.
 
     `prefetch` counts the batches of ``DataLoader(rows, batch_sampler=order)``: its ``state_dict()`` describes the last
     batch that you received, for any number of workers. It also keeps DataLoader from the global generator.
@@ -64,6 +67,8 @@ class BatchOrder(Sampler[list[int]]):
         size: the rows per batch.
         tokens: in place of ``size``, the most tokens per batch. The batches of one step are filled evenly. Up to 64
             rows wait for a batch with room.
+        padded: with ``tokens``, count the padding too: a batch has at most ``tokens`` divided by the length of its
+            longest row as rows. Rows of similar lengths share a batch.
         lengths: with ``tokens``, the tokens of each row of the dataset: a tensor, an array or a list of ints. A row
             without tokens counts as one token.
         longer: for a row of more than ``tokens`` tokens: ``"error"``, or ``"alone"`` for a batch of its own.
@@ -74,9 +79,11 @@ class BatchOrder(Sampler[list[int]]):
         drop_last: leave out the last step, unless every rank gets ``size`` rows. Otherwise all ranks share the last
             rows, and differ by at most one batch. With ``tokens``, the step that takes the last row is left out.
 
-    Raises: ``TypeError`` or ``ValueError`` for an invalid argument, and for a row that is longer than ``tokens``.
-    Cost: 8 bytes for each row, or with a block shuffle for each row of 8 blocks. With ``tokens``, every rank plans the
-    batches of all ranks, in about a microsecond per row; ``len`` plans a whole epoch.
+    Raises: ``TypeError`` or ``ValueError`` for an invalid argument, and for a row that is longer than ``tokens``. An
+    iteration raises ``RuntimeError`` if another epoch is set or a state is loaded while it is under way.
+    Cost: the random order is computed when it is asked for, and takes no memory. With ``tokens``, 8 bytes for each row,
+    and every rank plans the batches of all ranks: about a microsecond per row, less with ``padded``; ``len`` plans a
+    whole epoch.
 
     >>> from torch.utils.data import DataLoader
     >>> from tensordict_lite import BatchOrder, DeviceDict
@@ -96,6 +103,7 @@ class BatchOrder(Sampler[list[int]]):
         size: int | None = None,
         *,
         tokens: int | None = None,
+        padded: bool = False,
         lengths: Tensor | np.ndarray[Any, Any] | Sequence[int] | None = None,
         longer: Literal["error", "alone"] = "error",
         shuffle: bool | int = False,
@@ -104,28 +112,107 @@ class BatchOrder(Sampler[list[int]]):
         world: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        if (size is None) == (tokens is None):
-            raise TypeError(f"BatchOrder takes size or tokens=, got {'neither' if size is None else 'both'}")
+        if isinstance(rows, BatchOrder):
+            raise TypeError(
+                "BatchOrder takes a dataset, got a BatchOrder; "
+                "give it to a DataLoader as batch_sampler=, and the DataLoader to prefetch"
+            )
         if (tokens is None) != (lengths is None):
             raise TypeError("BatchOrder takes tokens= and lengths= together: lengths= has the tokens of each row")
+        self._set_up(DatasetVisits(rows, shuffle, seed, lengths), size, tokens, padded, longer, rank, world, drop_last)
+
+    @classmethod
+    def mix(
+        cls,
+        orders: Sequence[BatchOrder],
+        weights: Sequence[float],
+        size: int | None = None,
+        *,
+        tokens: int | None = None,
+        padded: bool = False,
+        longer: Literal["error", "alone"] = "error",
+        stop: Literal["first", "all"] = "first",
+        rank: int | None = None,
+        world: int | None = None,
+        drop_last: bool = False,
+    ) -> Self:
+        """Mix the rows of several datasets, each with its share of every batch.
+
+        The ``orders`` say which rows are visited, and how they are shuffled. Their row numbers go on from one dataset
+        to the next, as in ``ConcatDataset`` and `JoinedRows`. After any number of rows, each source had its share of
+        them, rounded up or down. No row of a source comes again before all of them have come, also in later epochs.
+
+        Args:
+            orders: a `BatchOrder` of each dataset. Its size, tokens and ``drop_last`` are not used.
+            weights: the shares of the rows of each order. Their sum may be any number.
+            size, tokens, padded, longer, rank, world, drop_last: as for `BatchOrder`. With ``tokens``, each order has
+                the ``lengths`` of its dataset.
+            stop: an epoch ends with ``"first"`` when one order has given all its rows, with ``"all"`` when each has.
+                Until then, an order that has given all its rows begins its next epoch.
+
+        Raises: ``TypeError`` or ``ValueError`` for an invalid argument, and for an order with ranks of its own.
+        Cost: 9 bytes for each turn until the shares repeat, at most 262,144: other weights are rounded to this.
+
+        >>> from torch.utils.data import ConcatDataset
+        >>> from tensordict_lite import BatchOrder
+        >>> texts, images = ["a", "b", "c", "d", "e", "f"], ["x", "y", "z"]
+        >>> order = BatchOrder.mix([BatchOrder(texts, 1), BatchOrder(images, 1)], [0.75, 0.25], 4)
+        >>> both = ConcatDataset([texts, images])
+        >>> [[both[row] for row in rows] for rows in order], order.source(7)
+        ([['a', 'b', 'x', 'c'], ['d', 'e', 'y', 'f']], 1)
+        """
+        if isinstance(orders, BatchOrder) or not all(isinstance(order, BatchOrder) for order in orders) or not orders:
+            raise TypeError(
+                f"BatchOrder.mix takes a list of BatchOrders, one for each dataset, got {described(orders)}"
+            )
+        if stop not in ("first", "all"):
+            raise ValueError(f'BatchOrder.mix takes stop="first" or stop="all", got {stop!r}')
+        for at, order in enumerate(orders):
+            if order._ranked:
+                raise ValueError(f"order {at} of a mix has a rank of its own; give rank= and world= to the mix instead")
+        visits = MixedVisits([order._visits for order in orders], weights, stop)
+        if tokens is not None and visits.without:
+            raise ValueError(f"a mix by tokens needs lengths, order {visits.without[0]} has none; give it lengths=")
+        mixed = cls.__new__(cls)
+        mixed._set_up(visits, size, tokens, padded, longer, rank, world, drop_last)
+        return mixed
+
+    def _set_up(
+        self,
+        visits: Visits,
+        size: int | None,
+        tokens: int | None,
+        padded: bool,
+        longer: str,
+        rank: int | None,
+        world: int | None,
+        drop_last: bool,
+    ) -> None:
+        if (size is None) == (tokens is None):
+            raise TypeError(f"BatchOrder takes size or tokens=, got {'neither' if size is None else 'both'}")
+        if padded and tokens is None:
+            raise TypeError("BatchOrder takes padded=True with tokens=, got a size")
         if longer not in ("error", "alone"):
             raise ValueError(f'BatchOrder takes longer="error" or longer="alone", got {longer!r}')
-        self.batch_size = None if size is None else _number("a size", size, 1)
-        self.tokens = None if tokens is None else _number("tokens", tokens, 1)
-        self.shuffle = shuffle if isinstance(shuffle, bool) else _number("shuffle=, a bool or a block size", shuffle, 1)
-        self.seed = _number("a seed", seed)
+        self._visits, self._count = visits, visits.count
+        self.batch_size = None if size is None else number("a size", size, 1)
+        self.tokens = None if tokens is None else number("tokens", tokens, 1)
+        self.padded = bool(padded)
+        self._ranked = rank is not None or world is not None
         self.rank, self.world = _ranks(rank, world)
-        self.drop_last = bool(drop_last)
-        self._index, self._count = _rows(rows)
-        self._lengths = _integers("lengths", [] if lengths is None else lengths)
+        # Not a public attribute: Lightning makes its own sampler of one that has `batch_size` and `drop_last`.
+        self._drop_last = bool(drop_last)
         if self.tokens is not None:
-            self._require_fit(self.tokens, longer)
+            self._lengths = _fitting(visits, self.tokens, longer)
         self._planned: tuple[int, int] | None = None  # with tokens, an epoch and its number of batches
-        self._trail: _Trail = [_Place()]
+        self._trail: Trail = [Place()]  # of the pass under way, or of the next one
+        self._next: Place | None = self._trail[0]  # where the next pass begins; None: with the next epoch
+        self._changes = 0  # how often an epoch was set or a state was loaded
+        self._held = False  # whether set_epoch does nothing
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next iteration."""
+        """The current epoch: of the last iteration that has begun, or the epoch that was set or loaded since."""
         return self._trail[0].epoch
 
     @property
@@ -134,29 +221,67 @@ class BatchOrder(Sampler[list[int]]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch. To choose the current epoch again changes nothing, so a resumed epoch stays resumed."""
-        epoch = _number("an epoch", epoch)
+        """Choose the epoch of the next iteration. To choose the epoch of a state that was loaded changes nothing.
+
+        If an iteration of another epoch is under way, it raises ``RuntimeError`` at its next batch.
+        """
+        epoch = number("an epoch", epoch)
+        if self._held:
+            return
         if epoch != self.epoch:
-            self._trail = [_Place(epoch)]
+            self._go_to(Place(epoch))
+        elif self._next is None:  # an iteration of this epoch is under way, or has ended
+            self._next = Place(epoch)
 
     def epochs(self, end: int) -> Iterator[int]:
-        """Yield the epochs from the current one up to ``end - 1``, and choose each."""
-        while self.epoch < end:
-            yield self.epoch
-            self.set_epoch(self.epoch + 1)
+        """Yield the epochs from the next one up to ``end - 1``, and choose each. A loaded epoch comes first."""
+        while (epoch := self._coming().epoch) < end:
+            self.set_epoch(epoch)
+            yield epoch
+            if self.epoch == epoch:
+                self.set_epoch(epoch + 1)
 
     def __len__(self) -> int:
         """The number of batches of this rank in a whole epoch. It is the same for an epoch that was resumed."""
         if self.batch_size is not None:
             steps, left = divmod(self._count, self.batch_size * self.world)
-            return steps + (left > self.rank and not self.drop_last)
+            return steps + (left > self.rank and not self._drop_last)
         if self._planned is None or self._planned[0] != self.epoch:
-            self._planned = self.epoch, sum(1 for rows, _ in self._steps(_Place(self.epoch)) if rows)
+            self._planned = self.epoch, sum(1 for rows, _ in self._steps(Place(self.epoch)) if rows)
         return self._planned[1]
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the rows of each batch of this rank that is left in the epoch. Every iteration begins at one place."""
-        return _Batches(self, self._trail)
+        """Yield the rows of each batch of this rank that is left in the epoch. It begins at its first batch."""
+        return _Pass(self)
+
+    def batch(self, number_of: int) -> list[int]:
+        """The rows of one batch of this rank, without an iteration.
+
+        Args:
+            number_of: the number of the batch, from 0, since the epoch began or was resumed.
+
+        Raises: ``IndexError`` for a batch after the last one. Cost: with ``tokens``, a plan up to this batch.
+
+        >>> from tensordict_lite import BatchOrder
+        >>> order = BatchOrder(1_000_000_000_000, 4, shuffle=True)
+        >>> order.batch(17) == next(rows for at, rows in enumerate(order) if at == 17)
+        True
+        """
+        steps = number("a number of a batch", number_of)
+        try:
+            rows, _ = next(self._steps(self._after(self._trail, steps)), ([], None))
+        except ValueError:
+            rows = []
+        if not rows:
+            raise IndexError(f"epoch {self.epoch} has no batch {steps} on rank {self.rank}")
+        return rows
+
+    def source(self, row: int) -> int:
+        """The number of the dataset that has a row: its place in the list that `mix` took. Without `mix`, it is 0."""
+        total = self._visits.total
+        if not 0 <= number("a row", row) < (row + 1 if total is None else total):
+            raise IndexError(f"row {row} is out of range, the datasets have {total}")
+        return self._visits.source(row)
 
     def state_dict(self, batches: int = 0) -> dict[str, Any]:
         """The state after ``batches`` more batches of each rank, for ``json`` or ``torch.save``: equal on all ranks.
@@ -168,94 +293,157 @@ class BatchOrder(Sampler[list[int]]):
         Raises: ``TypeError`` or ``ValueError`` for an invalid number, and for more batches than were left.
         Cost: with ``tokens``, a plan of these steps; of up to 64 steps if this process has iterated over them.
         """
-        return self._state(self._after(self._trail, _number("a number of batches", batches)))
+        return self._state(self._after(self._trail, number("a number of batches", batches)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: the next iterations yield the rows that were left in its epoch.
+        """Continue from a state: the next iteration yields the rows that were left in its epoch.
 
-        ``size``, ``tokens``, ``rank``, ``world`` and ``drop_last`` may differ from those of the state.
+        A state after the last batch of an epoch continues with the next epoch. ``size``, ``tokens``, ``rank``,
+        ``world`` and ``drop_last`` may differ from those of the state; with ``padded``, not the ``tokens``.
 
         Raises: ``TypeError`` for an object that is no state, ``ValueError`` for a state of other rows, or of another
         seed or shuffle. After an error, the order is unchanged.
         """
-        self._trail = [self._place(state)]
+        self._load(self._place(state))
+
+    # --- passes ---
+
+    def _coming(self) -> Place:
+        """The place where the next pass begins."""
+        return Place(self.epoch + 1) if self._next is None else self._next
+
+    def _go_to(self, place: Place) -> None:
+        self._trail, self._next = [place], place
+        self._changes += 1
+
+    def _load(self, place: Place) -> bool:
+        """Continue from a place, or with the next epoch if nothing is left after it. Returns whether something is."""
+        left = next(self._steps(place), None) is not None
+        self._go_to(place if left else Place(place.epoch + 1))
+        return left
+
+    def _prepare(self) -> Trail:
+        """The trail of the next pass, which becomes the current one."""
+        self._next = self._coming()
+        if self._trail[0] is not self._next:
+            self._trail = [self._next]
+        return self._trail
+
+    def _begin(self) -> Trail:
+        """The trail of a pass that begins now."""
+        trail, self._next = self._prepare(), None
+        return trail
+
+    def _require(self, changes: int) -> None:
+        """Raise if an epoch was set or a state was loaded since there were so many changes."""
+        if self._changes != changes:
+            raise RuntimeError(
+                "the epoch of a BatchOrder was set, or a state was loaded, while an iteration over it was under way; "
+                "do it before iter(loader), or use prefetch(loader, device): it begins at its first batch"
+            )
 
     # --- places ---
 
-    def _fixed(self) -> dict[str, Any]:
-        """What must be the same in the order that resumes."""
-        index = None if self._index is None else crc32(self._index.tobytes())
-        return {"rows": self._count, "index": index, "seed": self.seed, "shuffle": self.shuffle}
+    def _state(self, place: Place) -> dict[str, Any]:
+        """A state as plain data. ``window``: with ``padded``, the tokens and the batches that are taken."""
+        return {
+            "epoch": place.epoch,
+            "position": place.position,
+            "waiting": list(place.waiting),
+            "window": [self.tokens, place.taken] if place.taken else [],
+            **self._visits.drawn(place.epoch, place.position),
+            **self._visits.fixed(),
+        }
 
-    def _state(self, place: _Place) -> dict[str, Any]:
-        return {"epoch": place.epoch, "position": place.position, "waiting": list(place.waiting), **self._fixed()}
-
-    def _place(self, state: Mapping[str, Any]) -> _Place:
+    def _place(self, state: Mapping[str, Any]) -> Place:
         """Validate a state."""
-        fixed = self._fixed()
-        if not isinstance(state, Mapping) or not {*_Place._fields, *fixed} <= set(state):
+        if not isinstance(state, Mapping) or not {"epoch", "position", "waiting", "window"} <= set(state):
             raise TypeError(
                 f"load_state_dict takes a state of BatchOrder, got {_kind_of_state(state)}; "
                 "it comes from state_dict() of a BatchOrder, or of prefetch over a DataLoader with one"
             )
-        for name, own in fixed.items():
+        again = "; make the BatchOrder as it was"
+        for name, own in self._visits.fixed().items():
+            if name not in state:
+                other = "one dataset" if name in ("sources", "weights", "stop") else "a mix of datasets"
+                raise ValueError(f"the state is of a BatchOrder of {other}{again}")
             if state[name] != own or type(state[name]) is not type(own):
-                what = "other row numbers" if name == "index" else f"{name}={state[name]!r}, not {name}={own!r}"
-                raise ValueError(f"the state is of a BatchOrder with {what}; make the BatchOrder as it was")
-        epoch, position = (_number(f"a state with {name}", state[name]) for name in ("epoch", "position"))
-        waiting = _integers("a state with waiting rows", state["waiting"])
+                what = {"index": "other row numbers", "sources": "other sources"}.get(name)
+                what = what or f"{name}={state[name]!r}, not {name}={own!r}"
+                raise ValueError(f"the state is of a BatchOrder with {what}{again}")
+        epoch, position = (number(f"a state with {name}", state[name]) for name in ("epoch", "position"))
+        waiting = integers("a state with waiting rows", state["waiting"])
+        window = integers("a state with a window", state["window"]).tolist()
         if position > self._count or len(waiting) > position:
             raise ValueError(f"the state is at row {position} of {self._count}, and {len(waiting)} rows wait")
-        if len(waiting) and (self.tokens is None or waiting.min() < 0 or waiting.max() >= len(self._lengths)):
-            raise ValueError("the state is of a BatchOrder with tokens=, and rows wait; make the BatchOrder as it was")
-        return _Place(epoch, position, tuple(waiting.tolist()))
+        known = 0 if self.tokens is None or self.padded else len(self._lengths)
+        if len(waiting) and (not known or waiting.min() < 0 or waiting.max() >= known):
+            raise ValueError(f"the state is of a BatchOrder with tokens=, and rows wait{again}")
+        if window and (not self.padded or len(window) != 2 or window[0] != self.tokens or window[1] < 0):
+            raise ValueError(f"the state is of a BatchOrder with tokens={window[0]}, padded=True{again}")
+        return Place(epoch, position, tuple(waiting.tolist()), window[1] if window else 0)
 
-    def _after(self, trail: _Trail, batches: int | None) -> _Place:
-        """The place after so many steps, or at the end of the epoch."""
-        epoch, position, _ = trail[0]
+    def _after(self, trail: Trail, batches: int | None, clamp: bool = False) -> Place:
+        """The place after so many steps. None, or with ``clamp`` more than there are: the end of the epoch."""
+        epoch, position, *_ = trail[0]
+        end = Place(epoch, self._count)
         if batches is None:
-            return _Place(epoch, self._count)
+            return end
         if self.batch_size is not None:
             step, rest = self.batch_size * self.world, self._count - position
-            steps = rest // step if self.drop_last else -(-rest // step)
-            place = _Place(epoch, min(position + batches * step, self._count))
+            steps = rest // step if self._drop_last else -(-rest // step)
+            place = Place(epoch, min(position + batches * step, self._count))
         else:
             known = min(batches // _TRAIL, len(trail) - 1)
             planned = [step[1] for step in islice(self._steps(trail[known]), batches - known * _TRAIL)]
             steps, place = known * _TRAIL + len(planned), [trail[known], *planned][-1]
-        if batches > steps:
+        if batches > steps and not clamp:
             raise ValueError(f"state_dict takes the number of batches that were taken, got {batches} of {steps}")
-        return place
+        return end if batches > steps else place
 
     # --- steps ---
 
-    def _steps(self, place: _Place, trail: _Trail | None = None) -> Iterator[_Step]:
+    def _steps(self, place: Place, trail: Trail | None = None) -> Iterator[_Step]:
         """The steps from ``place`` to the end of the epoch. With tokens, places are added to the ``trail``."""
-        order = _Order(self._index, self._count, self.shuffle, self.seed, place.epoch)
         if self.batch_size is not None:
-            return self._by_size(order, place, self.batch_size * self.world)
-        return self._by_tokens(order, place, cast(int, self.tokens), trail)
+            return self._by_size(place, self.batch_size)
+        tokens = cast(int, self.tokens)
+        steps = self._by_padded_tokens(place, tokens) if self.padded else self._by_tokens(place, tokens)
+        return steps if trail is None else self._remembered(steps, trail)
 
-    def _by_size(self, order: _Order, place: _Place, size: int) -> Iterator[_Step]:
-        epoch, position, _ = place
-        while position < self._count:
-            taken = min(size, self._count - position)
-            if taken < size and self.drop_last:
-                return
-            each, more = divmod(taken, self.world)  # of the last rows, the first ranks take one more
-            begin, end = (position + rank * each + min(rank, more) for rank in (self.rank, self.rank + 1))
-            position += taken
-            yield order.rows(begin, end).tolist(), _Place(epoch, position)
+    def _remembered(self, steps: Iterator[_Step], trail: Trail) -> Iterator[_Step]:
+        for count, step in enumerate(steps, 1):
+            if count == _TRAIL * len(trail):
+                trail.append(step[1])
+            yield step
 
-    def _by_tokens(self, order: _Order, place: _Place, tokens: int, trail: _Trail | None) -> Iterator[_Step]:
+    def _by_size(self, place: Place, size: int) -> Iterator[_Step]:
+        epoch, position, *_ = place
+        step = size * self.world
+        steps, rest = divmod(self._count - position, step)
+        mine = np.arange(self.rank * size, (self.rank + 1) * size)
+        at_once = max(1, _AT_ONCE // size)
+        for first in range(0, steps, at_once):
+            begins = position + step * np.arange(first, min(first + at_once, steps))
+            rows = self._visits.rows(epoch, (begins[:, None] + mine).ravel()).reshape(-1, size)
+            for batch, begin in zip(rows.tolist(), begins.tolist(), strict=True):
+                yield batch, Place(epoch, begin + step)
+        if rest and not self._drop_last:
+            each, more = divmod(rest, self.world)  # of the last rows, the first ranks take one more
+            begin, end = (self._count - rest + rank * each + min(rank, more) for rank in (self.rank, self.rank + 1))
+            yield self._visits.rows(epoch, np.arange(begin, end)).tolist(), Place(epoch, self._count)
+
+    def _chunks(self, epoch: int, position: int) -> Iterator[Numbers]:
+        """The rows from a position on, many at once."""
+        for first in range(position, self._count, _AT_ONCE):
+            yield self._visits.rows(epoch, np.arange(first, min(first + _AT_ONCE, self._count)))
+
+    def _by_tokens(self, place: Place, tokens: int) -> Iterator[_Step]:
         """Give each row to the rank with the fewest tokens. If it has no room, no rank has, and the row waits."""
-        epoch, position, waiting = place
-        first_rows = range(position, self._count, _AT_ONCE)
-        following = chain.from_iterable(
-            self._with_lengths(order.rows(first, min(first + _AT_ONCE, self._count))) for first in first_rows
-        )
+        epoch, position, waiting, _ = place
+        following = chain.from_iterable(map(self._with_lengths, self._chunks(epoch, position)))
         held = [*self._with_lengths(np.array(waiting, np.int64))]
-        for step in count(1):
+        while True:
             batches: list[list[int]] = [[] for _ in range(self.world)]
             fills = [(0, rank) for rank in range(self.world)]  # a heap: the rank with the fewest tokens comes first
             before, waited, held = len(held), iter(held), list[tuple[int, int]]()
@@ -269,43 +457,101 @@ class BatchOrder(Sampler[list[int]]):
                 if len(held) == _WAITING:
                     break
             held += waited
-            if not held and (self.drop_last or not any(batches)):
+            if not held and (self._drop_last or not any(batches)):
                 return
             position += sum(map(len, batches)) + len(held) - before
-            place = _Place(epoch, position, tuple(row for row, _ in held))
-            if trail is not None and step == _TRAIL * len(trail):
-                trail.append(place)
-            yield batches[self.rank], place
+            yield batches[self.rank], Place(epoch, position, tuple(row for row, _ in held))
 
-    def _with_lengths(self, rows: _Numbers) -> Iterator[tuple[int, int]]:
+    def _with_lengths(self, rows: Numbers) -> Iterator[tuple[int, int]]:
         return zip(rows.tolist(), self._lengths[rows].tolist(), strict=True)
 
-    def _require_fit(self, tokens: int, longer: str) -> None:
-        """Raise unless every row has a length that fits. Give rows without tokens one."""
-        rows = np.arange(self._count) if self._index is None else self._index
-        known, last = len(self._lengths), int(rows.max(initial=-1))
-        if last >= known or (self._index is None and known > self._count):
-            raise ValueError(f"lengths= has the tokens of every row of the dataset, got {known} for rows 0 to {last}")
-        lengths = self._lengths[rows]
-        if self._count and (least := int(lengths.min())) < 0:
-            raise ValueError(f"row {rows[lengths.argmin()]} has a length of {least}; lengths are at least 0")
-        if self._count and (most := int(lengths.max())) > tokens and longer == "error":
-            raise ValueError(
-                f"row {rows[lengths.argmax()]} has {most} tokens, and a batch has at most tokens={tokens}; "
-                'give it a batch of its own with longer="alone", or leave it out with BatchOrder(row_numbers, ...)'
-            )
-        np.maximum(self._lengths, 1, out=self._lengths)
+    def _by_padded_tokens(self, place: Place, tokens: int) -> Iterator[_Step]:
+        """The batches do not depend on the number of ranks: in each step, every rank takes the next one."""
+        batches = self._windows(place, tokens)
+        while step := list(islice(batches, self.world)):
+            if len(step) < self.world and self._drop_last:
+                return
+            yield step[self.rank][0] if self.rank < len(step) else [], step[-1][1]
+
+    def _windows(self, place: Place, tokens: int) -> Iterator[_Step]:
+        """Sort the rows of about `_PADDED` batches by length, cut them, and put the batches in random order."""
+        epoch, position, _, taken = place
+        chunks, following = self._chunks(epoch, position), np.zeros(0, np.int64)
+        while position < self._count:
+            while (sums := np.cumsum(self._lengths[following]))[-1:].sum() < _PADDED * tokens:
+                if (chunk := next(chunks, None)) is None:
+                    break
+                following = np.append(following, chunk)
+            rows, following = np.split(following, [int(sums.searchsorted(_PADDED * tokens)) + 1])
+            rows = rows[np.argsort(-self._lengths[rows], kind="stable")]
+            ends = _even_ends(self._lengths[rows].tolist(), tokens)
+            batches = [rows[begin:end].tolist() for begin, end in zip([0, *ends], ends, strict=False)]
+            if self._visits.shuffle:
+                key = (*self._visits.key, epoch, 3, position)
+                batches = [batches[at] for at in permuted(np.arange(len(batches)), len(batches), key).tolist()]
+            after = Place(epoch, position + len(rows))
+            for done in range(taken + 1, len(batches) + 1):
+                yield batches[done - 1], Place(epoch, position, (), done) if done < len(batches) else after
+            position, taken = after.position, 0
 
 
-class _Batches(Iterator[list[int]]):
-    """One iteration. torchdata's StatefulDataLoader saves and loads its state."""
+def _even_ends(lengths: list[int], tokens: int) -> list[int]:
+    """Where each batch of rows ends, longest row first: as few batches as fit.
 
-    def __init__(self, order: BatchOrder, trail: _Trail) -> None:
-        self._order, self._place = order, trail[0]
-        self._steps = order._steps(trail[0], trail)
+    The last batch would have what is left. So the second half of the batches has the smallest budget that is enough.
+    These have the short rows, of which a little less fills a batch too.
+    """
+
+    def cut(ends: list[int], budget: int) -> list[int]:
+        ends = ends.copy()
+        end = ends[-1] if ends else 0
+        while end < len(lengths):
+            end = min(end + max(1, budget // lengths[end]), len(lengths))
+            ends.append(end)
+        return ends
+
+    ends, low, high = cut([], tokens), 0, tokens
+    half = ends[: len(ends) // 2]
+    while high - low > max(1, tokens >> 7):
+        middle = (low + high) // 2
+        if len(even := cut(half, middle)) == len(ends):
+            ends, high = even, middle
+        else:
+            low = middle
+    return ends
+
+
+def _fitting(visits: Visits, tokens: int, longer: str) -> Numbers:
+    """The lengths of all rows, at least 1. Raises unless every row that is visited has a length that fits."""
+    lengths, rows = cast(Numbers, visits.lengths), visits.numbers()
+    known, last = len(lengths), int(rows.max(initial=-1))
+    if last >= known or visits.total not in (None, known):
+        raise ValueError(f"lengths= has the tokens of every row of the dataset, got {known} for rows 0 to {last}")
+    found = lengths[rows]
+    if len(rows) and (least := int(found.min())) < 0:
+        raise ValueError(f"row {rows[found.argmin()]} has a length of {least}; lengths are at least 0")
+    if len(rows) and (most := int(found.max())) > tokens and longer == "error":
+        raise ValueError(
+            f"row {rows[found.argmax()]} has {most} tokens, and a batch has at most tokens={tokens}; "
+            'give it a batch of its own with longer="alone", or leave it out with BatchOrder(row_numbers, ...)'
+        )
+    return np.maximum(lengths, 1)
+
+
+class _Pass(Iterator[list[int]]):
+    """One iteration, which begins at its first batch. torchdata's StatefulDataLoader saves and loads its state."""
+
+    def __init__(self, order: BatchOrder) -> None:
+        self._order, self._place, self._changes = order, order._coming(), 0
+        self._steps: Iterator[_Step] | None = None
 
     def __next__(self) -> list[int]:
-        rows, self._place = next(self._steps, ([], _Place(self._place.epoch, self._order._count)))
+        order = self._order
+        if self._steps is None:
+            trail = order._begin()
+            self._place, self._steps, self._changes = trail[0], order._steps(trail[0], trail), order._changes
+        order._require(self._changes)
+        rows, self._place = next(self._steps, ([], Place(self._place.epoch, order._count)))
         if not rows:  # the end of the epoch; in the last step, some ranks may have no rows
             raise StopIteration
         return rows
@@ -315,85 +561,9 @@ class _Batches(Iterator[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._place = self._order._place(state)
-        self._steps = self._order._steps(self._place)
-
-
-class OrderedLoader:
-    """A DataLoader over a `BatchOrder`, with the state after the batches that it has yielded."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader, self.order = loader, cast(BatchOrder, loader.batch_sampler)
-        self.taken: _Taken = self.order._trail, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        trail, given = self.order._trail, self.loader.generator
-        if given is None:  # DataLoader draws a seed for its workers, otherwise from the global generator
-            key = self.order.seed, trail[0].epoch, trail[0].position, 0
-            self.loader.generator = torch.Generator().manual_seed(int(_random(*key).randint(1 << 31)))
-        try:
-            return self._counted(iter(self.loader), trail)
-        finally:
-            self.loader.generator = given
-
-    def _counted(self, batches: Iterator[Any], trail: _Trail) -> Iterator[Any]:
-        self.taken = trail, 0
-        for number, batch in enumerate(batches, 1):
-            self.taken = trail, number
-            yield batch
-        self.taken = trail, None
-
-    def state_dict(self, taken: _Taken | None = None) -> dict[str, Any]:
-        """The state after ``taken``, or after the last batch that was yielded."""
-        trail, batches = taken or self.taken
-        if self.loader.num_workers and not self.loader.in_order:
-            raise ValueError("a DataLoader with in_order=False has no state; make the DataLoader with in_order=True")
-        if trail is not self.order._trail:  # since then, another epoch was chosen or a state was loaded
-            return self.order.state_dict()
-        return self.order._state(self.order._after(trail, batches))
-
-    def load_state_dict(self, state: Any) -> None:
-        self.order.load_state_dict(state)
-
-
-class _Order:
-    """The rows of an epoch in their order.
-
-    With a block shuffle, a window of `_WINDOW` blocks is shuffled when its rows are asked for. A full shuffle is one
-    window with one block.
-    """
-
-    def __init__(self, index: _Numbers | None, count: int, shuffle: bool | int, seed: int, epoch: int) -> None:
-        self.index, self.shuffle, self.key = index, shuffle, (seed, epoch)
-        if shuffle:
-            self.count, self.block = count, max(count, 1) if shuffle is True else shuffle
-            self.blocks = _random(*self.key, 1).permutation(-(-count // self.block))
-            sizes = np.minimum((self.blocks + 1) * self.block, count) - self.blocks * self.block
-            self.ends = np.cumsum(np.add.reduceat(sizes, np.arange(0, len(sizes), _WINDOW))) if count else sizes
-            self.window: tuple[int, _Numbers] = -1, sizes
-
-    def rows(self, begin: int, end: int) -> _Numbers:
-        """The rows from position ``begin`` to position ``end``."""
-        at = self._shuffled(begin, end) if self.shuffle else np.arange(begin, end)
-        return at if self.index is None else self.index[at]
-
-    def _shuffled(self, begin: int, end: int) -> _Numbers:
-        parts = [np.zeros(0, np.int64)]
-        while begin < end:
-            number = int(self.ends.searchsorted(begin, "right"))
-            if self.window[0] != number:
-                blocks = self.blocks[number * _WINDOW : (number + 1) * _WINDOW].tolist()
-                ranges = [np.arange(b * self.block, min((b + 1) * self.block, self.count)) for b in blocks]
-                self.window = number, _random(*self.key, 2 + number).permutation(np.concatenate(ranges))
-            last, rows = int(self.ends[number]), self.window[1]
-            first = last - len(rows)
-            parts.append(rows[begin - first : min(end, last) - first])
-            begin = min(end, last)
-        return np.concatenate(parts)
-
-
-def _random(*key: int) -> np.random.RandomState:
-    """A generator whose numbers depend on ``key`` only. NumPy promises the same numbers in every later version."""
-    return np.random.RandomState([word for number in key for word in (number & 0xFFFFFFFF, number >> 32)])
+        # At the end of an epoch, torchdata makes a new iterator for the next one.
+        self._steps = None if self._order._load(self._place) else iter(())
+        self._changes = self._order._changes
 
 
 def _ranks(rank: int | None, world: int | None) -> tuple[int, int]:
@@ -403,47 +573,11 @@ def _ranks(rank: int | None, world: int | None) -> tuple[int, int]:
         raise TypeError(
             f"BatchOrder takes rank= and world= together, got {got}; without both, one process has all rows"
         )
-    ranks = _number("a world", 1 if world is None else world, 1)
-    own = _number("a rank", 0 if rank is None else rank)
+    ranks = number("a world", 1 if world is None else world, 1)
+    own = number("a rank", 0 if rank is None else rank)
     if own >= ranks:
         raise ValueError(f"BatchOrder takes a rank below the world of {ranks}, got {own}")
     return own, ranks
-
-
-def _rows(given: Any) -> tuple[_Numbers | None, int]:
-    """The row numbers, if some are given, and the number of rows."""
-    numbers = isinstance(given, (list, tuple)) and isinstance(given[0] if given else 0, (Number, np.number, np.bool_))
-    if numbers or isinstance(given, (Tensor, np.ndarray, range)):
-        index = _integers("row numbers", given)
-        if getattr(given, "dtype", None) in (torch.uint8, "uint8"):
-            raise TypeError("row numbers of dtype uint8 may be a mask; give mask.nonzero().flatten(), or int64")
-        if len(index) and (lowest := int(index.min())) < 0:
-            raise ValueError(f"BatchOrder takes row numbers of at least 0, got {lowest}")
-        return index, len(index)
-    for kinds, way_out in _NO_DATASETS:
-        if isinstance(given, kinds):
-            raise TypeError(f"BatchOrder takes a dataset, got {described(given)}; {way_out}")
-    if isinstance(given, Sized) and hasattr(given, "__getitem__"):
-        try:
-            return None, len(given)
-        except TypeError:  # a class may have the method for some of its objects only
-            pass
-    elif isinstance(given, SupportsIndex):
-        return None, _number("a number of rows", given)
-    raise TypeError(
-        f"BatchOrder takes a dataset with a length, row numbers or a number of rows, got {described(given)}; "
-        "a list of its samples has a length"
-    )
-
-
-_NO_DATASETS: list[tuple[Any, str]] = [
-    (BatchOrder, "give it to a DataLoader as batch_sampler=, and the DataLoader to prefetch"),
-    (Sampler, "give the dataset that it samples"),
-    (DataLoader, "give its dataset"),
-    (Mapping, "its length is the number of keys; give its rows: d.rows, or DeviceDict(columns).rows"),
-    ((str, bytes), "load it first"),
-]
-"""What has a length that is no number of rows, and what to write instead."""
 
 
 def _kind_of_state(state: Any) -> str:
@@ -454,26 +588,3 @@ def _kind_of_state(state: Any) -> str:
     if any(name in keys for name in ("_num_yielded", "_snapshot")):
         return "a state of StatefulDataLoader"
     return f"a mapping with the keys {', '.join(map(repr, islice(keys, 4)))}" if keys else "an empty mapping"
-
-
-def _integers(what: str, given: Any) -> _Numbers:
-    """A list of ints as an array."""
-    try:
-        array = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
-    except (TypeError, ValueError):  # a ragged list, or bfloat16
-        array = np.zeros(1)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        got = "a mask; give mask.nonzero().flatten()" if array.dtype.kind == "b" else described(given)
-        got += "; give its .lengths" if getattr(given, "_is_ragged", False) else ""
-        raise TypeError(f"BatchOrder takes {what} as a tensor, an array or a list of ints, got {got}")
-    return array.astype(np.int64)
-
-
-def _number(what: str, given: Any, least: int = 0) -> int:
-    try:
-        number = as_int(given)
-    except TypeError:
-        raise TypeError(f"BatchOrder takes {what} of type int, got {described(given)}") from None
-    if number < least or number >= 1 << 63:
-        raise ValueError(f"BatchOrder takes {what} of at least {least}, got {number}")
-    return number

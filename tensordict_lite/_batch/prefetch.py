@@ -16,7 +16,8 @@ from .._errors import described
 from .._memory.device import DeviceLike, capabilities, intercepted, record_stream, resolve
 from .._tree.walk import components, nbytes
 from .containers import tensors_inside, to_device
-from .order import BatchOrder, OrderedLoader
+from .order import BatchOrder
+from .ordered_loader import OrderedLoader, data_loader, ordered
 
 B = TypeVar("B")
 
@@ -94,8 +95,11 @@ class prefetch(Generic[B]):
                 "a BatchOrder yields whole batches; give it to the DataLoader as batch_sampler=, not as sampler="
             )
         self.loader: Any = loader
-        ordered = isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, BatchOrder)
-        self._source: Any = OrderedLoader(loader) if ordered and not hasattr(loader, "state_dict") else loader
+        # Not of `loader` itself: accelerate's loaders always have the method, and may have no state.
+        self._has_state = hasattr(data_loader(loader), "state_dict")
+        counted = None if self._has_state else ordered(loader)
+        self._source: Any = loader if counted is None else counted
+        self._has_state |= counted is not None
         self.device = resolve(device)
         self.depth = slots - 1 if slots is not None else _DEPTH if depth is None else depth
         self.max_bytes = max_bytes
@@ -109,8 +113,10 @@ class prefetch(Generic[B]):
         if name.startswith("__") or "loader" not in self.__dict__:  # unpickling asks before the attributes are there
             raise AttributeError(name)
         # Not methods of the class, so that hasattr answers as it does for the loader.
+        if name == "set_epoch":
+            return getattr(self._source, name)
         if name in ("state_dict", "load_state_dict"):
-            if not hasattr(self._source, name):
+            if not self._has_state:
                 raise AttributeError(f"the loader has no {name}; give the DataLoader a BatchOrder as batch_sampler=")
             return self._state_dict if name == "state_dict" else self._load_state_dict
         return getattr(self.loader, name)
@@ -126,19 +132,23 @@ class prefetch(Generic[B]):
         """The state at the batch that was fetched last, as a function that returns it at any later time."""
         if isinstance(self._source, OrderedLoader):
             return partial(self._source.state_dict, self._source.taken)
-        if not hasattr(self._source, "state_dict"):
+        if not self._has_state:
             return None
         return partial(copy.deepcopy, copy.deepcopy(self._source.state_dict()))  # the loader may change parts of it
 
     def __iter__(self) -> Iterator[B]:
-        self._handed_over = None
+        # A generator, which asks for `iter(loader)` at the first batch: workers take the rows of the epoch then.
         slots = None if self.slots is None else _Slots(self.slots, self.device)
-        if intercepted() or not capabilities(self.device).streams:
-            move = slots.put if slots else lambda batch: to_device(batch, self.device)
-            return (move(batch) for batch in self._source)
-        return self._ahead(iter(self._source), slots)
+        streams = not intercepted() and capabilities(self.device).streams
+        batches = self._ahead(slots) if streams else self._in_turn(slots)
+        return self._source.guarded(batches) if isinstance(self._source, OrderedLoader) else batches
 
-    def _ahead(self, batches: Iterator[B], slots: _Slots | None) -> Iterator[B]:
+    def _in_turn(self, slots: _Slots | None) -> Iterator[B]:
+        self._handed_over = None
+        for batch in self._source:
+            yield slots.put(batch) if slots else to_device(batch, self.device)
+
+    def _ahead(self, slots: _Slots | None) -> Iterator[B]:
         """Yield each batch after its copy. Up to ``depth`` more batches of up to ``max_bytes`` are copied or under way.
 
         Before it asks the loader for a batch, the host waits for the last copy. It asks for the next batch before it
@@ -149,6 +159,8 @@ class prefetch(Generic[B]):
         for the work on the current stream.
         """
         device, depth, max_bytes = self.device, self.depth, self.max_bytes
+        self._handed_over = None
+        batches = iter(self._source)
         side = torch.Stream(device=device)
         ready: deque[tuple[Any, int, Any]] = deque()  # (batch, bytes, state), or (exception, -1, None)
         fetched: tuple[Any, int, Any] | None = None  # a batch of the loader that is not copied yet
