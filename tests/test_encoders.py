@@ -368,6 +368,8 @@ class TestEncoderValues:
                 name = "cell"
                 to_json = lambda self: {}  # noqa: E731
 
+            assert type(encoder_from_json({"name": "cell"})) is Cell
+
 
 class Lengths:
     """An object with the two methods, of no base class."""

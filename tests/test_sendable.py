@@ -388,7 +388,7 @@ class TestCost:
         plain = {"x": torch.ones(2), "n": {"s": "abc", "y": 1}}
         keeps = Keeps({**plain, "o": None, "p": ["a", 1.5], "t": (True, b"")})
         for d in (DeviceDict(plain), DeviceDict(plain, encoders={"s": Utf8(8)}), keeps, keeps.pack()):
-            ForkingPickler.dumps(d)
+            assert pickle.loads(ForkingPickler.dumps(d)) == d
 
     def test_a_trial_opens_no_file(self) -> None:
         d = Keeps({"w": torch.ones(2, requires_grad=True), "x": torch.ones(2), "o": Odd({1})})

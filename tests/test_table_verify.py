@@ -162,6 +162,7 @@ def test_beside_a_writer(tmp_path: Path) -> None:
             verify(tmp_path / "t")
             writer.flush()
             verify(tmp_path / "t")
+            assert len(load(tmp_path / "t").rows) == first + 5
     verify(tmp_path / "t")
 
 
