@@ -256,7 +256,7 @@ class _Walk:
         if self.pads:
             self.pads.require_new(samples[0], at, "the samples")
         used: dict[str, Any] = {}
-        for key, values in values_by_key(samples, at, "sample", are_dicts):
+        for key, values in values_by_key(samples, at, "sample"):
             if not isinstance(key, str):
                 refuse_key(key, at)
             path = (*at, key)

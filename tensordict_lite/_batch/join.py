@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -192,24 +191,14 @@ def decided_values(fields: Sequence[Any]) -> list[Tensor]:
     return [one if dtype is None or len(one) else one.to(dtype) for one in values]
 
 
-def values_by_key(
-    mappings: Sequence[Mapping[str, Any]], at: Path, noun: str, are_dicts: bool = False
-) -> Iterable[tuple[str, Sequence[Any]]]:
-    """Every key with its values, one for each mapping. ``are_dicts``: all mappings are plain dicts.
+def values_by_key(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) -> Iterable[tuple[str, Sequence[Any]]]:
+    """Every key with its values, one for each mapping.
 
     Raises ``ValueError`` if a mapping has other keys than the first.
     """
     first = mappings[0]
-    names, count = list(first), len(mappings)
-    if are_dicts:
-        try:
-            if list(map(len, mappings)).count(len(names)) == count:
-                if len(names) > 8:
-                    return zip(names, zip(*map(itemgetter(*names), mappings), strict=True), strict=True)
-                return [(name, tuple(map(itemgetter(name), mappings))) for name in names]
-        except KeyError:
-            pass  # the error below names the key
-    elif list(map(list, mappings)).count(names) == count:
+    names = list(first)
+    if list(map(list, mappings)).count(names) == len(mappings):
         return zip(names, zip(*[mapping.values() for mapping in mappings], strict=True), strict=True)
     for i, mapping in enumerate(mappings):
         refuse_other_keys(first, mapping, at, f"{noun} {i}", f"{noun} 0")

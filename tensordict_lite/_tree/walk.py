@@ -75,30 +75,6 @@ def refuse_key(key: Any, at: Path, rows: str = "") -> NoReturn:
     raise TypeError(f"{no_key(key)}{where}{way_out}{rows}")
 
 
-def refuse_optimizer(data: Mapping[Any, Any], at: Path) -> None:
-    """Raise ``TypeError`` if ``data`` holds the state of an optimizer or a part of it.
-
-    Call it for data that was refused for another reason, because this message is more helpful.
-    """
-    groups = data.get("param_groups")
-    if isinstance(groups, list):
-        found = any(isinstance(group, Mapping) and "params" in group for group in groups)
-    else:  # the value of "state" alone
-        found = any(
-            isinstance(value, Mapping) and ("step" in value or "momentum_buffer" in value)
-            for key, value in data.items()
-            if not isinstance(key, str)
-        )
-    for key, value in data.items():
-        if isinstance(value, Mapping) and not found:
-            refuse_optimizer(value, (*at, key))
-    if found:
-        raise TypeError(
-            f"{dotted(at) if at else 'this mapping'} is the state of an optimizer, which has ints as keys and lists of "
-            "dicts; keep it in a plain dict: torch.save(state, path) saves it, to_device(state, device) moves it"
-        )
-
-
 def all_on(data: Mapping[str, Any], device: torch.device | None) -> bool:
     """Whether every key is a ``str`` and every value a tensor on ``device``."""
     # One loop instead of several over map(): see "construct from tensors" in benchmarks/count_instructions.py.
