@@ -532,13 +532,13 @@ class TestWhereAnEncoderGoes:
         """They were: the copy decoded other strings."""
         old, new = Vocabulary(["a", "b"]), Vocabulary(["b", "a"])
         d = DeviceDict({"s": ["a"], "x": [1.0]}, encoders={"s": old})
-        with pytest.raises(ValueError, match=r"^'s' is encoded with ") as caught:
+        with pytest.raises(ValueError, match=r"^'s': expected strings of ") as caught:
             make(d, encoders={"s": new})
         assert str(caught.value) == (
-            "'s' is encoded with Vocabulary(['a', 'b']), encoders= has Vocabulary(['b', 'a']); "
-            "leave it out, or give the strings: decode it first"
+            "'s': expected strings of Vocabulary(['b', 'a']), got strings of Vocabulary(['a', 'b']); "
+            "give the strings themselves: decode it first"
         )
-        with pytest.raises(ValueError, match=r"^'c' is encoded with "):  # codes of the encoder for every key
+        with pytest.raises(ValueError, match=r"^'c': expected strings of "):  # codes of the encoder for every key
             make(DeviceDict({"c": torch.tensor([1])}, encoders=old), encoders={"c": new})
         for encoders in ({"s": Vocabulary(["a", "b"])}, {"x": new}, new):
             again = make(d, encoders=encoders)

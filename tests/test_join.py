@@ -63,7 +63,7 @@ class TestStackAndCat:
                     DeviceDict({"s": ["b"]}, encoders={"s": Vocabulary(["b"])}),
                 ],
                 ValueError,
-                "'s': dict 1 encodes it with Vocabulary(['b']), dict 0 with Vocabulary(['a'])",
+                "'s': expected strings of Vocabulary(['a']), got strings of Vocabulary(['b']) in dict 1; give",
             ),
             (
                 [DeviceDict({"s": ["a"]}), DeviceDict({"s": [[97]]})],

@@ -253,7 +253,7 @@ class TestJoined:
         assert join([first, second]).encoders == {"s": B, "t": C, "u": A}
         both = join([first, DeviceDict({"s": codes, "t": codes}, encoders={"u": B})])
         assert both.encoders == {"s": B, "u": A}, "an encoder of a key that is not there is no conflict"
-        with pytest.raises(ValueError, match=r"^'s': (dict|sample) 1 encodes it with Vocabulary"):
+        with pytest.raises(ValueError, match=r"^'s': expected strings of Vocabulary.* in (dict|sample) 1; give"):
             join([first, DeviceDict({"s": codes, "t": codes}, encoders={"s": A})])
 
     def test_utf8_of_two_lengths(self, join: Any) -> None:

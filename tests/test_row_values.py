@@ -165,7 +165,7 @@ def test_encoders_that_decode_alike_fit() -> None:
     d.rows[1] = DeviceDict({"s": "ef"}, encoders={"s": Utf8(3)})
     assert d.decode("s") == ["abc", "ef"]
     d = DeviceDict({"s": ["a"]}, encoders={"s": Vocabulary(["a", "b"])})
-    with pytest.raises(ValueError, match=r"^'s' is encoded with Vocabulary.*give the strings themselves"):
+    with pytest.raises(ValueError, match=r"^'s': expected strings of Vocabulary.*give the strings themselves"):
         d.rows[0] = DeviceDict({"s": "b"}, encoders={"s": Vocabulary(["b", "a"])})
 
 

@@ -186,7 +186,7 @@ class TestRows:
             r"or make",
         ):
             d.rows[0] = {"name": "Gracie", "s": "a"}
-        with pytest.raises(ValueError, match="'s' is encoded with"):
+        with pytest.raises(ValueError, match="'s': expected strings of"):
             d.rows[:] = DeviceDict({"name": ["X", "Y"], "s": ["a", "b"]}, encoders={"s": Vocabulary(["b", "a"])})
 
     def test_rows_that_overlap_are_copied_first(self) -> None:

@@ -304,7 +304,7 @@ class TestRefused:
             RowWriter(tmp_path / "t", like=sample()) as writer,
             pytest.raises(
                 ValueError,
-                match=r"^'species' is encoded with Vocabulary\(\['cat', 'dog'\]\), the given value with Hashing",
+                match=r"^'species': expected strings of Vocabulary\(\['cat', 'dog'\]\), got strings of Hashing",
             ),
         ):
             writer.write(
@@ -363,8 +363,8 @@ class TestRefused:
         for like in (sample(), sample().rows, DeviceDict({"m": {"d": sample()}})):
             with pytest.raises(
                 ValueError,
-                match=r"species' of like= is encoded with Vocabulary\(\['cat', 'dog'\]\), "
-                r"encoders= has Hashing\(buckets=4, seed=0\); leave it out, or give like= with the strings$",
+                match=r"species': expected strings of Hashing\(buckets=4, seed=0\), got strings of "
+                r"Vocabulary\(\['cat', 'dog'\]\) of like=; give the strings themselves: decode it first$",
             ):
                 RowWriter(tmp_path / "t", like=like, encoders={"species": Hashing(4)})
             with pytest.raises(KeyError, match="'nam' is not in the batch that RowWriter got as like="):

@@ -1133,8 +1133,8 @@ class TestAtTheBorder:
         ):
             with pytest.raises(
                 ValueError,
-                match=r"^Answer\.kind: expected strings for Vocabulary\(\['a', 'b'\]\), got codes of "
-                r"Vocabulary\(\['b'\]\); give the strings themselves: decode them first$",
+                match=r"^Answer\.kind: expected strings of Vocabulary\(\['a', 'b'\]\), got strings of "
+                r"Vocabulary\(\['b'\]\); give the strings themselves: decode it first$",
             ):
                 make()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._dict.device_dict import DeviceDict
 from .._dict.torch_functions import implements
-from .._encoders.protocol import decode_alike, padding
+from .._encoders.protocol import agree, padding
 from .._errors import DeviceMismatchError, Path, described, dotted, is_out_of_memory
 from .._memory.ragged import cat_offsets
 from .._tree.missing import refuse_other_keys
@@ -218,11 +218,8 @@ def merged_policy(trees: Sequence[TreeDict[Any]], at: Path, noun: str) -> Policy
             continue
         for key, encoder in d._policy.encoders.items():
             known = policy.encoders.get(key)
-            if known is not None and key in d and not decode_alike(known, encoder):
-                raise ValueError(
-                    f"{dotted((*at, key))}: {noun} {i} encodes it with {encoder!r}, {noun} 0 with {known!r}; "
-                    "decode and encode one of them anew"
-                )
+            if known is not None and key in d:
+                agree(known, encoder, (*at, key), f" in {noun} {i}")
         policy = policy.with_encoders({**d._policy.encoders, **policy.encoders})
     return policy
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._encoders.protocol import decode_alike, short
+from .._encoders.protocol import agree
 from .._errors import Path, described, dotted, dtype_name
 from .._memory.dense import not_dense
 from .._memory.device import CPU
@@ -59,10 +59,11 @@ class _Filling:
             if isinstance(target, TreeDict) and isinstance(value, TreeDict):
                 if target._is_ragged:
                     self.add_ragged(target, value, path)
-                    _same_encoder(d, other, key, path)
+                    agree(field_encoder(d, key), field_encoder(other, key), path)
                 self.add_dict(target, value, path)
             elif isinstance(target, Tensor) and isinstance(value, Tensor):
-                encoder = _same_encoder(d, other, key, path)
+                encoder = field_encoder(d, key)
+                agree(encoder, field_encoder(other, key), path)
                 self.add_tensor(target, fit_codes(target, value, encoder, path), path)
             elif isinstance(target, (Tensor, TreeDict)) or isinstance(value, (Tensor, TreeDict)):
                 raise ValueError(f"{dotted(path)} is {described(target)} in {self.name}, got {described(value)}")
@@ -91,7 +92,7 @@ class _Filling:
                 f"{where} is {_shown(target)} in {self.name}, got {_shown(value)}; fill_ casts and broadcasts nothing. "
                 "For a last batch that is smaller, give the loader drop_last=True"
             )
-        if reason := refusal(target, "fill_"):
+        if not plain(target) and (reason := refusal(target, "fill_")):
             raise RuntimeError(f"{where} {reason}")
         self.targets.append(target)
         self.values.append(value.detach())
@@ -110,15 +111,6 @@ class _Filling:
             calls = copies(list(compress(targets, fast)), list(compress(values, fast)))
             odd = [(target, None, partial(target.copy_, value)) for target, value in zip(targets, values, strict=True)]
             write_all([*calls, *self.objects], list(compress(odd, map(not_, fast))))
-
-
-def _same_encoder(d: TreeDict[Any], other: TreeDict[Any], key: str, path: Path) -> object:
-    """The encoder of a field. Raises ``ValueError`` if ``other`` has another encoder, or none."""
-    ours, theirs = field_encoder(d, key), field_encoder(other, key)
-    if ours is theirs or (ours is not None and theirs is not None and decode_alike(ours, theirs)):
-        return ours
-    shown = ["numbers" if one is None else f"strings, encoded with {short(one)}" for one in (ours, theirs)]
-    raise ValueError(f"{dotted(path)} holds {shown[0]}, the given value {shown[1]}; encode it alike first")
 
 
 def _shown(tensor: Tensor) -> str:

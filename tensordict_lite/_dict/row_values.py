@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._encoders.protocol import decode_alike, encode_ragged, padding, short
+from .._encoders.protocol import agree, encode_ragged, padding, short
 from .._errors import Path, described, device_mismatch, dotted, dtype_name, with_path
 from .._memory.cast import out_of_range
 from .._memory.dense import is_dense
@@ -39,11 +39,8 @@ def refuse_other_fields(d: TreeDict[Any], other: Mapping[str, Any], at: Path, ta
         return
     ours = d._policy.encoders
     for key, encoder in other._policy.encoders.items():
-        if key in d and key in ours and not decode_alike(ours[key], encoder):
-            raise ValueError(
-                f"{dotted((*at, key))} is encoded with {short(ours[key])}, the given value with {short(encoder)}; "
-                "give the strings themselves: decode it first"
-            )
+        if key in d and key in ours:
+            agree(ours[key], encoder, (*at, key))
 
 
 def fitted_field(d: TreeDict[Any], key: str, given: Any, at: Path, table: bool) -> Iterator[tuple[Path, Any, Any]]:

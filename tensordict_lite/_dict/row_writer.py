@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from .._encoders.protocol import agree
 from .._errors import Path, described, dotted, dtype_name
 from .._files.atomic_write import FilePath
 from .._memory.dense import is_dense
@@ -322,11 +323,8 @@ def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: P
     for key, value in like.items():
         found = like._policy.encoders.get(key) if isinstance(like, TreeDict) else None
         given = asked.encoders.get(key) if isinstance(encoders, Mapping) else asked.default_encoder
-        if None not in (found, given) and found != given:
-            raise ValueError(
-                f"{dotted((*at, key))} of like= is encoded with {found!r}, encoders= has {given!r}; "
-                "leave it out, or give like= with the strings"
-            )
+        if found is not None and given is not None:
+            agree(given, found, (*at, key), " of like=")
         if isinstance(value, Mapping):
             _refuse_other_encoders(cast("Mapping[str, Any]", value), encoders, asked, (*at, key))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Format, get_annotations, get_type_hints
 
-from .._encoders.protocol import StringEncoder, decode_alike, short
+from .._encoders.protocol import StringEncoder, agree, short
 from .._errors import described
 from .._tree.missing import closest
 from .._tree.policy import OPTIONS
@@ -202,11 +202,8 @@ class Schema:
     def check_encoders(self, encoders: Mapping[str, StringEncoder]) -> None:
         """Raise ``ValueError`` for a field whose codes another encoder decodes."""
         for name, declared in self.encoders.items():
-            if name in encoders and not decode_alike(declared, encoders[name]):
-                raise ValueError(
-                    f"{self.name}.{name}: expected strings for {short(declared)}, got codes of "
-                    f"{short(encoders[name])}; give the strings themselves: decode them first"
-                )
+            if name in encoders:
+                agree(declared, encoders[name], f"{self.name}.{name}")
 
 
 def declared_by(cls: type) -> dict[str, Default | None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._errors import dtype_name
+from .._errors import Path, dotted, dtype_name
 
 Codes = Tensor | Mapping[str, Tensor]
 
@@ -128,6 +128,19 @@ def padding(encoder: Any, *codes: object) -> int | None:
 def decode_alike(a: StringEncoder, b: StringEncoder) -> bool:
     """Whether two encoders decode each other's codes."""
     return a == b or (type(a) is type(b) and a.padding is not None)
+
+
+def agree(ours: StringEncoder | None, theirs: StringEncoder | None, path: Path | str, whose: str = "") -> None:
+    """Raise ``ValueError`` unless values with the encoder ``theirs`` are what a field with the encoder ``ours`` holds.
+
+    None is the encoder of numbers. ``whose``: the owner of the values, for the message.
+    """
+    if ours is theirs or (ours is not None and theirs is not None and decode_alike(ours, theirs)):
+        return
+    expected, got = ["numbers" if one is None else f"strings of {short(one)}" for one in (ours, theirs)]
+    where = path if isinstance(path, str) else dotted(path)
+    way_out = "encode both alike" if None in (ours, theirs) else "give the strings themselves: decode it first"
+    raise ValueError(f"{where}: expected {expected}, got {got}{whose}; {way_out}")
 
 
 def as_encoder(given: object) -> StringEncoder:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 import torch
 
 from .._encoders.builtin import Utf8
-from .._encoders.protocol import StringEncoder, as_encoder, decode_alike
+from .._encoders.protocol import StringEncoder, agree, as_encoder
 from .._errors import dtype_name
 from .._memory.dtypes import DTYPES
 from .missing import closest
@@ -103,11 +103,8 @@ class Policy:
         own = self.carried(keys)
         out = self.with_encoders(own).override(encoders, **options)
         for key in keys:
-            if key in own and not decode_alike(own[key], out.encoders[key]):
-                raise ValueError(
-                    f"{key!r} is encoded with {own[key]!r}, encoders= has {out.encoders[key]!r}; "
-                    "leave it out, or give the strings: decode it first"
-                )
+            if key in own:
+                agree(out.encoders[key], own[key], (key,))
         return out
 
     def with_encoders(self, encoders: Mapping[str, StringEncoder]) -> Policy:
