@@ -1,5 +1,8 @@
 """The cost of an order of two million rows, how full its batches by tokens are, and block shuffle on a cold table.
 
+The mix has three datasets with 70, 20 and 10 percent of the rows. The batches by tokens with padding are compared with
+buckets by hand: 8,192 rows are sorted by length and cut into batches, which come in random order, in turn to the ranks.
+
     python benchmarks/bench_order.py [--quick] [--rounds N] [--mib N] [--only TEXT] [--json PATH]
 
 The lengths are like those of texts: a median of 330 tokens, at most 4096. The batches by hand close a batch at the
@@ -53,6 +56,58 @@ def in_turn() -> Iterator[list[int]]:
         batch.append(row)
         fill += length
     yield batch
+
+
+def mixed() -> BatchOrder:
+    weights = [0.7, 0.2, 0.1]
+    orders = [BatchOrder(round(weight * ROWS), 1, shuffle=True) for weight in weights]
+    return BatchOrder.mix(orders, weights, 256)
+
+
+def padded_order(rank: int = 0) -> BatchOrder:
+    return BatchOrder(
+        ROWS, tokens=TOKENS, lengths=lengths(), padded=True, shuffle=True, rank=rank, world=WORLD, drop_last=True
+    )
+
+
+def in_buckets(bucket: int = 8192) -> Iterator[list[int]]:
+    """Batches of all ranks: sort the rows of a bucket by length, and cut them."""
+    random = np.random.RandomState(0)
+    shuffled = random.permutation(ROWS)
+    for first in range(0, ROWS, bucket):
+        rows = shuffled[first : first + bucket]
+        rows = rows[np.argsort(-lengths()[rows], kind="stable")]
+        batches: list[list[int]] = []
+        at = 0
+        while at < len(rows):
+            count = max(1, TOKENS // int(lengths()[rows[at]]))
+            batches.append(rows[at : at + count].tolist())
+            at += count
+        for number in random.permutation(len(batches)):
+            yield batches[number]
+
+
+@cache
+def padded_of(who: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The tokens of each rank in each step, and these with their padding: ``[ranks, steps]``."""
+    if who == OURS:
+        ranks = [list(padded_order(rank)) for rank in range(WORLD)]
+    else:
+        every = list(in_buckets())
+        ranks = [every[rank : len(every) // WORLD * WORLD : WORLD] for rank in range(WORLD)]
+    real = [[int(lengths()[rows].sum()) for rows in each] for each in ranks]
+    spent = [[len(rows) * int(lengths()[rows].max()) for rows in each] for each in ranks]
+    return np.array(real), np.array(spent)
+
+
+def padded_fill(who: str) -> float:
+    return 100 * float(padded_of(who)[0].mean()) / TOKENS
+
+
+def padded_difference(who: str) -> float:
+    """The largest distance of a rank from the mean of its step, with the padding, in the mean over the steps."""
+    spent = padded_of(who)[1]
+    return 100 * float((abs(spent - spent.mean(0)).max(0) / spent.mean(0)).mean())
 
 
 def seconds(batches: Callable[[], Any]) -> Prepare:
@@ -125,6 +180,8 @@ def reading(shuffle: bool | int) -> Prepare:
 
 def cases(mib: int = 2048) -> list[Case]:
     by_size = {OURS: seconds(lambda: BatchOrder(ROWS, 256, shuffle=True)), "torch samplers": seconds(torch_batches)}
+    mix = {OURS: seconds(mixed), "torch samplers": seconds(torch_batches)}
+    by_padded = {OURS: seconds(padded_order), BY_HAND: seconds(in_buckets)}
     by_tokens = {OURS: seconds(order_of), BY_HAND: seconds(in_turn)}
     cold = {"blocks of 512 rows": reading(512), "blocks of 128 rows": reading(128), "all rows": reading(True)}
     return [
@@ -132,6 +189,10 @@ def cases(mib: int = 2048) -> list[Case]:
         Case("an epoch of batches by tokens", "2 million rows, 8 ranks", by_tokens, at_most=5),
         Case("mean fill of a batch", "2 million rows, 8 ranks", told(mean_fill), unit="%", at_most=1),
         Case("largest distance from the mean", "2 million rows, 8 ranks", told(difference), unit="%", at_most=1),
+        Case("an epoch of a mix", "3 datasets, 2 million rows", mix, at_most=5),
+        Case("an epoch of batches with padding", "2 million rows, 8 ranks", by_padded, at_most=5),
+        Case("mean fill with padding", "2 million rows, 8 ranks", told(padded_fill), unit="%", at_most=1),
+        Case("distance with padding", "2 million rows, 8 ranks", told(padded_difference), unit="%", at_most=1),
         Case("read a cold table", f"{READ} rows of 4 KiB", cold, lambda: cold_table(mib), at_most=9),
     ]
 
