@@ -46,6 +46,7 @@ from tensordict_lite import (
     save,
     verify,
 )
+from tensordict_lite._memory import row_copies  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tables import checksums as table_checksums
 from tensordict_lite._tables import folder as table_folder
 from tensordict_lite._tables import reader as table_reader
@@ -680,6 +681,27 @@ whole["x"].zero_()
         assert again[:] == table
         again = pickle.loads(ForkingPickler.dumps(table.rows[1:]))
         assert torch.equal(again["x"], x[1:]) and len(ForkingPickler.dumps(again)) < 3000, "a handle again"
+
+    @pytest.mark.parametrize(("count", "huge"), [(256, False), (1000, True)])
+    def test_only_a_large_result_gets_huge_pages(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, huge: bool
+    ) -> None:
+        """By the size of the result, not of the table."""
+        with RowWriter(tmp_path / "t", like={"x": torch.zeros(1, 10_000), "n": [0]}) as writer:
+            writer.write({"x": torch.rand(300, 10_000), "n": torch.arange(300)})
+        table = load(tmp_path / "t")
+        made: list[int] = []
+        new_buffer = row_copies.new_buffer
+
+        def record(nbytes: int, device: torch.device) -> Tensor:
+            made.append(nbytes)
+            return new_buffer(nbytes, device)
+
+        monkeypatch.setattr(row_copies, "new_buffer", record)
+        index = torch.randint(300, (count,))
+        found = table.rows[index]
+        assert made == ([count * 40_000] if huge else [])
+        assert found["x"].equal(table["x"][index]) and found["n"].equal(index)
 
     @pytest.mark.parametrize("name", CHANGES)
     def test_a_field_that_was_written_is_sent_by_value(self, tmp_path: Path, name: str) -> None:

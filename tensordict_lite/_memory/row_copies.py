@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .buffer import in_worker_process, new_batch_buffer, regions, views_of
+from .buffer import HUGE, in_worker_process, new_batch_buffer, new_buffer, regions, views_of
+from .device import CPU, intercepted
 from .dtypes import as_bits
 from .layout import lay_out_batch
 from .packed import can_pack, pack, packable
+
+_MAY_BE_HUGE = HUGE // 16
+"""The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
 
 
 def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
@@ -45,9 +50,14 @@ def packed_batch(tensors: list[Tensor], device: torch.device | None) -> list[Ten
 
 
 def _take(t: Tensor, index: Tensor) -> Tensor:
-    """Copy rows of any tensor."""
+    """Copy rows of any tensor. A huge result on the CPU goes into a buffer with huge pages."""
     if type(t) is not Tensor:
         return t[index]
+    if t.numel() > _MAY_BE_HUGE and t.is_cpu and packable(t) and not intercepted():
+        shape = (len(index), *t.shape[1:])
+        nbytes = prod(shape) * t.itemsize
+        if nbytes > HUGE:
+            return _select_into(new_buffer(nbytes, CPU).view(t.dtype).view(shape), t, index)
     try:
         return t.index_select(0, index)  # 0.3x to 0.6x the time of `t[index]` (`bench_rows.py`)
     except RuntimeError:  # for unsigned integers in tensors of one dimension; NotImplementedError from torch 2.8 on
