@@ -71,15 +71,17 @@ class TestLoader:
             assert [name for d in batches for name in d.decode("name")] == ["n" * i for i in order]
 
     @pytest.mark.parametrize("wrap", [dict, DeviceDict])
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_in_the_process_and_in_workers(self, workers: int, wrap: Any) -> None:
-        self.check(DataLoader(Samples(wrap), batch_size=4, num_workers=workers, collate_fn=collate), workers)
+    @pytest.mark.parametrize("context", [None, "fork", "forkserver"])
+    def test_in_the_process_and_in_workers(self, context: str | None, wrap: Any) -> None:
+        workers = 0 if context is None else 2
+        given: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context}
+        self.check(DataLoader(Samples(wrap), batch_size=4, collate_fn=collate, **given), workers)
 
     def test_with_no_argument_at_all(self) -> None:
         self.check(DataLoader(Samples(DeviceDict), batch_size=4, num_workers=1), 1)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("context", ["fork", "forkserver"])
+    @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
     def test_persistent_workers_and_a_partial(self, context: str) -> None:
         loader = DataLoader(
             Samples(),
@@ -94,18 +96,25 @@ class TestLoader:
     @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
     def test_sharing_strategies(self, strategy: str) -> None:
         before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy(strategy)
+        set_strategy(strategy)
         try:
-            self.check(DataLoader(Samples(), batch_size=4, num_workers=1, collate_fn=collate), 1)
+            # A worker that is not forked starts with the default strategy.
+            init = partial(set_strategy, strategy)
+            loader = DataLoader(Wide(2 * BY_VALUE), 4, num_workers=1, collate_fn=collate, worker_init_fn=init)
+            batches = list(loader)
         finally:
-            torch.multiprocessing.set_sharing_strategy(before)
+            set_strategy(before)
+        assert all(d["x"].is_shared() for d in batches)
+        assert torch.cat([d["y"][:, -1] for d in batches]).tolist() == list(range(8))
 
     def test_an_iterable_dataset(self) -> None:
         self.check(DataLoader(Stream(), batch_size=4, num_workers=1, collate_fn=collate), 1)
 
-    def test_an_error_in_a_worker_keeps_its_message(self) -> None:
+    @pytest.mark.parametrize("context", ["fork", "forkserver"])
+    def test_an_error_in_a_worker_keeps_its_message(self, context: str) -> None:
+        given: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": context}
         with pytest.raises(ValueError, match=r"'x': sample 1 has float32\[4\], sample 0 has float32\[3\]; to fill"):
-            list(DataLoader(Samples(bad=5), batch_size=4, num_workers=1, collate_fn=collate))
+            list(DataLoader(Samples(bad=5), batch_size=4, collate_fn=collate, **given))
 
     @pytest.mark.parametrize(
         "encoders",
@@ -174,6 +183,10 @@ class TestLoader:
         )
 
 
+def set_strategy(strategy: str, worker: int = 0) -> None:
+    torch.multiprocessing.set_sharing_strategy(strategy)
+
+
 class Wide(Dataset[Any]):
     """Samples of two fields: four make a batch of ``nbytes``."""
 
@@ -194,11 +207,22 @@ BY_VALUE = 512 << 10
 class TestSize:
     """A small batch goes through the pipe. A large one is made in shared memory, and small ones allocate none."""
 
-    @pytest.mark.parametrize("wrap", [dict, DeviceDict])
-    @pytest.mark.parametrize("size", [BY_VALUE // 2, BY_VALUE, 2 * BY_VALUE])
-    def test_shared_memory_is_for_large_batches(self, size: int, wrap: Any) -> None:
-        data = [wrap(Wide(size)[i]) for i in range(8)]
-        for d in DataLoader(data, 4, num_workers=1, collate_fn=partial(counting, size)):  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        ("wrap", "size", "context"),
+        [
+            (dict, BY_VALUE // 2, "fork"),
+            (DeviceDict, BY_VALUE // 2, "forkserver"),
+            (dict, BY_VALUE, "forkserver"),
+            (DeviceDict, BY_VALUE, "fork"),
+            (dict, 2 * BY_VALUE, "fork"),
+            (DeviceDict, 2 * BY_VALUE, "forkserver"),
+            pytest.param(dict, 2 * BY_VALUE, "spawn", marks=pytest.mark.slow),
+        ],
+    )
+    def test_shared_memory_is_for_large_batches(self, wrap: Any, size: int, context: str) -> None:
+        data: Any = [wrap(Wide(size)[i]) for i in range(8)]
+        made = partial(counting, size)
+        for d in DataLoader(data, 4, num_workers=1, collate_fn=made, multiprocessing_context=context):
             check_invariants(d)
             large = size > BY_VALUE
             assert d.is_packed and d.nbytes == size and d["x"].is_shared() == large
