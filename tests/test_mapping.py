@@ -195,10 +195,19 @@ def test_samples_are_no_pairs(write: Any, samples: Any) -> None:
     assert d == DeviceDict({"x": 1})
 
 
-@pytest.mark.parametrize(("pair", "name"), [("ab", "a str"), ({"a", "b"}, "a set"), (frozenset("ab"), "a frozenset")])
-def test_other_things_of_two_items_are_no_pairs(pair: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"pairs, got list with {name} among its items$"):
-        DeviceDict([pair])
+@pytest.mark.parametrize(
+    ("data", "got"),
+    [
+        (["ab"], "list with a str"),
+        (["a"], "list with a str"),
+        ("abc", "str with a str"),
+        ([{"a", "b"}], "list with a set"),
+        ([frozenset("ab")], "list with a frozenset"),
+    ],
+)
+def test_other_things_of_two_items_are_no_pairs(data: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"pairs, got {got} among its items$"):
+        DeviceDict(data)
     pairs: Any = [["a", 1], ("b", 2)]
     assert DeviceDict(pairs).tolist() == {"a": 1, "b": 2}
 

@@ -69,7 +69,7 @@ def refuse_misspelled(d: TreeDict[Any], encoders: Encoders | None) -> None:
 
     An encoder for a key that comes later is allowed.
     """
-    known = keys_in(d) if isinstance(encoders, Mapping) else set[str]()
+    known: set[str] = keys_in(d) if isinstance(encoders, Mapping) else set()
     given = cast("Mapping[str, Any]", encoders) if known else {}
     later = [key for key in given if key not in known]
     if not later:
