@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensordict_lite import DeviceDict, collate
-from tensordict_lite._memory.buffer import goes_by_value
+from tensordict_lite._memory.buffer import BY_VALUE
+from tensordict_lite._memory.layout import SMALL
 
 TensorDict = optional("tensordict", "TensorDict")
 
@@ -116,6 +117,7 @@ LOADED = {
     "8 x 256 float32": Size(8, (256,)),
     "40 x 16 float32": Size(40, (16,)),
     "200 x 4 float32": Size(200, (4,)),
+    "200 x 128 float32": Size(200, (128,)),  # too large to go by value, and every field too small for a segment
     "8 x 4096 float32": Size(8, (4096,)),
     "4 images": Size(4, (3, 224, 224), torch.uint8),
 }
@@ -149,8 +151,8 @@ def loading(one: Contender, size: Size, workers: int) -> Prepare:
         def first() -> Any:
             batch = next(batches)
             if isinstance(batch, DeviceDict):
-                large = bool(workers) and not goes_by_value(batch.nbytes)
-                assert batch.is_packed and all(field.is_shared() == large for field in batch.values())
+                large = bool(workers) and batch.nbytes > BY_VALUE
+                assert all(field.is_shared() == (large and field.nbytes > SMALL) for field in batch.values())
             return one.fields(batch, size)
 
         def measure() -> float:

@@ -47,7 +47,7 @@ class TestCollate:
         before = copy.deepcopy(samples)
         d = collate(samples, pack=pack)
         check_invariants(d)
-        assert d.is_packed == pack and list(d) == list(samples[0]) and type(d["n"]) is DeviceDict
+        assert d.is_packed and list(d) == list(samples[0]) and type(d["n"]) is DeviceDict
         assert d["x"].tolist() == [[float(i)] * 3 for i in range(4)] and d["x"].dtype == torch.float32
         assert (
             d["y"].tolist() == [0, 1, 2, 3]

@@ -420,9 +420,11 @@ def large_tensors(rank: int) -> None:
             }
         )
 
-    def check(d: DeviceDict, of: int, packed: bool = True) -> None:
+    def check(d: DeviceDict, of: int) -> None:
         check_invariants(d)
-        assert d == made(of) and d.is_packed == packed, of
+        packed = mine.is_packed  # on both ranks
+        assert d == made(of), of
+        assert d.is_packed == packed, (of, packed)
         assert not packed or torch.equal(buffer(d), buffer(made(of).pack()))
 
     def buffer(d: DeviceDict) -> Tensor:
@@ -443,7 +445,7 @@ def large_tensors(rank: int) -> None:
         assert works[1].wait()["x"] == 1 - rank
         for work in sent:
             work.wait()
-        check(d_.broadcast(mine, 1), 1, mine.is_packed if rank else True)
+        check(d_.broadcast(mine, 1), 1)
         everyone = d_.all_gather(mine)
         check(everyone[1 - rank], 1 - rank)
         assert everyone[rank] is mine
@@ -451,7 +453,9 @@ def large_tensors(rank: int) -> None:
         assert different[1 - rank] == (made(0).drop("large") if rank else made(1))
         check_invariants(different[1 - rank])
         of_one = d_.all_gather(mine if rank else DeviceDict({"x": 7}))[1 - rank]
-        assert of_one == (DeviceDict({"x": 7}) if rank else made(1)) and of_one.is_packed
+        assert of_one == (DeviceDict({"x": 7}) if rank else made(1)) and of_one.is_packed == (
+            bool(rank) or mine.is_packed
+        )
         assert [len(one) for one in d_.all_gather(mine if rank else DeviceDict())] == [0, len(mine)]
         gathered = d_.gather(mine)
         assert (gathered is None) == (rank == 1)
@@ -484,12 +488,14 @@ def test_large_tensors() -> None:
 def test_large_tensors_are_not_copied() -> None:
     d = DeviceDict({"a": [1, 2], "x": torch.rand(1 << 18), "b": torch.ones(7), "y": torch.rand(3, 1 << 18).t()})
     parts = message_of(d).parts
-    assert [part.nbytes for part in parts] == [16, 1 << 20, 28, 3 << 20]
-    assert [part.data_ptr() for part in parts[1::2]] == [d["x"].data_ptr(), d["y"].data_ptr()]
+    assert [part.nbytes for part in parts] == [128, 1 << 20, 3 << 20], "the small ones together"
+    assert [part.data_ptr() for part in parts[1:]] == [d["x"].data_ptr(), d["y"].data_ptr()]
     packed = d.pack()
-    assert [part.data_ptr() for part in message_of(packed).parts] == [t.data_ptr() for t in packed.values()]
-    small = DeviceDict({"x": torch.rand(1 << 17), "y": torch.rand(1 << 17)})
-    assert len(message_of(small).parts) == 1
+    assert [part.data_ptr() for part in message_of(packed).parts] == [packed["a"].data_ptr()]
+    middle = DeviceDict({f"k{i}": torch.rand(1 << 17) for i in range(5)})
+    assert [part.nbytes for part in message_of(middle).parts] == [4 << 19, 1 << 19], "by four"
+    many = DeviceDict({f"k{i}": torch.rand(512) for i in range(200)})
+    assert [part.nbytes for part in message_of(many).parts] == [200 * 2048], "buffers of 64 KiB, one after the other"
 
 
 DTYPES = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,16 @@ from hypothesis import strategies as st
 from tensordict_lite._memory.dtypes import PACKABLE
 from tensordict_lite._memory.layout import (
     ALIGNMENT,
+    SHARE,
+    SMALL,
     Group,
     aligned,
     cast_groups,
     dense_stride,
-    distribute,
     lay_out,
+    lay_out_apart,
+    read_layout,
     row_major,
-    with_spare,
 )
 from tensordict_lite._memory.packed import packable
 
@@ -37,7 +40,7 @@ def group_lists(draw: st.DrawFn) -> list[Group]:
     groups: list[Group] = [((dtype, shape, row_major(shape)), []) for dtype, shape in specs]
     if groups:
         for i, which in enumerate(draw(st.lists(st.integers(0, len(groups) - 1), min_size=len(groups), max_size=20))):
-            groups[which][1].append(i)
+            groups[which] = (groups[which][0], [*groups[which][1], i])
     return [group for group in groups if group[1]]
 
 
@@ -58,7 +61,8 @@ def test_fields_are_aligned_apart_and_within(groups: list[Group]) -> None:
     assert all(start % ALIGNMENT == 0 for start, _ in where.values())
     ordered = sorted(span for span in where.values() if span[0] < span[1])
     assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
-    assert layout.nbytes == max((end for _, end in ordered), default=0), "nothing after the last field"
+    end = max((end for _, end in ordered), default=0)
+    assert layout.end == end and layout.nbytes == (aligned(end) if len(ordered) > 1 else end), "nothing after the last"
 
 
 @given(group_lists())
@@ -71,31 +75,80 @@ def test_a_layout_lays_out_to_itself(groups: list[Group]) -> None:
 def test_specs_that_become_equal_are_one_run() -> None:
     """A field with gaps and one without, and fields that are cast to one dtype, lie side by side in the end."""
     gaps = [((F, (2, 3), (3, 1)), [0, 3]), ((L, (2,), (1,)), [1]), ((F, (2, 3), (8, 1)), [2])]
-    assert [(run.dtype, run.members) for run in lay_out(gaps).runs] == [(F, [0, 2, 3]), (L, [1])]
+    assert [(run.dtype, run.members) for run in lay_out(gaps).runs] == [(F, (0, 2, 3)), (L, (1,))]
     assert lay_out(gaps).runs[0].stride == (3, 1)
     mixed = [((F, (2,), (1,)), [0]), ((L, (2,), (1,)), [1]), ((D, (2,), (1,)), [2])]
     cast = lay_out(cast_groups(mixed, {D: F}))
-    assert [(run.dtype, run.members) for run in cast.runs] == [(F, [0, 2]), (L, [1])]
+    assert [(run.dtype, run.members) for run in cast.runs] == [(F, (0, 2)), (L, (1,))]
     assert mixed[0][1] == [0], "the groups are not changed"
 
 
-@given(group_lists(), st.integers(1, 300), st.integers(400, 700))
-def test_buffers_keep_to_the_limits(groups: list[Group], largest: int, limit: int) -> None:
-    parts = distribute(groups, largest, limit)
-    sizes = {i: math.prod(shape) * dtype.itemsize for (dtype, shape, _), members in groups for i in members}
-    taken = [i for part in parts for i in part.members]
-    fit = {i for i, size in sizes.items() if 0 < size <= largest}
-    assert len(set(taken)) == len(taken) and fit.issuperset(taken), "each once, none that is large"
-    if 2 * aligned(largest) <= limit - ALIGNMENT:
-        assert len(fit.difference(taken)) <= 1, "only the last may have a buffer of its own"
-    for part in parts:
-        assert with_spare(part.nbytes) <= aligned(limit) and len(part.members) > 1
+large_shapes = st.lists(st.sampled_from([1, 2, 3, 64, 1000, 5000]), max_size=2).map(tuple)
 
 
-def test_a_buffer_is_filled_before_the_next() -> None:
-    group: Group = ((torch.uint8, (64,), (1,)), list(range(9)))
-    assert [part.members for part in distribute([group], 64, 320)] == [[0, 1, 2, 3], [4, 5, 6, 7]], "8 is left alone"
-    assert distribute([], 64, 320) == distribute([group], 63, 320) == []
+@given(st.lists(st.tuples(st.sampled_from([F, D, L, B]), shapes | large_shapes), max_size=30))
+def test_fields_share_a_buffer_that_is_small_or_at_most_four_times_each(specs: list[tuple[torch.dtype, Any]]) -> None:
+    groups: list[Group] = [((dtype, shape, row_major(shape)), [i]) for i, (dtype, shape) in enumerate(specs)]
+    layouts = lay_out_apart(groups)
+    assert sorted(i for layout in layouts for i in layout.members) == list(range(len(specs)))
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in specs]
+    for layout in layouts:
+        assert layout == lay_out(layout.groups), "a receiver computes it"
+        assert all(layout.nbytes <= max(SMALL, SHARE * sizes[i]) for i in layout.members if sizes[i])
+    small = [layout for layout in layouts if layout.nbytes and all(sizes[i] <= SMALL // 2 for i in layout.members)]
+    assert len(small) <= 2 * sum(aligned(n) for n in sizes if n <= SMALL // 2) // SMALL + 1, "at least half full"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([64] * 1000, [1000]),
+        ([2048] * 40, [32, 8]),
+        ([16 << 10] * 6, [4, 2]),
+        ([1 << 20] * 9, [4, 4, 1]),
+        ([1 << 20] * 4, [4]),
+        ([(1 << 20) + 1] * 4, [3, 1]),
+        ([150_528 * 32, 256, 1024, 8], [1, 3]),
+        ([1 << 20, 1 << 18, 1 << 18, 100], [1, 2, 1]),
+        ([3 << 20, 1 << 20], [2]),
+        ([(3 << 20) + 1, 1 << 20], [1, 1]),
+        ([0, 8, 0], [3]),
+        ([0, 1 << 20, 0], [3]),
+        ([0, 0], [2]),
+        ([], []),
+    ],
+)
+def test_how_many_fields_share_a_buffer(sizes: list[int], parts: list[int]) -> None:
+    groups: list[Group] = [((torch.uint8, (size,), (1,)), [i]) for i, size in enumerate(sizes)]
+    assert [len(layout.members) for layout in lay_out_apart(groups)] == parts
+
+
+@given(group_lists())
+def test_a_layout_is_read_from_the_memory_that_it_describes(groups: list[Group]) -> None:
+    layout = lay_out(groups)
+    fields = [
+        (run.offset + n * run.step, i, run.dtype, run.shape, run.stride)
+        for run in layout.runs
+        if run.nbytes
+        for n, i in enumerate(run.members)
+    ]
+    filled = lay_out([group for group in groups if 0 not in group[0][1]])
+    if fields:
+        assert read_layout(tuple(fields), layout.nbytes) == read_layout(tuple(fields), layout.nbytes, True) == filled
+        assert read_layout(tuple(fields), layout.nbytes + ALIGNMENT) is None, "more is there"
+    if len(fields) > 2:
+        assert read_layout(tuple(fields[1:]), layout.nbytes) is None, "the first is missing"
+        assert read_layout((*fields[:1], *fields[2:]), layout.nbytes) is None, "the second is missing"
+        assert read_layout(tuple(fields[:-1]), layout.nbytes) is None, "the last is missing"
+
+
+def test_other_layouts_are_read_too_but_a_receiver_cannot_compute_them() -> None:
+    fields = tuple((12 * i, 3 - i, F, (3,), (1,)) for i in range(4))
+    found = read_layout(fields, 48)
+    assert found is not None and [(run.members, run.step) for run in found.runs] == [((3, 2, 1, 0), 12)]
+    assert read_layout(fields, 48, True) is None
+    assert read_layout(fields, 47) is None and read_layout((*fields, (47, 4, B, (1,), (1,))), 48) is None, "overlap"
+    assert read_layout(((0, 0, F, (2, 2), (1, 3)),), 28) is None, "gaps"
 
 
 @given(st.data())

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, unpickle, view_read_only
 
+SMALL = 64 << 10
+"""Bytes of the largest tensor, and of the largest buffer, that is copied."""
 LARGE = 40_000
 """Float32 elements of a tensor that gets a buffer of its own."""
 
@@ -72,6 +74,13 @@ def mixed() -> DeviceDict:
 
 def _filled(d: DeviceDict) -> list[Tensor]:
     return [t for t in d._tensors() if t.numel()]
+
+
+def fits(d: DeviceDict) -> bool:
+    """Whether the tensors are copied into one small buffer, which is all that a packed dict is."""
+    return (
+        bool(_filled(d)) and d.nbytes < SMALL and not any(type(t) is not Tensor or t.requires_grad for t in _filled(d))
+    )
 
 
 def same(x: DeviceDict, y: DeviceDict) -> bool:
@@ -130,12 +139,12 @@ class TestEveryDict:
                 assert isinstance(again["parameter"], torch.nn.Parameter)
                 continue
             assert same(received(d, kind), d)
-            assert received(d, kind).is_packed == d.is_packed
+            assert received(d, kind).is_packed == (d.is_packed or fits(d))
 
     def test_arrives_equal_in_band(self, name: str) -> None:
         d: Any = DICTS[name]()
         again = pickle.loads(pickle.dumps(d, 5))
-        assert list(again) == list(d) and again.is_packed == d.is_packed
+        assert list(again) == list(d) and again.is_packed == (d.is_packed or fits(d))
         assert name == "unusual" or same(again, d)
 
     def test_is_pickled_again_and_saved(self, name: str) -> None:
@@ -188,10 +197,14 @@ class TestBuffers:
         pointers = {start(buffer) for buffer in buffers}
         assert len(buffers) == 4 and {t.data_ptr() for t in large.values()} < pointers
 
-    def test_small_tensors_share_at_most_a_mebibyte(self) -> None:
+    def test_small_tensors_share_at_most_64_kib_or_four_times_each(self) -> None:
         d = DeviceDict({f"k{i}": torch.rand(10_000) for i in range(60)})
         _, buffers = dumped(d)
-        assert len(buffers) == 3 and max(memoryview(b).nbytes for b in buffers) <= 1 << 20
+        assert len(buffers) == 15 and max(memoryview(b).nbytes for b in buffers) <= 4 * 40_000
+        assert same(received(d), d)
+        d = DeviceDict({f"k{i}": torch.rand(128) for i in range(200)})
+        _, buffers = dumped(d)
+        assert [memoryview(b).nbytes for b in buffers] == [SMALL, 200 * 512 - SMALL]
         assert same(received(d), d)
 
     def test_nested_dicts_share_the_buffer(self) -> None:
@@ -216,8 +229,9 @@ class TestBuffers:
         junk = [torch.full((200_000,), 7, dtype=torch.uint8) for _ in range(20)]
         del junk
         assert pickle.dumps(d, 5) == pickle.dumps(copy.deepcopy(d), 5)
-        gaps = [bytes(b) for b in dumped(d)[1]]
-        assert gaps[0][12:64] == bytes(52) and gaps[0][-56:] == bytes(56)
+        d = DeviceDict({"a": torch.ones(3), "b": torch.ones(2, 5), "c": torch.ones(1)})
+        (buffer,) = dumped(d)[1]
+        assert bytes(buffer)[40:64] == bytes(24) and bytes(buffer)[76:128] == bytes(52) == bytes(buffer)[132:184]
 
     def test_in_band_is_one_block_without_a_second_copy(self) -> None:
         d = DeviceDict({"x": torch.zeros(LARGE), "y": torch.zeros(LARGE)}).pack()
@@ -389,12 +403,16 @@ class TestFallsBack:
         assert received(Reduced({"x": 1})) == {"reduced": torch.tensor(1)}
         assert received(DeviceDict({"n": Reduced({"x": 1})}))["n"] == {"reduced": torch.tensor(1)}
 
-    def test_a_forking_pickler_shares_memory(self) -> None:
+    def test_a_forking_pickler_shares_memory_that_is_shared_or_large(self) -> None:
         for protocol in (4, 5):
-            d = flat()
-            again: Any = pickle.loads(ForkingPickler.dumps(d, protocol))
+            for d in (flat().share_memory_(), DeviceDict({"k0": torch.rand(1 << 18)})):
+                again: Any = pickle.loads(ForkingPickler.dumps(d, protocol))
+                again["k0"].fill_(3)
+                assert d["k0"][0] == 3
+            small = flat()
+            again = pickle.loads(ForkingPickler.dumps(small, protocol))
             again["k0"].fill_(3)
-            assert d["k0"][0] == 3
+            assert small["k0"][0] != 3, "a small dict goes by value"
 
     @pytest.mark.parametrize("protocol", [2, 4, 5])
     def test_torch_save(self, protocol: int) -> None:

@@ -159,8 +159,8 @@ class TestBatches:
             collate(d.drop("name").rows, cls=Point)
         other = collate(batch, encoders={"x": Vocabulary(["a"])})
         assert "x" in other.encoders and other["x"] is batch._dict["x"]
-        loose = collate(batch, pack=False)
-        assert loose == batch._dict and loose["x"] is not batch._dict["x"]
+        packed = collate(batch, pack=True)
+        assert packed == batch._dict and packed.is_packed and not batch._dict.is_packed
         assert collate(batch, pad={"x": 0}) == batch._dict
 
     def test_an_error_of_collate_is_the_same(self) -> None:

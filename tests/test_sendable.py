@@ -477,10 +477,10 @@ class TestByValue:
         again["torch.float32"].fill_(9.0)
         assert (d["torch.float32"] == 9).all() and again.is_packed and again["torch.bool"].is_shared()
 
-    def test_what_is_not_packed_is_shared(self) -> None:
-        d = DeviceDict({"x": torch.ones(2000), "y": torch.ones(2000)})
+    def test_what_is_large_is_shared(self) -> None:
+        d = DeviceDict({"x": torch.ones(200_000), "y": torch.ones(2000)})
         again = pickle.loads(ForkingPickler.dumps(d))
-        assert again == d and not small(d) and d["x"].is_shared()
+        assert again == d and not small(d) and d["x"].is_shared() and not d["y"].is_shared()
 
     def test_fields_beside_the_buffer_travel_as_before(self) -> None:
         w, p = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(2))

@@ -21,13 +21,14 @@ from tensordict_lite import DeviceDict, to_device, to_numpy
 from tensordict_lite._memory.device import CPU
 from tensordict_lite._memory.packed import pack
 from tensordict_lite._memory.staging import SLOT, staging_of
-from tensordict_lite._memory.transfer import COALESCED_BUFFER as BLOCK
 from tensordict_lite._memory.transfer import COALESCED_TENSOR as SMALL
 from tensordict_lite._memory.transfer import FETCHED_TENSOR, STAGED_MOVE, plan_copies, transfer
 from tensordict_lite._memory.transfer import CopyPlan as Plan
 
 SIM, META, MPS = torch.device("sim:0"), torch.device("meta"), torch.device("mps")
 OTHER = torch.device("sim:1")
+BLOCK = 64 << 10
+"""The largest buffer in bytes for tensors of any size."""
 
 
 def plan(tensors: list[Tensor], source: torch.device, target: torch.device, *args: Any, **kwargs: Any) -> Plan:
@@ -48,46 +49,50 @@ def members(how: Plan) -> list[list[int]]:
     return [layout.members for layout in how.coalesced]
 
 
+def whole(how: Plan) -> list[list[int]]:
+    """The tensors of each storage that is copied whole."""
+    items = [*how.one_by_one, *how.staged, *how.fetched]
+    return [sorted(item.members) for item in items if not isinstance(item, int) and len(item.members) > 1]
+
+
 class TestPlan:
     def test_small_tensors_go_together_and_large_ones_singly(self) -> None:
         tensors = [*small(3), *large(2), *small(2)]
         for source, target in ((CPU, SIM), (SIM, CPU), (SIM, OTHER)):
             how = plan(tensors, source, target)
             alone = [*how.one_by_one, *how.staged, *(i for layout in how.fetched for i in layout.members)]
-            assert members(how) == [[0, 1, 2, 5, 6]] and alone == [3, 4] and how.packed is None
+            assert members(how) == [[0, 1, 2, 5, 6]] and alone == [3, 4]
 
     @pytest.mark.without_streams
     def test_the_largest_small_one(self) -> None:
-        edge = [torch.zeros(SMALL, dtype=torch.uint8), torch.zeros(SMALL + 1, dtype=torch.uint8)]
+        edge = [torch.zeros(SMALL + i, dtype=torch.uint8) for i in (0, 0, 1)]
         how = plan([*small(1), *edge], CPU, SIM)
-        assert members(how) == [[0, 1]] and how.one_by_one == (2,)
+        assert members(how) == [[1, 2]] and how.one_by_one == (0, 3)
 
     def test_packed_tensors_are_one_block(self) -> None:
         packed = pack([*small(3), *large(2)], CPU)
         for target in (SIM, OTHER):
-            how = plan(packed, CPU, target)
-            assert how.packed is not None and sorted(how.packed.members) == [0, 1, 2, 3, 4] and how.one_by_one == ()
+            assert whole(plan(packed, CPU, target)) == [[0, 1, 2, 3, 4]]
         weight = torch.ones(2, requires_grad=True)
-        assert plan([*packed, weight], CPU, SIM).one_by_one == (5,)
-        assert plan(packed[:-1], CPU, SIM).packed is None, "the block has more in it"
-        assert plan([*packed, torch.ones(1)], CPU, SIM).packed is None
+        assert plan([*packed, weight], CPU, SIM).one_by_one[0] == 5 and whole(plan([*packed, weight], CPU, SIM))
+        assert not whole(plan(packed[:-1], CPU, SIM)), "the block has more in it"
+        assert whole(plan([*packed, torch.ones(1)], CPU, SIM)) == [[0, 1, 2, 3, 4]]
 
     @pytest.mark.without_streams
     def test_no_block_outgrows_its_limit(self) -> None:
-        each = torch.zeros(SMALL, dtype=torch.uint8)
-        full = BLOCK // SMALL - 1  # with room for the byte by which a block of these differs from one that is packed
-        tensors = [each.clone() for _ in range(2 * full + 1)]
+        full = BLOCK // 512
+        tensors = [torch.zeros(512, dtype=torch.uint8) for _ in range(2 * full + 1)]
         how = plan(tensors, CPU, SIM)
         assert [len(part) for part in members(how)] == [full] * 2 and how.one_by_one == (2 * full,)
         before = simulated.live_bytes()
         moved = transfer(tensors[:full], SIM)
-        assert (
-            BLOCK - SMALL <= simulated.live_bytes() - before <= BLOCK and moved[0].untyped_storage().nbytes() <= BLOCK
-        )
+        assert simulated.live_bytes() - before == BLOCK == moved[0].untyped_storage().nbytes()
+        large = [torch.zeros(SMALL, dtype=torch.uint8) for _ in range(9)]
+        assert [len(part) for part in members(plan(large, CPU, SIM))] == [4, 4], "four times the bytes of each"
 
-    def test_two_hundred_small_ones_are_one_copy(self) -> None:
+    def test_two_hundred_small_ones_are_a_copy_for_each_64_kib(self) -> None:
         how = plan([torch.zeros(16, 32) for _ in range(200)], CPU, SIM)
-        assert [len(part) for part in members(how)] == [200] and how.one_by_one == ()
+        assert [len(part) for part in members(how)] == [*[32] * 6, 8] and how.one_by_one == ()
 
     @pytest.mark.without_streams
     def test_one_alone_goes_singly(self) -> None:
@@ -107,9 +112,11 @@ class TestPlan:
 
     @pytest.mark.without_streams
     def test_a_cast_is_planned_with_the_dtype_that_comes_out(self) -> None:
-        tensors = [torch.zeros(SMALL // 8, dtype=torch.float64), *small(2), torch.zeros(3, dtype=torch.int64)]
+        tensors = [torch.zeros(SMALL // 16, dtype=torch.float64), *small(2), torch.zeros(3, dtype=torch.int64)]
         how = plan(tensors, CPU, SIM, torch.float32)
-        assert members(how) == [[0, 1, 2, 3]] and {run.dtype for run in how.coalesced[0].runs} == {
+        assert [sorted(part) for part in members(how)] == [[0, 1, 2, 3]] and {
+            run.dtype for run in how.coalesced[0].runs
+        } == {
             torch.float32,
             torch.int64,
         }
@@ -223,10 +230,12 @@ class TestResults:
         del kept
         assert simulated.live_bytes() == before
 
-    def test_gathered_is_not_packed(self) -> None:
-        """The fields share a block, but so that each can be sent on by itself; only `pack` makes a packed dict."""
+    def test_gathered_is_packed_if_it_is_small(self) -> None:
+        """Small fields share a block, so a small dict is packed then. A larger one is not."""
         moved = DeviceDict(enumerate_keys(small(5))).to("sim")
-        assert not moved.is_packed and moved.pack().is_packed
+        assert moved.is_packed and moved.pack() is moved
+        moved = DeviceDict(enumerate_keys([torch.rand(512) for _ in range(40)])).to("sim")
+        assert not moved.is_packed and moved.pack().is_packed and moved.pack().to("sim:1").is_packed
 
     def test_a_field_can_be_saved_by_itself(self) -> None:
         """torch.load refuses a tensor whose storage is no multiple of the item size, and torch.save writes it whole."""
@@ -256,7 +265,7 @@ class TestOutOfMemory:
 
     def test_what_cannot_be_gathered_on_a_full_device_comes_one_by_one(self, copies: Any) -> None:
         """A dict may be moved because the device is full."""
-        moved = DeviceDict(enumerate_keys(small(20))).to("sim")
+        moved = DeviceDict(enumerate_keys(small(20, SIM)))
         live = simulated.live_bytes()
         copies.clear()
         with simulated.memory_left(100):
@@ -327,7 +336,7 @@ class TestHowStreamsAreUsed:
 
     def test_small_tensors_go_through_pinned_memory_and_nobody_waits(self, streams: simulated.Streams) -> None:
         moved = transfer(small(5), SIM, source=CPU)
-        assert streams.log == [f"{SLOT} pinned on sim:0", "384 h2d"] and means(moved) == [0, 1, 2, 3, 4]
+        assert streams.log == [f"{SLOT} pinned on sim:0", "320 h2d"] and means(moved) == [0, 1, 2, 3, 4]
 
     def test_so_does_a_small_packed_dict(self, streams: simulated.Streams) -> None:
         packed = pack(small(5), CPU)
@@ -347,7 +356,7 @@ class TestHowStreamsAreUsed:
 
     def test_all_of_a_move_of_some_megabytes_goes_through_pinned_memory(self, streams: simulated.Streams) -> None:
         transfer([*large(3), *small(2)], SIM, source=CPU)
-        assert streams.log == [f"{SLOT} pinned on sim:0", "192 h2d", *[f"{SMALL + 4} h2d"] * 3]
+        assert streams.log == [f"{SLOT} pinned on sim:0", "128 h2d", *[f"{SMALL + 4} h2d"] * 3]
         streams.log.clear()
         moved = transfer(small(1), SIM, source=CPU)
         assert streams.log == ["64 h2d"] and means(moved) == [0]
@@ -357,7 +366,7 @@ class TestHowStreamsAreUsed:
         transfer([*large(count), *small(2)], SIM, source=CPU)
         assert streams.log == [
             f"{SLOT} pinned on sim:0",
-            "192 h2d",
+            "128 h2d",
             *[f"{SMALL + 4} h2d"] * count,
             "host waits for main",
         ]
@@ -406,11 +415,11 @@ class TestHowStreamsAreUsed:
         assert streams.log[-1] == "host waits for main"
 
     def test_a_packed_dict_of_some_megabytes_goes_in_chunks_and_nobody_waits(self, streams: simulated.Streams) -> None:
-        packed = pack([torch.arange(BLOCK + 5.0), torch.ones(3)], CPU)
+        packed = pack([torch.arange(FETCHED_TENSOR + 5.0), torch.ones(3)], CPU)
         expected = packed[0].clone()
         moved = transfer(packed, SIM, source=CPU)
         packed[0].zero_()
-        nbytes = 4 * (BLOCK + 5) + 44 + 12
+        nbytes = 4 * (FETCHED_TENSOR + 5) + 44 + 64
         assert streams.log == [f"{SLOT} pinned on sim:0", f"{SLOT} h2d", f"{SLOT} h2d", f"{nbytes - 2 * SLOT} h2d"]
         assert torch.equal(moved[0].cpu(), expected) and moved[1].sum() == 3
         check_invariants(DeviceDict({"x": moved[0], "y": moved[1]}))
@@ -418,7 +427,7 @@ class TestHowStreamsAreUsed:
     def test_a_larger_one_is_copied_by_the_driver(self, streams: simulated.Streams) -> None:
         packed = pack([torch.zeros(STAGED_MOVE // 4), torch.zeros(1)], CPU)
         transfer(packed, SIM, source=CPU)
-        assert streams.log == [f"{STAGED_MOVE + 4} h2d and waits"]
+        assert streams.log == [f"{STAGED_MOVE + 64} h2d and waits"]
 
     def test_a_pinned_source_is_read_late_only_if_the_caller_says_so(
         self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
@@ -470,14 +479,15 @@ class TestHowStreamsAreUsed:
         moved = transfer(there, OTHER, source=SIM)
         assert len(streams.log) == 1 and streams.log[0].split()[1] == "d2d" and copies.total() <= 2
         assert all(t.device == OTHER and t._version == 0 for t in moved) and means(moved) == list(range(200))
-        assert not DeviceDict(enumerate_keys(moved)).is_packed and moved[0].untyped_storage().nbytes() <= BLOCK
+        assert moved[0].untyped_storage().nbytes() <= BLOCK
         for t in there:
             t.fill_(-1)
         assert means(moved) == list(range(200))
 
     def test_a_packed_dict_is_cast_where_that_makes_the_copy_smaller(self, streams: simulated.Streams) -> None:
-        packed, there = pack(small(3), CPU), pack(small(3, SIM), SIM)
-        for dtype, sizes in ((torch.float16, (160, 160, 160)), (torch.float64, (192, 192, 192))):
+        tensors = [torch.full((8, 4), float(i)) for i in range(3)]
+        packed, there = pack(tensors, CPU), pack([t.to(SIM) for t in tensors], SIM)
+        for dtype, sizes in ((torch.float16, (192, 192, 192)), (torch.float64, (384, 384, 384))):
             for (source, from_, to), nbytes in zip(
                 ((packed, CPU, SIM), (there, SIM, CPU), (there, SIM, OTHER)), sizes, strict=True
             ):
@@ -524,7 +534,7 @@ class TestHowStreamsAreUsed:
     def test_where_no_memory_can_be_pinned(self, streams: simulated.Streams) -> None:
         streams.can_pin = False
         moved = transfer(small(3), SIM, source=CPU)
-        assert streams.log == ["256 h2d and waits"] and means(moved) == [0, 1, 2]
+        assert streams.log == ["192 h2d and waits"] and means(moved) == [0, 1, 2]
         there = large(2, SIM)
         streams.log.clear()
         assert means(transfer(there, CPU, source=SIM)) == [0, 1] and all("and waits" in line for line in streams.log)

@@ -1,6 +1,6 @@
-"""`collate`: make one packed batch of many samples. Every tensor is copied once.
+"""`collate`: make one batch of many samples. Every tensor is copied once.
 
-`_Walk` walks all samples at once: it builds the dicts of the batch, and lists their tensor fields. `fill_buffer` makes
+`_Walk` walks all samples at once: it builds the dicts of the batch, and lists their tensor fields. `make_fields` makes
 the tensors of all fields. Only if torch refuses a sample, `_Walk.examine` looks at each one.
 """
 
@@ -33,7 +33,7 @@ from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.tree import TreeDict, builtin_dict, kind_nested, ragged_class
 from .._tree.walk import NO_EXPORTS, as_shared, refuse_key, tensors_in
-from .fill import fill_buffer, whole
+from .fill import make_fields, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
 from .pad import Pad, Padded, Pads, raise_encoded, refuse_nested, require_fit, require_known, widened
 
@@ -41,7 +41,7 @@ D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
 
 _Field = tuple[DeviceDict[Any], Path, Any, FieldSpec]
-"""The dict that gets the field, the path, and the value and the spec for `fill_buffer`."""
+"""The dict that gets the field, the path, and the value and the spec for `make_fields`."""
 _NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The types of Python numbers that NumPy converts as torch does."""
 _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
@@ -63,14 +63,13 @@ def collate(
     objects: Objects | None = None,
     pad: PadLike | None = None,
     ragged: Iterable[str | Path] = (),
-    pack: bool = True,
+    pack: bool = False,
 ) -> D:
-    """Stack the samples into one batch: every field along a new first dimension, all fields in one buffer.
+    """Stack the samples into one batch: every field along a new first dimension.
 
     Pass `collate` to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker process sends a
-    small batch by value. The buffer of a larger batch is shared memory: it takes one file descriptor and no further
-    copy. The loader's ``pin_memory=True`` pins the buffer in one call. (Up to torch 2.9 it pins every field, and the
-    batch arrives unpacked.)
+    batch of up to 512 KiB by value. Of a larger batch, fields above 64 KiB are made in shared memory, up to four fields
+    of about one size in a segment. A field that you keep keeps at most 64 KiB, or four times its own bytes, alive.
 
     Args:
         samples: mappings with the same keys. A value may be anything that a `DeviceDict` takes: a tensor, a number, a
@@ -89,14 +88,15 @@ def collate(
             dimension, and are not padded. Strings become the codes of `Utf8` or the ids of a `Tokenizer`. Fields with
             the same lengths share their offsets. Lists of mappings, as the objects in an image, become a nested dict
             with a ragged field for each of their keys. A field that the class declares as `Ragged` needs no mention.
-        pack: False gives every field its own storage.
+        pack: True puts all fields in one storage, as `DeviceDict.pack` does; in a worker, one segment of shared memory.
+            A field that you keep then keeps the whole batch alive.
 
     Raises: ``ValueError`` that names the key and the sample if keys, shapes, dtypes or encoders disagree, or if no
     sample has a key that ``pad``, ``ragged`` or ``encoders`` name;
     ``TypeError`` if the samples are not a list of mappings, or a value cannot be stored;
     ``DeviceMismatchError`` for tensors on several devices. The samples are never changed.
-    Cost: one allocation, and one copy of every tensor. No synchronization, except on an accelerator: there, each ragged
-    field, and each field for lengths or a mask, copies the lengths of the samples from the host.
+    Cost: an allocation for each buffer, and one copy of every tensor. No synchronization, except on an accelerator:
+    there, each ragged field, and each field for lengths or a mask, copies the lengths of the samples from the host.
 
     >>> from tensordict_lite import collate
     >>> batch = collate([{"x": [0.5, 1.0], "y": 3, "name": "Ada"}, {"x": [1.5, 2.0], "y": 4, "name": "Grace"}])
@@ -138,7 +138,7 @@ def collate(
         policy = policy.override_of_copy(trees[0] if trees else (), encoders, objects=objects)
     device = _device_of(given[0])
     batch = kind._new((), device, policy)
-    walk = _Walk(len(given), device, policy.on_mismatch == "move", pack and can_pack(device), pads, rows_of)
+    walk = _Walk(len(given), device, policy.on_mismatch == "move", pack, pads, rows_of)
     walk.collect(given, batch, (), are_dicts)
     walk.finish()
     if cls is not DeviceDict:
@@ -174,7 +174,7 @@ def _batch_of(rows: Any, cls: type[D], encoders: Encoders | None, objects: Objec
     kind = type(d) if isinstance(d, cls) else cls
     if not (kind is type(d) and encoders is objects is None):
         d = kind(d, encoders=encoders, objects=objects)
-    return d if pack else d.clone()
+    return d.pack() if pack else d
 
 
 def _require_mappings(samples: Sequence[object]) -> None:
@@ -223,12 +223,13 @@ class _Walk:
     field, the path, and the values of all samples. It returns the encoder of the key if the values are strings.
     """
 
-    __slots__ = ("by_lengths", "count", "device", "fields", "moves", "packs", "pads", "ragged")
+    __slots__ = ("by_lengths", "count", "device", "fields", "lays_out", "moves", "pack", "pads", "ragged")
 
     def __init__(
-        self, count: int, device: torch.device, moves: bool, packs: bool, pads: Pads, ragged: frozenset[Any]
+        self, count: int, device: torch.device, moves: bool, pack: bool, pads: Pads, ragged: frozenset[Any]
     ) -> None:
-        self.count, self.device, self.moves, self.packs = count, device, moves, packs
+        self.count, self.device, self.moves, self.pack = count, device, moves, pack
+        self.lays_out = can_pack(device)
         self.pads, self.ragged = pads, ragged
         self.fields: list[_Field] = []
         self.by_lengths: dict[tuple[int, ...], list[Any]] = {}
@@ -292,9 +293,9 @@ class _Walk:
                 builtin_dict.__setitem__(one, "offsets", first["offsets"])
 
     def made(self) -> Sequence[Tensor]:
-        """The tensors of the fields, in one buffer if they can be packed."""
-        if self.packs and self.fields:
-            return fill_buffer(self.fields, self.count, self.device)
+        """The tensors of the fields."""
+        if self.lays_out and self.fields:
+            return make_fields(self.fields, self.count, self.device, self.pack)
         return [whole(value, self.device) for _, _, value, _ in self.fields]
 
     def add(self, batch: DeviceDict[Any], path: Path, value: Any) -> None:
@@ -599,7 +600,7 @@ class _Walk:
         here = all(tensor.device == self.device for tensor in values)
         if not here or len({(tensor.layout, tensor.is_nested or tensor.shape, tensor.dtype) for tensor in wide}) > 1:
             self.refuse(path, values)
-        if self.packs and all(packable(tensor.resolve_neg()) for tensor in wide):
+        if self.lays_out and all(packable(tensor.resolve_neg()) for tensor in wide):
             self.fields.append((batch, path, tuple(wide), (wide[0].dtype, wide[0].shape, True)))
             return
         try:

@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree  # torch has no public name for it in 
 from .._dict.device_dict import DeviceDict
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, resolve
-from .._memory.packed import find_buffer
 from .._memory.transfer import transfer
 from .._tree.tree import TreeDict
 
@@ -49,21 +48,8 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     target = resolve(device)
     found: list[Any] = []
     rebuild = _open(obj, found)
-    moved: dict[int, Tensor] = {}
-
-    def move(tensors: list[Tensor]) -> None:
-        left = [tensor for tensor in tensors if id(tensor) not in moved]
-        results = transfer(left, target, non_blocking=non_blocking)
-        moved.update(zip(map(id, left), results, strict=True))
-
-    together: list[Tensor] = []
-    for item in found:
-        tensors = [] if isinstance(item, PackedSequence) else _tensors(item)
-        if len(tensors) > 1 and find_buffer(tensors, tensors[0].device) is not None:
-            move(tensors)
-        else:
-            together += tensors
-    move(together)
+    tensors = [tensor for item in found if not isinstance(item, PackedSequence) for tensor in _tensors(item)]
+    moved = dict(zip(map(id, tensors), transfer(tensors, target, non_blocking=non_blocking), strict=True))
 
     def place(item: Any) -> Any:
         if isinstance(item, Tensor):

@@ -1,4 +1,4 @@
-"""Make the tensors of a batch: lay out all fields in one buffer, and fill it. The layout is a pure function.
+"""Make the tensors of a batch: lay out the fields in buffers, and fill them. The layout is a pure function.
 
 A field is a value and its spec. The value is one of these:
 
@@ -20,32 +20,43 @@ from torch import Tensor
 
 from .._memory.buffer import in_shared_memory, new_batch_buffer, view_over
 from .._memory.device import CPU
-from .._memory.layout import lay_out_batch
+from .._memory.layout import Layout, lay_out_batch
 from .pad import Padded
 
 
-def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequence[Tensor]:
-    """The fields, as tensors over one new buffer on ``device``. In a worker process it may be shared memory.
+def make_fields(fields: Sequence[Any], count: int, device: torch.device, pack: bool) -> Sequence[Tensor]:
+    """The fields, as tensors on ``device``: small ones share a buffer. In a worker process memory may be shared memory.
 
-    Each field is a tuple with the value in the third place, and the spec in the fourth.
+    Each field is a tuple with the value in the third place, and the spec in the fourth. ``pack``: one buffer for all.
     Raises torch's error if the samples of a field differ, or if one cannot be packed.
     """
     _, _, values, specs = zip(*fields, strict=True)
-    layout = lay_out_batch(specs, count)
-    if not layout.nbytes:
-        return [whole(value, device) for value in values]
-    first = layout.runs[0]
-    if len(layout.runs) == 1 and device is CPU and not in_shared_memory(layout.nbytes):
-        if (len(values) == 1 or first.step == first.nbytes) and {tuple}.issuperset(map(type, values)):
-            stacked = torch.stack([*chain.from_iterable(values)])  # its storage is the buffer
+    layouts = lay_out_batch(specs, count, pack)
+    total = sum([layout.nbytes for layout in layouts])
+    out: list[Any] = [None] * len(values)
+    for layout in layouts:
+        _fill(layout, values, out, count, device, total)
+    return out
+
+
+def _fill(layout: Layout, values: Sequence[Any], out: list[Any], count: int, device: torch.device, total: int) -> None:
+    """Make the fields of a layout, in a batch of ``total`` bytes."""
+    members, step, nbytes = layout.runs[0].members, layout.runs[0].step, layout.runs[0].nbytes
+    if len(layout.runs) == 1 and device is CPU and not in_shared_memory(layout.nbytes, total):
+        here = [values[i] for i in members]
+        if (len(members) == 1 or step == nbytes) and {tuple}.issuperset(map(type, here)):
+            stacked = torch.stack([*chain.from_iterable(here)])  # its storage is the buffer
             if stacked.requires_grad or stacked.layout is not torch.strided or not stacked.is_contiguous():
                 raise RuntimeError("the samples cannot be packed")
             # Each part of `unsafe_split` has its own version counter. `unbind` would need `.data` too.
-            return [stacked] if len(values) == 1 else stacked.unsafe_split(count)
-        if len(values) == 1:
-            return [whole(values[0], CPU).clone()]  # torch aligns memory better than NumPy
-    storage = new_batch_buffer(layout, device).untyped_storage()
-    out: list[Any] = [None] * len(values)
+            parts = [stacked] if len(members) == 1 else stacked.unsafe_split(count)
+            for i, part in zip(members, parts, strict=True):
+                out[i] = part
+            return
+        if len(members) == 1:
+            out[members[0]] = whole(here[0], CPU).clone()  # torch aligns memory better than NumPy
+            return
+    storage = new_batch_buffer(layout, device, total).untyped_storage()
     for run in layout.runs:
         region, members = view_over(storage, run.dtype, *run.region, device), run.members
         if len(members) == 1:
@@ -62,7 +73,6 @@ def fill_buffer(fields: Sequence[Any], count: int, device: torch.device) -> Sequ
             parts = [part.data for part in region]  # see `views_of`
         for i, part in zip(members, parts, strict=True):
             out[i] = part
-    return out
 
 
 def whole(value: Any, device: torch.device, out: Tensor | None = None) -> Tensor:

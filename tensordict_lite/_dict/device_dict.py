@@ -22,7 +22,7 @@ from .._files.atomic_write import FilePath
 from .._memory.cast import host_array, pin
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.dtypes import CASTABLE
-from .._memory.packed import can_pack, find_buffer, map_buffer, pack
+from .._memory.packed import can_pack, is_packed, map_storages, pack
 from .._memory.transfer import clone_tensors, transfer
 from .._tables.reader import read_table
 from .._tree import encoding, sendable
@@ -608,13 +608,13 @@ class DeviceDict(TreeDict[V]):
         ``device`` is ignored. The argument exists because DataLoader passes it.
 
         Raises: torch's ``RuntimeError`` without an accelerator, or if the tensors are not on the CPU.
-        Cost: an allocation and a copy for each tensor; a single allocation and copy for all packed tensors.
+        Cost: an allocation and a copy for each storage that several tensors fill, and for each other tensor.
 
         >>> d = DeviceDict({"x": 1.0})
         >>> pinned = d.pin_memory() if torch.cuda.is_available() else d
         """
         tensors = self._tensors()
-        pinned = map_buffer(tensors, self._device, pin)
+        pinned = map_storages(tensors, self._device, pin)
         return self._replace_tensors([pin(t) for t in tensors] if pinned is None else pinned, self._device)
 
     def is_pinned(self) -> bool:
@@ -654,24 +654,24 @@ class DeviceDict(TreeDict[V]):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the tensors lie in one storage, at the offsets where `pack` puts them.
+        """Whether the tensors fill one storage, whoever put them there. A small batch of `collate` does.
 
-        The addresses of the tensors are inspected each time. A field that is replaced, added, removed, reordered,
-        resized or given another storage makes it False. An in-place write to a field does not. Tensors that cannot be
-        packed are ignored. False if no tensor can be packed. Cost: O(fields), no synchronization.
+        The addresses of the tensors are inspected each time. A field that is replaced, added, removed, resized or given
+        another storage makes it False. An in-place write to a field does not. Tensors that cannot be packed are
+        ignored. False if no tensor can be packed. Cost: O(fields), no synchronization.
 
         >>> d = DeviceDict({"x": [1.0, 2.0], "y": [3]}).pack()
         >>> d.is_packed, d.select("x").is_packed
         (True, False)
         """
-        return find_buffer(self._tensors(), self._device, alone=True) is not None
+        return is_packed(self._tensors(), self._device)
 
     def pack(self) -> Self:
         """Copy the tensors into one storage. Returns ``self`` if the dict is packed already.
 
         These operations then handle one tensor and keep the dict packed: `to`, `cpu`, `clone`, `pin_memory`,
         `share_memory_`, ``pickle`` and ``torch.save``. A dict that is sent to another process needs one shared-memory
-        segment and one file descriptor.
+        segment and one file descriptor. A field that you keep then keeps the bytes of all fields alive.
 
         Packed fields are ordinary tensors in a common storage. Each has its own version counter, so autograd accepts
         an in-place write to one field after it saved another. Fields are dense and start at multiples of 64 bytes.

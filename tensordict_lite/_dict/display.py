@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._errors import dtype_name
-from .._memory.packed import find_buffer
+from .._memory.packed import is_packed
 from .._tree.tree import TreeDict, field_encoder, fields_of
 from .._tree.walk import nbytes
 
@@ -36,7 +36,7 @@ def _title(d: TreeDict[Any]) -> str:
     else:
         holds = _counted(sum(1 for _ in fields_of(d)), "field")
     device = "no device yet" if d._device is None else str(d._device)
-    packed = "" if find_buffer(tensors, d._device) is None else ", packed"
+    packed = ", packed" if is_packed(tensors, d._device, alone=False) else ""
     # A row: `row["x"].fill_(1)` writes to the batch too, and `row["x"] = 1` to the row alone.
     views = ", views" if tensors and all(tensor._is_view() for tensor in tensors) else ""
     return f"{type(d).__name__}({device}, {holds}, {_size(sum(map(nbytes, tensors)))}{packed}{views})"

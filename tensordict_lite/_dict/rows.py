@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from .._encoders.protocol import padding
 from .._errors import Path, dotted
-from .._memory.row_copies import packed_batch, take_batch, take_rows
+from .._memory.row_copies import take_batch, take_rows
 from .._tree.missing import closest
 from .._tree.tree import TreeDict, field_encoder, fields_of, refuse_ragged
 from .._tree.walk import only_tensors
@@ -82,7 +82,7 @@ class Rows(Dataset[D]):
         """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.
 
         A ``collate_fn`` gets the rows as a sequence. `collate` and torch's ``default_collate`` return the batch itself.
-        In a DataLoader worker the batch is packed.
+        In a DataLoader worker the rows are copied into memory that can be sent.
 
         Args:
             indices: a mask or indices, as for ``d.rows[indices]``.
@@ -102,8 +102,7 @@ class Rows(Dataset[D]):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
         if only_tensors(fields):
             return Rows(_with_rows(d, take_batch(fields, at, d._device), flat, at, count))
-        out = _with_rows(d, _taken(fields, at), flat, at, count)
-        return Rows(out._replace_tensors(packed_batch(out._tensors(), d._device), d._device))
+        return Rows(_with_rows(d, _taken(fields, at), flat, at, count))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from .device import CPU
 from .dtypes import FOREACH_DTYPES
-from .layout import ALIGNMENT, Layout
+from .layout import ALIGNMENT, SMALL, Layout
 from .write import copies
 
 BY_VALUE = 512 << 10
@@ -43,9 +44,10 @@ def new_buffer(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
 
-def goes_by_value(nbytes: int) -> bool:
-    """Whether a buffer of this size, on the CPU and not in shared memory, is sent to another process by value."""
-    return nbytes <= BY_VALUE
+def shared_buffer(nbytes: int) -> Tensor:
+    """A new uint8[nbytes] of zeros in shared memory."""
+    # Private: torch's own collate calls it; `share_memory_` would copy. The system fills the memory with zeros.
+    return bytes_over(torch.UntypedStorage._new_shared(nbytes), 0, nbytes, CPU)
 
 
 def in_worker_process() -> bool:
@@ -58,17 +60,18 @@ def in_worker_process() -> bool:
     return info is not None and getattr(info, "worker_method", None) != "thread"
 
 
-def in_shared_memory(nbytes: int) -> bool:
-    """Whether a batch of this size on the CPU is created in shared memory: in a worker, unless it is sent by value."""
-    return not goes_by_value(nbytes) and in_worker_process()
+def in_shared_memory(nbytes: int, total: int) -> bool:
+    """Whether a buffer on the CPU is created in shared memory: if it is large, in a worker. ``total``: of the batch.
+
+    The small buffers of a large batch are not: `for_process` sends them together.
+    """
+    return total > BY_VALUE and nbytes > SMALL and in_worker_process()
 
 
-def new_batch_buffer(layout: Layout, device: torch.device) -> Tensor:
-    """A new buffer for packed tensors, in shared memory if `in_shared_memory` says so. The gaps are zeros."""
-    if device == CPU and in_shared_memory(layout.nbytes):
-        # Private: torch's own collate calls it; `share_memory_` would copy. The system fills the memory with zeros.
-        storage = torch.UntypedStorage._new_shared(layout.nbytes)
-        return bytes_over(storage, 0, layout.nbytes, CPU)
+def new_batch_buffer(layout: Layout, device: torch.device, total: int) -> Tensor:
+    """A new buffer for tensors of a batch, in shared memory if `in_shared_memory` says so. The gaps are zeros."""
+    if device == CPU and in_shared_memory(layout.nbytes, total):
+        return shared_buffer(layout.nbytes)
     return clear_gaps(new_buffer(layout.nbytes, device), layout)
 
 
@@ -146,10 +149,26 @@ def clear_gaps(buffer: Tensor, layout: Layout) -> Tensor:
     if layout.nbytes <= _CLEAR_ALL_LIMIT * len(gaps):
         return buffer.zero_()
     for run in gaps:
-        last = run.offset + run.step * len(run.members) >= layout.nbytes
+        last = run.offset + run.step * len(run.members) > layout.nbytes  # a single field has no gap after it
         size = (len(run.members) - last, run.step - run.nbytes)
         buffer.as_strided(size, (run.step, 1), run.offset + run.nbytes).zero_()
     return buffer
+
+
+def gaps_have_content(tensors: Sequence[Tensor], layout: Layout) -> bool:
+    """Whether a byte between the tensors that fill a storage on the CPU is not zero."""
+    gaps = _gaps(layout)
+    return len(gaps) > 0 and (buffer := buffer_of(tensors, layout)).is_cpu and bool(buffer.numpy()[gaps].any())
+
+
+@lru_cache(maxsize=64)  # a program mostly sends dicts with the same few specs
+def _gaps(layout: Layout) -> np.ndarray[Any, Any]:
+    """The bytes of a buffer that belong to no field, as indices. Every field has elements."""
+    fields = [(run.offset + run.step * i, run.nbytes) for run in layout.runs for i in range(len(run.members))]
+    ends, starts = [start + nbytes for start, nbytes in fields], [start for start, _ in fields[1:]]
+    out = np.concatenate([np.arange(end, start) for end, start in zip(ends, [*starts, layout.nbytes], strict=True)])
+    out.flags.writeable = False
+    return out
 
 
 def views_of(layout: Layout, sources: Sequence[Tensor], out: list[Tensor] | dict[int, Tensor]) -> None:

@@ -12,11 +12,15 @@ import torch
 ALIGNMENT = 64
 """Every field starts at a multiple of this many bytes, the size of a cache line. torch aligns CPU tensors to the same
 multiple, so every kernel accepts the fields."""
+SMALL = 64 << 10
+"""The largest buffer in bytes for fields of any size: see `may_share`."""
+SHARE = 4
+"""The most times its own bytes that a larger field keeps alive: see `may_share`."""
 
 Sizes = tuple[int, ...]
 Spec = tuple[torch.dtype, Sizes, Sizes]
 """The dtype, shape and stride of a tensor. The stride counts elements, as in torch."""
-Group = tuple[Spec, list[int]]
+Group = tuple[Spec, Sequence[int]]
 """A spec, and the indices of the tensors that have it, ascending."""
 FieldSpec = tuple[torch.dtype, Sizes, bool]
 """The dtype and shape of a field of a batch, and False; or of one sample, and True."""
@@ -29,8 +33,8 @@ class Run(NamedTuple):
     dtype: torch.dtype
     shape: Sizes
     stride: Sizes
-    members: list[int]
-    """Indices of the fields in the list of tensors, ascending."""
+    members: tuple[int, ...]
+    """Indices of the fields in the list of tensors, in the order of the buffer."""
     offset: int
     """Bytes from the start of the buffer to the first field."""
     step: int
@@ -46,7 +50,8 @@ class Layout(NamedTuple):
 
     runs: tuple[Run, ...]
     nbytes: int
-    """The bytes up to the end of the last field."""
+    """The bytes up to the end of the last field. With several fields a multiple of `ALIGNMENT`, because ``torch.load``
+    refuses a field whose storage is no multiple of its item size."""
 
     @property
     def members(self) -> list[int]:
@@ -61,14 +66,25 @@ class Layout(NamedTuple):
     @property
     def saved(self) -> tuple[SavedGroup, ...]:
         """The groups, for a pickle."""
-        return tuple([(run.dtype, run.shape, run.stride, tuple(run.members)) for run in self.runs])
+        return tuple([(run.dtype, run.shape, run.stride, run.members) for run in self.runs])
+
+    @property
+    def end(self) -> int:
+        """The bytes up to the end of the last field."""
+        ends = [run.offset + run.step * (len(run.members) - 1) + run.nbytes for run in self.runs if run.nbytes]
+        return max(ends, default=0)
+
+    @property
+    def smallest(self) -> int:
+        """The bytes of the smallest field that has elements."""
+        return min([run.nbytes for run in self.runs if run.nbytes], default=0)
 
 
 def lay_out(groups: Iterable[Group]) -> Layout:
     """Compute the layout of these tensors: equal specs next to each other, dense strides, every field aligned.
 
-    A layout depends on the specs alone. So `is_packed` can compare it with addresses, and a receiver can compute it.
-    Fields with equal specs are next to each other, so that one ``unbind`` makes views of all of them.
+    A layout depends on the specs alone, so a receiver can compute it. Fields with equal specs are next to each other,
+    so that one ``unbind`` makes views of all of them.
     """
     merged: dict[Spec, list[int]] = {}
     for (dtype, shape, stride), members in groups:
@@ -76,27 +92,103 @@ def lay_out(groups: Iterable[Group]) -> Layout:
     runs: list[Run] = []
     start = end = 0
     for (dtype, shape, stride), members in merged.items():
-        members.sort()
         size, count = dtype.itemsize, len(members)
-        nbytes = prod(shape) * size
+        nbytes = nbytes_of((dtype, shape, stride))
         step = aligned(nbytes)
         sizes, strides = (shape, stride) if count == 1 else ((count, *shape), (step // size, *stride))
-        runs.append(Run(dtype, shape, stride, members, start, step, nbytes, (sizes, strides, start // size)))
+        region = (sizes, strides, start // size)
+        runs.append(Run(dtype, shape, stride, tuple(sorted(members)), start, step, nbytes, region))
         if nbytes:
             end = start + step * (count - 1) + nbytes
             start += step * count
-    return Layout(tuple(runs), end)
+    return Layout(tuple(runs), end if sum([len(run.members) for run in runs if run.nbytes]) == 1 else start)
+
+
+def may_share(nbytes: int, smallest: int) -> bool:
+    """Whether fields may share a buffer of ``nbytes`` that nobody asked for. ``smallest``: the bytes of the smallest.
+
+    A field that is kept keeps the whole buffer alive. So a buffer has at most `SMALL` bytes, or `SHARE` times those of
+    its smallest field.
+    """
+    return nbytes <= max(SMALL, SHARE * smallest)
+
+
+def lay_out_apart(groups: Iterable[Group]) -> list[Layout]:
+    """The layouts of several buffers for these tensors, in which every two fields `may_share`. Large fields come first.
+
+    Fields without elements are in the last one.
+    """
+    found: dict[Spec, list[int]] = {}
+    for (dtype, shape, stride), members in groups:
+        found.setdefault((dtype, tuple(shape), dense_stride(shape, stride)), []).extend(members)
+    parts: list[list[Group]] = []
+    used = 0
+    for spec, members in sorted(found.items(), key=lambda group: nbytes_of(group[0]), reverse=True):
+        nbytes, left = nbytes_of(spec), sorted(members)
+        step = aligned(nbytes)
+        while left:
+            # A buffer of one field has no spare bytes at its end.
+            limit = max(SMALL, SHARE * nbytes)
+            fit = (limit - used) // step if nbytes else len(left)
+            if not parts or fit < 1:
+                parts.append([])
+                used, fit = 0, max(1, limit // step) if nbytes else len(left)
+            parts[-1].append((spec, left[:fit]))
+            used += step * min(fit, len(left))
+            left = left[fit:]
+    return [lay_out(part) for part in parts]
 
 
 @lru_cache(maxsize=64)  # the batches of a loader are alike
-def lay_out_batch(specs: tuple[FieldSpec | None, ...], count: int) -> Layout:
-    """The layout of the contiguous fields of a batch of ``count`` samples. None: no field has this index."""
+def lay_out_batch(specs: tuple[FieldSpec | None, ...], count: int, pack: bool = False) -> tuple[Layout, ...]:
+    """The layouts of the contiguous fields of a batch of ``count`` samples. None: no field has this index.
+
+    ``pack``: one layout for all fields.
+    """
     groups: list[Group] = []
     for i, spec in enumerate(specs):
         if spec is not None:
             shape = (count, *spec[1]) if spec[2] else tuple(spec[1])
             groups.append(((spec[0], shape, row_major(shape)), [i]))
-    return lay_out(groups)
+    return (lay_out(groups),) if pack else tuple(lay_out_apart(groups))
+
+
+@lru_cache(maxsize=64)  # a program mostly uses dicts with the same few specs
+def read_layout(
+    fields: tuple[tuple[int, int, torch.dtype, Sizes, Sizes], ...], nbytes: int, regular: bool = False
+) -> Layout | None:
+    """The layout of tensors that share a storage of ``nbytes``, if they fill the storage but for alignment.
+
+    None if they overlap, or if there are other bytes between them, before or after them.
+
+    Args:
+        fields: the offset in bytes, the index, dtype, shape and stride of each tensor, by ascending offset.
+        nbytes: the size of the storage.
+        regular: None too unless `lay_out` gives this layout.
+    """
+    runs: list[Run] = []
+    end = 0
+    for offset, i, dtype, sizes, stride in fields:
+        shape, size, bytes_ = tuple(sizes), dtype.itemsize, nbytes_of((dtype, sizes, stride))
+        if offset not in (end, aligned(end)) or dense_stride(shape, stride) != stride:
+            return None
+        end = offset + bytes_
+        if runs and runs[-1][:3] == (dtype, shape, stride):
+            run = runs[-1]
+            step = run.step if len(run.members) > 1 else offset - run.offset
+            if offset - run.offset == step * len(run.members) and not step % size:
+                members = (*run.members, i)
+                region = ((len(members), *shape), (step // size, *stride), run.offset // size)
+                runs[-1] = run._replace(members=members, step=step, region=region)
+                continue
+        runs.append(Run(dtype, shape, stride, (i,), offset, aligned(bytes_), bytes_, (shape, stride, offset // size)))
+    out = Layout(tuple(runs), nbytes)
+    return None if nbytes not in (end, aligned(end)) or (regular and lay_out(out.groups) != out) else out
+
+
+def nbytes_of(spec: Spec) -> int:
+    """The bytes of the elements of a tensor."""
+    return prod(spec[1]) * spec[0].itemsize
 
 
 def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> list[Group]:
@@ -107,40 +199,6 @@ def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def with_spare(nbytes: int) -> int:
-    """The size of a buffer of ``nbytes`` with spare bytes at the end, so that its tensors do not count as packed.
-
-    A multiple of every item size, because ``torch.load`` refuses a storage whose size is no multiple of the item size.
-    """
-    return aligned(nbytes + 1)
-
-
-def distribute(groups: Iterable[Group], largest: int, limit: int) -> list[Layout]:
-    """Distribute the fields of 1 to ``largest`` bytes over buffers of at most ``limit`` bytes, spare bytes included.
-
-    Three kinds of fields are left out: larger fields, fields without elements, and a field alone in its buffer.
-    ``limit`` must have room for a field of ``largest`` bytes and for the spare bytes of `with_spare`.
-    """
-    parts: list[list[Group]] = [[]]
-    limit -= ALIGNMENT
-    room = limit
-    for spec, members in groups:
-        dtype, shape, _ = spec
-        nbytes = prod(shape) * dtype.itemsize
-        step = aligned(nbytes)
-        left = members if 0 < nbytes <= largest else []
-        while left:
-            fit = room // step
-            if fit:
-                parts[-1].append((spec, left[:fit]))
-                room -= step * min(fit, len(left))
-                left = left[fit:]
-            if left:
-                parts.append([])
-                room = limit
-    return [lay_out(part) for part in parts if len(part) > 1 or (part and len(part[0][1]) > 1)]
 
 
 @lru_cache(maxsize=1024)  # every batch has the same few shapes

@@ -1,42 +1,42 @@
-"""Packed tensors: which tensors can share one storage, whether they do, and packing them.
+"""Storages that several tensors fill, such as that of a packed dict: which tensors lie together, and packing them.
 
-No flag records that tensors are packed. They are packed if they lie in one storage exactly as their layout says. So no
-operation on a field or on the dict can leave a stale flag. A packed dict that a framework flattens and unflattens is
-still packed. A stored reference to the buffer would not help: ``t.data = ...`` and ``t.set_()`` change a field
-silently, so every use of the reference would need the same test.
+No flag records which tensors lie together. It is read from their addresses. So no operation on a field or on the dict
+can leave a stale flag, and a dict that a framework flattens and unflattens is still packed. A stored reference to the
+buffer would not help: ``t.data = ...`` and ``t.set_()`` change a field silently, so every use of the reference would
+need the same test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
-from itertools import pairwise
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .buffer import buffer_of, copy_into, new_batch_buffer, regions, views_of
+from .buffer import buffer_of, copy_into, gaps_have_content, new_batch_buffer, regions, views_of
 from .device import capabilities, intercepted
 from .dtypes import PACKABLE
-from .layout import Group, Layout, Spec, cast_groups, dense_stride, lay_out
+from .layout import Group, Layout, Spec, lay_out, read_layout
 
 MAX_DIMENSIONS = 64
 """The most dimensions that torch's operations accept."""
 
 _strided = torch.strided
+_storage_offset = Tensor.storage_offset
 
 
-class Packed(NamedTuple):
-    """How a list of packed tensors lies in its buffer. The ints are indices in the list."""
+class Arrangement(NamedTuple):
+    """How a list of tensors lies in memory. The ints are indices in the list."""
 
-    layout: Layout
+    blocks: list[Layout]
+    """The storages that several tensors fill but for alignment, with nothing else in them."""
+    groups: list[Group]
+    """The other packable tensors, by spec."""
     unpackable: list[int]
-    """The tensors outside the buffer."""
     repeats: dict[int, int]
-    """See `repeats_of`."""
+    """See `repeats_of`. These tensors are nowhere else."""
 
 
 def can_pack(device: torch.device | None) -> bool:
@@ -67,120 +67,109 @@ def repeats_of(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {i: j for i, t in enumerate(tensors) if (j := first.setdefault(id(t), i)) != i}
 
 
-def arrange(tensors: Sequence[Tensor], skip: Collection[int] = ()) -> tuple[list[Group], list[int]]:
-    """Group the packable tensors by spec; also list the indices of the others. ``skip``: indices to leave out."""
-    specs, unpackable = _specs(tensors, skip)
-    return _grouped(specs), unpackable
+def arrange(tensors: Sequence[Tensor], sent: bool = False) -> Arrangement:
+    """Find out how the tensors lie in memory. Do not call it while operations are `intercepted`.
 
-
-def _specs(tensors: Sequence[Tensor], skip: Collection[int]) -> tuple[tuple[Spec | None, ...], list[int]]:
-    """The spec of each packable tensor, and the indices of the others. A tensor in ``skip`` is in neither."""
-    specs = [(t.dtype, t.shape, t.stride()) if packable(t) and i not in skip else None for i, t in enumerate(tensors)]
-    return tuple(specs), [i for i, spec in enumerate(specs) if spec is None and i not in skip]
-
-
-def _grouped(specs: Sequence[Spec | None]) -> list[Group]:
-    groups: dict[Spec, list[int]] = {}
-    for i, spec in enumerate(specs):
-        if spec is not None:
-            groups.setdefault(spec, []).append(i)
-    return list(groups.items())
-
-
-def may_be_packed(tensors: Sequence[Tensor], alone: bool = False) -> bool:
-    """A quick test that rules out most dicts: whether the first packable tensor is smaller than its storage.
-
-    ``alone``: or whether it fills its storage and is the only one. Do not call it while operations are `intercepted`.
+    ``sent``: the bytes of the blocks leave this process, and the receiver computes their layouts. So they must lie as
+    `lay_out` says. On the CPU, the bytes between the tensors must be zeros: they could be those of another tensor.
     """
-    for i, t in enumerate(tensors):
-        if packable(t) and (nbytes := t.nbytes):
-            if t.untyped_storage().nbytes() > nbytes:
-                return len(tensors) > 1
-            return alone and not any(o.nbytes for o in tensors[i + 1 :] if o is not t and packable(o))
-    return False
-
-
-def find_buffer(tensors: Sequence[Tensor], device: torch.device | None, *, alone: bool = False) -> Packed | None:
-    """How the tensors on ``device`` are packed: whether they lie in one storage exactly as `lay_out` says. None if not.
-
-    ``alone``: a single tensor that fills its storage counts as packed.
-    """
-    if not (can_pack(device) and may_be_packed(tensors, alone)):
-        return None
     repeats = repeats_of(tensors)
-    specs, unpackable = _specs(tensors, repeats)
-    found = _fields(specs)
-    if found is None:
-        return None
-    layout, offsets = found
-    first = next(iter(offsets))
-    storage = tensors[first].untyped_storage()
-    if storage.nbytes() != layout.nbytes:
-        return None
-    base = storage.data_ptr()
-    for i, offset in offsets.items():
-        if tensors[i].data_ptr() - base != offset:
-            return None
-    return Packed(layout, unpackable, repeats)
+    groups: dict[Spec, list[int]] = {}
+    unpackable: list[int] = []
+    for i, t in enumerate(tensors):
+        if i in repeats:
+            continue
+        if packable(t):
+            groups.setdefault((t.dtype, t.shape, t.stride()), []).append(i)
+        else:
+            unpackable.append(i)
+    blocks = list(_blocks(tensors, groups, sent)) if may_lie_together(tensors) else []
+    if blocks:
+        placed = {i for layout in blocks for i in layout.members}
+        left = {spec: [i for i in members if i not in placed] for spec, members in groups.items()}
+        groups = {spec: members for spec, members in left.items() if members}
+    return Arrangement(blocks, list(groups.items()), unpackable, repeats)
 
 
-@lru_cache(maxsize=64)  # a program mostly uses dicts with the same few specs
-def _fields(specs: tuple[Spec | None, ...]) -> tuple[Layout, dict[int, int]] | None:
-    """The layout of packed tensors with these specs, and the offsets of those with elements.
-
-    None if no tensor has elements, or if the strides of one are not those that `lay_out` gives.
-    """
-    groups = _grouped(specs)
-    if any(dense_stride(shape, stride) != stride for (_, shape, stride), _ in groups):
-        return None
-    layout = lay_out(groups)
-    offsets = {i: run.offset + n * run.step for run in layout.runs if run.step for n, i in enumerate(run.members)}
-    return (layout, offsets) if offsets else None
+def may_lie_together(tensors: Sequence[Tensor]) -> bool:
+    """A quick test that rules out most dicts: of several tensors in a storage, one does not start where it starts."""
+    try:
+        return any(map(_storage_offset, tensors))
+    except (RuntimeError, NotImplementedError):  # some kinds of tensors have no storage
+        return True
 
 
-def map_buffer(
+def _blocks(tensors: Sequence[Tensor], groups: Mapping[Spec, list[int]], sent: bool) -> Iterator[Layout]:
+    places: dict[int, list[tuple[Any, ...]]] = {}
+    for spec, members in groups.items():
+        if 0 not in spec[1]:
+            for i in members:
+                offset = int(_storage_offset(tensors[i])) * spec[0].itemsize
+                places.setdefault(tensors[i].data_ptr() - offset, []).append((offset, i, *spec))
+    for place in places.values():
+        if len(place) > 1:
+            place.sort()
+            layout = read_layout(tuple(place), tensors[place[0][1]].untyped_storage().nbytes(), sent)
+            if layout is not None and not (sent and gaps_have_content(tensors, layout)):
+                yield layout
+
+
+def is_packed(tensors: Sequence[Tensor], device: torch.device | None, alone: bool = True) -> bool:
+    """Whether the packable tensors, all on ``device``, fill one storage. ``alone``: also if there is only one."""
+    return can_pack(device) and _fill_one_storage(tensors, arrange(tensors), alone)
+
+
+def _fill_one_storage(tensors: Sequence[Tensor], found: Arrangement, alone: bool) -> bool:
+    left = [tensors[i] for spec, members in found.groups if 0 not in spec[1] for i in members]
+    if alone and len(left) == 1 and not found.blocks:
+        return left[0].untyped_storage().nbytes() == left[0].nbytes
+    return len(found.blocks) == 1 and not left
+
+
+def map_storages(
     tensors: Sequence[Tensor], device: torch.device | None, function: Callable[[Tensor], Tensor]
 ) -> list[Tensor] | None:
-    """Apply ``function`` to the buffer of packed tensors on ``device``, and to each unpackable tensor.
+    """Apply ``function`` to each storage that several tensors on ``device`` fill, and to each other tensor.
 
-    ``function`` copies a tensor or returns it. Returns the new list of tensors, or None if the tensors are not packed.
+    ``function`` copies a tensor or returns it. Returns the new list of tensors, or None if no tensors lie together.
     """
-    found = find_buffer(tensors, device)
-    if found is None:
+    if not may_lie_together(tensors) or not can_pack(device):
         return None
+    blocks, _, _, repeats = arrange(tensors)
+    left = set(range(len(tensors))).difference(repeats, *[layout.members for layout in blocks])
     out = list(tensors)
-    buffer = buffer_of(tensors, found.layout)
-    made = function(buffer)
-    if made is not buffer:
-        views_of(found.layout, regions(made, found.layout), out)
-    for i in found.unpackable:
+    for layout in blocks:
+        buffer = buffer_of(tensors, layout)
+        made = function(buffer)
+        if made is not buffer:
+            views_of(layout, regions(made, layout), out)
+    for i in left:
         out[i] = function(out[i])
-    for i, first in found.repeats.items():
+    for i, first in repeats.items():
         out[i] = out[first]
     return out
 
 
-def pack(
-    tensors: list[Tensor], device: torch.device, casts: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
-) -> list[Tensor]:
-    """Copy tensors on ``device`` into one new buffer. ``casts`` maps each dtype that changes to the new one.
+def pack(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors on ``device`` into one new buffer.
 
-    Unpackable tensors are returned unchanged. So are all tensors if they are packed and ``casts`` is empty.
+    Unpackable tensors are returned unchanged. So are all tensors if they are packed.
     """
-    repeats = repeats_of(tensors)
-    groups, _ = arrange(tensors, repeats)
-    if all(0 in shape for (_, shape, _), _ in groups) or (not casts and find_buffer(tensors, device, alone=True)):
+    found = arrange(tensors)
+    groups = [*found.groups, *[group for layout in found.blocks for group in layout.groups]]
+    if all(0 in shape for (_, shape, _), _ in groups) or _fill_one_storage(tensors, found, True):
         return tensors
     out = list(tensors)
-    pack_into(out, lay_out(cast_groups(groups, casts)), device)
-    for i, first in repeats.items():
+    # In the order of the tensors, so that the layout does not depend on where they were.
+    pack_into(out, lay_out(sorted(groups, key=lambda group: min(group[1]))), device)
+    for i, first in found.repeats.items():
         out[i] = out[first]
     return out
 
 
 def pack_into(tensors: list[Tensor], layout: Layout, device: torch.device) -> Tensor:
     """Replace tensors by views of a new buffer on ``device``, with the dtypes of ``layout``. Returns the buffer."""
-    buffer = new_batch_buffer(layout, device)
+    buffer = new_batch_buffer(layout, device, layout.nbytes)
     views_of(layout, copy_into(buffer, layout, tensors), tensors)
     return buffer
 
@@ -213,22 +202,3 @@ def is_saved_group(group: Any) -> bool:
         and isinstance(dtype, torch.dtype)
         and dtype in PACKABLE
     )
-
-
-def are_slices(tensors: Sequence[Tensor]) -> bool:
-    """Whether some packable tensors are parts of larger storages, and no two of them overlap.
-
-    Pickle would write the whole storage for each. Tensors that overlap are left to ``torch.save``, which keeps the
-    overlap.
-    """
-    distinct = {id(t): t for t in tensors}.values()
-    found = [t for t in distinct if packable(t) and t.numel()]
-    if all(t.untyped_storage().nbytes() == t.nbytes for t in found):
-        return False
-    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in found)
-    return all(end <= start for (_, end), (start, _) in pairwise(spans))
-
-
-def _extent(t: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    return (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize

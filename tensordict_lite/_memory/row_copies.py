@@ -14,7 +14,7 @@ from .buffer import HUGE, in_worker_process, new_batch_buffer, new_buffer, regio
 from .device import CPU, intercepted
 from .dtypes import as_bits
 from .layout import lay_out_batch
-from .packed import can_pack, pack, packable
+from .packed import can_pack, packable
 
 _MAY_BE_HUGE = HUGE // 16
 """The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
@@ -29,24 +29,18 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
 
 def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | None) -> list[Tensor]:
-    """Copy rows of each tensor for a batch. In a worker process the rows are packed, in memory that can be sent.
-
-    Elsewhere the rows are not packed, because only a batch that is sent gains from it.
-    """
+    """Copy rows of each tensor for a batch: in a worker process into memory that can be sent."""
     if device is None or not (in_worker_process() and can_pack(device)):
         return take_rows(tensors, index)
     specs = [(t.dtype, t.shape[1:], True) if packable(t) else None for t in tensors]
-    layout = lay_out_batch(tuple(specs), len(index))
+    layouts = lay_out_batch(tuple(specs), len(index))
+    total = sum([layout.nbytes for layout in layouts])
     out = list(tensors)
-    views_of(layout, regions(new_batch_buffer(layout, device), layout), out)
+    for layout in layouts:
+        views_of(layout, regions(new_batch_buffer(layout, device, total), layout), out)
     for i, t in enumerate(tensors):
         out[i] = _take(t, index) if specs[i] is None else _select_into(out[i], t, index)
     return out
-
-
-def packed_batch(tensors: list[Tensor], device: torch.device | None) -> list[Tensor]:
-    """The tensors of a batch: in a worker process packed, in memory that can be sent; elsewhere as they are."""
-    return pack(tensors, device) if device is not None and in_worker_process() and can_pack(device) else tensors
 
 
 def _take(t: Tensor, index: Tensor) -> Tensor:

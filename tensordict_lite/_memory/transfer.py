@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .buffer import buffer_of, copy_into, new_buffer, regions, view_over, views_of
+from .buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, view_over, views_of
 from .cast import copy_each
 from .dense import dense_bytes
 from .device import CPU, META, capabilities, intercepted, is_capturing
 from .dtypes import CASTS
-from .layout import Layout, cast_groups, dense_stride, distribute, lay_out, with_spare
-from .packed import arrange, find_buffer, map_buffer, may_be_packed, pack_into, repeats_of
+from .layout import Group, Layout, cast_groups, dense_stride, lay_out, lay_out_apart, may_share, nbytes_of
+from .packed import arrange, map_storages, may_lie_together, pack_into, repeats_of
 from .staging import SLOT, Slot, staging_buffer, staging_of
 
 COALESCED_TENSOR = 64 << 10
 """The largest tensor in bytes that is coalesced with others. A separate copy to a GPU takes some microseconds before
 its first byte. Coalescing takes the host about as long for 64 KiB. ``bench_transfer.py`` compares both ("H2D")."""
-COALESCED_BUFFER = 1 << 20
-"""The largest buffer in bytes for coalesced tensors. A coalesced tensor keeps its whole buffer alive. torch's pool for
-small allocations (``kSmallSize`` in c10's CUDACachingAllocator) has the same limit."""
 STAGED_MOVE = 16 << 20
 """The most bytes of one move to a device, besides coalesced tensors, that go through pinned memory, so that the host
 need not wait. With more, the host would wait for its pinned memory in any case."""
@@ -33,21 +29,23 @@ FETCHED_TENSOR = 1 << 20
 time than a wait. The driver copies larger tensors faster, because it overlaps both copies."""
 
 
-class CopyPlan(NamedTuple):
-    """The copies that bring tensors to a device. Each int is an index in the list of tensors."""
+Item = int | Layout
+"""What is copied whole: a tensor, by its index in the list of tensors, or a storage that several tensors fill."""
 
-    packed: Layout | None = None
-    """The buffer of packed tensors, which is copied whole. The results are packed too."""
-    cast: Layout | None = None
-    """The layout of the packed tensors after the cast, if it changes any."""
+
+class CopyPlan(NamedTuple):
+    """The copies that bring tensors to a device."""
+
+    recast: tuple[tuple[Layout, Layout], ...] = ()
+    """Storages that tensors fill and that stay one, although tensors are cast; each with its layout after the cast."""
     coalesced: tuple[Layout, ...] = ()
     """Buffers into which small tensors are copied, so that one copy moves them all."""
-    staged: tuple[int, ...] = ()
-    """Larger tensors on the host, each of which goes to the device through pinned memory."""
+    staged: tuple[Item, ...] = ()
+    """What goes from the host to the device through pinned memory."""
     fetched: tuple[Layout, ...] = ()
-    """Larger tensors, one in each layout, which come to the host through pinned memory, with one wait for all."""
-    one_by_one: tuple[int, ...] = ()
-    """The tensors that are copied by torch, one by one."""
+    """Larger tensors, one in each layout, and storages, which come to the host through pinned memory, with one wait."""
+    one_by_one: tuple[Item, ...] = ()
+    """What is copied by torch, one by one."""
     repeats: Mapping[int, int] = MappingProxyType({})
     """See `repeats_of`. These tensors share the copy of their first occurrence."""
     pins: bool = False
@@ -64,48 +62,56 @@ def plan_copies(
 ) -> CopyPlan:
     """Plan how ``tensors``, all on ``source``, get to ``target``. No operations on tensors may be intercepted.
 
-    Small tensors are coalesced: on the host if they go to a device, else on their device. A ``non_blocking`` transfer
-    to the host coalesces nothing, because the caller waits for the copies.
+    A storage that several tensors fill is copied whole, whoever put them together. Other small tensors are coalesced:
+    on the host if they go to a device, else on their device. A ``non_blocking`` transfer to the host coalesces nothing,
+    because the caller waits for the copies.
     """
     here, there = capabilities(source), capabilities(target)
     capturing = (there.accelerator and is_capturing(target)) or (here.accelerator and is_capturing(source))
-    repeats = repeats_of(tensors)
-    indices = range(len(tensors))
-    everything = tuple(i for i in indices if i not in repeats) if repeats else tuple(indices)
-    one_by_one = CopyPlan(one_by_one=everything, repeats=repeats)
     # Each replay of a graph that is captured must read the sources again.
     if not (here.byte_views and there.byte_views) or (capturing and source != target):
-        return one_by_one
-    pins = (source == CPU and there.pinned_memory) or (target == CPU and here.pinned_memory)
-    if len(everything) < 2 and not (pins and source == CPU):
-        return one_by_one
+        repeats = repeats_of(tensors)
+        return CopyPlan(one_by_one=tuple([i for i in range(len(tensors)) if i not in repeats]), repeats=repeats)
     casts = CASTS[dtype]
-    packed = find_buffer(tensors, source)
-    if packed is not None:
-        layout, unpackable = packed.layout, tuple(packed.unpackable)
-        changes = any(run.dtype in casts for run in layout.runs)
-        cast = lay_out(cast_groups(layout.groups, casts)) if changes else None
-        if cast is not None or source != target or copy:
-            return CopyPlan(layout, cast, one_by_one=unpackable, repeats=repeats, pins=pins)
-    if source == target or (target == CPU and non_blocking):
-        return one_by_one
-    groups, unpackable = arrange(tensors, repeats)
-    coalesced = distribute(cast_groups(groups, casts), COALESCED_TENSOR, COALESCED_BUFFER)
-    rest = set(everything).difference(*[layout.members for layout in coalesced])
-    staged: list[int] = []
+    blocks, groups, unpackable, repeats = arrange(tensors)
+    whole: list[Layout] = []
+    recast: list[tuple[Layout, Layout]] = []
+    split: list[Group] = []  # tensors, as they are after a cast that makes them too large to share a buffer
+    for block in blocks:
+        cast = lay_out(cast_groups(block.groups, casts))
+        if casts.keys().isdisjoint([run.dtype for run in block.runs]):
+            whole.append(block)
+        elif may_share(block.nbytes, block.smallest) and not may_share(cast.nbytes, cast.smallest):
+            split += cast.groups
+        else:
+            recast.append((block, cast))
+    others = [*unpackable, *[i for _, members in groups for i in members]]
+    if source == target:
+        made = (*lay_out_apart(split), *[cast for _, cast in recast])
+        return CopyPlan((), made, one_by_one=(*sorted(others), *(whole if copy else ())), repeats=repeats)
+    pins = (source == CPU and there.pinned_memory) or (target == CPU and here.pinned_memory)
+    small = [] if target == CPU and non_blocking else [*cast_groups(groups, casts), *split]
+    small = [group for group in small if 0 < nbytes_of(group[0]) <= COALESCED_TENSOR]
+    coalesced = [layout for layout in lay_out_apart(small) if len(layout.members) > 1]
+    others += [i for _, members in split for i in members]
+    items: dict[Item, None] = dict.fromkeys((*sorted(set(others).difference(*[c.members for c in coalesced])), *whole))
+    staged: list[Item] = []
     fetched: list[Layout] = []
     if pins and source == CPU:
-        staged = sorted(rest.difference(unpackable))
-        if non_blocking:  # the copy of a pinned tensor waits for nothing, and may read it later
-            staged = [i for i in staged if not tensors[i].is_pinned()]
-        if sum([tensors[i].nbytes for i in staged]) > STAGED_MOVE:
+        staged = [item for item in items if item not in unpackable]
+        if non_blocking:  # the copy of pinned memory waits for nothing, and may read it later
+            staged = [item for item in staged if not _whole(item, tensors).is_pinned()]
+        if sum([_whole(item, tensors).nbytes for item in staged]) > STAGED_MOVE:
             staged = []
-    elif pins:
+    elif pins and not non_blocking:
         for spec, members in groups:
-            if spec[0] not in casts and 0 < prod(spec[1]) * spec[0].itemsize <= FETCHED_TENSOR:
-                fetched += [lay_out([(spec, [i])]) for i in members if i in rest]
-    rest = rest.difference(staged, *[layout.members for layout in fetched])
-    return CopyPlan(None, None, tuple(coalesced), tuple(staged), tuple(fetched), tuple(sorted(rest)), repeats, pins)
+            if spec[0] not in casts and 0 < nbytes_of(spec) <= FETCHED_TENSOR:
+                fetched += [lay_out([(spec, [i])]) for i in members if i in items]
+        if len(whole) + len(coalesced) + len(fetched) > 1:  # the copy of a single storage waits once in any case
+            fetched += [block for block in whole if block.nbytes <= FETCHED_TENSOR]
+    for item in (*staged, *fetched, *[i for layout in fetched for i in layout.members]):
+        items.pop(item, None)
+    return CopyPlan(tuple(recast), tuple(coalesced), tuple(staged), tuple(fetched), tuple(items), repeats, pins)
 
 
 def execute(
@@ -120,13 +126,17 @@ def execute(
     """Make the copies of a plan. The arguments are those of `plan_copies`. Returns the new list of tensors."""
     out = list(tensors)
     one_by_one = list(plan.one_by_one)
-    if plan.packed is not None:
-        _move_packed(plan, plan.packed, out, source, target, non_blocking)
-    if source == CPU:
+    for layout, cast in plan.recast:
+        _move_and_cast(layout, cast, out, source, target, non_blocking, plan.pins)
+    if source == target:
+        for layout in plan.coalesced:
+            pack_into(out, layout, target)
+    elif source == CPU:
         for layout in plan.coalesced:
             _coalesce_to_device(layout, out, target, plan.pins)
-        for i in plan.staged:
-            out[i] = _stage(out[i], CASTS[dtype].get(out[i].dtype, out[i].dtype), target)
+        for item in plan.staged:
+            tensor = _whole(item, out)
+            _place(item, _stage(tensor, CASTS[dtype].get(tensor.dtype, tensor.dtype), target), out)
     elif target == CPU:
         one_by_one += _fetch(plan, out, source)
     else:
@@ -135,7 +145,7 @@ def execute(
             if buffer is None:
                 one_by_one += layout.members
             else:
-                views_of(layout, regions(buffer.to(target), layout), out)
+                _place(layout, buffer.to(target), out)
     if one_by_one:
         # Copies from the host are asynchronous, and one synchronization at the end frees the sources. With a cast each
         # copy is synchronous, because torch casts on the host. A cast on the device could run out of memory.
@@ -143,12 +153,13 @@ def execute(
         wait = wait and capabilities(target).streams
         device = None if source == target else target
         try:
-            made = copy_each([tensors[i] for i in one_by_one], device, dtype, non_blocking or wait, copy)
+            items = [_whole(item, tensors) for item in one_by_one]
+            made = copy_each(items, device, dtype, non_blocking or wait, copy)
         finally:
             if wait:
                 torch.accelerator.current_stream(target).synchronize()
-        for i, tensor in zip(one_by_one, made, strict=True):
-            out[i] = tensor
+        for item, tensor in zip(one_by_one, made, strict=True):
+            _place(item, tensor, out)
     for i, first in plan.repeats.items():
         out[i] = out[first]
     return out
@@ -166,18 +177,19 @@ def transfer(
 
     ``device`` is resolved; None keeps each tensor on its device. ``source`` is the device of all tensors, if known.
 
-    Without ``copy``, a tensor that needs no change is returned itself. A tensor that occurs twice is moved once. Packed
-    tensors stay packed. Autograd records the copies.
+    Without ``copy``, a tensor that needs no change is returned itself. A tensor that occurs twice is moved once.
+    Autograd records the copies. Tensors that fill a storage together do so afterwards.
 
     With ``non_blocking=False``, the caller may change every source on return, and use every result. On the host a
     result is complete. On a device it is ready for later work on the current stream. With True, torch's contract holds.
 
-    Cost: the copies of `plan_copies`. On the same device: a copy of each tensor that is cast, or of a packed buffer.
+    Cost: the copies of `plan_copies`. On the same device: a copy of each tensor that is cast, and of the tensors that
+    fill a storage with it.
     """
     if device is META or intercepted():
         return copy_each(tensors, device, dtype, non_blocking, copy)
     if device is None or device == source:
-        if source is None or not may_be_packed(tensors):
+        if source is None or not may_lie_together(tensors):
             return copy_each(tensors, None, dtype, False, copy)
         if not copy and CASTS[dtype].keys().isdisjoint([t.dtype for t in tensors]):
             return list(tensors)
@@ -189,10 +201,9 @@ def transfer(
 
 
 def clone_tensors(tensors: Sequence[Tensor], device: torch.device | None) -> list[Tensor]:
-    """A copy of each tensor, as ``Tensor.clone`` makes it. Packed tensors on ``device`` get one new buffer."""
-    is_packed = not intercepted() and may_be_packed(tensors)
-    packed = map_buffer(tensors, device, Tensor.clone) if is_packed else None
-    return [t.clone() for t in tensors] if packed is None else packed
+    """A copy of each tensor, as ``Tensor.clone`` makes it. Tensors on ``device`` that fill a storage fill a new one."""
+    made = None if intercepted() else map_storages(tensors, device, Tensor.clone)
+    return [t.clone() for t in tensors] if made is None else made
 
 
 def _from_each_device(
@@ -210,35 +221,48 @@ def _from_each_device(
     return out
 
 
-def _move_packed(
-    plan: CopyPlan, layout: Layout, out: list[Tensor], source: torch.device, target: torch.device, non_blocking: bool
+def _whole(item: Item, tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[item] if isinstance(item, int) else buffer_of(tensors, item)
+
+
+def _place(item: Item, made: Tensor, out: list[Tensor]) -> None:
+    """Put the copy of a tensor, or views of the copy of a storage, into the list."""
+    if isinstance(item, int):
+        out[item] = made
+    else:
+        views_of(item, regions(made, item), out)
+
+
+def _move_and_cast(
+    layout: Layout,
+    cast: Layout,
+    out: list[Tensor],
+    source: torch.device,
+    target: torch.device,
+    non_blocking: bool,
+    pins: bool,
 ) -> None:
-    """Replace the packed tensors in ``out``, which have this layout, by copies on ``target``.
+    """Replace the tensors in ``out`` that fill a storage by copies on ``target``, with the dtypes of ``cast``.
 
     The cast is made on the side where it makes the copy smaller. Exception: with ``non_blocking``, a copy between the
     host and a device is cast on the device, so that the host neither waits nor reads data that has not arrived.
 
     Up to `STAGED_MOVE` bytes go through pinned memory. A pinned buffer is read later if ``non_blocking`` allows it.
     """
-    buffer, cast = buffer_of(out, layout), plan.cast
+    buffer, after = buffer_of(out, layout), True
     late = non_blocking and CPU in (source, target)
-    if cast is not None and (source == target or (target == CPU if late else cast.nbytes < buffer.nbytes)):
+    if target == CPU if late else cast.nbytes < buffer.nbytes:
         try:
-            buffer = pack_into(out, cast, source)
-            layout, cast = cast, None
+            buffer, layout, after = pack_into(out, cast, source), cast, False
         except torch.OutOfMemoryError:  # tensors may be moved because the device is full
-            if source == target or non_blocking:
+            if non_blocking:
                 raise
-        if source == target:
-            return
-    if source == target:
-        moved = buffer.clone()
-    elif source == CPU and plan.pins and buffer.nbytes <= STAGED_MOVE and not (non_blocking and buffer.is_pinned()):
+    if source == CPU and pins and buffer.nbytes <= STAGED_MOVE and not (non_blocking and buffer.is_pinned()):
         moved = _stage(buffer, torch.uint8, target)
     else:
         moved = buffer.to(target, non_blocking=non_blocking)
-    views_of(layout, regions(moved, layout), out)
-    if cast is not None:
+    _place(layout, moved, out)
+    if after:
         pack_into(out, cast, target)
 
 
@@ -260,30 +284,30 @@ def _stage(tensor: Tensor, dtype: torch.dtype, target: torch.device) -> Tensor:
 
 def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device, pins: bool) -> None:
     """Replace the tensors of the layout in ``out``, on the host, by copies on ``target``, which share a buffer."""
-    nbytes = with_spare(layout.nbytes)
-    moved = new_buffer(nbytes, target)
-    with staging_buffer(nbytes, target, pins) as (staging, pinned):
-        copy_into(staging, layout, out)
+    moved = new_buffer(layout.nbytes, target)
+    with staging_buffer(layout.nbytes, target, pins) as (staging, pinned):
+        copy_into(clear_gaps(staging, layout), layout, out)
         moved.copy_(staging, non_blocking=pinned)
-    views_of(layout, regions(moved, layout), out)
+    _place(layout, moved, out)
 
 
 def _gathered(layout: Layout, out: list[Tensor], source: torch.device) -> Tensor | None:
     """A buffer on ``source`` with copies of the tensors of the layout. None if ``source`` has no memory for it."""
     try:
-        buffer = new_buffer(with_spare(layout.nbytes), source)
+        buffer = new_buffer(layout.nbytes, source)
     except torch.OutOfMemoryError:  # tensors may be moved because the device is full
         return None
     copy_into(buffer, layout, out)
     return buffer
 
 
-def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[int]:
-    """Replace coalesced and fetched tensors by copies on the host, each in memory of its own. The host waits once.
+def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[Item]:
+    """Replace coalesced and fetched tensors by copies on the host, in memory that is not pinned. The host waits once.
 
-    Returns the tensors that are left, for want of memory on the device or of pinned memory.
+    Coalesced tensors get memory of their own each. Returns what is left, for want of memory on the device or of pinned
+    memory.
     """
-    left: list[int] = []
+    left: list[Item] = []
     staging, arriving = staging_of(source), list[tuple[Slot, Tensor, Layout]]()
 
     def arrive() -> None:
@@ -291,7 +315,7 @@ def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[int]
             torch.accelerator.current_stream(source).synchronize()
         while arriving:
             slot, memory, layout = arriving.pop()
-            _own_memory(layout, memory, out)
+            _own_memory(layout, memory, out, layout in plan.fetched)
             staging.release(slot)
 
     def pinned(layout: Layout) -> Tensor | None:
@@ -310,13 +334,15 @@ def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[int]
             if buffer is None:
                 left += layout.members
             elif (memory := pinned(layout)) is not None:
-                memory.copy_(buffer[: layout.nbytes], non_blocking=True)
+                memory.copy_(buffer, non_blocking=True)
             else:
-                _own_memory(layout, buffer.to(CPU), out)
+                _own_memory(layout, buffer.to(CPU), out, False)
         for layout in plan.fetched:
             memory = pinned(layout)
             if memory is None:
-                left += layout.members
+                left += [layout] if len(layout.members) > 1 else layout.members
+            elif len(layout.members) > 1:
+                memory.copy_(buffer_of(out, layout), non_blocking=True)
             else:
                 regions(memory, layout)[0].copy_(out[layout.members[0]], non_blocking=True)
     finally:  # also after an error: copies may be under way
@@ -324,8 +350,9 @@ def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[int]
     return left
 
 
-def _own_memory(layout: Layout, buffer: Tensor, out: list[Tensor]) -> None:
-    """Replace the tensors of the layout in ``out`` by copies of those in ``buffer``, each in memory of its own."""
-    views_of(layout, regions(buffer, layout), out)
-    for i in layout.members:
-        out[i] = out[i].clone()
+def _own_memory(layout: Layout, buffer: Tensor, out: list[Tensor], together: bool) -> None:
+    """Replace the tensors of the layout in ``out`` by copies of those in ``buffer``, in memory of their own."""
+    _place(layout, buffer.clone() if together else buffer, out)
+    if not together:
+        for i in layout.members:
+            out[i] = out[i].clone()

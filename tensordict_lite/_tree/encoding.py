@@ -3,10 +3,12 @@
 The reduction of a dict is `rebuild` and plain data: the manifest as text, the classes, the encoders, the buffers with
 their layouts, and the leaves that lie in no buffer. The protocols differ in what a buffer is:
 
-- Protocol 5, on the CPU: a ``PickleBuffer``, which a framework can move without a copy. A packed dict is one buffer. Of
-  an unpacked dict, small tensors are copied into buffers of up to 1 MiB, and each large tensor is a buffer of its own.
-- Else a uint8 tensor over the storage of a packed dict. Then ``torch.save``, ``copy.deepcopy`` and torch's stager of
-  checkpoints treat the tensors of the dict as any other tensor. torch pickles the tensors that are not packed.
+- Protocol 5, on the CPU: a ``PickleBuffer``, which a framework can move without a copy. A storage that several tensors
+  fill is one buffer, such as that of a packed dict. Other small tensors are copied into buffers of up to 64 KiB, and
+  each large tensor is a buffer of its own.
+- Else a uint8 tensor over a storage that several tensors fill. Then ``torch.save``, ``copy.deepcopy`` and torch's
+  stager of checkpoints treat the tensors of the dict as any other tensor. torch pickles the tensors that are alone in
+  their storage. Tensors that share a storage with others outside the dict are copied into buffers.
 
 Protocol 2 is the protocol of ``torch.save``. ``torch.load(weights_only=True)`` allows only functions and classes on an
 allowlist. So in protocol 2 a class is its name, and an encoder its JSON form. `rebuild` is on the list: it takes data
@@ -15,9 +17,10 @@ only, validates the data, looks up the name among the defined classes and import
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import accumulate
 from pickle import PickleBuffer
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -27,23 +30,12 @@ import torch
 from torch import Tensor
 
 from .._errors import InvalidFileError, Path
-from .._memory.buffer import buffer_of, clear_gaps, copy_into, new_buffer, regions, views_of
+from .._memory.buffer import BY_VALUE, buffer_of, clear_gaps, copy_into, new_buffer, regions, shared_buffer, views_of
 from .._memory.dense import dense_bytes
 from .._memory.device import CPU, canonical, intercepted, resolve
 from .._memory.dtypes import FOREACH_DTYPES
-from .._memory.layout import Group, Layout, dense_stride, distribute, lay_out, with_spare
-from .._memory.packed import (
-    are_slices,
-    arrange,
-    can_pack,
-    find_buffer,
-    is_saved_group,
-    materialize,
-    pack,
-    packable,
-    repeats_of,
-)
-from .._memory.transfer import COALESCED_BUFFER, COALESCED_TENSOR
+from .._memory.layout import SMALL, Group, Layout, aligned, dense_stride, lay_out, lay_out_apart, nbytes_of
+from .._memory.packed import arrange, can_pack, is_saved_group, materialize, packable
 from .convert import keep_object
 from .manifest import InvalidManifest, Outline, encoder_entry, invalid, read_text
 from .tree import TreeDict, class_named, name_of, validate_ragged
@@ -53,8 +45,9 @@ _BY_NAME = 2
 """The pickle protocol of ``torch.save``, which names classes and imports none."""
 _DAMAGED = "the layout of a pickled dict is damaged"
 
-Part = tuple[Any, tuple[Any, ...]]
-"""A buffer, and its layout: the dtype, shape, stride and numbers of the tensors of each group."""
+Part = tuple[Any, tuple[Any, ...] | list[Any]]
+"""A buffer, and its layout: the dtype, shape, stride and numbers of the tensors of each group. Or several buffers, one
+after the other, and a list of their layouts: the receiver copies them."""
 Carried = tuple[list[Part], list[Any] | None]
 """The buffers of a dict, and its leaves in the order of the tree. A tensor in a buffer is its number, a kept object
 ``(object,)``. None if every leaf has its own number."""
@@ -107,14 +100,14 @@ class view_read_only:
 def reduction(d: TreeDict[Any], protocol: int, /) -> tuple[Any, ...]:
     """`rebuild` and its arguments, for a pickle of ``d`` in this protocol. Raises ``TooDeep``.
 
-    Cost: a copy of the tensors that are slices of larger storages. In protocol 5, a copy of the small tensors; no copy
-    of a packed dict.
+    Cost: a copy of the tensors that are slices of larger storages. In protocol 5, a copy of the small tensors. No copy
+    of tensors that fill a storage together, such as those of a packed dict.
     """
     names = protocol == _BY_NAME and _objects_allowed(d)
     outline = Outline(d, pickled=True)
     if protocol >= 5 and d._device is CPU and not intercepted():
         return arguments(d, outline, _out_of_band(outline.values))
-    return arguments(d, outline, in_storages(_without_slices(outline.values, d._device), d._device), names)
+    return arguments(d, outline, _in_storages(outline.values, d._device), names)
 
 
 def _objects_allowed(d: TreeDict[Any]) -> bool:
@@ -134,32 +127,91 @@ def arguments(d: TreeDict[Any], outline: Outline, carried: Carried, names: bool 
     return rebuild, (outline.text(), classes, encoders, device, *carried)
 
 
-def _without_slices(values: list[Any], device: torch.device | None) -> list[Any]:
-    """The values, with packed copies of the tensors if some are slices of larger storages, which pickle would write."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if device is None or not (can_pack(device) and are_slices(tensors)):
-        return values
-    packed = iter(pack(tensors, device))
-    return [next(packed) if isinstance(value, Tensor) else value for value in values]
+def _in_storages(values: list[Any], device: torch.device | None) -> Carried:
+    """Each storage that several tensors fill, as a tensor over it. Other tensors are leaves, which torch pickles.
 
-
-def in_storages(values: list[Any], device: torch.device | None, *, alone: bool = False) -> Carried:
-    """The buffer of packed tensors as a tensor over their storage. Every other tensor is a leaf.
-
-    A tensor of a dtype that torch can pickle but not unpickle is a buffer of its own. ``alone``: a single tensor that
-    fills its storage counts as packed.
+    Two kinds of tensors are copied into buffers: slices of larger storages, of which torch would pickle every byte, and
+    tensors of a dtype that torch can pickle but not unpickle.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
-    found = find_buffer(tensors, device, alone=alone and len(tensors) == 1)
-    parts = [] if found is None else [(buffer_of(tensors, found.layout), found.layout.saved)]
-    numbers = {} if found is None else {id(tensors[i]): i for i in found.layout.members}
-    for i, tensor in enumerate(tensors):
-        if id(tensor) not in numbers and tensor.dtype not in FOREACH_DTYPES and packable(tensor):
-            numbers[id(tensor)] = i
-            flat = dense_bytes(tensor)
-            whole = flat if flat.untyped_storage().nbytes() == flat.nbytes else flat.clone()
-            parts.append((whole, ((tensor.dtype, *_dense(tensor), (i,)),)))
-    return parts, _leaves(values, numbers)
+    if not can_pack(device):
+        return [], _leaves(values, {})
+    found = arrange(tensors, sent=True)
+    whole, slices = _by_storage(tensors, found.groups)
+    slices += [group for group in whole if group[0][0] not in FOREACH_DTYPES]
+    parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks]
+    parts += [(layout, _gathered(tensors, layout)) for layout in lay_out_apart(slices)]
+    _add_empty(parts, found.groups)
+    return [(buffer, layout.saved) for layout, buffer in parts], _leaves(values, _numbers(tensors, parts))
+
+
+def for_process(values: list[Any], device: torch.device | None) -> Carried:
+    """The tensors for another process of this machine. Shared memory is sent as it is.
+
+    Small tensors are one part, out of which the receiver copies them. It is bytes up to `BY_VALUE`, else shared memory.
+    If all tensors together have at most `BY_VALUE` bytes, the large ones are in that part too.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if device is not CPU or not can_pack(device):
+        return _in_storages(values, device)
+    found = arrange(tensors, sent=True)
+    blocks = [layout for layout in found.blocks if not buffer_of(tensors, layout).untyped_storage().is_shared()]
+    groups = [
+        (spec, [i for i in group if not (nbytes_of(spec) and tensors[i].untyped_storage().is_shared())])
+        for spec, group in found.groups
+    ]
+    total = sum([layout.nbytes for layout in blocks]) + sum([nbytes_of(spec) * len(group) for spec, group in groups])
+    limit = total if total <= BY_VALUE else SMALL
+    together = [layout for layout in blocks if layout.nbytes <= limit]
+    parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks if layout not in together]
+    _, slices = _by_storage(tensors, [group for group in groups if nbytes_of(group[0]) > limit])
+    parts += [(layout, _gathered(tensors, layout)) for layout in lay_out_apart(slices)]
+    joined: list[tuple[Layout, Tensor | None]] = [(layout, buffer_of(tensors, layout)) for layout in together]
+    joined += [(layout, None) for layout in lay_out_apart([group for group in groups if nbytes_of(group[0]) <= limit])]
+    carried: list[Part] = [(buffer, layout.saved) for layout, buffer in parts]
+    if joined:
+        carried.append((_joined(tensors, joined), [layout.saved for layout, _ in joined]))
+    return carried, _leaves(values, _numbers(tensors, [*parts, *joined]))
+
+
+def _by_storage(tensors: list[Tensor], groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """The tensors with elements that are alone in their storage, and those that are slices of a larger one."""
+    whole: list[Group] = []
+    slices: list[Group] = []
+    for spec, members in groups:
+        if nbytes := nbytes_of(spec):
+            alone = [i for i in members if tensors[i].untyped_storage().nbytes() == nbytes]
+            whole.append((spec, alone))
+            slices.append((spec, [i for i in members if i not in alone]))
+    return whole, slices
+
+
+def _joined(tensors: list[Tensor], parts: Sequence[tuple[Layout, Tensor | None]]) -> Any:
+    """Buffers, one after the other: bytes, or shared memory if that is faster. None: gather the buffer."""
+    nbytes = sum([aligned(layout.nbytes) for layout, _ in parts])
+    memory = shared_buffer(nbytes) if nbytes > BY_VALUE else torch.zeros(nbytes, dtype=torch.uint8, device=CPU)
+    start = 0
+    for layout, buffer in parts:
+        into = memory[start : start + layout.nbytes]
+        if buffer is None:
+            copy_into(into, layout, tensors)
+        else:
+            into.copy_(buffer)
+        start += aligned(layout.nbytes)
+    return memory if nbytes > BY_VALUE else memory.numpy().tobytes()
+
+
+def _add_empty(parts: list[tuple[Layout, Any]], groups: Sequence[Group]) -> None:
+    """Add the tensors without elements to the first buffer. As a leaf, such a view would carry a whole storage."""
+    empty = [group for group in groups if not nbytes_of(group[0])]
+    if empty:
+        layout, buffer = parts.pop(0) if parts else (lay_out(()), torch.empty(0, dtype=torch.uint8, device=CPU))
+        parts.insert(0, (lay_out([*layout.groups, *empty]), buffer))
+
+
+def _numbers(tensors: list[Tensor], parts: Sequence[tuple[Layout, Any]]) -> dict[int, Any]:
+    """The number of each tensor in a buffer, by the id of the tensor."""
+    return {id(tensors[i]): i for layout, _ in parts for i in layout.members}
 
 
 def _leaves(values: list[Any], numbers: Mapping[int, Any]) -> list[Any] | None:
@@ -176,19 +228,15 @@ def _leaves(values: list[Any], numbers: Mapping[int, Any]) -> list[Any] | None:
 def _out_of_band(values: list[Any]) -> Carried:
     """The bytes of tensors on the CPU as buffers of pickle protocol 5."""
     tensors = values if only_tensors(values) else [value for value in values if isinstance(value, Tensor)]
-    found = find_buffer(tensors, CPU)
-    if found is not None and tensors is values and not (found.unpackable or found.repeats):
-        return [(_pickle_buffer(buffer_of(tensors, found.layout)), found.layout.saved)], None
-    groups, unpackable = arrange(tensors, repeats_of(tensors))
-    if found is not None:
-        parts = [(found.layout, buffer_of(tensors, found.layout))]
-    else:
-        parts = [(layout, _coalesced(tensors, layout)) for layout in _small(groups)]
-    numbers: dict[int, Any] = {id(tensors[i]): i for layout, _ in parts for i in layout.members}
-    if len(numbers) < len(tensors):
-        left_out = {id(tensors[i]) for i in unpackable}
-        for tensor in tensors:
-            if id(tensor) not in numbers and id(tensor) not in left_out:
+    found = arrange(tensors, sent=True)
+    parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks]
+    small = [group for group in found.groups if 0 < nbytes_of(group[0]) <= SMALL]
+    parts += [(layout, _gathered(tensors, layout)) for layout in lay_out_apart(small)]
+    _add_empty(parts, found.groups)
+    numbers = _numbers(tensors, parts)
+    for spec, members in found.groups:
+        if nbytes_of(spec) > SMALL:
+            for tensor in [tensors[i] for i in members]:
                 numbers[id(tensor)] = _large_tensors.setdefault(id(tensor), LargeTensor(tensor))
     return [(_pickle_buffer(buffer), layout.saved) for layout, buffer in parts], _leaves(values, numbers)
 
@@ -210,27 +258,15 @@ _large_tensors: WeakValueDictionary[int, LargeTensor] = WeakValueDictionary()
 contain a tensor: then pickle sees one object, and writes the tensor once."""
 
 
-def _small(groups: list[Group]) -> list[Layout]:
-    """The layouts of the buffers into which small tensors and tensors without elements are copied."""
-    layouts = distribute(groups, COALESCED_TENSOR, COALESCED_BUFFER)
-    empty = [group for group in groups if 0 in group[0][1]]
-    if empty:
-        first = layouts.pop(0).groups if layouts else []
-        layouts.insert(0, lay_out([*first, *empty]))
-    return layouts
-
-
 def _dense(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of a tensor, and its stride in `dense_bytes`."""
     return tuple(tensor.shape), dense_stride(tensor.shape, tensor.stride())
 
 
-def _coalesced(tensors: list[Tensor], layout: Layout) -> Tensor:
-    """A new buffer with copies of the tensors of the layout."""
-    nbytes = with_spare(layout.nbytes)
-    buffer = clear_gaps(new_buffer(nbytes, CPU), layout)
+def _gathered(tensors: list[Tensor], layout: Layout) -> Tensor:
+    """A new buffer with copies of the tensors of the layout. No old content of the memory is sent."""
+    buffer = clear_gaps(new_buffer(layout.nbytes, tensors[layout.members[0]].device), layout)
     copy_into(buffer, layout, tensors)
-    buffer.numpy()[layout.nbytes :] = 0  # no old content of the memory is sent
     return buffer
 
 
@@ -256,7 +292,7 @@ def rebuild(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, lea
             invalid("the number of classes differs from the number of dicts")
         known = _classes_of(classes)
         fields: dict[int, Tensor] = {}
-        buffers = [_add_fields(fields, part) for part in parts]
+        buffers = [_add_fields(fields, part) for given in parts for part in _apart(given)]
         devices = {buffer.device for buffer in buffers}
         values: Any = fields
         if leaves is not None:
@@ -330,21 +366,35 @@ def rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any) -> Tensor:
     return out[0]
 
 
+def _apart(part: Any) -> Iterable[Any]:
+    """The parts of `for_process` that came as one: copies, so that a tensor keeps only those of its buffer alive."""
+    if type(part) is not tuple or len(part) != 2 or type(part[1]) is not list:
+        yield part
+        return
+    given = materialize(part[0])
+    memory = _storage_of(given).numpy() if isinstance(given, Tensor) else _array(given)
+    sizes = [_layout_of(specs)[0].nbytes for specs in part[1]]
+    starts = [0, *accumulate(map(aligned, sizes))]
+    if len(memory) != starts[-1]:
+        raise ValueError(f"a buffer of a pickled dict has {len(memory)} bytes, expected {starts[-1]}")
+    for start, nbytes, specs in zip(starts, sizes, part[1], strict=False):
+        out = new_buffer(nbytes, CPU)
+        out.numpy()[...] = memory[start : start + nbytes]
+        yield out, specs
+
+
 def _add_fields(out: dict[int, Tensor], part: Any) -> Tensor:
     """Add the tensors in a buffer to ``out``, by number. Returns the buffer."""
     if type(part) is not tuple or len(part) != 2:
         raise ValueError("the buffers of a pickled dict are damaged")
     given, specs = part
-    try:
-        layout, numbers, alignment = _layout_of(specs)
-    except TypeError as error:  # the specs of a damaged pickle may be unhashable
-        raise ValueError(_DAMAGED) from error
+    layout, numbers, alignment = _layout_of(specs)
     if not numbers.isdisjoint(out):
         raise ValueError("two buffers of a pickled dict contain the same field")
     given = materialize(given)
     buffer = _storage_of(given) if isinstance(given, Tensor) else _received(given)
     nbytes = buffer.untyped_storage().nbytes()
-    if nbytes not in (layout.nbytes, with_spare(layout.nbytes)):
+    if nbytes not in (layout.nbytes, layout.end, aligned(layout.end + 1)):  # earlier versions wrote the last two
         raise ValueError(
             f"a buffer of a pickled dict has {nbytes} bytes, expected {layout.nbytes}; pass the buffers to "
             "pickle.loads in the order in which they were made"
@@ -356,9 +406,16 @@ def _add_fields(out: dict[int, Tensor], part: Any) -> Tensor:
     return buffer
 
 
-@lru_cache(maxsize=1024)  # every dict of a stream has the same few layouts
 def _layout_of(specs: Any) -> tuple[Layout, frozenset[int], int]:
     """The layout of a buffer, the numbers of its tensors, and its alignment. Raises ``ValueError`` if damaged."""
+    try:
+        return _known_layout(specs)
+    except TypeError as error:  # the specs of a damaged pickle may be unhashable
+        raise ValueError(_DAMAGED) from error
+
+
+@lru_cache(maxsize=1024)  # every dict of a stream has the same few layouts
+def _known_layout(specs: Any) -> tuple[Layout, frozenset[int], int]:
     if type(specs) is not tuple or not all(map(is_saved_group, specs)):
         raise ValueError(_DAMAGED)
     groups: list[Group] = [(spec[:3], list(spec[3])) for spec in specs]
@@ -378,12 +435,7 @@ def _storage_of(buffer: Tensor) -> Tensor:
 
 def _received(buffer: Any) -> Tensor:
     """Make a tensor of a received buffer. It shares the memory of the buffer if possible, else it is a copy."""
-    try:
-        array = np.frombuffer(buffer, np.uint8)
-    except (TypeError, ValueError, BufferError) as error:
-        raise TypeError(
-            f"expected a contiguous buffer of bytes for a pickled dict, got {type(buffer).__name__}: {error}"
-        ) from error
+    array = _array(buffer)
     if array.flags.writeable:
         return torch.from_numpy(array)
     if _views_read_only.get():
@@ -391,6 +443,15 @@ def _received(buffer: Any) -> Tensor:
     out = new_buffer(array.nbytes, CPU)
     out.numpy()[...] = array
     return out
+
+
+def _array(buffer: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.frombuffer(buffer, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(
+            f"expected a contiguous buffer of bytes for a pickled dict, got {type(buffer).__name__}: {error}"
+        ) from error
 
 
 class _Writable:

@@ -1,4 +1,4 @@
-"""Pickle a dict for another process, small buffers by value. If pickling fails, send the error in place of the dict.
+"""Pickle a dict for another process, small tensors by value. If pickling fails, send the error in place of the dict.
 
 A DataLoader worker sends batches through a ``multiprocessing.Queue``, which pickles them in a thread. That thread drops
 an object that cannot be pickled, and the receiver waits forever. So this module first pickles every dict that may fail.
@@ -18,10 +18,8 @@ from torch._utils import ExceptionWrapper  # a DataLoader raises the error insid
 from torch.utils.data import get_worker_info
 
 from .._errors import Path, TooDeep, dotted
-from .._memory.buffer import goes_by_value
-from .._memory.cast import host_array
 from .._memory.mapped import by_file
-from .encoding import arguments, in_storages
+from .encoding import arguments, for_process
 from .manifest import Outline
 from .tree import TreeDict
 
@@ -37,8 +35,8 @@ def sent(d: TreeDict[Any]) -> tuple[Any, ...]:
     """The reduction of ``d`` for another process.
 
     Raises an error that names the field or class if ``d`` cannot be pickled. In the thread of a queue, which drops
-    errors, sends an `Unsent` in place of the dict. Cost: O(fields), and a copy of the buffer if it goes by value. A
-    dict that is not plain is pickled here.
+    errors, sends an `Unsent` in place of the dict. Cost: O(fields), and a copy of the small tensors. A dict that is
+    not plain is pickled here.
     """
     try:
         reduced, plain = _reduction(d)
@@ -81,22 +79,14 @@ def _reduction(d: TreeDict[Any]) -> tuple[tuple[Any, ...], bool]:
     outline = Outline(d, pickled=True)
     # Another process maps a file again, so a reference replaces each large tensor of a mapped file.
     values = [by_file(value) if isinstance(value, Tensor) else value for value in outline.values]
-    parts, leaves = in_storages(values, d._device, alone=True)
-    carried = [(_by_value(buffer), specs) for buffer, specs in parts], leaves
+    carried = for_process(values, d._device)
     plain = (
         (d._device is not None and d._device.type in _DEVICES)
         and all(map(_is_importable, set(map(type, outline.nodes))))
         and all(encoder.is_data for encoder in outline.encoders)
-        and (leaves is None or all(map(_is_plain, outline.values)))
+        and (carried[1] is None or all(map(_is_plain, outline.values)))
     )
     return arguments(d, outline, carried), plain
-
-
-def _by_value(buffer: Tensor) -> Any:
-    """The bytes of a buffer that is faster by value; the buffer itself if it is in shared memory already."""
-    if not buffer.is_cpu or not goes_by_value(buffer.nbytes) or buffer.untyped_storage().is_shared():
-        return buffer
-    return host_array(buffer).tobytes()
 
 
 def _is_plain(value: Any) -> bool:

@@ -135,11 +135,11 @@ class Destination:
         self.cls: Any = cls
         self.device = None if device is None else resolve(device)
 
-    def build(self, schema: Header, buffer: Tensor, src: int) -> Any:
+    def build(self, schema: Header, buffers: list[Tensor], src: int) -> Any:
         """Build the dict that rank ``src`` sent. Raises ``RuntimeError`` if its manifest is invalid."""
-        buffer = buffer if self.device is None else transfer([buffer], self.device)[0]
+        buffers = buffers if self.device is None else transfer(buffers, self.device)
         try:
-            return schema.build(self.cls, buffer)
+            return schema.build(self.cls, buffers)
         except InvalidManifest as error:  # for example an encoder that is not registered on this rank
             raise refused(f"not a valid message: {error}", src) from error
 
@@ -206,8 +206,8 @@ class Channel:
             return self.share(parts)
         together(lambda part: dist.irecv(part, self.peer, group=self.group, tag=self.tag), parts)
 
-    def receive(self) -> tuple[Header, Tensor]:
-        """Receive a message: the schema and the buffer.
+    def receive(self) -> tuple[Header, list[Tensor]]:
+        """Receive a message: the schema and the buffers.
 
         Raises ``RuntimeError`` that names the sender if the sender failed or the message is invalid.
         """
@@ -230,12 +230,11 @@ class Channel:
         schema = self.learn(bytes(text.cpu().numpy()), digest) if size else self.known.get(digest, _UNANNOUNCED)
         if not size and schema is not _UNANNOUNCED:
             self.remember(digest, schema)
-        if isinstance(schema, Header) and schema.nbytes == nbytes and [p.nbytes for p in schema.parts] == sizes:
-            buffer, parts = schema.new_buffer(self.comm_device)
-            self.take(parts)
-            return schema, buffer
         # Receive an invalid message too. Otherwise the next receive would read these bytes as its prefix.
-        self.take([torch.empty(size, dtype=torch.uint8, device=self.comm_device) for size in sizes])
+        parts = [torch.empty(size, dtype=torch.uint8, device=self.comm_device) for size in sizes]
+        self.take(parts)
+        if isinstance(schema, Header) and schema.nbytes == nbytes and [size for _, size in schema.parts] == sizes:
+            return schema, schema.buffers(parts, self.comm_device)
         raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, self.peer)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._dict.device_dict import DeviceDict
 from .._errors import Path, described, dotted
 from .._memory.device import DeviceLike, canonical
+from .._memory.layout import may_share
 from .._memory.transfer import transfer
 from .._tree.tree import refuse_ragged, tensor_paths
 from .channel import (
@@ -53,8 +54,8 @@ def send(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None)
 
     Raises: ``TypeError`` that names the field that cannot be sent. The receiver raises a ``RuntimeError`` with the same
     text.
-    Cost: two messages, or three if the schema is new to ``dst``. One copy of the small tensors; no copy if the dict is
-    packed. Each tensor of 1 MiB or more is a message of its own and is not copied.
+    Cost: two messages, or three if the schema is new to ``dst``, and one for each buffer of more than 64 KiB. One copy
+    of the tensors, except those of 1 MiB or more, and of packed dicts of more than 64 KiB.
     """
     isend(d, dst, tag, group).wait()
 
@@ -142,11 +143,11 @@ def _receiving(channel: Channel, cls: Any, device: DeviceLike | None, verb: str,
         with errors, error_context(what, *collective):
             received = channel.receive()
         errors.raise_first()
-        schema, buffer = received
+        schema, buffers = received
         different = "" if expected is None else schema.difference(expected)
         if different:
             raise ValueError(f"rank {dist.get_rank()}: rank {src} sent a schema that differs from like=: {different}")
-        return cast(Destination, target).build(schema, buffer, src)
+        return cast(Destination, target).build(schema, buffers, src)
 
     return Work(finish, channel.pending)
 
@@ -168,8 +169,8 @@ def broadcast(
 
     Raises: ``TypeError`` on ``src`` for a dict that cannot be sent. The other ranks raise ``RuntimeError`` that names
     ``src``.
-    Cost: two collectives, or three for a new schema, and one for each tensor of 1 MiB or more. One copy of the tensors
-    below 1 MiB; no copy if the dict is packed.
+    Cost: two collectives, or three for a new schema, and one for each buffer of more than 64 KiB. One copy of the
+    tensors, except those of 1 MiB or more, and of packed dicts of more than 64 KiB.
     """
     errors, channel = Errors(), Channel(group, "broadcast", src)
     if dist.get_rank() != src:
@@ -260,7 +261,7 @@ def all_gather(
     on one rank, only this rank raises, after the last collective.
     Cost: two collectives, or four if a schema is new. One copy of the tensors. If every dict is smaller than 1 MiB,
     each rank sends as many bytes as the largest dict has. Otherwise each rank broadcasts its dict. If the schemas are
-    equal, each tensor of 1 MiB or more then has a collective of its own, and is not copied.
+    equal, each buffer of more than 64 KiB then has a collective of its own.
     """
     channel, errors = Channel(group, "all"), Errors()
     target: Any = errors.attempt(lambda: Destination(_class_of(d, cls), device))
@@ -272,56 +273,57 @@ def all_gather(
             schemas = [channel.learn(text, digest) for text, (digest, _) in zip(texts, announced, strict=True)]
         for (digest, _), schema in zip(announced, schemas, strict=True):
             channel.remember(digest, schema)
-        buffers = _gathered(message, announced, channel, group)
-    return [
-        d if buffer is None else target.build(accepted(schema, nbytes, src), buffer, src)
-        for src, schema, buffer, (_, nbytes) in zip(ranks_of(group), schemas, buffers, announced, strict=True)
-    ]
+        received = _gathered(message, announced, channel, group)
+    out: list[D] = []
+    for src, schema, given, (_, nbytes) in zip(ranks_of(group), schemas, received, announced, strict=True):
+        if given is None:
+            out.append(d)
+            continue
+        valid = accepted(schema, nbytes, src)
+        joined = isinstance(given, Tensor)
+        buffers = valid.split(given) if joined else valid.buffers(given, channel.comm_device)
+        out.append(target.build(valid, buffers, src))
+    return out
 
 
 def _gathered(
     message: Message, announced: list[tuple[int, int]], channel: Channel, group: ProcessGroup
-) -> list[Tensor | None]:
-    """Gather the buffers of all ranks, in the order of the group. None for this rank, which has its dict.
+) -> list[Tensor | list[Tensor] | None]:
+    """Gather the buffers of all ranks, in the order of the group: joined, or the parts of the message.
 
-    Each rank broadcasts a large buffer. A collective ``all_gather`` would copy it twice more in some backends, also on
-    the rank that sends it, and would need buffers of one size.
+    None for this rank, which has its dict. Each rank broadcasts large buffers. A collective ``all_gather`` would copy
+    them twice more in some backends, also on the rank that sends them, and would need buffers of one size.
     """
     parts, device = transfer(message.parts, channel.comm_device), channel.comm_device
     rank, ranks = dist.get_rank(), ranks_of(group)
     largest = max(nbytes for _, nbytes in announced)
     if largest < LARGE:
-        mine = _one_part(message.schema, parts, largest, device)
-        buffers = of_all(mine, group) if largest else [mine] * len(ranks)
-        return [
-            None if src == rank else buffer if nbytes == largest else buffer[:nbytes].clone()
-            for src, buffer, (_, nbytes) in zip(ranks, buffers, announced, strict=True)
-        ]
+        mine = _joined(message.schema, parts, largest, device)
+        gathered = of_all(mine, group) if largest else [mine] * len(ranks)
+        return [None if src == rank else buffer for src, buffer in zip(ranks, gathered, strict=True)]
     alike = len(set(announced)) == 1
-    out: list[Tensor | None] = []
+    out: list[Tensor | list[Tensor] | None] = []
     sent: list[tuple[int, Tensor]] = []
     for src, (_, nbytes) in zip(ranks, announced, strict=True):
-        buffer = None
         if src == rank:
-            theirs = parts if alike else [_one_part(message.schema, parts, nbytes, device)]
-        elif alike:
-            buffer, theirs = message.schema.new_buffer(device)
+            theirs = parts if alike else [_joined(message.schema, parts, nbytes, device)]
+            out.append(None)
         else:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            theirs = [buffer]
-        out.append(buffer)
+            sizes = [size for _, size in message.schema.parts] if alike else [nbytes]
+            theirs = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            out.append(theirs if alike else theirs[0])
         sent += [(src, part) for part in theirs if part.nbytes]
     together(lambda part: dist.broadcast(part[1], part[0], group=group, async_op=True), sent)
     return out
 
 
-def _one_part(schema: Header, parts: list[Tensor], nbytes: int, device: torch.device) -> Tensor:
-    """The parts of a message as one buffer of ``nbytes``, which is longer if another rank sends more bytes."""
+def _joined(schema: Header, parts: list[Tensor], nbytes: int, device: torch.device) -> Tensor:
+    """The buffers of a message, joined to ``nbytes``, which are more if another rank sends more bytes."""
     if len(parts) == 1 and parts[0].nbytes == nbytes:
         return parts[0]
     out = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    for bytes_, part in zip(parts, schema.parts, strict=True):
-        out[part.start : part.start + part.nbytes] = bytes_
+    for (start, size), part in zip(schema.parts, parts, strict=True):
+        out[start : start + size] = part
     return out
 
 
@@ -383,8 +385,10 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
 
         for members, flat in zip(groups.values(), together(start, groups.values()), strict=True):
             split = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
+            apart = not may_share(flat.untyped_storage().nbytes(), min([part.nbytes for part in split]))
             for i, part in zip(members, split, strict=True):
-                out[i] = part.reshape(tensors[i].shape).data  # .data has its own version counter
+                own = part.clone() if apart else part
+                out[i] = own.view(tensors[i].shape).data  # .data has its own version counter
     if at is not None:
         fields = enumerate(zip(out, d._tensors(), strict=True))
         out = [total if i == at else (total / out[at]).to(given.dtype) for i, (total, given) in fields]
