@@ -40,7 +40,7 @@ def excess(found: Any, source: Any = ()) -> list[str]:
     given_storages = {one.untyped_storage().data_ptr() for d in option_paths.dicts(source) for one in d._tensors()}
     out: list[str] = []
     for d in option_paths.dicts(found):
-        for key, value in d.flatten().items():
+        for key, value in d.flatten("/").items():
             for t in value._tensors() if isinstance(value, DeviceDict) else [value]:
                 if not isinstance(t, Tensor):
                     continue
