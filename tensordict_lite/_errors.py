@@ -99,12 +99,10 @@ class DeviceMismatchError(RuntimeError):
         self.actual = actual
 
 
-def device_mismatch(path: Path, expected: torch.device, actual: torch.device) -> DeviceMismatchError:
+def device_mismatch(path: Path, expected: torch.device, actual: torch.device, way_out: str = "") -> DeviceMismatchError:
     """The error for a tensor at ``path`` on the device ``actual``, in a dict on ``expected``."""
-    message = (
-        f"{dotted(path)} is on {actual}, this DeviceDict is on {expected}; "
-        f'move it with .to({str(expected)!r}), or build with on_mismatch="move"'
-    )
+    way_out = way_out or f'move it with .to({str(expected)!r}), or build with on_mismatch="move"'
+    message = f"{dotted(path)} is on {actual}, this DeviceDict is on {expected}; {way_out}"
     return DeviceMismatchError(message, key=path[0] if len(path) == 1 else path, expected=expected, actual=actual)
 
 

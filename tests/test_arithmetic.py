@@ -389,10 +389,61 @@ class TestAutograd:
         )
         many = DeviceDict({"x": torch.ones(1), "v": (d["w"] * 1).unbind()[0]})
         unchanged(many, lambda: many.mul_(2), RuntimeError, "'v' is a view that autograd does not let mul_ change")
+        many = DeviceDict(dict(zip("ab", torch.zeros(2, 2).unbind(), strict=True)))
+        operand = {"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)}
+        unchanged(
+            many,
+            lambda: many.add_(operand),
+            RuntimeError,
+            "'b' is a view that autograd does not let add_ change; clone() it first",
+        )
         leaf = torch.ones(2, requires_grad=True)  # the other operand may require grad
         plain = DeviceDict({"x": torch.ones(2)})
         plain.add_({"x": leaf})["x"].sum().backward()
         assert leaf.grad is not None and leaf.grad.tolist() == [1, 1]
+
+    @pytest.mark.parametrize("method", ["add_", "mul_", "copy_", "lerp_", "rows of a slice", "rows of indices"])
+    @pytest.mark.parametrize(
+        "slices",
+        [
+            (slice(2), slice(2, 4)),
+            (slice(4), slice(2)),
+            (slice(2), slice(4)),
+            (slice(3), slice(1, 4)),
+            (slice(4), slice(4)),
+        ],
+        ids=["halves", "whole and part", "part and whole", "overlap", "twice"],
+    )
+    def test_views_of_one_tensor_with_operands_that_require_grad(
+        self, slices: tuple[slice, slice], method: str
+    ) -> None:
+        """A write gives the base a history. torch took the next view of it for a leaf then, and raised."""
+        if method.startswith("rows") and len({part.stop - (part.start or 0) for part in slices}) > 1:
+            return  # such fields have no rows in common
+
+        def call(target: Any, other: Any) -> None:
+            if method.startswith("rows"):
+                at: Any = slice(0, 2) if "slice" in method else [1, 0]
+                target[at] = other[at]
+            else:
+                getattr(target, method)(other, *([0.25] if method == "lerp_" else []))
+
+        results: list[Any] = []
+        for by_hand in (False, True):
+            base = torch.arange(1.0, 5.0)
+            parts = [base[part] for part in slices]
+            others = [torch.full_like(part, 3.0 + i).requires_grad_() for i, part in enumerate(parts)]
+            if by_hand:
+                for part, other in zip(slices, others, strict=True):
+                    call(base[part], other)  # torch knows the history of a view that it makes anew
+            else:
+                d, given = DeviceDict({"a": parts[0], "n": {"b": parts[1]}}), {"a": others[0], "n": {"b": others[1]}}
+                call(d.rows, DeviceDict(given).rows) if method.startswith("rows") else call(d, given)
+            (base * torch.arange(1.0, 5.0)).sum().backward()
+            results.append((base.tolist(), [other.grad for other in others]))
+        (values, grads), (expected, expected_grads) = results
+        assert values == expected
+        assert all(torch.equal(x, y) for x, y in zip(grads, expected_grads, strict=True))
 
     def test_inference_tensors(self) -> None:
         with torch.inference_mode():

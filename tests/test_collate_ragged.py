@@ -193,7 +193,8 @@ class TestRagged:
                 [{"x": torch.ones(1)}, {"x": torch.ones(1).long()}],
                 {"ragged": ["x"]},
                 ValueError,
-                r"^'x': sample 1 has int64\[1\], sample 0 has float32\[1\]; ragged= lets",
+                r"^'x': sample 1 has int64\[1\], sample 0 has float32\[1\]; "
+                r"convert the samples to one dtype, such as float32$",
             ),
             (
                 [{"x": torch.ones(1)}, {"x": torch.ones(1, 1)}],
@@ -320,7 +321,8 @@ class TestObjects:
             (
                 [{"o": [{"a": 1}]}, {"o": [{"b": 1}]}],
                 ValueError,
-                "sample 1 lacks 'o.a', which sample 0 has, and has 'o.b'; these samples are the items of the lists at ",
+                "sample 1 lacks 'o.a', which sample 0 has, and has 'o.b'; give each sample the same keys; "
+                "these samples are the items of the lists at ",
             ),
             ([{"o": [{"a": None}]}], TypeError, "these samples are the items of the lists at 'o'"),
         ],

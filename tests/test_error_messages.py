@@ -401,6 +401,18 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...]
         prefetch,
         ("cpu", [1]),
     ),
+    "a device that is a dtype": (
+        TypeError,
+        "'float16' is the name of a dtype, not of a device; write torch.float16",
+        D.to,
+        ("float16",),
+    ),
+    "a plain container to a dtype": (
+        TypeError,
+        "'float16' is the name of a dtype, not of a device; write torch.float16",
+        to_device,
+        ({"x": 1}, "float16"),
+    ),
     "no device": (
         TypeError,
         "a device is a str, a torch.device or an int, got None of type NoneType",

@@ -135,6 +135,25 @@ def test_rows_and_tables_refuse_the_same_values(value: Any, text: str, tmp_path:
         assert len(writer) == 0 and not d["x"].any() and not d["y"].any()
 
 
+@pytest.mark.parametrize("index", [0, [0]])
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1, np.uint64(2**63)])
+def test_uint64_has_numbers_that_int64_lacks(number: Any, index: Any) -> None:
+    d = DeviceDict({"x": np.array([1, 2], dtype=np.uint64)})
+    d.rows[index] = {"x": number if index == 0 else [int(number)]}
+    assert d["x"].tolist() == [int(number), 2]
+    assert d.equal("x", number).tolist() == [True, False]
+    with pytest.raises(
+        ValueError, match=r"^'x': uint64 cannot hold \[.*9223372036854775808\)?\]; torch says: an integer"
+    ):
+        d.rows[[0]] = {"x": [np.uint64(2**63)]}
+    with pytest.raises(ValueError, match=r"^'x': uint64 cannot hold 18446744073709551616; torch says: int too big"):
+        d.rows[0] = {"x": 2**64}
+    with pytest.raises(
+        ValueError, match=r"^'x': uint64 cannot hold the negative numbers of \[18446744073709551616, -1"
+    ):
+        d.rows[[0, 1]] = {"x": [2**64, -1]}
+
+
 def test_the_error_of_a_width_names_the_encoder_in_use(tmp_path: Path) -> None:
     class Letters(StringEncoder):
         padding, code_dtype, code_ndim = 0, torch.int64, 1

@@ -138,8 +138,12 @@ class TestRows:
         assert str(caught.value) == (
             "rows need fields that agree on their first dimension, this DeviceDict has 'x' [2, 3], 'n.y' [3]"
         )
-        with pytest.raises(ValueError, match=r"has 'x' \[2\], 's' \[\]$"):
-            use(DeviceDict({"x": torch.ones(2), "s": 1.0}).rows)
+        with pytest.raises(
+            ValueError, match=r"\[2\], 'n.s' \[\]; 'n.s' has one value for all rows: drop it first, or .*$"
+        ):
+            use(DeviceDict({"x": torch.ones(2), "n": {"s": 1.0}}).rows)
+        with pytest.raises(ValueError, match=r"has 'x' \[\], 'y' \[\]; collate\(\[row\]\) makes a batch$"):
+            use(DeviceDict({"x": 1, "y": 2}).rows)
         with pytest.raises(ValueError, match=r"has no tensors$"):
             use(DeviceDict().rows)
 

@@ -783,7 +783,9 @@ class TestSurvival:
         d = collate(samples, cls=Batch)
         check_invariants(d)
         assert type(d.obs) is Obs and d.is_packed and d.label.tolist() == [0, 1, 2] and d.weight is None
-        with pytest.raises(ValueError, match=r"^sample 1 lacks 'weight', which sample 0 has$"):
+        with pytest.raises(
+            ValueError, match=r"^sample 1 lacks 'weight', which sample 0 has; give each sample the same keys$"
+        ):
             collate([{**samples[0], "weight": 1.0}, samples[1]], cls=Batch)
         bare = {key: value for key, value in samples[0].items() if key != "weight"}
         assert "weight" not in collate([samples[0], bare, bare], cls=Batch)

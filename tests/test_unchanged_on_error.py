@@ -83,6 +83,14 @@ class TestInPlace:
             d.rows[index] = {"x": 7.0, "n": {"bad": 7.0}, "z": 7.0}
         assert d.detach() == before
 
+    @pytest.mark.parametrize("empty", [torch.zeros(2, 0), torch.zeros(1, 0).expand(2, 0), torch.zeros(0).expand(2, 0)])
+    def test_a_field_without_elements_is_not_expanded(self, empty: Tensor) -> None:
+        strided = torch.as_strided(empty, (2, 0), (0, 1))  # as arrays of NumPy have it
+        d = DeviceDict({"x": torch.zeros(2), "e": empty, "n": {"s": strided}})
+        d.rows[0] = {"x": 1.0, "e": torch.zeros(0), "n": {"s": np.zeros(0, np.float32)}}
+        d.add_(d.clone()).fill_(d.mul_(2).clone()).zero_()
+        assert d["x"].tolist() == [0, 0] and d["e"].shape == d["n", "s"].shape == (2, 0)
+
     def test_record_stream_reaches_the_parts_of_a_sparse_tensor(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[torch.layout] = []
         monkeypatch.setattr(Tensor, "record_stream", lambda self, _: seen.append(self.layout))

@@ -64,6 +64,43 @@ class TestTensors:
         with pytest.raises(DeviceMismatchError, match=rf"^'y' is on cpu, this DeviceDict is on {device}"):
             DeviceDict({"s": 1, "x": torch.ones(1, device=device), "y": torch.ones(1)})
 
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_of_several_tensors_the_odd_one_is_refused(self, nested: bool, device: torch.device) -> None:
+        odd: Any = {"y": torch.ones(1, device=device)} if nested else torch.ones(1, device=device)
+        for items in ({"n": odd, "x": torch.ones(1), "z": torch.ones(2)}, {"x": torch.ones(1), "n": odd, "z": odd}):
+            first = next(iter(items)) == "n"
+            name, actual, expected = ("n.y" if nested else "n", device, "cpu") if first else ("x", "cpu", device)
+            with pytest.raises(DeviceMismatchError) as caught:
+                DeviceDict(items)
+            assert str(caught.value) == (
+                f"{name!r} is on {actual}, this DeviceDict is on {expected}; move it with .to('{expected}'), "
+                f"or build with device='{expected}'"
+            )
+            error = caught.value
+            assert error.key == (("n", "y") if nested and first else name)
+            assert (str(error.actual), str(error.expected)) == (str(actual), str(expected))
+            assert DeviceDict(items, device=str(error.expected)).device == error.expected
+
+    @pytest.mark.parametrize("path", [("x",), ("n", "y")])
+    def test_fields_do_not_move_one_by_one(self, path: tuple[str, ...], device: torch.device) -> None:
+        """Helpers call `batch[key] = batch[key].to(device)`. With on_mismatch="move" that would change nothing."""
+        d = DeviceDict({"x": torch.ones(2), "n": {"y": torch.zeros(3).half()}})
+        moved = d[path].to(device)
+        nested: Any = moved
+        for key in reversed(path):
+            nested = {key: nested}
+        for write in (lambda: d.__setitem__(path, moved), lambda: d.update(nested), lambda: d.__ior__(nested)):
+            with pytest.raises(DeviceMismatchError) as caught:
+                write()
+            assert str(caught.value) == (
+                f"'{'.'.join(path)}' is on {device}, this DeviceDict is on cpu; move the whole dict, "
+                f"d = d.to('{device}'), or this tensor, .to('cpu')"
+            )
+        assert d.to(str(device)).device == device
+        for other in (moved.float() if path == ("n", "y") else moved.half(), moved[:1]):
+            with pytest.raises(DeviceMismatchError, match=r'build with on_mismatch="move"$'):
+                d[path] = other
+
     def test_asking_for_a_device_is_consent(self, device: torch.device, copies: Any) -> None:
         t = torch.ones(2)
         d = DeviceDict({"x": t, "n": {"y": torch.zeros(1, device=device), "again": t}}, device=device)
@@ -280,9 +317,29 @@ def test_what_is_refused_with_its_message(value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([[1, 2], [3]], r"^'x': expected numbers that torch can hold, in lists that are rectangular; torch says: "),
-        ([1, [2]], r"^'x': expected numbers that torch can hold, in lists that are rectangular; torch says: "),
-        (2**70, r"^'x': expected numbers that torch can hold, .*verflow"),
+        (
+            [[1, 2], [3]],
+            r"^'x': item \[1\] has length 1, expected 2: nested lists must be rectangular; to keep the lengths, store "
+            r"Ragged\.from_rows\(rows\), or give collate ragged=\['x'\]; to fill the shorter ones up, give collate "
+            r"pad=\{'x': 0\}$",
+        ),
+        (
+            [[[1, 2], [3, 4]], [[5, 6], (7,)]],
+            r"^'x': item \[1\]\[1\] has length 1, expected 2: nested lists must be rectangular$",
+        ),
+        ([1, [2]], r"^'x': item \[1\] is a list, expected a number: nested lists must be rectangular$"),
+        ([[1], [2], 3], r"^'x': item \[2\] is a number, expected a list: nested lists must be rectangular$"),
+        ([[1.5], []], r"^'x': item \[1\] has length 0, expected 1: nested lists must be rectangular; to keep"),
+        (2**70, r"^'x': int64 cannot hold 1180591620717411303424; store float\(value\), or str\(value\)$"),
+        (
+            [[1], [-(2**63) - 1]],
+            r"^'x': int64 cannot hold -9223372036854775809; store float\(value\), or str\(value\)$",
+        ),
+        (
+            [np.uint64(2**63)],
+            r"^'x': int64 cannot hold 9223372036854775808; store float\(value\), or "
+            r"numpy\.array\(value, dtype='uint64'\)$",
+        ),
         ([np.ones(2), np.ones(3)], r"^'x': the arrays in this list differ in shape"),
     ],
 )
@@ -665,7 +722,7 @@ class TestHostValues:
             (
                 [[], [1, 2]],
                 ValueError,
-                "'x': expected lists that are rectangular, got an empty list next to a list of numbers",
+                r"'x': item \[1\] has length 2, expected 0: nested lists must be rectangular",
             ),
             ([np.array([1.5]), ["a"]], TypeError, "'x' is list of ndarray, str, expected a tensor"),
             ([np.array(1), None], TypeError, "'x' is list of NoneType, ndarray, expected a tensor"),

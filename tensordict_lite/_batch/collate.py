@@ -22,7 +22,7 @@ from .._dict.device_dict import DeviceDict
 from .._dict.insert import convert_for, insert, place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import encode_ragged, padding
-from .._errors import Path, described, device_mismatch, dotted, refuse_deeper, with_path
+from .._errors import Path, described, device_mismatch, dotted, dtype_name, refuse_deeper, with_path
 from .._memory.device import CPU, canonical
 from .._memory.dtypes import NUMPY_DTYPES
 from .._memory.layout import FieldSpec
@@ -668,13 +668,15 @@ class _Walk:
                         f"sample {i} has {described(tensor)}"
                     )
         elif pad is not None:
-            hint = "; pad= fills up the first dimension only" if len(set(map(_dtype, values))) == 1 else ""
+            hint = "; pad= fills up the first dimension only"
             if not any(map(Tensor.dim, values)):
                 raise ValueError(
                     f"{dotted(path)}: {pad!r} pads the first dimension, and the samples are single numbers"
                 )
         elif all(differ_in_length(tensor, first) for tensor in values):
             hint = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, ragged=[{key!r}]"
+        if len(set(map(_dtype, values))) > 1:
+            hint = f"; convert the samples to one dtype, such as {dtype_name(first.dtype)}"
         raise_mismatch(values, path, "sample", error, hint, differ_in_length if self.may_differ(path) else None)
 
 

@@ -201,7 +201,8 @@ def values_by_key(mappings: Sequence[Mapping[str, Any]], at: Path, noun: str) ->
     if list(map(list, mappings)).count(names) == len(mappings):
         return zip(names, zip(*[mapping.values() for mapping in mappings], strict=True), strict=True)
     for i, mapping in enumerate(mappings):
-        refuse_other_keys(first, mapping, at, f"{noun} {i}", f"{noun} 0")
+        hint = "; give each sample the same keys" if noun == "sample" else ""
+        refuse_other_keys(first, mapping, at, f"{noun} {i}", f"{noun} 0", hint)
     return ((name, tuple([mapping[name] for mapping in mappings])) for name in names)
 
 

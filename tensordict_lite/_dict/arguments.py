@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._memory.device import DeviceLike
-from .._memory.dtypes import CASTABLE
+from .._memory.device import DeviceLike, parse
+from .._memory.dtypes import CASTABLE, DTYPES
 from .._tree.tree import TreeDict
 
 _FORMS = "to(device), to(dtype), to(device, dtype), to(tensor) or to(other_dict), with non_blocking= and copy="
@@ -22,7 +22,7 @@ def to_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ToArgument
     """Parse the arguments of ``to``. Raises ``TypeError`` if the arguments fit no form."""
     if len(args) == 1 and not kwargs:  # most calls: "`.to()` on the current device" of benchmarks/bench_peers.py
         only = args[0]
-        if type(only) is str:
+        if type(only) is str and only not in DTYPES:
             return torch.device(only), None, False, False
         if type(only) is torch.device:
             return only, None, False, False
@@ -76,7 +76,7 @@ def to(  # Python's own errors about arguments show this name
     if device is not None and not isinstance(device, torch.device):
         if not isinstance(device, (str, int)) or isinstance(device, bool):
             raise TypeError(f"to() got {device!r} of type {type(device).__name__}; expected {_FORMS}")
-        device = torch.device(device)
+        device = parse(device)
     return device, dtype, non_blocking, copy
 
 

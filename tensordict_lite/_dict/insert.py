@@ -6,6 +6,7 @@ the dict. The second step commits: it stores the prepared values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from .._tree.convert import Converted, convert
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict, dicts_of, field_encoder, kind_nested
-from .._tree.walk import NO_EXPORTS, all_on, as_shared, refuse_key
+from .._tree.walk import NO_EXPORTS, all_on, as_shared, leaves, refuse_key
 
 Moved = Mapping[int, Tensor]
 """Copies on the device of the dict. The key is the ``id`` of the given tensor."""
@@ -111,7 +112,10 @@ def _prepare(
         if moves:
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
             moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True))
-    staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at, shapes)
+    try:
+        staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at, shapes)
+    except _Misplaced as misplaced:
+        raise _mismatch(d, data, at, *misplaced.args) from None
     if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
         device = target
     return staged, device, encoders
@@ -192,10 +196,33 @@ def _ragged_rows(
 
 
 def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Tensor:
-    """The copy of a tensor on the device of the dict. Raises ``DeviceMismatchError`` if it was not moved."""
+    """The copy of a tensor on the device of the dict. Raises `_Misplaced` if it was not moved."""
     if id(tensor) in moved:
         return moved[id(tensor)]
-    raise device_mismatch(path, target, tensor.device)
+    raise _Misplaced(path, tensor, target)
+
+
+class _Misplaced(Exception):
+    """A tensor is not on the device of the dict. The arguments: its path, the tensor and the device of the dict."""
+
+
+def _mismatch(
+    d: TreeDict[Any], data: Mapping[str, Any], at: Path, path: Path, tensor: Tensor, expected: torch.device
+) -> DeviceMismatchError:
+    """The error for a misplaced tensor of ``data``."""
+    way_out = ""
+    if d._device is None:  # right is the device that most tensors are on, of two that of the first tensor
+        found = [((*at, *inside), value) for inside, value in leaves(data) if isinstance(value, Tensor)]
+        expected = canonical(Counter(value.device for _, value in found).most_common(1)[0][0])
+        path, tensor = next((where, value) for where, value in found if value.device != expected)
+        way_out = f"move it with .to({str(expected)!r}), or build with device={str(expected)!r}"
+    stored: Any = d
+    for part in path[len(at) :]:
+        stored = stored.get(part) if isinstance(stored, TreeDict) else None
+    if isinstance(stored, Tensor) and (stored.shape, stored.dtype) == (tensor.shape, tensor.dtype):
+        # `d[key] = d[key].to(device)`, as helpers do: with on_mismatch="move" it would change nothing.
+        way_out = f"move the whole dict, d = d.to({str(tensor.device)!r}), or this tensor, .to({str(expected)!r})"
+    return device_mismatch(path, expected, tensor.device, way_out)
 
 
 def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) -> Any:

@@ -435,8 +435,15 @@ def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
         for path, field in _field_paths(d)
     ]
     listed = ", ".join(shapes[:20]) + (f" and {len(shapes) - 20} more" if len(shapes) > 20 else "")
+    single = [path for path, field in _field_paths(d) if isinstance(field, Tensor) and not field.dim()]
+    hint = ""
+    if len(single) == len(shapes) > 0:
+        hint = "; collate([row]) makes a batch"
+    elif single:
+        hint = f"; {dotted(single[0])} has one value for all rows: drop it first, or store a value for each row"
     raise ValueError(
         f"rows need fields that agree on their first dimension, this {type(d).__name__} has {listed or 'no tensors'}"
+        f"{hint}"
     )
 
 

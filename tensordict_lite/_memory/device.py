@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .dtypes import DTYPES
+
 DeviceLike = torch.device | str | int
 
 CPU = torch.device("cpu")
@@ -43,7 +45,7 @@ def resolve(device: DeviceLike) -> torch.device:
         raise TypeError(
             f"a device is a str, a torch.device or an int, got {device!r:.60} of type {type(device).__name__}"
         )
-    parsed = device if isinstance(device, torch.device) else torch.device(device)
+    parsed = device if isinstance(device, torch.device) else parse(device)
     if parsed.type in ("cpu", "meta"):  # torch accepts and ignores their index
         return CPU if parsed.type == "cpu" else META
     index: Any = parsed.index  # None without an index; the stubs of torch do not say so
@@ -51,6 +53,13 @@ def resolve(device: DeviceLike) -> torch.device:
         return parsed
     # Ask torch, which knows every backend and the current device.
     return torch.empty(0, device=parsed).device
+
+
+def parse(device: str | int) -> torch.device:
+    """``torch.device(device)``. Raises ``TypeError`` for the name of a dtype."""
+    if device in DTYPES:
+        raise TypeError(f"{device!r} is the name of a dtype, not of a device; write torch.{device}")
+    return torch.device(device)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ def write_all(calls: Sequence[Call], risky: Sequence[Risky] = ()) -> None:
             with torch.no_grad():
                 old = target.clone() if place is None else target[place].clone()
             done.append((target, place, old))  # first, as an interrupt may follow the write
+            _ = target.is_leaf  # torch takes a view for a leaf until it is asked, if a write gave its base a history
             call()
         deque(map(partial.__call__, [*calls, partial(done.clear)]), 0)  # after the last call nothing is undone
     except BaseException:
@@ -121,7 +122,7 @@ def copies(targets: list[Tensor], values: list[Tensor]) -> list[Call]:
 
 def is_expanded(t: Tensor) -> bool:
     """Whether several elements of a strided tensor are the same memory, as in an expanded tensor."""
-    return any(size > 1 and not step for size, step in zip(t.shape, t.stride(), strict=True))
+    return any(size > 1 and not step for size, step in zip(t.shape, t.stride(), strict=True)) and t.numel() > 0
 
 
 def overlap_partly(a: Tensor, b: Tensor) -> bool:

@@ -140,12 +140,49 @@ def _numbers(value: Any, device: torch.device, policy: Policy, path: Path, dtype
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "verflow" not in str(error):
             raise  # another error, such as out of memory, has nothing to do with the value
+        if dtype is not None and dtype is torch.uint64:  # it has numbers that int64, the dtype of Python ints, lacks
+            return _numbers_of_dtype(value, dtype, device, path)
+        reason = _unequal(value, path) or _too_large(value)
         raise ValueError(
-            f"{dotted(path)}: expected numbers that torch can hold, in lists that are rectangular; torch says: {error}"
+            f"{dotted(path)}: {reason or f'expected numbers that torch can hold; torch says: {error}'}"
         ) from error
     if dtype is None or (tensor.numel() and not torch.can_cast(tensor.dtype, dtype)):
         return tensor
     return _numbers_of_dtype(value, dtype, device, path)
+
+
+def _unequal(value: Any, path: Path) -> str:
+    """The first item for which nested lists are not rectangular, with a way out; ``""`` for other values."""
+    level: list[tuple[str, Any]] = [("", value)]
+    while level and isinstance(level[0][1], (list, tuple)):
+        level = [(f"{where}[{i}]", item) for where, one in level for i, item in enumerate(one)]
+        lengths = [len(item) if isinstance(item, (list, tuple)) else None for _, item in level]
+        for (where, _), length in zip(level, lengths, strict=True):
+            if length == lengths[0]:
+                continue
+            if length is None or lengths[0] is None:
+                kinds = ["a list", "a number"] if length is not None else ["a number", "a list"]
+                return f"item {where} is {kinds[0]}, expected {kinds[1]}: nested lists must be rectangular"
+            found = f"item {where} has length {length}, expected {lengths[0]}: nested lists must be rectangular"
+            key = path[-1]
+            way_out = (
+                f"; to keep the lengths, store Ragged.from_rows(rows), or give collate ragged=[{key!r}]; to fill the "
+                f"shorter ones up, give collate pad={{{key!r}: 0}}"
+            )
+            return found + (way_out if where.count("[") == 1 else "")
+    return ""
+
+
+def _too_large(value: Any) -> str:
+    """The first of some ints that int64 cannot hold, with a way out; ``""`` for other values."""
+    level: list[Any] = [value]
+    while level and isinstance(level[0], (list, tuple)):
+        level = [item for one in level for item in one]
+    for one in level if all(isinstance(one, (int, np.integer)) for one in level) else ():
+        if not -(2**63) <= int(one) < 2**63:
+            way_out = "numpy.array(value, dtype='uint64')" if 0 < one < 2**64 else "str(value)"
+            return f"int64 cannot hold {one!s:.60}; store float(value), or {way_out}"
+    return ""
 
 
 def _numbers_of_dtype(value: Any, dtype: torch.dtype, device: torch.device, path: Path) -> Tensor:
@@ -154,11 +191,11 @@ def _numbers_of_dtype(value: Any, dtype: torch.dtype, device: torch.device, path
         raise ValueError(f"{dotted(path)}: {dtype_name(dtype)} cannot hold the negative numbers of {value!r:.60}")
     try:
         tensor = torch.tensor(value, dtype=dtype, device=device)
-        if not tensor.dim():
+        if not tensor.dim() and dtype is not torch.uint64:  # torch cannot write its numbers
             tensor = tensor.new_empty(1)
             tensor[0] = value  # refuses numbers that `torch.tensor` makes infinite
             tensor = tensor[0]
-    except (ValueError, OverflowError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "verflow" not in str(error):
             raise
         message = f"{dotted(path)}: {dtype_name(dtype)} cannot hold {value!r:.60}; torch says: {error}"
@@ -184,9 +221,7 @@ def _sequence(
     if all(issubclass(kind, _NUMBERS) for kind in kinds):
         tensor = _numbers(value, device, policy, path, dtype)
         if not tensor.numel():  # torch reads the length from the first list only and drops the numbers of the others
-            raise ValueError(
-                f"{dotted(path)}: expected lists that are rectangular, got an empty list next to a list of numbers"
-            )
+            raise ValueError(f"{dotted(path)}: {_unequal(value, path)}")
         return Converted(tensor)
     if all(issubclass(kind, str) for kind in kinds):
         return _strings(value, policy, path)

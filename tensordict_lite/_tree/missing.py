@@ -88,18 +88,21 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
     raise AssertionError(f"{path} is there")  # pragma: no cover  (the caller did not find the path)
 
 
-def refuse_other_keys(expected: Mapping[str, Any], given: Mapping[Any, Any], at: Path, name: str, owner: str) -> None:
+def refuse_other_keys(
+    expected: Mapping[str, Any], given: Mapping[Any, Any], at: Path, name: str, owner: str, hint: str = ""
+) -> None:
     """Raise ``ValueError`` if ``given`` does not have exactly the keys of ``expected``.
 
-    ``at``: the path of both. ``name``, ``owner``: the names of ``given`` and ``expected`` in the message.
+    ``at``: the path of both. ``name``, ``owner``: the names of ``given`` and ``expected`` in the message. ``hint``: its
+    end.
     """
     missing = [key for key in expected if key not in given]
     extra = [key for key in given if key not in expected]
     if missing:
         beside = f", and has {dotted((*at, extra[0]))}" if extra else ""
-        raise ValueError(f"{name} lacks {dotted((*at, missing[0]))}, which {owner} has{beside}")
+        raise ValueError(f"{name} lacks {dotted((*at, missing[0]))}, which {owner} has{beside}{hint}")
     if extra:
-        raise ValueError(f"{name} has {dotted((*at, extra[0]))}, which {owner} lacks")
+        raise ValueError(f"{name} has {dotted((*at, extra[0]))}, which {owner} lacks{hint}")
 
 
 def refuse_unknown_encoders(encoders: Any, tree: Mapping[str, Any], owner: str) -> None:
