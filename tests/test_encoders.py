@@ -23,6 +23,7 @@ from tensordict_lite import (
     Tokenizer,
     Utf8,
     Vocabulary,
+    cat,
     collate,
     encoder_from_json,
     encoder_to_json,
@@ -425,6 +426,20 @@ class TestBaseClass:
             assert d.decode("s") == ["?", "????"]
             copied = pickle.loads(pickle.dumps(d))
             assert copied.encoders["s"] == given and copied.decode("s") == ["?", "????"]
+
+
+def test_one_object_is_one_encoder_whatever_its_equality_says() -> None:
+    class NeverEqual(Lengths):
+        def __eq__(self, other: object) -> bool:
+            return False
+
+        __hash__ = None  # type: ignore[assignment]
+
+    encoder = NeverEqual()
+    d, other = (DeviceDict({"s": ["a", "b"]}, encoders={"s": encoder}) for _ in range(2))
+    d.rows[0] = other.rows[1]
+    for joined in (cat([d, other]), collate([d.rows[0], other.rows[0]]), DeviceDict(d, encoders={"s": encoder})):
+        assert joined.encoders["s"] is encoder
 
 
 class TestTokenizer:
