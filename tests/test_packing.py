@@ -663,7 +663,7 @@ class TestUnderTransforms:
         assert step(sample()) == sample().double() and step(sample().pack()) == sample().double()
 
     # Forward-mode AD's own; of newer versions of torch the second.
-    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):DeprecationWarning")
     @pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):FutureWarning")
     def test_functorch_modes_and_traces(self) -> None:
         packed = DeviceDict({"x": torch.arange(6.0).reshape(3, 2), "y": torch.ones(3, 2)}).pack()
