@@ -107,7 +107,7 @@ def nested_rows(rows: dict[str, Any], index: Tensor) -> dict[str, Any]:
 
 
 def joined(batch: DeviceDict[Any]) -> Fields:
-    return {"offsets": batch["ids"]["offsets"], **{key: batch[key]["values"] for key in KEYS}}
+    return {"offsets": batch["ids"].offsets, **{key: batch[key].values for key in KEYS}}
 
 
 TAKE: dict[str, tuple[str, Callable[[DeviceDict[Any]], Any]]] = {

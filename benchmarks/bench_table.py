@@ -292,7 +292,7 @@ def texts(mib: int) -> list[Case]:
         for first in range(0, len(lengths), BLOCK):
             writer.write({"text": ["x" * length for length in lengths[first : first + BLOCK]]})
     table: Any = load(path)
-    v, o = table["text"]["values"], table["text"]["offsets"]
+    v, o = table["text"].values, table["text"].offsets
     by_row = "[bytes(v[o[i] : o[i + 1]].numpy()).decode() for i in index.tolist()]"
     codes = {OURS: "table.rows[index].decode('text')", "a slice for each row": by_row}
     found: list[Case] = []

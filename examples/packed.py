@@ -73,7 +73,7 @@ def attend_padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def attend_packed(rows: Ragged, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention inside each row: one kernel for all rows on CUDA, a call for each row elsewhere."""
     if q.is_cuda:
-        offsets, longest, half = rows["offsets"], rows.max_length, [x.bfloat16() for x in (q, k, v)]
+        offsets, longest, half = rows.offsets, rows.max_length, [x.bfloat16() for x in (q, k, v)]
         return varlen_attn(*half, offsets, offsets, longest, longest, window_size=(-1, 0)).to(q.dtype)
     parts = (rows.with_values(x).unbind() for x in (q, k, v))
     return torch.cat([attend_padded(*row) for row in zip(*parts, strict=True)])
@@ -81,17 +81,17 @@ def attend_packed(rows: Ragged, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def hidden_packed(model: Model, ids: Ragged) -> Ragged:
     """What the model computes for each byte, with the rows of ``ids``."""
-    return ids.with_values(model(ids["values"].long(), ids.positions(), partial(attend_packed, ids)))
+    return ids.with_values(model(ids.values.long(), ids.positions(), partial(attend_packed, ids)))
 
 
 def loss_packed(model: Model, batch: DeviceDict[Any]) -> Tensor:
-    return cross_entropy(model.head(hidden_packed(model, batch["ids"])["values"]), batch["labels"]["values"].long())
+    return cross_entropy(model.head(hidden_packed(model, batch["ids"]).values), batch["labels"].values.long())
 
 
 def loss_padded(model: Model, batch: DeviceDict[Any]) -> Tensor:
-    ids, labels = batch["ids"].padded().long(), batch["labels"].map(Tensor.long).padded(-100)  # -100: no loss
-    hidden = model(ids, torch.arange(ids.shape[1], device=ids.device), attend_padded)
-    return cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten())
+    ids = batch["ids"]
+    hidden = model(ids.padded().long(), torch.arange(ids.max_length, device=ids.device), attend_padded)
+    return cross_entropy(model.head(hidden)[ids.mask()], batch["labels"].values.long())
 
 
 def train(model: Model, loss_of: Callable[..., Tensor], epochs: int, device: torch.device) -> tuple[list[float], float]:
@@ -106,7 +106,7 @@ def train(model: Model, loss_of: Callable[..., Tensor], epochs: int, device: tor
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            seen += len(batch["ids"]["values"])
+            seen += len(batch["ids"].values)
     return losses, seen / (perf_counter() - start)
 
 
@@ -114,7 +114,7 @@ def embed(model: Model, ids: Ragged) -> tuple[list[Tensor], Tensor]:
     """The vectors of each text, one for each byte, and their mean: [texts, width]."""
     with torch.no_grad():
         hidden = hidden_packed(model, ids).cpu()
-    return hidden.unbind(), torch.segment_reduce(hidden["values"], "mean", lengths=hidden.lengths)
+    return hidden.unbind(), torch.segment_reduce(hidden.values, "mean", lengths=hidden.lengths)
 
 
 def run(epochs: int, device: torch.device) -> Result:

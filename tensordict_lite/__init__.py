@@ -10,7 +10,6 @@ from ._batch.parts import JoinedRows, join_parts, load_parts
 from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
-from ._dict.ragged import Ragged
 from ._dict.row_writer import RowWriter
 from ._dict.schema import field
 from ._dict.tables import add_column, drop_column, repair, verify
@@ -21,6 +20,7 @@ from ._encoders.tokenizer import Tokenizer
 from ._errors import DeviceMismatchError, InvalidFileError
 from ._tree.encoding import view_read_only
 from ._tree.missing import MissingKeyError
+from ._tree.ragged import Ragged
 
 __version__ = "1.0.0.dev0"  # the build reads the version of the package here
 

@@ -44,7 +44,7 @@ def described(value: Any) -> str:
         layout = "" if value.is_nested or value.layout is torch.strided else f"{dtype_name(value.layout)} "
         return f"{layout}{dtype_name(value.dtype)}[{shape}]{where}"
     if isinstance(value, Mapping):
-        return "a Ragged" if getattr(type(value), "_is_ragged", False) else "a mapping"
+        return "a mapping"
     name = type(value).__name__
     return f"{'an' if name.startswith(tuple('aeioAEIO')) else 'a'} {name}"
 

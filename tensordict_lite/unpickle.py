@@ -7,8 +7,9 @@ exceptions, and your own classes.
 ========================= ===========================================================================================
 name                      found in
 ========================= ===========================================================================================
-``rebuild``               pickles of a `DeviceDict`, and files of ``torch.save``; the only function that
-                          ``torch.load(weights_only=True)`` may call
+``rebuild``               pickles of a `DeviceDict`, and files of ``torch.save``
+``rebuild_ragged``,       pickles of a `Ragged` outside of a dict, and files of ``torch.save``
+``rebuild_lengths``
 ``rebuild_tensor``        pickles of a `DeviceDict` in protocol 5 with a large tensor
 ``WrappedEncoder``        pickles of a dict with an encoder that is no `StringEncoder`
 ``rebuild_tokenizer``     pickles of a `Tokenizer`
@@ -32,6 +33,7 @@ from ._memory.mapped import map_again
 from ._tree.encoding import rebuild, rebuild_tensor
 from ._tree.policy import Policy
 from ._tree.pytree import Carried
+from ._tree.ragged import rebuild_lengths, rebuild_ragged
 from ._tree.sendable import Unsent
 
 __all__ = [
@@ -43,6 +45,8 @@ __all__ = [
     "WrappedEncoder",
     "map_again",
     "rebuild",
+    "rebuild_lengths",
+    "rebuild_ragged",
     "rebuild_tensor",
     "rebuild_tokenizer",
 ]
@@ -50,5 +54,5 @@ __all__ = [
 for _name in __all__:
     globals()[_name].__module__ = __name__
 
-# The only function that torch.load(weights_only=True) may call. It takes data only, and validates the data.
-add_safe_globals([rebuild])
+# The only functions that torch.load(weights_only=True) may call. They take data only, and validate the data.
+add_safe_globals([rebuild, rebuild_lengths, rebuild_ragged])

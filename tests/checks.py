@@ -11,16 +11,31 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tensordict_lite._errors import Path, dotted
 from tensordict_lite._memory.device import CPU, resolve
 from tensordict_lite._tree.policy import Policy
+from tensordict_lite._tree.ragged import Ragged
 from tensordict_lite._tree.tree import TreeDict
+
+
+def check_rows(r: Ragged, at: Path = ()) -> None:
+    """Raise ``AssertionError`` if an invariant of a ragged field does not hold."""
+    where = f"{dotted(at)}: " if at else ""
+    assert r.offsets.device == r.values.device, f"{where}values and offsets on two devices"
+    assert r.offsets.dtype is torch.int32 or len(r.values) >= 1 << 31, f"{where}{r.offsets.dtype}"
+    if not r.offsets.is_meta:
+        assert r.offsets[0] == 0 and r.offsets[-1] == len(r.values) and not (r.lengths < 0).any(), where
+        assert r._lengths.longest in (None, max(r.lengths.tolist(), default=0)), f"{where}a wrong max_length"
 
 
 def check_invariants(d: Any, at: Path = ()) -> None:
     """Raise ``AssertionError`` if an invariant of the dict does not hold. ``at``: the path of the dict."""
+    if isinstance(d, Ragged):
+        check_rows(d)
+        return
     where, device = f"at {dotted(at)}" if at else "at the root", d._device
     assert isinstance(d._policy, Policy), where
     assert device is None or device == resolve(device), f"{where}: {device} is not resolved"
@@ -29,6 +44,9 @@ def check_invariants(d: Any, at: Path = ()) -> None:
         path = (*at, key)
         assert isinstance(key, str), f"key {key!r} {where}"
         if isinstance(value, Tensor):
+            assert value.device == device, f"{dotted(path)} is on {value.device}, expected {device}"
+        elif isinstance(value, Ragged):
+            check_rows(value, path)
             assert value.device == device, f"{dotted(path)} is on {value.device}, expected {device}"
         elif isinstance(value, TreeDict):
             assert device is not None, f"{dotted(path)}: nested in a dict without a device"

@@ -135,7 +135,7 @@ def with_ragged(d: Any) -> Any:
             field.rows[[1]],
             cat([field, field]),
             field.map(torch.clone),
-            field.with_values(field["values"]),
+            field.with_values(field.values),
         ),
         *(in_a_worker(d)[0], through_queues(d), collate(list(d.rows), ragged=["r"]), DeviceDict.unflatten(d.flatten())),
     ]

@@ -21,16 +21,15 @@ def inside(package: str, names: str) -> list[str]:
 # From the bottom up: a module imports only from modules before it.
 ORDER = [
     "_errors",
-    *inside("_memory", "dtypes device layout write buffer dense packed ragged row_copies cast staging"),
-    *inside("_memory", "transfer mapped"),
+    *inside("_memory", "dtypes device arguments layout write buffer dense packed compare ragged row_copies cast"),
+    *inside("_memory", "staging transfer mapped"),
     *inside("_encoders", "protocol builtin tokenizer"),
-    *inside("_tree", "missing policy columns walk convert compare pytree tree manifest encoding sendable"),
+    *inside("_tree", "missing policy columns pytree convert row_index ragged walk compare tree"),
+    *inside("_tree", "manifest encoding sendable"),
     *inside("_files", "atomic_write safetensors"),
     *inside("_tables", "format reader checksums folder writer"),
-    *inside(
-        "_dict", "arguments display insert row_values row_index row_assignment by_value windows rows arithmetic fill"
-    ),
-    *inside("_dict", "torch_functions device_dict ragged schema typed row_writer tables io"),
+    *inside("_dict", "arguments display insert row_values row_assignment by_value windows rows arithmetic fill"),
+    *inside("_dict", "torch_functions device_dict schema typed row_writer tables io"),
     "unpickle",
     *inside("_batch", "pad join fill collate containers shuffle visits order ordered_loader parts prefetch"),
     *inside("distributed", "message channel verbs __init__"),

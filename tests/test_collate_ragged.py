@@ -52,9 +52,11 @@ class TestRagged:
         check_invariants(d)
         assert type(d["box"]) is Ragged and rows(d["box"]) == [s["box"].tolist() for s in samples()]
         assert rows(d["k", "ids"]) == [[0, 1], [0], [0, 1, 2], []] and list(d) == ["box", "y", "k"] and d.is_packed
-        assert d["k", "ids", "values"].dtype == torch.int64 and d["y"].tolist() == [2, 1, 3, 0]
-        assert d["box", "offsets"].dtype == torch.int32 and d["box"]._max_length == d["k", "ids"]._max_length == 3
-        assert d["box", "offsets"] is d["k", "ids", "offsets"], "rows of the same lengths"
+        assert d["k", "ids"].values.dtype == torch.int64 and d["y"].tolist() == [2, 1, 3, 0]
+        assert (
+            d["box"].offsets.dtype == torch.int32 and d["box"]._lengths.longest == d["k", "ids"]._lengths.longest == 3
+        )
+        assert d["box"].offsets is d["k", "ids"].offsets, "rows of the same lengths"
 
     @pytest.mark.parametrize("pack", [True, False])
     def test_equal_and_empty_samples(self, pack: bool) -> None:
@@ -62,14 +64,14 @@ class TestRagged:
             d: Any = collate([{"x": torch.ones(n), "z": [1] * n} for n in lengths], ragged=("x", "z"), pack=pack)
             check_invariants(d)
             assert d["x"].lengths.tolist() == d["z"].lengths.tolist() == lengths
-            assert d["x"].max_length == max(lengths) and d["x", "offsets"] is d["z", "offsets"]
+            assert d["x"].max_length == max(lengths) and d["x"].offsets is d["z"].offsets
             assert d.is_packed or not max(lengths)
 
     def test_only_fields_of_equal_lengths_share_offsets(self) -> None:
         d: Any = collate(
             [{"a": [1], "b": [1, 2], "c": [3]}, {"a": [1, 2], "b": [1], "c": [4, 5]}], ragged=["a", "b", "c"]
         )
-        assert d["a", "offsets"] is d["c", "offsets"] is not d["b", "offsets"]
+        assert d["a"].offsets is d["c"].offsets is not d["b"].offsets
         assert d["a"].lengths.tolist() == [1, 2] and d["b"].lengths.tolist() == [2, 1]
 
     @pytest.mark.parametrize(
@@ -88,13 +90,13 @@ class TestRagged:
         given = [{"x": made(n)} for n in (1, 3, 2)]
         d: Any = collate(given, ragged=["x"])
         check_invariants(d)
-        assert d["x", "values"].dtype is dtype and d["x"].lengths.tolist() == [1, 3, 2]
+        assert d["x"].values.dtype is dtype and d["x"].lengths.tolist() == [1, 3, 2]
         assert torch.equal(d.rows[1]["x"], DeviceDict(given[1])["x"])
 
     def test_gradients_flow(self) -> None:
         w = torch.ones(2, requires_grad=True)
         batch: Any = collate([{"x": w}, {"x": w[:1] * 3}], ragged=["x"])
-        batch["x", "values"].sum().backward()
+        batch["x"].values.sum().backward()
         assert w.grad is not None and w.grad.tolist() == [4, 1]
 
     def test_copies(self) -> None:
@@ -103,14 +105,14 @@ class TestRagged:
         for other in [*copies, pickle.loads(ForkingPickler.dumps(d))]:
             check_invariants(other)
             assert rows(other["box"]) == rows(d["box"]) and rows(other["k", "ids"]) == rows(d["k", "ids"])
-        assert d.to(torch.float64)["box", "values"].dtype == torch.float64 and d.to("meta")["box", "values"].is_meta
+        assert d.to(torch.float64)["box"].values.dtype == torch.float64 and d.to("meta")["box"].values.is_meta
 
     def test_rows(self) -> None:
         d: Any = collate(samples(), ragged=["box", "ids"])
         assert len(d.rows) == 4 and d.rows[2]["box"].tolist() == samples()[2]["box"].tolist()
         assert [len(row["box"]) for row in d.rows] == list(LENGTHS)
-        again = collate(list(d.rows), ragged=["box", "ids"])
-        assert again.tolist() == d.tolist() and again["box", "offsets"] is again["k", "ids", "offsets"]
+        again: Any = collate(list(d.rows), ragged=["box", "ids"])
+        assert again.tolist() == d.tolist() and again["box"].offsets is again["k", "ids"].offsets
 
     def test_strings(self) -> None:
         words = [["a", "b"], ["b"], []]
@@ -119,7 +121,7 @@ class TestRagged:
         texts = ["Ada", "", "Zoë"]
         d: Any = collate([{"s": text} for text in texts], ragged=["s"])
         assert d.decode("s") == texts and d["s"].lengths.tolist() == [3, 0, 4] and d.tolist() == {"s": texts}
-        assert d.rows[2].decode("s") == "Zoë" and d["s", "values"].dtype == torch.uint8
+        assert d.rows[2].decode("s") == "Zoë" and d["s"].values.dtype == torch.uint8
 
     def test_lists_of_texts(self) -> None:
         texts = [["ab", "c"], ["def"]]
@@ -138,8 +140,8 @@ class TestRagged:
         loader = DataLoader(samples(), 2, num_workers=workers, collate_fn=partial(collate, ragged=["box", "ids"]))  # type: ignore[arg-type]
         batches = list(loader)
         assert [row for d in batches for row in rows(d["k", "ids"])] == [list(range(n)) for n in LENGTHS]
-        assert all(d.is_packed and d["box", "offsets"] is d["k", "ids", "offsets"] for d in batches)
-        assert [d["box"]._max_length for d in batches] == [2, 3]
+        assert all(d.is_packed and d["box"].offsets is d["k", "ids"].offsets for d in batches)
+        assert [d["box"]._lengths.longest for d in batches] == [2, 3]
 
     @pytest.mark.parametrize(
         ("given", "options", "error", "message"),
@@ -236,10 +238,16 @@ class TestRagged:
                 r"^'x' is ragged, and collate makes one row of each sample; cat\(\[\.\.\.\]\) joins the rows",
             ),
             (
+                [{"x": torch.ones(1)}, {"x": Ragged.from_rows([[1]])}],
+                {"ragged": ["x"]},
+                ValueError,
+                r"^'x' is ragged, and collate makes one row of each sample; cat\(\[\.\.\.\]\) joins the rows",
+            ),
+            (
                 [Ragged.from_rows([[1]])] * 2,
                 {},
-                ValueError,
-                r"^each sample is ragged, and collate makes one row of each sample; cat\(\[\.\.\.\]\) joins the rows",
+                TypeError,
+                r"^collate takes samples that are mappings, sample 0 is a Ragged;",
             ),
         ],
     )
@@ -261,7 +269,7 @@ def test_rows_by_slice_mask_and_index(lengths: list[int], data: st.DataObject) -
         found: Any = d.rows[index]
         check_invariants(found)
         assert rows(found["x"]) == [parts[i].tolist() for i in wanted]
-        assert found["x"]._max_length == max((lengths[i] for i in wanted), default=0)
+        assert found["x"]._lengths.longest == max((lengths[i] for i in wanted), default=0)
 
 
 def test_a_stream_is_recorded_for_each_storage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +310,7 @@ class TestObjects:
         labels, boxes = [["cat", "dog"], [], ["dog"]], [[[0, 1], [2, 3]], [], [[2, 3]]]
         assert d.is_packed and d.decode(("objects", "label")) == labels
         assert d.tolist()["objects"] == {"box": boxes, "label": labels, "n": {"z": [[1, 2], [], [2]]}}
-        assert d["objects", "box", "offsets"] is d["objects", "n", "z", "offsets"] and len(d.rows) == 3
+        assert d["objects", "box"].offsets is d["objects", "n", "z"].offsets and len(d.rows) == 3
         assert d.rows[0]["objects", "box"].tolist() == boxes[0]
 
     def test_the_options_of_a_declared_class(self) -> None:
@@ -313,7 +321,7 @@ class TestObjects:
             marks: Marks
 
         d = collate([{"marks": [{"label": "dog"}]}, {"marks": []}], cls=Scene, ragged=["marks"])
-        assert d.marks.label["values"].tolist() == [1] and d.decode(("marks", "label")) == [["dog"], []]
+        assert d.marks.label.values.tolist() == [1] and d.decode(("marks", "label")) == [["dog"], []]
 
     @pytest.mark.parametrize(
         ("samples", "error", "message"),
@@ -335,3 +343,8 @@ class TestObjects:
     def test_kept_objects_are_refused(self) -> None:
         with pytest.raises(TypeError, match=r"^'o.a' has kept objects; a ragged field has tensors only"):
             collate([{"o": [{"a": None}]}], ragged=["o"], objects="keep")
+
+
+def test_objects_of_nested_mappings_alone() -> None:
+    samples = [{"o": [{"a": {"b": 1}}, {"a": {"b": 2}}]}, {"o": []}]
+    assert collate(samples, ragged=["o"]).tolist() == {"o": {"a": {"b": [[1, 2], []]}}}

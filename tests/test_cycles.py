@@ -110,12 +110,20 @@ def with_ragged() -> Any:
     field = Ragged.from_rows([torch.ones(2), torch.ones(1)])
     d.rows[0] = {"x": [1, 2], "s": "bc"}
     with suppress(ValueError):
-        field["offsets"] = [1, 2]
+        Ragged(field.values, [1, 2])
     with suppress(ValueError):
         d.rows[0] = {"x": [1], "s": "a"}
     return [
         *(d.rows[1], d.rows[1:], d.rows[[2, 0]], cat([d, d]), d.map(torch.neg), d.decode("s"), d.tolist(), sent(d)),
-        *(field.padded(), field.mask(), field.positions(), field.row_ids(), field.unbind(), field.copy(), repr(field)),
+        *(
+            field.padded(),
+            field.mask(),
+            field.positions(),
+            field.row_ids(),
+            field.unbind(),
+            copy.copy(field),
+            repr(field),
+        ),
         *(field.with_values(torch.ones(3)), pickle.loads(pickle.dumps(field)), list(d.rows), d.to("meta"), d.pack()),
     ]
 

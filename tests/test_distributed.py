@@ -346,10 +346,13 @@ def groups(rank: int, world: int) -> None:
 def rows_of_any_length(rank: int, world: int) -> None:
     d = DeviceDict({"ids": Ragged.from_rows([[i] * i for i in range(1, world + 1)])})
     got: Any = d_.broadcast(d if rank == 0 else None)
-    assert got == d and got["ids"]._max_length == world
+    assert got == d and got["ids"]._lengths.longest == world
     part: Any = d_.scatter(d if rank == 0 else None)
     assert part["ids"].tolist() == [[rank + 1] * (rank + 1)] and cat(d_.all_gather(part)) == d
     assert "'ids' is ragged, and the rows of two ranks differ in length" in text(lambda: d_.all_reduce(d), RuntimeError)
+    weighed = DeviceDict({"ids": d["ids"], "w": 1.0})
+    told = text(lambda: d_.all_reduce(weighed, "mean", weight="w"), (RuntimeError, TypeError))
+    assert "'ids' is ragged, and the rows of two ranks differ in length" in told
 
 
 def means(rank: int, world: int) -> None:

@@ -229,7 +229,7 @@ def test_many_keys_are_cut_and_none_are_said() -> None:
 
 def test_a_kept_object_is_no_dict() -> None:
     d = DeviceDict({"o": {1}}, objects="keep")
-    message = "'o.x' is not in this DeviceDict: 'o' is a kept set, not a nested dict; it is d['o']"
+    message = "'o.x' is not in this DeviceDict: 'o' is a set, not a nested dict; it is d['o']"
     refused(KeyError, message, lambda: d["o", "x"])
 
 

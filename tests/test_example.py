@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from ranks import free_port, meet, on_ranks
 
-from tensordict_lite import DeviceDict
+from tensordict_lite import DeviceDict, Ragged
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SPECIES = {"Adelie", "Chinstrap", "Gentoo"}
@@ -321,8 +321,8 @@ def test_packed_texts_give_the_losses_of_padded_texts(
 
     plain, samples = twin("packed"), example.make_samples(5, 2)
     mine, other = example.collate_texts(samples), plain.collate_texts(samples)
-    assert mine["ids"]["offsets"] is mine["labels"]["offsets"] and mine["ids"].max_length == other["longest"]
-    assert mine["ids"] == {"values": other["ids"], "offsets": other["offsets"]}
+    assert mine["ids"].offsets is mine["labels"].offsets and mine["ids"].max_length == other["longest"]
+    assert mine["ids"] == Ragged(other["ids"], other["offsets"])
     assert torch.equal(mine["ids"].positions(), plain.positions_of(other))
 
 

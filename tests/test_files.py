@@ -97,7 +97,7 @@ class TestRoundTrip:
         x = torch.arange(16).to(dtype).as_strided(shape, stride, 1)
         d = DeviceDict({"x": x})
         if shape:
-            d = DeviceDict({**d, "r": Ragged({"values": x, "offsets": torch.tensor([0, len(x)])}), "x": x[None]})
+            d = DeviceDict({**d, "r": Ragged(x, torch.tensor([0, len(x)])), "x": x[None]})
             large = DeviceDict({**d, "image": torch.zeros(1, 1 << 18)})  # a table writes large batches without a copy
             with RowWriter(tmp_path / "t", like=large) as writer:
                 writer.write(large)

@@ -363,7 +363,7 @@ def test_lists_of_numbers_of_different_types(lists: list[Any], dtype: torch.dtyp
     assert expected.dtype == (dtype if wide is None or not dtype.is_floating_point else wide)
     samples = [{"x": items} for items in lists]
     joined: Any = collate(samples, cls=Batch, ragged=["x"])["x"]
-    assert joined["values"].dtype == expected.dtype and torch.equal(joined["values"], expected)
+    assert joined.values.dtype == expected.dtype and torch.equal(joined.values, expected)
     padded = collate(samples, cls=Batch, pad={"x": Pad(0, mask="m")})
     assert padded["x"].dtype == expected.dtype and torch.equal(padded["x"][padded["m"]], expected)
     with pytest.raises(ValueError, match=r"^'x': sample 1 has int64\[1\], sample 0 has float32\[1\]"):

@@ -33,6 +33,7 @@ REASONS = {
     "torch._foreach_zero_": FOREACH,
     "torch._utils.ExceptionWrapper": "what a DataLoader raises again in the main process",
     "torch.autograd.forward_ad._current_level": "whether forward-mode AD is active; there is no public name",
+    "torch._check": "the documentation of torch.export names it: a condition on a number that a program computes",
     "torch.utils._pytree": "no supported torch has a public name for its pytree in Python",
     "torch.utils.data._utils.collate.default_collate_fn_map": "documented as the place to register a type",
 }

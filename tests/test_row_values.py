@@ -103,7 +103,7 @@ def test_a_time_keeps_its_digits(value: Any, dtype: torch.dtype | None, tmp_path
         with RowWriter(tmp_path / name, like=like) as writer:
             writer.write({"t": rows})
         stored = load(tmp_path / name)["t"]
-        assert (stored if name == "dense" else stored["values"]).item() == 1700000000.123
+        assert (stored if name == "dense" else stored.values).item() == 1700000000.123
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_a_write_that_fails_is_undone_for_every_dtype(index: Any) -> None:
             "flat": filled(dtype, 1, 3),
             "wide": filled(dtype, 1, 3, 2),
             "gaps": filled(dtype, 1, 3, 2)[:, 0],
-            "ragged": Ragged({"values": filled(dtype, 1, 6), "offsets": offsets}),
+            "ragged": Ragged(filled(dtype, 1, 6), offsets),
         }
         flat, wide = filled(dtype, 0, *rows), filled(dtype, 0, *rows, 2)
-        ragged = Ragged({"values": wide.flatten(), "offsets": offsets[: rows[0] + 1]}) if rows else wide
+        ragged = Ragged(wide.flatten(), offsets[: rows[0] + 1]) if rows else wide
         step = {"flat": flat, "wide": wide, "gaps": flat, "ragged": ragged, "w": torch.ones(rows)}
         d = DeviceDict({**fields, "w": torch.zeros(3, requires_grad=True)})
         before = bits(d)

@@ -224,7 +224,7 @@ def test_a_tensor_without_values_fits_every_column(tmp_path: Path) -> None:
             writer.write({"i": [1, 2], "ids": Ragged.from_rows([torch.empty(0)] * 2)})
     table = load(tmp_path / "t")
     assert table["i"].tolist() == [1, 2] * 3 and table["ids"].tolist() == [[]] * 6
-    assert table["i"].dtype == torch.int64 and table["ids", "values"].dtype == torch.int32
+    assert table["i"].dtype == torch.int64 and table["ids"].values.dtype == torch.int32
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_lists_without_values_do_not_decide_the_dtype(
     add_column(tmp_path / "t", "y", batches, ragged=ragged)
     table = load(tmp_path / "t")
     assert table["y"].tolist() == expected
-    assert (table["y"]["values"] if ragged else table["y"]).dtype == torch.int64
+    assert (table["y"].values if ragged else table["y"]).dtype == torch.int64
     with pytest.raises(ValueError, match=r"^'z': float32 cannot be written into int64; convert it first$"):
         add_column(tmp_path / "t", "z", [*batches, [[0.5]] if ragged else [0.5]], ragged=ragged)
 

@@ -167,10 +167,9 @@ def test_parts_of_other_dtypes(tmp_path: Path, ours: str, theirs: str, ragged: b
         batch = {"n": {"x": torch.ones(2 + part, 1, dtype=getattr(torch, dtype))}}
         with RowWriter(tmp_path / "parts", like=batch, ragged=["x"] * ragged, part=part) as writer:
             writer.write(batch)
-    name = "'n.x.values'" if ragged else "'n.x'"
     sizes = ("4", "2") if ragged else ("4, 1", "2, 1")
     message = (
-        rf"^{name}: dict 2 has {theirs}\[{sizes[0]}\], dict 0 has {ours}\[{sizes[1]}\]; the dtypes and dimensions must "
+        rf"^'n.x': dict 2 has {theirs}\[{sizes[0]}\], dict 0 has {ours}\[{sizes[1]}\]; the dtypes and dimensions must "
         "be equal: convert one of them$"
     )
     dicts = [load(path) for path in sorted((tmp_path / "parts").iterdir())]
@@ -191,24 +190,30 @@ def test_a_part_without_values_does_not_decide_the_dtype(tmp_path: Path, parts: 
             writer.write({"x": rows, "s": ["a", "bc"]})
     join_parts(tmp_path / "parts", tmp_path / "whole")
     for found in (load(tmp_path / "whole"), load_parts(tmp_path / "parts")[:]):
-        assert found["x", "values"].dtype == torch.int64 and found.decode("s") == ["a", "bc"] * 2
+        assert found["x"].values.dtype == torch.int64 and found.decode("s") == ["a", "bc"] * 2
         assert found["x"].tolist() == [*parts[0], *parts[1]]
     joined = load_parts(tmp_path / "parts")
     some = [joined[index] for index in ([0, 1], [2, 3], [1, 2], [], slice(0, 1), torch.zeros(4, dtype=torch.bool), 0)]
-    values = [d["x", "values"] if isinstance(d["x"], Ragged) else d["x"] for d in [*some, *joined, *joined.parts]]
+    values = [d["x"].values if isinstance(d["x"], Ragged) else d["x"] for d in [*some, *joined, *joined.parts]]
     assert all(one.dtype == torch.int64 for one in values), "in every batch, whatever parts its rows are from"
 
 
 def test_a_dict_without_values_is_not_changed() -> None:
     empty, full = (DeviceDict({"n": {"x": Ragged.from_rows(rows)}, "y": [1, 2]}) for rows in ([[], []], [[1], [2]]))
     joined = JoinedRows([full, empty])
-    assert empty["n", "x", "values"].dtype == torch.float32 and joined.parts[0] is full
-    assert joined[2:]["n", "x", "values"].dtype == torch.int64 and joined.parts[1]["y"] is empty["y"]
+    found: Any = joined[2:]
+    assert Ragged.from_rows([[]]).dtype == torch.float32 and joined.parts[0] is full
+    assert (
+        empty["n", "x"].dtype == torch.float32
+        and found["n", "x"].dtype == torch.int64
+        and joined.parts[1]["y"] is empty["y"]
+    )
 
 
 def test_offsets_of_other_dtypes() -> None:
     one, two = (collate([{"x": [n]}], ragged=["x"]) for n in (1, 2))
-    two["x", "offsets"] = two["x", "offsets"].long()
+    field: Any = two["x"]
+    field.offsets = field.offsets.long()
     assert JoinedRows([one, two])[[1, 0]].tolist() == {"x": [[2], [1]]}
 
 

@@ -158,7 +158,7 @@ class TestRoundTrip:
             writer.write({"text": ("tuple",)})
         found = load(tmp_path / "t")
         assert found.decode("text") == ["Ada", "", "Grace", "é", "Ada", "NumPy", "x", "tuple"]
-        assert found["text", "values"].numel() == sum(len(s.encode()) for s in found.decode("text"))
+        assert found["text"].values.numel() == sum(len(s.encode()) for s in found.decode("text"))
 
     def test_codes_without_padding_stay(self, tmp_path: Path) -> None:
         with RowWriter(tmp_path / "t", like={"ids": [[1]]}, ragged=["ids"]) as writer:
@@ -171,7 +171,7 @@ class TestRoundTrip:
         with RowWriter(tmp_path / "t", like={"text": ["a"]}, ragged=["text"]) as writer:
             writer.write({"text": ["a", long, *["b"] * 300]})
         found = load(tmp_path / "t")
-        assert found.rows[1].decode("text") == long and found["text", "values"].numel() == 5_000_301
+        assert found.rows[1].decode("text") == long and found["text"].values.numel() == 5_000_301
 
     def test_no_rows(self, tmp_path: Path) -> None:
         new(tmp_path / "t").close()
@@ -220,7 +220,7 @@ class TestRoundTrip:
             writer.write({"x": x})
             writer.write({"x": x[0]})
         found = load(tmp_path / "t")
-        assert found["x", "values"].dtype is dtype and torch.equal(found.rows[1]["x"], x[1]) and len(found.rows) == 3
+        assert found["x"].values.dtype is dtype and torch.equal(found.rows[1]["x"], x[1]) and len(found.rows) == 3
         assert [row.tolist() for row in found.rows[[2, 1]]["x"].unbind()] == [x[0].tolist(), x[1].tolist()]
 
     def test_typed(self, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ class TestRoundTrip:
         folder = written(tmp_path / "t")
         (folder / "n.ids.offsets.safetensors").unlink()
         assert load(folder, keys=["text"]).decode("text") == texts(3)
-        assert load(folder, "meta", keys=["text", "y"])["text", "values"].is_meta
+        assert load(folder, "meta", keys=["text", "y"])["text"].values.is_meta
         with pytest.raises(InvalidFileError, match=r"the file 'n.ids.offsets.safetensors' is missing"):
             load(folder)
 
@@ -268,7 +268,7 @@ class TestReaders:
 
     def test_rows_are_not_copies_of_the_column(self, tmp_path: Path) -> None:
         found = load(written(tmp_path / "t", 50))
-        storage = found["text", "values"].untyped_storage().data_ptr()
+        storage = found["text"].values.untyped_storage().data_ptr()
         assert found.rows[7]["text"].untyped_storage().data_ptr() == storage
         for i in (0, 49, -1, -50):
             assert found.rows[i].decode("text") == texts(50)[i]
@@ -301,7 +301,7 @@ assert "/t/text.values.safetensors" in open("/proc/self/maps").read()
         subprocess.run([sys.executable, "-c", program, key], input=data, check=True)
         again: Any = pickle.loads(ForkingPickler.dumps(found.rows))
         assert again[3].decode("text") == "y"
-        found["text", "values"][0] = 65  # a write is sent by value
+        found["text"].values[0] = 65  # a write is sent by value
         assert pickle.loads(ForkingPickler.dumps(found.rows))[0].decode("text") == "A" + "x" * 1999
 
     def test_several_tables_as_one(self, tmp_path: Path) -> None:
@@ -505,20 +505,31 @@ class TestDamaged:
         """The manifest and the columns may disagree about which fields are ragged."""
         folder = written(tmp_path / "t")
         whole = (folder / "table.json").read_text()
-        for max_length in (-1, True, "3", 1.0, [], {}):
+        for entry in (
+            [0, 1, -1],
+            [0, 1, True],
+            [0, 1, "3"],
+            [0, 1, 1.0],
+            [0, 1, []],
+            [0, 1],
+            [],
+            [-1, 1, 3],
+            [0, {}, 3],
+        ):
             index = json.loads(whole)
-            index["manifest"]["root"]["items"][0][1]["max_length"] = max_length
-            refused(folder, index, "'max_length' of a ragged field is ")
+            index["manifest"]["root"]["items"][0][1] = entry
+            refused(folder, index, "'text' is not described as a ragged field: by the numbers of its tensors and ")
         index = json.loads(whole)
-        index["manifest"]["root"]["items"][0][1]["max_length"] = 1 << 40  # not trusted: found anew
+        index["manifest"]["root"]["items"][0][1][2] = 1 << 40  # not trusted: found anew
         (folder / "table.json").write_text(json.dumps(index))
         assert load(folder)["text"].max_length == 6
-        index = json.loads(whole)
-        field = index["manifest"]["root"]["items"][0][1]
-        field["items"][0][0] = "numbers"
-        refused(folder, index, "'text': Ragged has the keys 'values' and 'offsets', got 'numbers', 'offsets'")
-        field["items"][:] = [["values", 1], ["offsets", 0]]  # the columns in the wrong places
-        refused(folder, index, "'text': 'offsets' is uint8")
+        for entry, message in (
+            ([1, 0, 6], "'text': 'offsets' is uint8"),  # the columns in the wrong places
+            ([0, 0, 6], "its tree contains a tensor twice"),
+            (0, "its tree does not contain each of the 9 tensors exactly once"),
+        ):
+            index["manifest"]["root"]["items"][0][1] = entry
+            refused(folder, index, message)
 
     @pytest.mark.slow
     def test_random_damage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +559,7 @@ class TestDamaged:
                 found = load(folder)
                 found.rows[:].clone()
                 found.rows[torch.arange(len(found.rows)).flip(0)]
-                if "text" in found and len(found.rows) and found["text", "values"].dtype is torch.uint8:
+                if "text" in found and len(found.rows) and found["text"].values.dtype is torch.uint8:
                     with suppress(ValueError):  # of bytes that are no UTF-8
                         found.decode("text")
                 with warnings.catch_warnings():

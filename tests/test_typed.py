@@ -543,7 +543,7 @@ class TestShapes:
         ids = Ragged.from_rows([[1, 2], [3]])
         states = ids.with_values(torch.ones(3, 4))
         good: Any = {"ids": ids, "states": states, "w": torch.ones(2, 4)}
-        assert Tokens(**good).rows[1:].states["values"].shape == (1, 4)
+        assert Tokens(**good).rows[1:].states.values.shape == (1, 4)
         rows = [{"ids": [1], "states": torch.ones(1, 4), "w": torch.ones(4)}] * 2
         assert type(collate(rows, cls=Tokens).ids) is Ragged
         wrong: list[tuple[dict[str, Any], str]] = [
@@ -571,7 +571,7 @@ class TestShapes:
         samples = [dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True)]
         check_invariants(batch)
         assert batch == collate(samples, cls=Tokens) and batch.tolist() == data
-        assert Tokens.from_dict(batch.tolist()) == batch and batch.ids["values"].dtype == torch.float32
+        assert Tokens.from_dict(batch.tolist()) == batch and batch.ids.values.dtype == torch.float32
         batch.ids = [[5], [6], [7, 8]]
         assert batch.ids.tolist() == [[5], [6], [7, 8]]
         assert len(Tokens.from_dict({"ids": [], "label": torch.ones(0, dtype=torch.int64)}).ids.lengths) == 0
@@ -1191,8 +1191,8 @@ class TestAtTheBorder:
         for ids, x, y in (([], [], []), ([7], [0.1], [1]), ([7], [1], [2.5])):
             given = [{"ids": [], "x": [], "y": [], "flags": []}, {"ids": ids, "x": x, "y": y, "flags": []}]
             batch = collate(given, cls=Sequences, pad={"y": 0.5})
-            assert batch.ids["values"].dtype == torch.int64 and batch.x["values"].dtype == torch.float64
-            assert batch.ids["values"].tolist() == ids and batch.x["values"].tolist() == x
+            assert batch.ids.values.dtype == torch.int64 and batch.x.values.dtype == torch.float64
+            assert batch.ids.values.tolist() == ids and batch.x.values.tolist() == x
             assert batch.y.dtype == torch.float32 and batch.y.tolist() == [[0.5] * len(y), y]
             assert batch.flags.dtype == torch.bool and batch.flags.shape == (2, 0)
         one: Any = type("One", (TypedDeviceDict,), {"__annotations__": {"x": Int[Tensor, "n"]}})

@@ -27,6 +27,7 @@ from tensordict_lite import (
     DeviceDict,
     Hashing,
     InvalidFileError,
+    Ragged,
     Tokenizer,
     TypedDeviceDict,
     Utf8,
@@ -90,6 +91,7 @@ PICKLED: dict[str, Callable[[], Any]] = {
     "typed": lambda: Batch(x=torch.ones(2), obs=Obs(state=torch.ones(2))),
     "typed packed": lambda: Batch(x=torch.ones(2), obs=Obs(state=torch.ones(2))).pack(),
     "rows": lambda: encoded().rows,
+    "ragged": lambda: [Ragged([1, 2], [0, 2]), DeviceDict({"r": Ragged([1, 2], [0, 2])})],
     "policy": lambda: encoded()._policy,
     "structure": lambda: pytree.tree_structure(encoded()),
     "prefetch": lambda: prefetch([encoded()], "cpu"),
@@ -180,7 +182,7 @@ class TestGolden:
         return [path for path in FILES if path.name.split("-")[0] in (name, *more)]
 
     def test_every_form_is_there(self) -> None:
-        names = ("unpacked", "packed", "kept", "tokenizer", "rows")
+        names = ("unpacked", "packed", "kept", "tokenizer", "rows", "ragged")
         pickles = {f"{name}-protocol{protocol}-1.pickle" for name in names for protocol in range(2, 6)}
         files = {f"{name}-1.pt" for name in names if name != "rows"}
         assert {path.name for path in FILES} == pickles | files | {"large-protocol5-1.pickle"}
@@ -226,6 +228,15 @@ class TestGolden:
         for path in self.named("rows"):
             assert self.read(path)[1]["x"].tolist() == 2
 
+    @pytest.mark.parametrize("weights_only", [True, False])
+    def test_ragged_fields(self, weights_only: bool) -> None:
+        for path in self.named("ragged"):
+            found = self.read(path, weights_only=weights_only)
+            check_invariants(found["dict"])
+            ids, box = found["dict"]["ids"], found["dict"]["n", "box"]
+            assert ids == found["alone"] == Ragged([1, 2, 3], [0, 2, 2, 3]) and ids._lengths.longest == 2, path
+            assert box == ids.with_values(torch.ones(3, 2)) and box._lengths is ids._lengths
+
     def test_large_tensors(self) -> None:
         for path in self.named("large"):
             d = self.read(path)
@@ -257,7 +268,8 @@ class TestGolden:
             f"for path in {list(map(str, pickles))!r}: print(type(pickle.load(open(path, 'rb'))).__name__)"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["Rows" if path.name.startswith("rows") else "DeviceDict" for path in pickles]
+        kinds = {"rows": "Rows", "ragged": "dict"}
+        assert done.stdout.split() == [kinds.get(path.name.split("-")[0], "DeviceDict") for path in pickles]
 
 
 def test_what_unpickling_calls_has_one_home() -> None:
@@ -267,8 +279,8 @@ def test_what_unpickling_calls_has_one_home() -> None:
         assert getattr(unpickle, name).__qualname__ == name
 
 
-def test_the_list_of_safe_functions_has_one() -> None:
+def test_the_list_of_safe_functions_has_three() -> None:
     ours = [
         one for one in torch.serialization.get_safe_globals() if getattr(one, "__module__", "") == unpickle.__name__
     ]
-    assert ours == [unpickle.rebuild]
+    assert {*ours} == {unpickle.rebuild, unpickle.rebuild_ragged, unpickle.rebuild_lengths}

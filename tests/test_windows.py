@@ -53,6 +53,21 @@ def by_hand(episodes: list[int], at: int, offsets: Any) -> tuple[list[int], list
 
 
 class TestWindows:
+    def test_it_shows_what_is_written_later(self) -> None:
+        d = series([0, 0, 1, 1])
+        windows = d.rows.windows({"action": [-1, 0, 1]}, within="episode")
+        assert windows[[1, 2]]["mask", "action"].tolist() == [[True, True, False], [False, True, True]]
+        d["episode"][2] = 0
+        assert windows[[1, 2]]["mask", "action"].tolist() == [[True, True, True], [True, True, False]]
+        d.update(series([0, 0, 0, 0, 0, 2]))
+        assert len(windows) == 6 and windows[4]["action"].tolist() == [3, 4, 4]
+
+    def test_the_default_device_does_not_matter(self) -> None:
+        d = series([0, 0, 1, 1])
+        with torch.device("meta"):
+            windows = d.rows.windows({"action": [-1, 0, 1]}, within="episode")
+            assert windows[2]["action"].tolist() == [2, 2, 3]
+
     @settings(max_examples=60)
     @given(st.lists(st.integers(0, 1), min_size=1, max_size=12), OFFSETS, OFFSETS, st.data())
     def test_each_is_that_of_a_loop(self, episodes: list[int], of: Any, ahead: Any, data: st.DataObject) -> None:

@@ -31,7 +31,8 @@ from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
-from .._tree.tree import TreeDict, builtin_dict, kind_nested, ragged_class
+from .._tree.ragged import Lengths, Ragged
+from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import NO_EXPORTS, as_shared, refuse_key, tensors_in
 from .fill import make_fields, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
@@ -40,8 +41,8 @@ from .pad import Pad, Padded, Pads, raise_encoded, refuse_nested, require_fit, r
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]
 
-_Field = tuple[DeviceDict[Any], Path, Any, FieldSpec]
-"""The dict that gets the field, the path, and the value and the spec for `make_fields`."""
+_Field = tuple[Any, Path, Any, FieldSpec]
+"""What gets the tensor, see `_store`; the path; and the value and the spec for `make_fields`."""
 _NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
 """The types of Python numbers that NumPy converts as torch does."""
 _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
@@ -50,6 +51,7 @@ _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
 _dtype, _array_kind = attrgetter("dtype"), attrgetter("shape", "dtype")
 _COLLATED_HERE = (Tensor, DeviceDict, np.ndarray, np.generic, bool, int, float, complex, str)
 """What `collate` joins itself. A subclass may be registered."""
+_LATER: Any = None  # the place of a tensor that is made later
 _NO_SAMPLES: Any = object()  # a call without samples
 _NO_KEYS = frozenset[Any]()
 _NO_PADS = Pads(None, "collate")
@@ -232,8 +234,8 @@ class _Walk:
         self.lays_out = can_pack(device)
         self.pads, self.ragged = pads, ragged
         self.fields: list[_Field] = []
-        self.by_lengths: dict[tuple[int, ...], list[Any]] = {}
-        """The ragged fields by the lengths of their rows. Those of the same lengths share the offsets of the first."""
+        self.by_lengths: dict[tuple[int, ...], Lengths] = {}
+        """The lengths of the rows of ragged fields. Fields of the same lengths share one object."""
 
     def collect(
         self, samples: Sequence[Mapping[str, Any]], batch: DeviceDict[Any], at: Path, are_dicts: bool = False
@@ -244,12 +246,6 @@ class _Walk:
         """
         cls: Any = type(batch)
         count = self.count
-        kinds: Any = () if are_dicts else set(map(type, samples))
-        if cls._is_ragged or (kinds and any(getattr(kind, "_is_ragged", False) for kind in kinds)):
-            raise ValueError(
-                f"{dotted(at) if at else 'each sample'} is ragged, and collate makes one row of each sample; "
-                "cat([...]) joins the rows of ragged fields"
-            )
         if cls._has_fields:
             samples = list(map(cls._drop_none, samples))
             self.ragged |= {(*at, key) for key in samples[0] if cls._declares_ragged(key)}
@@ -282,15 +278,12 @@ class _Walk:
                 if type(field[2]) is tuple:
                     self.examine(*field[:3])
                 elif type(field[2]) is list:
-                    builtin_dict.__setitem__(field[0], "values", self.cat(field[1][:-1], field[2]))
+                    field[0].values = self.cat(field[1][:-1], field[2])
                 else:
                     self.fields.append(field)
             tensors = self.made()
-        for (batch, path, _, _), tensor in zip(self.fields, tensors, strict=True):
-            builtin_dict.__setitem__(batch, path[-1], tensor)
-        for first, *others in self.by_lengths.values():
-            for one in others:
-                builtin_dict.__setitem__(one, "offsets", first["offsets"])
+        for (owner, path, _, _), tensor in zip(self.fields, tensors, strict=True):
+            _store(owner, path[-1], tensor)
 
     def made(self) -> Sequence[Tensor]:
         """The tensors of the fields."""
@@ -298,14 +291,14 @@ class _Walk:
             return make_fields(self.fields, self.count, self.device, self.pack)
         return [whole(value, self.device) for _, _, value, _ in self.fields]
 
-    def add(self, batch: DeviceDict[Any], path: Path, value: Any) -> None:
+    def add(self, batch: Any, path: Path, value: Any) -> None:
         """List a field that is whole, a tensor or an array. A tensor that cannot be packed is stored as it is."""
         if type(value) is np.ndarray:
             self.fields.append((batch, path, value, (_NUMPY_DTYPES[value.dtype], value.shape, False)))
         elif packable(value):
             self.fields.append((batch, path, value, (value.dtype, value.shape, False)))
         else:
-            builtin_dict.__setitem__(batch, path[-1], value)
+            _store(batch, path[-1], value)
 
     # One method for each kind of value
 
@@ -352,6 +345,11 @@ class _Walk:
             return self.by_function(batch, path, values, functions)
         values = [as_shared(value, path) for value in values]
         kinds = set(map(type, values))
+        if Ragged in kinds:
+            raise ValueError(
+                f"{dotted(path)} is ragged, and collate makes one row of each sample; cat([...]) joins the rows of "
+                "ragged fields"
+            )
         if all(issubclass(kind, Tensor) for kind in kinds) and not self.may_differ(path):
             return self.examine(batch, path, values)
         are_mappings = {issubclass(kind, Mapping) for kind in kinds}
@@ -492,8 +490,9 @@ class _Walk:
 
     def add_rows(self, batch: DeviceDict[Any], path: Path, values: Any, lengths: Sequence[int]) -> None:
         """List a ragged field. ``values``: of all rows, a tensor or an array; or a list of tensors to concatenate."""
-        field = ragged_class()._new(dict.fromkeys(("values", "offsets")), self.device, batch._policy)
-        field._max_length = max(lengths)
+        known = tuple(lengths) in self.by_lengths
+        shared = self.by_lengths.setdefault(tuple(lengths), Lengths(_LATER, max(lengths)))
+        field = Ragged._new(_LATER, shared)
         builtin_dict.__setitem__(batch, path[-1], field)
         if type(values) is not list:
             self.add(field, (*path, "values"), values)
@@ -501,11 +500,9 @@ class _Walk:
             shape = (sum(lengths), *values[0].shape[1:])
             self.fields.append((field, (*path, "values"), values, (values[0].dtype, shape, False)))
         else:
-            builtin_dict.__setitem__(field, "values", self.cat(path, values))
-        alike = self.by_lengths.setdefault(tuple(lengths), [])
-        alike.append(field)
-        if len(alike) == 1:
-            self.add(field, (*path, "offsets"), offsets_of(lengths))
+            field.values = self.cat(path, values)
+        if not known:
+            self.add(shared, (*path, "offsets"), offsets_of(lengths))
 
     def require_alike(self, path: Path, values: Sequence[Tensor]) -> None:
         """Raise the error that names the sample unless the tensors have one dtype and one number of dimensions.
@@ -678,6 +675,14 @@ class _Walk:
         if len(set(map(_dtype, values))) > 1:
             hint = f"; convert the samples to one dtype, such as {dtype_name(first.dtype)}"
         raise_mismatch(values, path, "sample", error, hint, differ_in_length if self.may_differ(path) else None)
+
+
+def _store(owner: Any, name: str, value: Tensor) -> None:
+    """Put a tensor into a dict, a `Ragged` or a `Lengths`."""
+    if isinstance(owner, dict):
+        builtin_dict.__setitem__(owner, name, value)
+    else:
+        setattr(owner, name, value)
 
 
 _METHODS: Mapping[Any, Callable[..., Any]] = {

@@ -18,6 +18,7 @@ from .._dict.device_dict import DeviceDict
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, resolve
 from .._memory.transfer import transfer
+from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict
 
 T = TypeVar("T")
@@ -51,12 +52,16 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     tensors = [tensor for item in found if not isinstance(item, PackedSequence) for tensor in _tensors(item)]
     moved = dict(zip(map(id, tensors), transfer(tensors, target, non_blocking=non_blocking), strict=True))
 
+    made: list[tuple[Lengths, Lengths]] = []
+
     def place(item: Any) -> Any:
         if isinstance(item, Tensor):
             return moved[id(item)]
+        tensors = (moved[id(tensor)] for tensor in _tensors(item))
+        if isinstance(item, Ragged):
+            return item._rebuilt(tensors, made)
         if isinstance(item, TreeDict):
-            d = item
-            return d._replace_tensors([moved[id(tensor)] for tensor in d._tensors()], target)
+            return item._rebuilt(tensors, target, made)
         return item.to(target, non_blocking=non_blocking)
 
     return rebuild(iter([place(item) for item in found]))
@@ -75,7 +80,7 @@ def _tensors(item: Any) -> list[Tensor]:
         return [item]
     if isinstance(item, PackedSequence):
         return [part for part in (item.data, item.sorted_indices, item.unsorted_indices) if part is not None]
-    return item._tensors() if isinstance(item, TreeDict) else []
+    return item._tensors() if isinstance(item, (Ragged, TreeDict)) else []
 
 
 def to_numpy(obj: Any) -> Any:
@@ -101,7 +106,7 @@ def to_numpy(obj: Any) -> Any:
     def convert(item: Any) -> Any:
         if isinstance(item, Tensor):
             return host_array(item)
-        return item.numpy() if isinstance(item, DeviceDict) else item
+        return item.numpy() if isinstance(item, (Ragged, DeviceDict)) else item
 
     return rebuild(iter([convert(item) for item in found]))
 
@@ -109,7 +114,7 @@ def to_numpy(obj: Any) -> Any:
 def _is_whole(obj: Any) -> bool:
     """Whether pytree must not open a container."""
     # pytree would move the batch sizes of a PackedSequence, which stay on the CPU. It would turn a Size into a tuple.
-    return isinstance(obj, (TreeDict, PackedSequence, torch.Size))
+    return isinstance(obj, (Ragged, TreeDict, PackedSequence, torch.Size))
 
 
 def _open(obj: Any, found: list[Any]) -> _Rebuild:
@@ -117,7 +122,7 @@ def _open(obj: Any, found: list[Any]) -> _Rebuild:
 
     Returns a function that rebuilds ``obj`` from an iterator of replacements, one for each appended item.
     """
-    if isinstance(obj, (Tensor, TreeDict, PackedSequence)):
+    if isinstance(obj, (Tensor, Ragged, TreeDict, PackedSequence)):
         found.append(obj)
         return next
     if obj is None or type(obj) in (str, int, float, bool):

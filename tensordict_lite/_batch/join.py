@@ -16,6 +16,7 @@ from .._errors import DeviceMismatchError, Path, described, dotted, is_out_of_me
 from .._memory.ragged import cat_offsets
 from .._tree.missing import refuse_other_keys
 from .._tree.policy import Policy
+from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict, field_encoder
 from .pad import Pad, Pads, pad_rows, widened
 
@@ -82,7 +83,8 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads 
     if not all(issubclass(kind, DeviceDict) for kind in set(map(type, trees))):
         for i, d in enumerate(trees):
             if not isinstance(d, Mapping):
-                raise TypeError(f"{verb} takes mappings, dict {i} is {described(d)}; torch.{verb} joins tensors")
+                way = 'give it a key: {"x": rows}' if isinstance(d, Ragged) else f"torch.{verb} joins tensors"
+                raise TypeError(f"{verb} takes mappings, dict {i} is {described(d)}; {way}")
         trees = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in trees]
     device = next((d._device for d in trees if d._device is not None), None)
     for i, d in enumerate(trees):
@@ -102,18 +104,12 @@ class _Join(NamedTuple):
     join: Callable[..., Tensor]
     dim: int
     device: torch.device | None
-    known: dict[tuple[int, ...], Tensor]
-    """The joined offsets of ragged fields, by the ids of the offsets. Fields with the same offsets share them."""
+    known: dict[tuple[int, ...], Lengths]
+    """The joined lengths of ragged fields, by the ids of the lengths. Fields of the same lengths share them."""
 
     def dicts(self, trees: Sequence[TreeDict[Any]], at: Path) -> TreeDict[Any]:
         """Join dicts at one level, and their nested dicts."""
         policy = merged_policy(trees, at, "dict")
-        for i, tree in enumerate(trees):
-            if tree._is_ragged != trees[0]._is_ragged:
-                where = f"{dotted(at)}: " if at else ""
-                raise ValueError(f"{where}dict {i} has {described(tree)}, dict 0 has {described(trees[0])}")
-        if trees[0]._is_ragged:
-            return self.ragged(trees, at, policy)
         items: dict[str, Any] = {}
         join, dim = self.join, self.dim
         for key, values in values_by_key(trees, at, "dict"):
@@ -130,7 +126,9 @@ class _Join(NamedTuple):
                     items[key] = self.widened(values, encoder, along, path, error)
             elif isinstance(values[0], TreeDict) and all(isinstance(value, TreeDict) for value in values):
                 items[key] = self.dicts(values, path)
-            elif any(isinstance(value, (Tensor, TreeDict)) for value in values):
+            elif isinstance(values[0], Ragged) and all(isinstance(value, Ragged) for value in values):
+                items[key] = self.ragged(values, policy.encoders.get(key), path)
+            elif any(isinstance(value, (Tensor, Ragged, TreeDict)) for value in values):
                 raise_mismatch(values, path, "dict")
             elif self.verb == "cat" and all(isinstance(value, list) for value in values):
                 items[key] = [item for value in values for item in value]
@@ -152,25 +150,24 @@ class _Join(NamedTuple):
         may_differ = partial(_can_cat, along=dim) if self.verb == "cat" else None
         raise_mismatch(values, path, "dict", error, "", may_differ)
 
-    def ragged(self, fields: Sequence[Any], at: Path, policy: Policy) -> TreeDict[Any]:
+    def ragged(self, fields: Sequence[Ragged], encoder: object, path: Path) -> Ragged:
         """Concatenate the rows of ragged fields."""
-        where = dotted(at) if at else "a Ragged"
         if self.verb == "stack" or self.dim:
             hint = "cat([...]) joins the rows" if self.verb == "stack" else "cat along dim=0"
-            raise ValueError(f"{where} is ragged: its rows differ in length, so they have no other dimension; {hint}")
+            raise ValueError(
+                f"{dotted(path)} is ragged: its rows differ in length, so they have no other dimension; {hint}"
+            )
         values = decided_values(fields)
         try:
             joined = torch.cat(values)
         except RuntimeError as error:
-            joined = self.widened(values, None, 0, (*at, "values"), error)
-        offsets = [field["offsets"] for field in fields]
-        ids = tuple(map(id, offsets))
+            joined = self.widened(values, encoder, 0, path, error)
+        ids = tuple([id(field._lengths) for field in fields])
         if ids not in self.known:
-            self.known[ids] = cat_offsets(offsets, [len(one) for one in values])
-        lengths = [field._max_length for field in fields]
-        out: Any = fields[0]._new({"values": joined, "offsets": self.known[ids]}, self.device, policy)
-        out._max_length = None if None in lengths else max(lengths)
-        return out
+            longest = [field._lengths.longest for field in fields]
+            offsets = cat_offsets([field.offsets for field in fields], list(map(len, values)))
+            self.known[ids] = Lengths(offsets, None if None in longest else max(cast("list[int]", longest)))
+        return Ragged._new(joined, self.known[ids])
 
     def leading_dim(self, codes: Tensor, encoder: object, path: Path) -> int:
         """``dim`` as a dimension of the codes. The last dimension of codes holds the bytes of one string."""
@@ -184,9 +181,9 @@ class _Join(NamedTuple):
         return dim % dims
 
 
-def decided_values(fields: Sequence[Any]) -> list[Tensor]:
+def decided_values(fields: Sequence[Ragged]) -> list[Tensor]:
     """The values of ragged fields. A field without values does not decide the dtype: empty lists are float32."""
-    values = [field["values"] for field in fields]
+    values = [field.values for field in fields]
     dtype = next((one.dtype for one in values if len(one)), None)
     return [one if dtype is None or len(one) else one.to(dtype) for one in values]
 

@@ -17,7 +17,8 @@ from .._memory.dtypes import NUMPY_DTYPES, as_bits
 from .._memory.layout import Sizes
 from .._memory.packed import packable
 from .._tree.missing import closest
-from .._tree.tree import TreeDict
+from .._tree.ragged import Ragged
+from .._tree.tree import TreeDict, ragged_paths
 
 Side = Literal["left", "right"]
 
@@ -193,12 +194,8 @@ def refuse_nested(option: str, keys: Iterable[Any], batch: TreeDict[Any]) -> Non
     """Raise ``ValueError`` for a key of fields that names a dict of fields. Fields made of lists of mappings may."""
     for key in keys:
         found = batch.get(key)
-        if isinstance(found, TreeDict) and not _has_ragged(found):
+        if isinstance(found, TreeDict) and found and next(ragged_paths(found), None) is None:
             raise ValueError(f"{option} names {key!r}, which is a nested dict; name its fields: {', '.join(found)}")
-
-
-def _has_ragged(tree: TreeDict[Any]) -> bool:
-    return tree._is_ragged or not tree or any(getattr(value, "_is_ragged", False) for value in tree.values())
 
 
 def _paths_in(tree: TreeDict[Any], at: Path = ()) -> Iterator[Path]:
@@ -316,6 +313,8 @@ def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[
                 items[key] = value
             continue
         pad = pads.at(path)
+        if pad is not None and any(isinstance(value, Ragged) for value in values):
+            raise ValueError(f"{dotted(path)} is ragged, so pad= has nothing to fill up; leave it out of pad=")
         if pad is None or not all(isinstance(value, Tensor) for value in values):
             continue
         _pad_field(out, key, cast("list[Tensor]", values), pad, path, trees[0]._policy.encoders.get(key))

@@ -13,14 +13,14 @@ from torch.utils.data import Dataset
 
 from .._dict.device_dict import DeviceDict
 from .._dict.io import load
-from .._dict.ragged import Ragged
-from .._dict.row_index import row_index
 from .._dict.row_writer import RowWriter
 from .._dict.rows import Rows
 from .._errors import Path
 from .._files.atomic_write import FilePath
 from .._tables.format import PART
 from .._tree.policy import Encoders
+from .._tree.ragged import Ragged
+from .._tree.row_index import row_index
 from .._tree.tree import fields_of, ragged_paths
 from .join import cat, decided_values, raise_mismatch
 
@@ -60,14 +60,13 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
             values: list[Any] = [d[path] for d in cast("list[Any]", self.parts)]
             if isinstance(field, Ragged):
                 for i, value in enumerate(decided_values(values)):
-                    if value is not values[i]["values"]:  # without values: it gets the dtype of the other parts
+                    if value is not values[i].values:  # without values: it gets the dtype of the other parts
                         self.parts[i] = self.parts[i].copy()
-                        self.parts[i][(*path, "values")] = value
+                        self.parts[i][path] = values[i].with_values(value)
                     values[i] = value
             if isinstance(values[0], torch.Tensor) and not all(_fit_one_table(value, values[0]) for value in values):
                 hint = "; the dtypes and dimensions must be equal: convert one of them"
-                named = (*path, "values") if isinstance(field, Ragged) else path
-                raise_mismatch(values, named, "dict", None, hint, _fit_one_table)
+                raise_mismatch(values, path, "dict", None, hint, _fit_one_table)
         self._ends = list(accumulate(len(d.rows) for d in self.parts))
 
     def __len__(self) -> int:
@@ -192,7 +191,8 @@ def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None =
     made = not os.path.exists(table)
     like = cat([d.rows[:0] for d in parts])
     for path in ragged_paths(like):
-        like[(*path, "values")] = decided_values([d[path] for d in cast("list[Any]", parts)])[0][:0]
+        values = decided_values([d[path] for d in cast("list[Any]", parts)])[0]
+        like[path] = like[path].with_values(values[:0])
     writer = RowWriter(table, like=like)
     try:
         for d in parts:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from .._dict.device_dict import DeviceDict
 from .._errors import described
 from .._memory.device import DeviceLike, capabilities, intercepted, record_stream, resolve
+from .._tree.ragged import Ragged
 from .._tree.walk import components, nbytes
 from .containers import tensors_inside, to_device
 from .order import BatchOrder
@@ -227,6 +228,8 @@ class _Slots:
 
     def put(self, batch: Any) -> Any:
         """Copy a batch into the next slot, on the current stream. Returns the slot."""
+        if isinstance(batch, Ragged):
+            return self.put(DeviceDict({"rows": batch}))["rows"]
         if not isinstance(batch, DeviceDict):
             raise TypeError(
                 f"prefetch with slots= takes batches that are DeviceDicts, got {described(batch)}; "

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from .._errors import described
+from .._tree.ragged import Ragged
 from .shuffle import Numbers, shuffled
 
 _PERIOD = 1 << 18
@@ -247,7 +248,7 @@ def integers(what: str, given: Any) -> Numbers:
         array = np.zeros(1)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = "a mask; give mask.nonzero().flatten()" if array.dtype.kind == "b" else described(given)
-        got += "; give its .lengths" if getattr(given, "_is_ragged", False) else ""
+        got += "; give its .lengths" if isinstance(given, Ragged) else ""
         raise TypeError(f"BatchOrder takes {what} as a tensor, an array or a list of ints, got {got}")
     return array.astype(np.int64)
 

@@ -22,6 +22,7 @@ from .._memory.device import intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES
 from .._memory.write import FOREACH_CLASSES, Call, Risky, overlap_partly, plain, refusal, unlike, write_all
 from .._tree.missing import refuse_other_keys
+from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, data_of, data_paths, decode_field, field_encoder
 from .._tree.walk import only_tensors
 
@@ -60,8 +61,7 @@ def _match_level(
     else:
         refuse_other_keys(d, other, at, "the other mapping", f"this {type(d).__name__}")
         values = [other[key] for key in d]
-    plain = only_tensors((*d.values(), *values)) and not d._is_ragged
-    if plain and [t.device for t in values].count(device) == len(values):
+    if only_tensors((*d.values(), *values)) and [t.device for t in values].count(device) == len(values):
         found += values
         return
     for (key, value), theirs in zip(d.items(), values, strict=True):
@@ -71,23 +71,28 @@ def _match_level(
                 _refuse_kind(path, theirs, "a tensor; DeviceDict(other) makes tensors of numbers")
             if device is not None and theirs.device != device:
                 _refuse_device(path, device, theirs.device)
-            if d._is_ragged and key == "offsets":
-                _refuse_other_lengths(value, theirs, at)
-            else:
-                found.append(theirs)
+            found.append(theirs)
+        elif isinstance(value, Ragged):
+            if not isinstance(theirs, Ragged):
+                _refuse_kind(path, theirs, "a Ragged")
+            if device is not None and theirs.device != device:
+                _refuse_device(path, device, theirs.device)
+            _refuse_other_lengths(value.offsets, theirs.offsets, path)
+            found.append(theirs.values)
         elif isinstance(value, TreeDict):
             if not isinstance(theirs, Mapping):
                 _refuse_kind(path, theirs, "a mapping")
             _match_level(value, theirs, device, path, found)
-        elif isinstance(theirs, (Tensor, Mapping)):
+        elif isinstance(theirs, (Tensor, Ragged, Mapping)):
             _refuse_kind(path, theirs, f"an object: it is a kept {type(value).__name__} in this dict")
 
 
-def _refuse_other_lengths(ours: Tensor, theirs: Tensor, at: Path) -> None:
-    """Compare the offsets of the ragged field ``at``, where that does not synchronize."""
+def _refuse_other_lengths(ours: Tensor, theirs: Tensor, path: Path) -> None:
+    """Compare the offsets of the ragged field at ``path``, where that does not synchronize."""
     if ours is not theirs and ours.is_cpu and not intercepted() and not torch.equal(ours.long(), theirs.long()):
-        where = dotted(at) if at else "the other Ragged"
-        raise ValueError(f"{where} has rows of other lengths in the other mapping; give it rows of the same lengths")
+        raise ValueError(
+            f"{dotted(path)} has rows of other lengths in the other mapping; give it rows of the same lengths"
+        )
 
 
 def _refuse_kind(path: Path, value: Any, expected: str) -> NoReturn:
@@ -371,8 +376,6 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
 
 def tolist(d: Any, at: Path = ()) -> Any:
     """The fields of a dict on the CPU as Python numbers, lists and strings: see `DeviceDict.tolist`."""
-    if d._is_ragged:
-        return [row.tolist() for row in d.unbind()]
     out: dict[str, Any] = {}
     for key, value in d.items():
         path = (*at, key)
@@ -382,6 +385,8 @@ def tolist(d: Any, at: Path = ()) -> Any:
             out[key] = _tensor_to_list(value, path)
         elif isinstance(value, TreeDict):
             out[key] = tolist(value, path)
+        elif isinstance(value, Ragged):
+            out[key] = [_tensor_to_list(row, path) for row in value.unbind()]
         else:
             out[key] = value
     return out

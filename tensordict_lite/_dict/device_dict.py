@@ -19,7 +19,9 @@ from .._encoders.protocol import StringEncoder, as_given
 from .._errors import Path, dotted, refuse_deeper, with_path
 from .._files import safetensors
 from .._files.atomic_write import FilePath
+from .._memory.arguments import to_arguments
 from .._memory.cast import host_array, pin
+from .._memory.compare import values_agree
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.dtypes import CASTABLE
 from .._memory.packed import can_pack, is_packed, map_storages, pack
@@ -27,13 +29,13 @@ from .._memory.transfer import clone_tensors, transfer
 from .._tables.reader import read_table
 from .._tree import encoding, sendable
 from .._tree.columns import RaggedColumn, arrow_items, pandas_items
-from .._tree.compare import agree, values_agree
+from .._tree.compare import agree
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
-from .._tree.tree import TreeDict, V, builtin_dict, decode_field, ragged_class, refuse_ragged, tensor_paths
+from .._tree.ragged import Ragged
+from .._tree.tree import TreeDict, V, builtin_dict, data_paths, decode_field, refuse_ragged
 from .._tree.walk import Items, as_dict, components, leaves, nbytes, only_tensors, refuse_key
 from . import arithmetic, by_value, torch_functions
-from .arguments import to_arguments
 from .display import html, tree
 from .fill import fill_
 from .insert import insert, refuse_misspelled
@@ -313,9 +315,10 @@ class DeviceDict(TreeDict[V]):
         >>> d["obs", "x"] is not None
         True
         """
-        if only_tensors(self.values()):
-            return self._like(self, self._device)
-        return self._map_tensors(lambda tensor: tensor, self._device)
+        items: Any = self
+        if not only_tensors(self.values()):
+            items = {key: value.copy() if isinstance(value, TreeDict) else value for key, value in self.items()}
+        return self._new(items, self._device, self._policy)
 
     @classmethod
     def fromkeys(cls, keys: Iterable[str], value: Any = None, /) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -737,7 +740,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": torch.ones(2, requires_grad=True)}).detach()["x"].requires_grad
         False
         """
-        return self._map_tensors(Tensor.detach, self._device)
+        return self._map_data(Tensor.detach)
 
     def clone(self) -> Self:
         """Copy every tensor, as ``Tensor.clone`` does. Autograd records the copies.
@@ -794,7 +797,7 @@ class DeviceDict(TreeDict[V]):
                     f"{dotted(path)} is a nested tensor, whose rows differ in length, so no dimension can precede it; "
                     "drop it first, or pad it with to_padded_tensor"
                 )
-        return self._map_tensors(lambda tensor: create(tensor, (*lead, *tensor.shape)), self._device)
+        return self._map_data(lambda tensor: create(tensor, (*lead, *tensor.shape)))
 
     def contiguous(self) -> Self:
         """Make every tensor contiguous. Cost: a copy of each tensor that is not contiguous.
@@ -802,7 +805,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": torch.zeros(2, 3).t()}).contiguous()["x"].is_contiguous()
         True
         """
-        return self._map_tensors(Tensor.contiguous, self._device)
+        return self._map_data(Tensor.contiguous)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of the floating-point and complex tensors, in place. Returns ``self``.
@@ -906,7 +909,7 @@ class DeviceDict(TreeDict[V]):
         codes: Any = builtin_dict.__getitem__(node, last)
         path = key if isinstance(key, tuple) else (key,)
         encoder = node._policy.encoder(last)
-        if not isinstance(codes, (Tensor, TreeDict)):
+        if not isinstance(codes, (Tensor, Ragged, TreeDict)):
             raise TypeError(f"{dotted(path)} is a kept {type(codes).__name__}, not encoded strings")
         hint = "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
         return decode_field(encoder, codes, path, hint)
@@ -1210,7 +1213,7 @@ class DeviceDict(TreeDict[V]):
         items = arrow_items(table, nulls, options.get("dtype") or cls._class_policy.dtype)
         for key, value in items.items():
             if isinstance(value, RaggedColumn):
-                items[key] = ragged_class()(value._asdict())
+                items[key] = Ragged(*value)
         return cls(items, **options)
 
     @classmethod
@@ -1254,6 +1257,7 @@ class DeviceDict(TreeDict[V]):
             tensordict: Any = importlib.import_module("tensordict")  # optional, and slow to import
         except ImportError as error:
             raise ImportError("to_tensordict needs TensorDict: pip install tensordict") from error
+        refuse_ragged(self, ", and a TensorDict has no such field; store its nested() or padded() there first")
         if batch_size is None:
             counts = {tensor.shape[:1] for tensor in self._tensors()}
             batch_size = counts.pop() if len(counts) == 1 else ()
@@ -1339,7 +1343,7 @@ def _nested_items(td: Any) -> dict[str, Any]:
 
 def _refuse_any(d: TreeDict[Any], reason: Callable[[Tensor], str]) -> None:
     """Raise ``RuntimeError`` for the first tensor with a ``reason``, before any tensor is changed."""
-    for path, tensor in tensor_paths(d):
+    for path, tensor in data_paths(d):
         if said := reason(tensor):
             raise RuntimeError(f"{dotted(path)} {said}")
 
@@ -1368,12 +1372,13 @@ def _unshareable(tensor: Tensor) -> str:
 def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in d.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, Ragged)):
             try:
-                array = host_array(value)
+                out[key] = value.numpy(copy) if isinstance(value, Ragged) else host_array(value)
             except TypeError as error:
                 raise with_path(error, (*at, key)) from error
-            out[key] = np.array(array) if copy else array
+            if copy and isinstance(value, Tensor):
+                out[key] = np.array(out[key])
         elif isinstance(value, TreeDict):
             out[key] = _numpy(value, copy, (*at, key))
         else:
@@ -1399,7 +1404,7 @@ def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[An
                 f"unflatten could not restore the key {key!r}{where} from keys joined by {sep!r}; flatten with another "
                 "sep, such as '/'"
             )
-        if isinstance(value, TreeDict) and value and not value._is_ragged:
+        if isinstance(value, TreeDict) and value:
             flatten_into(items, encoders, value, sep, path)
             continue
         items[name] = value.copy() if isinstance(value, TreeDict) else value

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._errors import dtype_name
 from .._memory.packed import is_packed
+from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, field_encoder, fields_of
 from .._tree.walk import nbytes
 
@@ -31,10 +32,7 @@ class Row(NamedTuple):
 def _title(d: TreeDict[Any]) -> str:
     """The first line: what the whole dict is."""
     tensors = d._tensors()
-    if d._is_ragged:
-        holds = f"{_counted(len(d['offsets']) - 1, 'row')}, {_counted(len(d['values']), 'value')}"
-    else:
-        holds = _counted(sum(1 for _ in fields_of(d)), "field")
+    holds = _counted(sum(1 for _ in fields_of(d)), "field")
     device = "no device yet" if d._device is None else str(d._device)
     packed = ", packed" if is_packed(tensors, d._device, alone=False) else ""
     # A row: `row["x"].fill_(1)` writes to the batch too, and `row["x"] = 1` to the row alone.
@@ -61,10 +59,10 @@ def _what(value: Any) -> str:
     if isinstance(value, Tensor):
         shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
         return f"{dtype_name(value.dtype)}[{shape}]"
-    if isinstance(value, TreeDict) and value._is_ragged:
-        values: Tensor = value["values"]
-        shape = ", ".join([str(len(value["offsets"]) - 1), "*", *map(str, values.shape[1:])])
-        return f"{dtype_name(values.dtype)}[{shape}] of {len(values)} values"
+    if isinstance(value, Ragged) and isinstance(value.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        total, *shape = value.values.shape
+        shape = ", ".join([str(len(value)), "*", *map(str, shape)])
+        return f"{dtype_name(value.dtype)}[{shape}] of {total} values"
     if isinstance(value, TreeDict):
         return "" if value else "(empty)"
     return f"object {type(value).__name__}"
@@ -79,7 +77,7 @@ def _lines(d: TreeDict[Any], lasts: tuple[bool, ...] = ()) -> Iterator[Row]:
         if len(said) > _LONGEST_NOTE:
             said = said[: _LONGEST_NOTE - 1] + "…"
         yield Row(here, key if key.isprintable() else repr(key), _what(value), said)
-        if isinstance(value, TreeDict) and not value._is_ragged:
+        if isinstance(value, TreeDict):
             yield from _lines(value, here)
 
 

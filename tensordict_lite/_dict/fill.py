@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import agree
-from .._errors import Path, described, dotted, dtype_name
+from .._errors import Path, described, dotted, dtype_name, with_path
+from .._memory.compare import equal
 from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
-from .._memory.write import Call, copies, plain, refusal, share_memory, write_all
-from .._tree.compare import equal
+from .._memory.write import Call, copies, overlap, plain, refusal, share_memory, write_all
 from .._tree.missing import refuse_other_keys
+from .._tree.ragged import Lengths, Ragged, checked
 from .._tree.tree import TreeDict, builtin_dict, field_encoder
 from .insert import insert
 from .row_values import fit_codes
@@ -49,38 +50,53 @@ class _Filling:
         self.values: list[Tensor] = []
         self.objects: list[Call] = []
         """What else changes: kept objects, and the lengths of the longest rows of ragged fields."""
-        self.offsets: dict[int, Tensor] = {}
-        """The new offsets of the ragged fields, by the id of the offsets that they replace."""
+        self.lengths: dict[int, tuple[Path, Lengths, Lengths]] = {}
+        """The lengths of rows, and the new ones, by the index of their offsets in `targets`."""
 
     def add_dict(self, d: TreeDict[Any], other: TreeDict[Any], at: Path) -> None:
         refuse_other_keys(d, other, at, "the given mapping", self.name)
         for key, target in d.items():
             path, value = (*at, key), builtin_dict.__getitem__(other, key)
             if isinstance(target, TreeDict) and isinstance(value, TreeDict):
-                if target._is_ragged:
-                    self.add_ragged(target, value, path)
-                    agree(field_encoder(d, key), field_encoder(other, key), path)
                 self.add_dict(target, value, path)
+            elif isinstance(target, Ragged) and isinstance(value, Ragged):
+                encoder = field_encoder(d, key)
+                agree(encoder, field_encoder(other, key), path)
+                self.add_ragged(target, value, encoder, path)
             elif isinstance(target, Tensor) and isinstance(value, Tensor):
                 encoder = field_encoder(d, key)
                 agree(encoder, field_encoder(other, key), path)
                 self.add_tensor(target, fit_codes(target, value, encoder, path), path)
-            elif isinstance(target, (Tensor, TreeDict)) or isinstance(value, (Tensor, TreeDict)):
+            elif isinstance(target, (Tensor, Ragged, TreeDict)) or isinstance(value, (Tensor, Ragged, TreeDict)):
                 raise ValueError(f"{dotted(path)} is {described(target)} in {self.name}, got {described(value)}")
             else:
                 self.objects.append(partial(builtin_dict.__setitem__, d, key, value))
 
-    def add_ragged(self, target: Any, value: Any, path: Path) -> None:
-        given = value["offsets"] if value._is_ragged else None
+    def add_ragged(self, target: Ragged, value: Ragged, encoder: object, path: Path) -> None:
+        try:
+            checked(value.values, value.offsets)  # attributes and pytree validate nothing
+        except (RuntimeError, ValueError) as error:
+            raise with_path(error, path) from error
+        self.add_tensor(target.values, fit_codes(target.values, value.values, encoder, path), path)
+        ours, theirs = target._lengths, value._lengths
+        given = next((given for _, lengths, given in self.lengths.values() if lengths is ours), None)
         if given is None:
-            raise ValueError(f"{dotted(path)} is ragged in {self.name}, got a nested dict")
-        shared = self.offsets.setdefault(id(target["offsets"]), given)
-        if shared is not given and not equal(shared, given):
+            self.lengths[len(self.targets)] = path, ours, theirs
+            self.add_tensor(ours.offsets, theirs.offsets, path)
+        elif given is not theirs and not equal(given.offsets, theirs.offsets):
             raise ValueError(
-                f"{dotted(path)} shares its offsets with another field of {self.name}, and the given rows of the two "
-                "differ in length; clone() the offsets of one first"
+                f"{dotted(path)} has rows of the same lengths as another field of {self.name}, and the given rows of "
+                "the two differ in length; clone() one of them first"
             )
-        self.objects.append(partial(setattr, target, "_max_length", value._max_length))
+        self.objects.append(partial(setattr, ours, "longest", theirs.longest))
+
+    def refuse_overlap(self) -> None:
+        """Raise ``ValueError`` for offsets in the memory of another field: a write there would make them invalid."""
+        for i, (path, lengths, _) in self.lengths.items():
+            if any(j != i and overlap(lengths.offsets, target) for j, target in enumerate(self.targets)):
+                raise ValueError(
+                    f"{dotted(path)} has offsets in the memory of another field of {self.name}; clone() it first"
+                )
 
     def add_tensor(self, target: Tensor, value: Tensor, path: Path) -> None:
         where = dotted(path)
@@ -99,6 +115,7 @@ class _Filling:
 
     def run(self, device: torch.device | None, source: torch.device | None, non_blocking: bool) -> None:
         """Copy all values, and store all objects."""
+        self.refuse_overlap()
         targets, values = self.targets, self.values
         if device == source and share_memory(targets, values):
             values = [value.clone() for value in values]

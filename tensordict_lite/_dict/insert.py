@@ -21,11 +21,12 @@ from .._memory.transfer import transfer
 from .._tree.convert import Converted, convert
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
+from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict, dicts_of, field_encoder, kind_nested
 from .._tree.walk import NO_EXPORTS, all_on, as_shared, leaves, refuse_key
 
-Moved = Mapping[int, Tensor]
-"""Copies on the device of the dict. The key is the ``id`` of the given tensor."""
+Moved = tuple[Mapping[int, Tensor], list[tuple[Lengths, Lengths]]]
+"""Copies on the device of the dict, by the ``id`` of the given tensor; and lengths of rows with their copies."""
 
 
 def insert(
@@ -100,7 +101,7 @@ def _prepare(
     """Convert all values. Return the converted items, their device, and the encoder of each field of strings."""
     device = d._device
     target = device
-    moved: Moved = {}
+    moved: Moved = ({}, [])
     moves = consent or d._policy.on_mismatch == "move"
     if moves or device is None:  # collect all tensors: to find the device, and to move them in one transfer
         tensors: list[Tensor] = []
@@ -111,7 +112,7 @@ def _prepare(
         target = canonical(torch.empty(0).device) if device is None else device
         if moves:
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
-            moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True))
+            moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True)), []
     try:
         staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at, shapes)
     except _Misplaced as misplaced:
@@ -131,7 +132,7 @@ def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[
     for key, value in out.items():
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif isinstance(value, TreeDict):
+        elif isinstance(value, (Ragged, TreeDict)):
             tensors += value._tensors()
         elif isinstance(value, Mapping):
             out[key] = _snapshot(value, (*at, key), tensors)
@@ -150,11 +151,15 @@ def _convert_items(
         value = given if type(given) in NO_EXPORTS else as_shared(given, (*at, key))
         if isinstance(value, Tensor):
             staged[key] = value if value.device == target else _moved(value, target, moved, (*at, key))
+        elif isinstance(value, Ragged):
+            parts = value._tensors()
+            if any(part.device != target for part in parts):
+                value = value._rebuilt((_moved(part, target, moved, (*at, key)) for part in parts), moved[1])
+            staged[key] = value
         elif isinstance(value, Mapping):
             staged[key] = _insert_nested(d, value, target, moved, (*at, key), shapes)
         elif shapes and d._has_fields and (rows := _ragged_rows(d, value, target, (*at, key))) is not None:
-            encoder, items = rows
-            staged[key] = _insert_nested(d, items, target, moved, (*at, key), shapes)
+            staged[key], encoder = rows
             if encoder is not None:
                 encoders[key] = encoder
         else:
@@ -176,8 +181,8 @@ def convert_for(d: TreeDict[Any], value: Any, target: torch.device, path: Path) 
 
 def _ragged_rows(
     d: TreeDict[Any], value: Any, target: torch.device, path: Path
-) -> tuple[StringEncoder | None, dict[str, Tensor]] | None:
-    """The encoder, and the values and offsets, of a list of rows for a field that is declared as ragged. Else None.
+) -> tuple[Ragged, StringEncoder | None] | None:
+    """The rows of a list for a field that is declared as ragged, and their encoder or None. Else None.
 
     A row of such a field is a tensor, and stays one.
     """
@@ -192,13 +197,15 @@ def _ragged_rows(
         values, lengths = convert_for(d, [item for row in rows for item in row], target, path).value, map(len, rows)
     else:
         return None
-    return encoder if codes else None, {"values": values, "offsets": offsets_of(list(lengths)).to(target)}
+    return Ragged(values, offsets_of(list(lengths)).to(target)), encoder if codes else None
 
 
 def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Tensor:
-    """The copy of a tensor on the device of the dict. Raises `_Misplaced` if it was not moved."""
-    if id(tensor) in moved:
-        return moved[id(tensor)]
+    """A tensor, or its copy on the device of the dict. Raises `_Misplaced` if it was not moved."""
+    if tensor.device == target:
+        return tensor
+    if id(tensor) in moved[0]:
+        return moved[0][id(tensor)]
     raise _Misplaced(path, tensor, target)
 
 
@@ -212,7 +219,7 @@ def _mismatch(
     """The error for a misplaced tensor of ``data``."""
     way_out = ""
     if d._device is None:  # right is the device that most tensors are on, of two that of the first tensor
-        found = [((*at, *inside), value) for inside, value in leaves(data) if isinstance(value, Tensor)]
+        found = [((*at, *inside), value) for inside, value in leaves(data) if isinstance(value, (Tensor, Ragged))]
         expected = canonical(Counter(value.device for _, value in found).most_common(1)[0][0])
         path, tensor = next((where, value) for where, value in found if value.device != expected)
         way_out = f"move it with .to({str(expected)!r}), or build with device={str(expected)!r}"
@@ -241,12 +248,9 @@ def _insert_nested(
     """Convert a mapping to a nested dict. A `DeviceDict` keeps its encoders and the policy of its class."""
     refuse_deeper(path)
     kind: Any = type(value)
-    same: Any = value
     given = value._policy if isinstance(value, TreeDict) else None
     cls, policy = kind_nested(type(d), path[-1], kind, given, value, d._policy)
     nested: Any = cls._new((), target, policy)
-    if cls is kind and cls._is_ragged:
-        nested._max_length = same._max_length
     validated = cls is kind  # a second validation would reject a row of a typed batch, which lost its batch dimension
     data = nested._given(value, path) if nested._has_fields and not validated else value
     staged, encoders = _convert_items(nested, data, target, moved, path, shapes)

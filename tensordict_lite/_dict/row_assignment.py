@@ -67,7 +67,7 @@ class _Assignment:
                     self.targets.append(target)
                     self.values.append(given)
                     continue
-            if isinstance(field, TreeDict) and isinstance(given, Mapping) and not field._is_ragged:
+            if isinstance(field, TreeDict) and isinstance(given, Mapping):
                 self.add_dict(field, given, (*at, key))
             else:
                 for path, target, value in fitted_field(d, key, given, at, False):
@@ -102,6 +102,8 @@ class _Assignment:
 
     def add_ragged(self, path: Path, field: Any, rows: RowsToFit) -> None:
         """Validate rows for a ragged field. They have the lengths of the rows that they replace."""
+        if self.lead == (0,) and rows.is_one and not rows.values.numel():  # an empty list: no rows
+            rows = RowsToFit(rows.values, rows.lengths[:0], False)
         place, ours = field._places(self.index)
         if rows.is_one == bool(self.lead) or len(ours) != len(rows.lengths):
             got = "one row" if rows.is_one else f"{len(rows.lengths)} rows"
@@ -113,11 +115,10 @@ class _Assignment:
                 f"{dotted(path)}: row {i} of these has {int(ours[i])} values, got {int(rows.lengths[i])}; rows of a "
                 "ragged field keep their lengths; to change them, replace the whole field"
             )
-        target = field["values"]
-        if reason := refusal(target, "rows[...] ="):
-            raise RuntimeError(f"{dotted((*path, 'values'))} {reason}")
-        into, values = as_bits(target), as_bits(rows.values.to(target.dtype))
-        self.risky.append(((*path, "values"), into, place, values))
+        if reason := refusal(field.values, "rows[...] ="):
+            raise RuntimeError(f"{dotted(path)} {reason}")
+        into, values = as_bits(field.values), as_bits(rows.values.to(field.dtype))
+        self.risky.append((path, into, place, values))
 
     def add_objects(self, path: Path, target: object, value: Any) -> None:
         """Validate objects for a kept list with one object per row. Any other kept object belongs to no row."""

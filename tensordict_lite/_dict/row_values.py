@@ -19,6 +19,7 @@ from .._memory.dtypes import CASTABLE, FOREACH_DTYPES
 from .._memory.transfer import transfer
 from .._tree.convert import convert
 from .._tree.missing import refuse_other_keys
+from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict
 from .._tree.walk import as_shared
 from .insert import place_codes
@@ -53,10 +54,10 @@ def fitted_field(d: TreeDict[Any], key: str, given: Any, at: Path, table: bool) 
         table: ``d`` has the columns of a table, and tensors may be anywhere.
     """
     path, field = (*at, key), d[key]
-    if not isinstance(field, (Tensor, TreeDict)):
+    if not isinstance(field, (Tensor, Ragged, TreeDict)):
         yield path, field, given
         return
-    if isinstance(field, TreeDict) and field._is_ragged:
+    if isinstance(field, Ragged):
         yield path, field, ragged_rows(d, key, given, at, table)
         return
     if isinstance(field, Tensor) and field.is_nested:
@@ -81,8 +82,7 @@ def row_value(d: TreeDict[Any], key: str, value: Any, at: Path, table: bool = Fa
     may be anywhere, and Python numbers that the field cannot hold get a wider dtype, for the error of `refuse_unfit`.
     """
     field, path, device = d[key], (*at, key), d._device
-    if isinstance(field, TreeDict) and field._is_ragged:
-        field = field["values"]
+    field = field.values if isinstance(field, Ragged) else field
     assert device is not None  # a dict with rows has tensors
     value = as_shared(value, path)
     if isinstance(value, Mapping):
@@ -165,12 +165,12 @@ def ragged_rows(d: Any, key: str, value: Any, at: Path, table: bool) -> RowsToFi
     ``value``: a ragged field, strings, a list with a value for each row, a dense tensor of rows, or one row. The
     padding of strings in a dense tensor is left out.
     """
-    column, encoder, path = d[key, "values"], d._policy.encoders.get(key), (*at, key)
+    column, encoder, path = d[key].values, d._policy.encoders.get(key), (*at, key)
     if isinstance(value, Tensor) and value.is_nested:
-        value = type(d[key]).from_rows(value)
-    if isinstance(value, TreeDict) and value._is_ragged:
-        values = _fitting(column, _row(d, key, value["values"], at, table), path)
-        return RowsToFit(values, value["offsets"].diff().to(values.device), False)
+        value = Ragged.from_rows(value)
+    if isinstance(value, Ragged):
+        values = _fitting(column, _row(d, key, value.values, at, table), path)
+        return RowsToFit(values, value.lengths.to(values.device), False)
     if isinstance(value, Mapping):
         raise ValueError(f"{dotted(path)} is ragged; its rows cannot be set from {described(value)}")
     is_string = encoder is not None and encoder.code_ndim == column.dim()  # a row is one string, a list has many
@@ -200,14 +200,14 @@ def ragged_rows(d: Any, key: str, value: Any, at: Path, table: bool) -> RowsToFi
 
 def _row(d: Any, key: str, row: Any, at: Path, table: bool) -> Tensor:
     """One row, or rows in one tensor. An empty list has no dtype of its own."""
-    column = d[key, "values"]
+    column = d[key].values
     if isinstance(row, (list, tuple)) and not row:
         return column[:0]
     if isinstance(row, Tensor):
         refuse_unfit(column, row, (*at, key))  # first, as a tensor on meta cannot be moved
     values = row_value(d, key, row, at, table)
     refuse_unfit(column, values, (*at, key), table)
-    return values
+    return fit_codes(column, values, d._policy.encoders.get(key), (*at, key))
 
 
 def _fitting(column: Tensor, values: Tensor, path: Path, what: str = "got") -> Tensor:

@@ -21,11 +21,11 @@ from .._memory.transfer import transfer
 from .._tables.writer import TableWriter, create_table, is_table, open_table
 from .._tree.missing import missing_key, refuse_unknown_encoders
 from .._tree.policy import Encoders, Policy
+from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, fields_of, ragged_paths
 from .._tree.walk import Items, as_dict
 from .arguments import ragged_keys
 from .device_dict import DeviceDict
-from .ragged import Ragged
 from .row_values import RowsToFit, fitted
 from .rows import Rows
 
@@ -310,7 +310,7 @@ def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any], given: De
         raise ValueError(f"{dotted(path)} is {what} in this table, and like= with ragged= says otherwise")
     _columns(fields, like, ())
     for path, field, _ in fields_of(fields):
-        column, value = [one["values"] if isinstance(one, TreeDict) else one for one in (field, given[path])]
+        column, value = [one.values if isinstance(one, Ragged) else one for one in (field, given[path])]
         if value.numel() and value.dtype is not column.dtype:
             raise ValueError(
                 f"{dotted(path)}: this table has {dtype_name(column.dtype)}, like= has {dtype_name(value.dtype)}; "
@@ -338,22 +338,21 @@ def without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> A
         found |= names
         if isinstance(value, TreeDict):
             items[key] = without_rows(value, ragged, path, found)
+        elif isinstance(value, Ragged):
+            items[key] = _no_ragged_rows(value.dtype, value.values.shape[1:])
         elif not isinstance(value, Tensor) or not is_dense(value):
             items[key] = value  # refused by `create_table`, which names the field
         elif names and value.dim() < 2:
             raise ValueError(f"{dotted(path)}: rows of a ragged field have a dimension, like= has {described(value)}")
         elif names:
-            items[key] = _no_ragged_rows(value.dtype, value.shape[2:], d._policy)
+            items[key] = _no_ragged_rows(value.dtype, value.shape[2:])
         else:
             items[key] = torch.empty((0, *value.shape[1:]), dtype=value.dtype, device="cpu")
-    if d._is_ragged:
-        return _no_ragged_rows(items["values"].dtype, items["values"].shape[1:], d._policy)
     return d._new(items, CPU, d._policy)
 
 
-def _no_ragged_rows(dtype: torch.dtype, shape: Sequence[int], policy: Policy) -> Any:
-    values = torch.empty((0, *shape), dtype=dtype, device="cpu")
-    return Ragged._new({"values": values, "offsets": torch.zeros(1, dtype=torch.int64, device="cpu")}, CPU, policy)
+def _no_ragged_rows(dtype: torch.dtype, shape: Sequence[int]) -> Ragged:
+    return Ragged(torch.empty((0, *shape), dtype=dtype, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 def _columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> tuple[list[Tensor], int | None]:

@@ -16,11 +16,12 @@ from .._encoders.protocol import padding
 from .._errors import Path, dotted
 from .._memory.row_copies import take_batch, take_rows
 from .._tree.missing import closest
+from .._tree.ragged import Ragged
+from .._tree.row_index import row_index
 from .._tree.tree import TreeDict, field_encoder, fields_of, refuse_ragged
 from .._tree.walk import only_tensors
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
-from .row_index import row_index
 from .windows import Spans, Windows
 
 D = TypeVar("D", bound=TreeDict[Any])
@@ -231,7 +232,7 @@ class Rows(Dataset[D]):
         count = len(self)
         refuse_ragged(d, ", which has one dimension of rows and none to merge; drop it first")
         _refuse_flatten(d, dims, count)
-        return d._map_tensors(lambda tensor: tensor.flatten(0, dims - 1), d._device)
+        return d._map_data(lambda tensor: tensor.flatten(0, dims - 1))
 
     def group_by(self, *keys: str | Path) -> dict[Any, D]:
         """Group the rows by the values of a field: a dict from each distinct value to its rows, sorted by value.
@@ -387,7 +388,7 @@ def _fields(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
     """
     fields, flat = d._tensors_and_kind()
     try:
-        if flat and not d._is_ragged:
+        if flat:
             found = None
             (count,) = {tensor.shape[0] for tensor in fields}
         else:
@@ -408,7 +409,7 @@ def _fields(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
 def _refuse_one_string(d: TreeDict[Any], at: Path = ()) -> None:
     """Raise ``ValueError`` for a field that is one string, since the first dimension of its codes is no row."""
     for key, value in d.items():
-        if isinstance(value, TreeDict) and value._is_ragged:
+        if isinstance(value, Ragged):
             continue
         encoder = d._policy.encoders.get(key)
         if encoder is not None and encoder.code_ndim and field_encoder(d, key) is not None:
@@ -422,11 +423,11 @@ def _refuse_one_string(d: TreeDict[Any], at: Path = ()) -> None:
 
 def _field_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Any]]:
     """The tensors and the ragged fields of the tree with their paths, depth first."""
-    return ((path, field) for path, field, _ in fields_of(d) if isinstance(field, (Tensor, TreeDict)))
+    return ((path, field) for path, field, _ in fields_of(d) if isinstance(field, (Tensor, Ragged)))
 
 
 def _rows_in(field: Any) -> int:
-    return field.shape[0] if isinstance(field, Tensor) else len(field["offsets"]) - 1
+    return field.shape[0] if isinstance(field, Tensor) else len(field)
 
 
 def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
@@ -476,7 +477,7 @@ def _taken(fields: list[Any], at: int | slice | Tensor) -> list[Any]:
 def _each_row(field: Any, part: slice, unbinds: bool) -> Iterable[Tensor]:
     """The rows of a tensor or of a ragged field in a slice, as views. A write to a row may give the field a history."""
     if not isinstance(field, Tensor):
-        return field._take(part, []).unbind()
+        return field[part].unbind()
     return field[part].unbind() if unbinds else (field[i] for i in range(part.start, part.stop))
 
 
@@ -486,7 +487,7 @@ def _plain_rows(d: TreeDict[Any], columns: Mapping[str, Any], count: int) -> lis
     for key, column in columns.items():
         if isinstance(column, dict):
             lists.append(_plain_rows(d[key], cast("dict[str, Any]", column), count))
-        elif isinstance(d[key], (Tensor, TreeDict)) or (isinstance(column, list) and len(column) == count):
+        elif isinstance(d[key], (Tensor, Ragged)) or (isinstance(column, list) and len(column) == count):
             lists.append(column)
         else:
             lists.append([column] * count)
@@ -512,11 +513,9 @@ def _with_rows(d: D, made: Sequence[Any], flat: bool, at: int | slice | Tensor, 
 
 def _rebuilt(d: Any, made: Iterator[Any], at: int | slice | Tensor, count: int) -> Any:
     """The same tree with the fields in ``made``, and the objects ``at`` of kept lists with one object per row."""
-    if d._is_ragged:
-        return next(made)
     items: dict[str, Any] = {}
     for key, value in d.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, Ragged)):
             items[key] = next(made)
         elif isinstance(value, TreeDict):
             items[key] = _rebuilt(value, made, at, count)

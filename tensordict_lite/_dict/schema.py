@@ -19,6 +19,7 @@ from .._encoders.protocol import StringEncoder, agree, short
 from .._errors import described
 from .._tree.missing import closest
 from .._tree.policy import OPTIONS
+from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict
 
 _STORED_AS_TENSORS = (bool, int, float, complex, str, bytes, np.ndarray, np.generic)
@@ -110,7 +111,7 @@ class Field(NamedTuple):
         """Whether a value is an instance of one of the kinds. Ignores shape and dtype."""
         if isinstance(value, self.classes):
             return True
-        if isinstance(value, (Tensor, TreeDict)):
+        if isinstance(value, (Tensor, Ragged, TreeDict)):
             return False
         # Only kept objects come here. In a batch, the field is a list with one object per row.
         if isinstance(value, list) and all(map(self.takes, value)):
@@ -190,7 +191,7 @@ class Schema:
         for name, value in items.items():
             field = self.fields[name]
             if not field.takes(value) and not (
-                isinstance(value, Tensor) and isinstance(before.get(name), Tensor) and any(map(_is_ragged, field.kinds))
+                isinstance(value, Tensor) and isinstance(before.get(name), Tensor) and Ragged in field.kinds
             ):
                 raise TypeError(f"{self.name}.{name}: expected {field.shown}, got {_called(value)}")
             encoder = field.encoder
@@ -273,7 +274,7 @@ def _field(where: str, hint: Any, optional: bool = False) -> Field:
             "for a ragged field, declare a Ragged, and give the encoder to the class: encoders={...}"
         )
     values = tuple(one for one in metadata if isinstance(one, type) and _is_shaped(one))
-    if values and not all(map(_is_ragged, kinds)):
+    if values and kinds != (Ragged,):
         raise TypeError(
             f"{where}: only a Ragged has an annotation for its values; annotate a tensor with {values[0].__name__}"
         )
@@ -355,10 +356,6 @@ def _kind(where: str, kind: Any) -> Any:
     if issubclass(kind, Mapping) and not _is_tree(kind):
         raise TypeError(f"{where}: mappings are stored as DeviceDicts; annotate it as a DeviceDict or TypedDeviceDict")
     return kind
-
-
-def _is_ragged(kind: Any) -> bool:
-    return _is_tree(kind) and kind._is_ragged
 
 
 def _is_tree(kind: Any) -> bool:

@@ -23,10 +23,11 @@ from .._tables.writer import (
 )
 from .._tree.missing import missing_key, refuse_unknown_encoders, rows_hint
 from .._tree.policy import Encoders, Policy
-from .._tree.tree import field_encoder, tensor_paths
+from .._tree.ragged import Ragged
+from .._tree.tree import data_of
+from .._tree.tree import fields_of as fields_in
 from .._tree.walk import refuse_key
 from .device_dict import DeviceDict
-from .ragged import Ragged
 from .row_writer import append_rows, without_rows
 from .rows import Rows
 
@@ -231,19 +232,17 @@ def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragge
     ragged = ragged and not isinstance(value, Ragged)
     given = value
     if ragged and isinstance(value, (list, tuple)):  # rows of several lengths make no tensor, so one row is converted
-        given = [next((row for row in value if not isinstance(row, (list, tuple)) or row), [])]
+        row = next((row for row in value if not isinstance(row, (list, tuple)) or row), [])
+        given = row.unsqueeze(0) if isinstance(row, Tensor) else [row]
     d: DeviceDict[Any] = DeviceDict._new((), None, parent._policy)
     d._set_path(rest, given, at)
-    tensors = list(tensor_paths(d))
-    if not tensors:
+    if not data_of(d):
         raise ValueError(f"{dotted(path)}: a column needs tensors, got {described(value)} without any")
     if ragged and isinstance(value, Mapping):
         raise ValueError(f"{dotted(path)}: ragged=True is for one field; in a mapping, give a Ragged for each field")
-    for leaf, tensor in tensors:
-        holder: Any = d[leaf[:-1]] if leaf[1:] else d
-        encoder = field_encoder(holder, leaf[-1])
+    for leaf, field, encoder in fields_in(d):
         codes = 0 if encoder is None else encoder.code_ndim or 0  # the dimensions of one string
-        if tensor.dim() <= max(ragged, codes):
+        if isinstance(field, Tensor) and field.dim() <= max(ragged, codes):
             inside = " and one in each row" if ragged else ""
             raise ValueError(
                 f"{dotted((*at, *leaf))}: a batch has a dimension for the rows{inside}, got {described(value)}; "

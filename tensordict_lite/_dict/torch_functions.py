@@ -15,8 +15,9 @@ from torch import Tensor, overrides
 
 from .._encoders.protocol import padding
 from .._errors import Path, dotted
+from .._memory.compare import equal
 from .._memory.device import canonical
-from .._tree.compare import agree, equal
+from .._tree.compare import agree
 from .._tree.tree import TreeDict, data_of, fields_of, refuse_ragged
 from . import arithmetic
 

@@ -18,6 +18,7 @@ from .._errors import Path, described, with_path
 from .._memory.device import DeviceLike
 from .._tree.convert import holds_numbers
 from .._tree.policy import OPTIONS, Encoders, OptionFields, Options, refuse_positional
+from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in
 from .device_dict import DeviceDict
@@ -319,7 +320,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         """The defaults of the fields that ``data`` lacks, on the device of the tensors in ``data``."""
         absent = {name: one for name, one in cls._declared.items() if name not in data}
         made = {name: one.make() for name, one in absent.items() if one is not None and not one.is_none}
-        moved = {name: value for name, value in made.items() if isinstance(value, (Tensor, DeviceDict))}
+        moved = {name: value for name, value in made.items() if isinstance(value, (Tensor, Ragged, DeviceDict))}
         if moved and (tensors := tensors_in(data)):
             made |= {name: value.to(tensors[0].device) for name, value in moved.items()}
         return made
@@ -355,6 +356,11 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             raise TypeError(f"{name} is required and cannot be deleted; drop({key!r}) gives a DeviceDict without it")
 
     # --- classes of nested dicts and subsets ---
+
+    @classmethod
+    def _declares_ragged(cls, key: str) -> bool:
+        field = cls._schema().fields.get(key)
+        return field is not None and Ragged in field.kinds
 
     @classmethod
     def _nested_class(cls, key: str) -> type[DeviceDict[Any]]:
@@ -413,8 +419,8 @@ def _shaped(
             yield f"{where}.{name}", value, declared, samples
         elif isinstance(value, TypedDeviceDict):
             yield from _shaped(type(value), value, f"{where}.{name}", samples)
-        elif isinstance(value, TreeDict) and value._is_ragged and declared.values:
-            yield f"{where}.{name}.values", value["values"], declared.values, False
+        elif isinstance(value, Ragged) and declared.values:
+            yield f"{where}.{name}.values", value.values, declared.values, False
 
 
 def _batch_of_one(d: Any) -> Any:
@@ -422,14 +428,13 @@ def _batch_of_one(d: Any) -> Any:
     items: dict[str, Any] = {}
     for key, value in d.items():
         if isinstance(value, TreeDict):
-            items[key] = value if value._is_ragged else _batch_of_one(value)
+            items[key] = _batch_of_one(value)
         elif isinstance(value, Tensor):
             is_row = d._declares_ragged(key) and value.dim()
-            kind: Any = d._nested_class(key)
-            items[key] = kind({"values": value, "offsets": [0, len(value)]}) if is_row else value.unsqueeze(0)
+            items[key] = Ragged.from_rows([value]) if is_row else value.unsqueeze(0)
         else:
             items[key] = value
-    return d._like(items, d._device)
+    return d._new(items, d._device, d._policy)
 
 
 @contextmanager

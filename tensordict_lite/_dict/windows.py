@@ -10,12 +10,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from .._errors import Path, described, dotted
+from .._tree.ragged import Ragged
+from .._tree.row_index import row_index
 from .._tree.tree import TreeDict, ragged_paths
-from .row_index import row_index
 
 D = TypeVar("D", bound=TreeDict[Any])
 Spans = Mapping[Any, Sequence[int]]
@@ -34,33 +34,33 @@ class Windows(Dataset[D], Generic[D]):
 
     def __init__(self, d: D, spans: Spans, within: str | Path | None, mask: str) -> None:
         self._dict: Any = d
-        self._mask = mask
+        self._mask, self._within = mask, within
         self._spans = _offsets(d, spans, mask)
-        self._count = len(self._dict.rows)
+        len(self)  # raises if the fields disagree
         for key in self._spans:
             _require_rows(d, key)
-        self._starts = _starts(d, within, self._count)
+        if within is not None:
+            _within(d, within)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._dict.rows)
 
     def __getitem__(self, index: Any) -> D:
         """Return one window for an int; a batch for a slice, a mask or indices. The errors are those of `Rows`."""
-        given = range(*index.indices(self._count)) if type(index) is slice else index
-        at = row_index(given, self._count, self._dict.device)
+        given = range(*index.indices(len(self))) if type(index) is slice else index
+        at = row_index(given, len(self), self._dict.device)
         return self.__getitems__(at)._dict if isinstance(at, Tensor) else self.__getitems__([at])[0]
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Any:
         """Copy the windows of some rows into a batch, and return the rows of the batch, as `Rows.__getitems__` does."""
         d = self._dict
-        at = row_index(indices, self._count, d.device)
+        count = len(self)
+        at = row_index(indices, count, d.device)
         if not isinstance(at, Tensor):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
-        which = torch.searchsorted(self._starts, at, right=True)
-        first = self._starts[which - 1].unsqueeze(1)
-        last = F.pad(self._starts, (0, 1), value=self._count)[which].unsqueeze(1) - 1
+        first, last = self._reach(at, count)
         others = d.drop(*self._spans)
-        others[self._mask] = torch.zeros(1, device=at.device).expand(self._count)  # so that a tensor is left
+        others[self._mask] = torch.zeros(1, device=at.device).expand(count)  # so that a tensor is left
         out = others.rows.__getitems__(at)._dict
         masks: dict[Any, Tensor] = {}
         for key, offsets in self._spans.items():
@@ -74,8 +74,22 @@ class Windows(Dataset[D], Generic[D]):
             out[(self._mask, *_path(key))] = mask
         return d._untyped_subset((key, out[key]) for key in [*d, self._mask]).rows
 
+    def _reach(self, at: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The first and the last row that the window of each row can have: [n, 1]. Reads the field of ``within``."""
+        if self._within is None:
+            return torch.zeros_like(at).unsqueeze(1), torch.full_like(at, count - 1).unsqueeze(1)
+        bounds = [int(bound) for offsets in self._spans.values() for bound in offsets.aminmax()]
+        low, high = min(0, *bounds), max(0, *bounds)
+        around = at.unsqueeze(1) + torch.arange(low, high + 1, device=at.device)
+        field = _within(self._dict, self._within)
+        same = (field[around.clamp(0, count - 1)] == field[at].unsqueeze(1)).unsqueeze(-1).flatten(2).all(2)
+        same &= (around >= 0) & (around < count)
+        before, after = same[:, :-low].flip(1) if low else same[:, :0], same[:, 1 - low :]
+        first, last = (rows.cumprod(1).sum(1, keepdim=True) for rows in (before, after))
+        return at.unsqueeze(1) - first, at.unsqueeze(1) + last
+
     def __repr__(self) -> str:
-        return f"{type(self._dict).__name__}.rows.windows({self._count})"
+        return f"{type(self._dict).__name__}.rows.windows({len(self)})"
 
 
 def _path(key: Any) -> Path:
@@ -105,21 +119,15 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
 
 def _require_rows(d: Any, key: Any) -> None:
     """Raise unless each row of a field has the same shape."""
-    if not isinstance(d[key], (Tensor, TreeDict)):
+    if not isinstance(d[key], (Tensor, Ragged, TreeDict)):
         raise TypeError(f"{dotted(_path(key))} is {described(d[key])}; windows are of tensors")
     for path in ragged_paths(d.select(key)):
         raise TypeError(f"{dotted(path)} has rows of any length; windows are of rows of one shape")
 
 
-def _starts(d: Any, within: Any, count: int) -> Tensor:
-    """The first row of each sequence."""
-    first = torch.zeros(1, dtype=torch.int64, device=d.device)
-    if within is None:
-        return first
-    field: Any = d[within]
+def _within(d: Any, key: Any) -> Tensor:
+    """The field whose equal values make a sequence."""
+    field: Any = d[key]
     if not isinstance(field, Tensor) or field.is_nested:
-        raise TypeError(
-            f"{dotted(_path(within))} is {described(field)}; within= takes a field with a value for each row"
-        )
-    changed = (field[1:] != field[:-1]).unsqueeze(-1).flatten(1).any(1)
-    return torch.cat([first, changed.nonzero().squeeze(1) + 1])
+        raise TypeError(f"{dotted(_path(key))} is {described(field)}; within= takes a field with a value for each row")
+    return field

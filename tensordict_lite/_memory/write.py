@@ -136,6 +136,17 @@ def overlap_partly(a: Tensor, b: Tensor) -> bool:
     return near and not same and all(dense_stride(t.shape, t.stride()) == t.stride() for t in (a, b))
 
 
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two strided tensors have bytes between their first and their last element in common."""
+    if not (a.numel() and b.numel()) or a.is_meta or b.is_meta:
+        return False
+    ends = [
+        t.data_ptr() + (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))) * t.itemsize
+        for t in (a, b)
+    ]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+
+
 def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     """Whether a value may share memory with a target. Compares whole storages, not the elements in use."""
     try:

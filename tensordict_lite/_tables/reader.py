@@ -20,7 +20,7 @@ from .._memory.ragged import problem_of_lengths
 from .._tree.manifest import Reader, invalid
 from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders
-from .._tree.tree import validate_ragged
+from .._tree.tree import share_lengths
 from .format import VALUES, Column, TableIndex, read_index
 
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ def read_table(
         count = index.rows if rows is None else min(rows, index.rows)
         tensors = {i: _map_field(folder, index.columns, i, count) for i in reader.numbers}
         out: Any = reader.build(cls, tensors.__getitem__, CPU, trusted=False)
-        validate_ragged(out)
+        share_lengths(out)
         return out, count
 
     with invalid_file(folder, library.SafetensorError, RuntimeError):

@@ -29,10 +29,10 @@ from .._memory.device import CPU
 from .._tree.manifest import Leaves, Manifest, Reader, describe, without
 from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders
-from .._tree.tree import TreeDict, ragged_paths, validate_ragged
+from .._tree.tree import TreeDict, ragged_paths
 from .checksums import checksum_line
 from .folder import NEW_INDEX, TableFolder, opened, write_all
-from .format import INDEX, OFFSETS, ROWS, VALUES, Column, Extent, TableIndex, checksums_name, choose_names, index_text
+from .format import INDEX, OFFSETS, ROWS, Column, Extent, TableIndex, checksums_name, choose_names, index_text
 from .reader import check_size, count_values, missing_file
 
 BUFFER = 4 << 20
@@ -371,7 +371,7 @@ def _new_columns(
     columns: list[Column] = []
     number = secrets.token_hex(8)
     for (path, tensor), file, name in zip(leaves, choose_names(names, used), names, strict=True):
-        kind = path[-1] if path[:-1] in ragged else ROWS  # the keys of a ragged field are the names of the kinds
+        kind = path[-1] if path[:-1] in ragged else ROWS  # the names of the parts are the names of the kinds
         dtype = torch.int64 if kind == OFFSETS else tensor.dtype
         columns.append(Column(file, name, dtype, tuple(tensor.shape[1:]), kind, number))
     return columns
@@ -403,8 +403,7 @@ def fields_of(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encode
     with invalid_file(folder.path, RuntimeError):
         reader = Reader(index.manifest, len(index.columns), encoders)
         empty = [column.without_rows() for column in index.columns]
-        fields = reader.build(cls, empty.__getitem__, CPU)
-        validate_ragged(fields)
+        fields = reader.build(cls, empty.__getitem__, CPU, trusted=False)
     if encoders is not None:
         _refuse_other_encoders(fields, index.manifest)
     return fields, [index.columns[i] for i in reader.numbers]
@@ -456,9 +455,6 @@ def drop_columns(folder: TableFolder, index: TableIndex, path: Path) -> None:
     reader.keep([path], "this table")
     manifest, kept = without(index.manifest, path)
     columns = [index.columns[i] for i in kept]
-    kinds = [column.kind for column in columns]
-    if kinds.count(VALUES) != kinds.count(OFFSETS):
-        raise ValueError(f"{dotted(path)} is a part of a ragged column; drop {dotted(path[:-1])}")
     if not columns:
         raise ValueError(f"{dotted(path)} has the last columns of this table; remove the folder {folder.path!r}")
     left = index._replace(columns=columns, manifest=manifest)

@@ -141,18 +141,22 @@ def _is_list(kind: Any) -> bool:
 def _arrow_values(array: Any, dtype: torch.dtype | None) -> Any:
     """The values of an Arrow array. Lists of numbers become a `RaggedColumn`, or an array if their length is fixed."""
     types: Any = sys.modules["pyarrow"].types
-    is_list, is_fixed = _is_list(array.type), types.is_fixed_size_list(array.type)
-    inner = array.flatten() if is_list or is_fixed else array
-    if inner is array or not (
-        types.is_integer(inner.type) or types.is_floating(inner.type) or types.is_boolean(inner.type)
-    ):
+    is_list, sizes = _is_list(array.type), list[int]()
+    inner = array.flatten() if is_list else array
+    total, nulls = len(inner), inner.null_count
+    while types.is_fixed_size_list(inner.type):
+        sizes.append(inner.type.list_size)
+        inner = inner.flatten()
+        nulls += inner.null_count
+    is_numeric = types.is_integer(inner.type) or types.is_floating(inner.type) or types.is_boolean(inner.type)
+    if inner is array or not is_numeric or (nulls and not is_list):
         return array
-    if is_fixed:
-        size = array.type.list_size
-        return array if inner.null_count else inner.to_numpy(zero_copy_only=False).reshape(len(array), size)
-    if inner.null_count:
-        raise ValueError(f"{inner.null_count} nulls inside of lists; fill them in Arrow first")
-    numbers = torch.as_tensor(np.array(inner.to_numpy(zero_copy_only=False)), device="cpu")
+    if nulls:
+        raise ValueError(f"{nulls} nulls inside of lists; fill them in Arrow first")
+    inner = inner.to_numpy(zero_copy_only=False).reshape(total, *sizes)
+    if not is_list:
+        return inner
+    numbers = torch.as_tensor(np.array(inner), device="cpu")
     if dtype is not None and numbers.is_floating_point():
         numbers = numbers.to(dtype)
     offsets = array.offsets.to_numpy()  # of a slice they do not start at 0, and `flatten` gives its values

@@ -38,7 +38,8 @@ from .._memory.layout import SMALL, Group, Layout, aligned, dense_stride, lay_ou
 from .._memory.packed import arrange, can_pack, is_saved_group, materialize, packable
 from .convert import keep_object
 from .manifest import InvalidManifest, Outline, encoder_entry, invalid, read_text
-from .tree import TreeDict, class_named, name_of, validate_ragged
+from .ragged import Ragged
+from .tree import TreeDict, class_named, name_of
 from .walk import only_tensors
 
 _BY_NAME = 2
@@ -308,7 +309,6 @@ def rebuild(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, lea
             out._infer_device(None)
         if names:
             _refuse_objects(out)
-            validate_ragged(out)
             out._validate(shapes=False)  # the class may have changed since the dict was saved
         return out
     except InvalidManifest as error:
@@ -320,7 +320,7 @@ def _refuse_objects(d: TreeDict[Any], at: Path = ()) -> None:
     for key, value in d.items():
         if isinstance(value, TreeDict):
             _refuse_objects(value, (*at, key))
-        elif not isinstance(value, Tensor):
+        elif not isinstance(value, (Tensor, Ragged)):
             keep_object(value, d._policy, (*at, key))
 
 

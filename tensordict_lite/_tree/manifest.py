@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
-from typing import Any, NoReturn
+from types import NoneType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, runs_code
-from .._errors import DEPTH, Path, dotted, refuse_deeper
+from .._errors import DEPTH, Path, dotted, refuse_deeper, with_path
 from .missing import holds, missing_key
 from .policy import Encoders, Policy, options_from_json
-from .tree import TreeDict, ragged_class, reduces_itself
+from .ragged import Lengths, Ragged, validated
+from .tree import TreeDict, reduces_itself
 from .walk import leaves, only_tensors
 
 MANIFEST_VERSION = 1
@@ -37,7 +39,8 @@ Instead = Callable[[StringEncoder, "TypeError | None"], Any]
 None if its JSON form runs code."""
 Shape = tuple[Any, ...]
 """A dict without its values: the number of its policy, and its items. An item is a key, or the key and the `Shape` of a
-nested dict. A ragged field has a third entry: the length of its longest row, or None."""
+nested dict. A ragged field is its key, the length of its longest row or None, and the number of its offsets among the
+offsets of the tree, which fields may share."""
 
 
 class InvalidManifest(ValueError):
@@ -69,6 +72,7 @@ class Outline:
         self._pickled = pickled
         self.values: list[Any] = []
         self.nodes: list[TreeDict[Any]] = []
+        self._lengths: list[Lengths] = []
         self._policies: list[Policy] = []
         self._policy_entries: list[dict[str, Any]] = []
         self.encoders: list[StringEncoder] = []
@@ -103,10 +107,13 @@ class Outline:
             items = tuple([self._item(key, value, at) for key, value in one.items()])
         own = self._pickled and one._policy is one._class_policy
         number = OF_ITS_CLASS if own else self._policy_number(one._policy, at)
-        longest: Any = one
-        return (number, items, longest._max_length) if one._is_ragged else (number, items)
+        return number, items
 
     def _item(self, key: str, value: Any, at: Path) -> Any:
+        if isinstance(value, Ragged):
+            lengths = value._lengths
+            value._list_tensors(self.values, self._lengths)
+            return key, lengths.longest, next(i for i, one in enumerate(self._lengths) if one is lengths)
         if isinstance(value, TreeDict) and not (self._pickled and reduces_itself(value)):
             return key, self._shape_of(value, (*at, key))
         self.values.append(value)
@@ -133,14 +140,26 @@ class Outline:
 
 @lru_cache(maxsize=64)  # a program mostly pickles and sends dicts of the same few shapes
 def _text(shape: Shape, policies: str) -> str:
-    root = json.dumps(_tree(shape, count()), separators=(",", ":"))
+    root = json.dumps(_tree(shape, count(), []), separators=(",", ":"))
     return f'{{"version":{MANIFEST_VERSION},"root":{root},"policies":{policies},"encoders":[]}}'
 
 
-def _tree(shape: Shape, numbers: Iterator[int]) -> dict[str, Any]:
-    """The JSON form of a shape. ``numbers``: the numbers of its leaves."""
-    items = [[one[0], _tree(one[1], numbers)] if type(one) is tuple else [one, next(numbers)] for one in shape[1]]
-    return {"policy": shape[0], "items": items, **({"max_length": shape[2]} if len(shape) > 2 else {})}
+def _tree(shape: Shape, numbers: Iterator[int], offsets: list[int]) -> dict[str, Any]:
+    """The JSON form of a shape. ``numbers``: the numbers of its leaves. ``offsets``: those of the offsets so far."""
+    return {"policy": shape[0], "items": [_entry(item, numbers, offsets) for item in shape[1]]}
+
+
+def _entry(item: Any, numbers: Iterator[int], offsets: list[int]) -> list[Any]:
+    """A key and what it has: the number of a leaf, a dict, or a list of three for a ragged field."""
+    if type(item) is not tuple:
+        return [item, next(numbers)]
+    if len(item) == 2:
+        return [item[0], _tree(item[1], numbers, offsets)]
+    key, longest, place = item
+    values = next(numbers)
+    if place == len(offsets):
+        offsets.append(next(numbers))
+    return [key, [values, offsets[place], longest]]
 
 
 def encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
@@ -154,15 +173,22 @@ def encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
 
 
 class Node(dict[str, Any]):
-    """A validated dict of a manifest. Each value is the number of a leaf, or a node."""
+    """A validated dict of a manifest. Each value is the number of a leaf, a `RaggedNode`, or a node."""
 
-    __slots__ = ("policy", "ragged")
+    __slots__ = ("policy",)
 
-    def __init__(self, policy: int, items: Mapping[str, Any], ragged: Mapping[str, int | None]) -> None:
+    def __init__(self, policy: int, items: Mapping[str, Any]) -> None:
         super().__init__(items)
         self.policy = policy
-        self.ragged = ragged
-        """``max_length`` of a ragged field: the length of its longest row, or None. Any other dict has no entry."""
+
+
+class RaggedNode(NamedTuple):
+    """A validated ragged field of a manifest: the numbers of its tensors. Fields may share their offsets."""
+
+    values: int
+    offsets: int
+    longest: int | None
+    """The length of its longest row."""
 
 
 class Reader:
@@ -179,7 +205,9 @@ class Reader:
     """
 
     numbers: list[int]
-    """The numbers of the leaves, in the order of the tree."""
+    """The numbers of the leaves, in the order of the tree. Offsets that are shared come once."""
+    paths: list[Path]
+    """The paths of the leaves. Those of a ragged field end with ``values`` and ``offsets``."""
     count: int
     """The number of dicts in the manifest."""
 
@@ -189,15 +217,10 @@ class Reader:
         self.policies, self.encoders, self.given = list(map(_policy, fields["policies"])), fields["encoders"], given
         self.count = 0
         self.root = self._node(fields["root"], 0)
-        self.numbers = [number for _, number in leaves(self.root)]
+        self.paths, self.numbers = _numbered(self.root)
         count = len(self.numbers) if count is None else count
         if sorted(self.numbers) != list(range(count)):
             invalid(f"its tree does not contain each of the {count} tensors exactly once")
-
-    @property
-    def paths(self) -> list[Path]:
-        """The paths of the leaves, in the order of the tree."""
-        return [path for path, _ in leaves(self.root)]
 
     @property
     def names(self) -> dict[str, Any]:
@@ -210,7 +233,7 @@ class Reader:
             if not holds(self.root, path):
                 raise missing_key(self.names, path if len(path) != 1 else path[0], owner)
         self.root = _kept(self.root, paths)
-        self.numbers = [number for _, number in leaves(self.root)]
+        self.paths, self.numbers = _numbered(self.root)
 
     def build(
         self,
@@ -226,34 +249,61 @@ class Reader:
             cls: the class of the dict. A nested dict gets the class that the class of its parent declares for the key,
                 or else the class of its parent. A class with its own options keeps them, and takes only the encoders.
             leaf: returns the tensor or object with a number.
-            trusted: whether ragged fields get the ``max_length`` of the manifest. Else `validate_ragged` finds it.
+            trusted: False: validate the ragged fields. Raises ``ValueError`` that names the field.
             pickled: from a pickle: the classes of the nested dicts in the order of the tree, and the entries of the
                 encoders. Then the dicts get the policies of the manifest unchanged.
         """
         classes, encoders = pickled or (None, self.encoders)
-        return _Builder(self, leaf, device, trusted, classes, encoders).dict_of(self.root, cls)
+        return _Builder(self, leaf, device, trusted, classes, encoders).dict_of(self.root, cls, ())
 
     def _node(self, node: Any, depth: int) -> Node:
         if depth >= DEPTH:
             invalid(f"it is nested {DEPTH} levels deep or more")
         self.count += 1
-        ragged: dict[str, int | None] = {}
-        if type(node) is dict and "max_length" in node:
-            node = dict(node)
-            ragged["max_length"] = longest = node.pop("max_length")
-            if longest is not None and not (type(longest) is int and longest >= 0):
-                invalid(f"'max_length' of a ragged field is {_cut(longest)}")
         items: dict[str, Any] = {}
         for item in _fields(node, "a dict", policy=int, items=list)["items"]:
             key, value = item if type(item) is list and len(item) == 2 else (None, None)
             if type(key) is not str:
                 invalid("an item of a dict is not a pair of key and value")
-            if type(value) not in (int, dict):
-                invalid(f"{key!r} is neither a tensor nor a dict")
             if key in items:
                 invalid("a dict has a key twice")
-            items[key] = value if type(value) is int else self._node(value, depth + 1)
-        return Node(node["policy"], items, ragged)
+            if type(value) is dict:
+                items[key] = self._node(value, depth + 1)
+            elif type(value) is list:
+                items[key] = _ragged(key, value)
+            elif type(value) is int:
+                items[key] = value
+            else:
+                invalid(f"{key!r} is neither a tensor nor a dict")
+        return Node(node["policy"], items)
+
+
+def _ragged(key: str, entry: list[Any]) -> RaggedNode:
+    kinds = list(map(type, entry))
+    if kinds not in ([int, int, int], [int, int, NoneType]) or min(entry[:2]) < 0 or (entry[2] or 0) < 0:
+        invalid(f"{key!r} is not described as a ragged field: by the numbers of its tensors and its longest row")
+    return RaggedNode(*entry)
+
+
+def _numbered(root: Node) -> tuple[list[Path], list[int]]:
+    """The path and the number of each leaf, in the order of the tree."""
+    found: dict[int, Path] = {}
+    offsets: set[int] = set()
+
+    def add(path: Path, number: int) -> None:
+        if number in found:
+            invalid("its tree contains a tensor twice")
+        found[number] = path
+
+    for path, one in leaves(root):
+        if not isinstance(one, RaggedNode):
+            add(path, one)
+            continue
+        add((*path, "values"), one.values)
+        if one.offsets not in offsets:
+            add((*path, "offsets"), one.offsets)
+            offsets.add(one.offsets)
+    return list(found.values()), list(found)
 
 
 def read_text(text: str) -> Reader:
@@ -288,20 +338,32 @@ class _Builder:
     _encoders: Sequence[Any]
     _known: dict[int, Policy] = field(default_factory=dict)
     _merged: dict[tuple[int, Any], Policy] = field(default_factory=dict)
+    _lengths: dict[int, Lengths] = field(default_factory=dict)
+    """By the number of the offsets."""
     _made: dict[int, StringEncoder] = field(default_factory=dict)
 
-    def dict_of(self, node: Node, cls: Any) -> TreeDict[Any]:
+    def dict_of(self, node: Node, cls: Any, at: Path) -> TreeDict[Any]:
         """The dict of a node, of class ``cls``."""
-        if node.ragged and not cls._is_ragged:
-            cls = ragged_class()
-        items = {
-            key: self._leaf(value) if type(value) is int else self.dict_of(value, self._nested_class(cls, key))
-            for key, value in node.items()
-        }
-        out = cls._new(items, self._device, self._policy(node, cls))
-        if node.ragged and self._trusted:
-            out._max_length = node.ragged["max_length"]
-        return out
+        items: dict[str, Any] = {}
+        for key, one in node.items():
+            if type(one) is int:
+                items[key] = self._leaf(one)
+            elif isinstance(one, RaggedNode):
+                items[key] = self._ragged(one, (*at, key))
+            else:
+                items[key] = self.dict_of(one, self._nested_class(cls, key), (*at, key))
+        return cls._new(items, self._device, self._policy(node, cls))
+
+    def _ragged(self, node: RaggedNode, path: Path) -> Ragged:
+        if node.offsets not in self._lengths:
+            self._lengths[node.offsets] = Lengths(self._leaf(node.offsets), node.longest)
+        values, lengths = self._leaf(node.values), self._lengths[node.offsets]
+        if self._trusted:
+            return Ragged._new(values, lengths)
+        try:
+            return validated(values, lengths)
+        except (RuntimeError, ValueError) as error:
+            raise with_path(error, path) from error
 
     def _nested_class(self, cls: Any, key: str) -> Any:
         return cls._nested_class(key) or cls if self._classes is None else next(self._classes)
@@ -339,12 +401,16 @@ class _Builder:
 
 
 _TENSOR = torch.empty(0, device="meta")
-"""Placeholder for any tensor."""
+_RAGGED = Ragged._new(_TENSOR, Lengths(_TENSOR))
+"""Placeholders for any tensor and any ragged field."""
 
 
 def _names_in(node: Node) -> dict[str, Any]:
     """The keys of a node as a nested dict."""
-    return {key: _TENSOR if type(value) is int else _names_in(value) for key, value in node.items()}
+    return {
+        key: _names_in(one) if isinstance(one, Node) else _TENSOR if type(one) is int else _RAGGED
+        for key, one in node.items()
+    }
 
 
 def _make_encoder(entry: dict[Any, Any], key: str) -> StringEncoder:
@@ -378,7 +444,7 @@ def without(manifest: Manifest, path: Path) -> tuple[Manifest, list[int]]:
         node = node[part]
     reader.keep(others, "this manifest")
     keys: set[str] = set()
-    root = _to_json(reader.root, count(), keys)
+    root = _to_json(reader.root, {old: new for new, old in enumerate(reader.numbers)}, keys)
     policies = [
         {**policy, "encoders": {key: number for key, number in policy["encoders"].items() if key in keys}}
         for policy in manifest["policies"]
@@ -386,11 +452,16 @@ def without(manifest: Manifest, path: Path) -> tuple[Manifest, list[int]]:
     return {**manifest, "root": root, "policies": policies}, reader.numbers
 
 
-def _to_json(node: Node, numbers: Iterator[int], keys: set[str]) -> dict[str, Any]:
+def _to_json(node: Node, numbers: Mapping[int, int], keys: set[str]) -> dict[str, Any]:
     """The JSON form of a node, with other ``numbers`` for its leaves. Its keys go to ``keys``."""
     keys.update(node)
-    items = [[key, next(numbers) if type(one) is int else _to_json(one, numbers, keys)] for key, one in node.items()]
-    return {"policy": node.policy, "items": items, **node.ragged}
+    items: list[Any] = []
+    for key, one in node.items():
+        if isinstance(one, RaggedNode):
+            items.append([key, [numbers[one.values], numbers[one.offsets], one.longest]])
+        else:
+            items.append([key, numbers[one] if type(one) is int else _to_json(one, numbers, keys)])
+    return {"policy": node.policy, "items": items}
 
 
 def _kept(node: Node, paths: Sequence[Path]) -> Node:
@@ -401,8 +472,7 @@ def _kept(node: Node, paths: Sequence[Path]) -> Node:
     items = {
         key: value if () in asked[key] else _kept(value, asked[key]) for key, value in node.items() if key in asked
     }
-    whole = len(items) == len(node)  # a part of a ragged field is not ragged
-    return Node(node.policy, items, node.ragged if whole else {})
+    return Node(node.policy, items)
 
 
 def _cut(value: object) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._errors import Path, dotted
+from .._errors import Path, described, dotted
 
 _LISTED = 10
 """The largest number of keys in a message."""
@@ -156,8 +156,9 @@ def holds(tree: Any, path: Path) -> bool:
 def _blocked(path: tuple[Any, ...], depth: int, value: object, owner: str) -> str:
     """The message for a path that continues below ``value``, which is not a dict."""
     at, rest = path[:depth], path[depth:]
-    what = "a tensor" if isinstance(value, Tensor) else f"a kept {type(value).__name__}"
+    what = "a tensor" if isinstance(value, Tensor) else described(value)
     keys = ", ".join(map(repr, at))
     if isinstance(rest[0], str):
-        return f"{dotted(path)} is not in {owner}: {dotted(at)} is {what}, not a nested dict; it is d[{keys}]"
+        part = f".{rest[0]}" if hasattr(value, rest[0]) else ""  # such as the values of a ragged field
+        return f"{dotted(path)} is not in {owner}: {dotted(at)} is {what}, not a nested dict; it is d[{keys}]{part}"
     return f"a path is made of str, got {type(rest[0]).__name__}: {dotted(at)} is {what}; index it as d[{keys}][...]"

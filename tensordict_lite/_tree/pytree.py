@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,24 @@ def register(cls: type[Any], flatten: Callable[[Any], Context], unflatten: Calla
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         to_dumpable_context=_dump,
         from_dumpable_context=_load,
+        flatten_with_keys_fn=flat_with_keys,  # pyright: ignore[reportArgumentType]  (its stub wants one key type)
+    )
+
+
+def register_fields(cls: type[Any], names: Sequence[str], unflatten: Callable[..., Any]) -> None:
+    """Register a class of values as a pytree node with some of its attributes. ``unflatten`` must not validate them."""
+
+    def flat(value: Any) -> tuple[list[Any], None]:
+        return [getattr(value, name) for name in names], None
+
+    def flat_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], None]:
+        return [(pytree.GetAttrKey(name), getattr(value, name)) for name in names], None
+
+    pytree.register_pytree_node(
+        cls,
+        flat,
+        lambda leaves, _: unflatten(*leaves),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=flat_with_keys,  # pyright: ignore[reportArgumentType]  (its stub wants one key type)
     )
 

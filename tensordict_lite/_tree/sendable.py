@@ -21,6 +21,7 @@ from .._errors import Path, TooDeep, dotted
 from .._memory.mapped import by_file
 from .encoding import arguments, for_process
 from .manifest import Outline
+from .ragged import Ragged
 from .tree import TreeDict
 
 _OBJECTS = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -107,8 +108,8 @@ def _refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
         given = {f"{dotted((*at, key))}: the": encoder for key, encoder in d._policy.encoders.items()}
         for which, encoder in {**given, "the default": d._policy.default_encoder}.items():
             _try(encoder, f"{which} encoder {encoder!r}", "use a function or class of a module")
-    for key, value in d.items():
-        path = (*at, key)
+    for key, field in d.items():
+        path, value = (*at, key), field.values if isinstance(field, Ragged) else field
         if isinstance(value, TreeDict):
             _refuse_unsendable(value, path)
         elif not _is_plain(value):

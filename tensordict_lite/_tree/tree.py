@@ -13,11 +13,13 @@ from typing_extensions import Self, TypeVar, Unpack
 
 from .._encoders.protocol import StringEncoder, decode_nested, decode_rows
 from .._errors import DeviceMismatchError, Path, dotted, with_path
+from .._memory.compare import equal
 from .._memory.device import canonical
 from .._memory.dtypes import CASTABLE
 from . import pytree
-from .compare import agree, equal
+from .compare import agree
 from .policy import OPTIONS, Options, Policy, refuse_option
+from .ragged import Lengths, Ragged
 from .walk import leaves, only_tensors
 
 V = TypeVar("V", default=Tensor)
@@ -82,12 +84,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     @classmethod
     def _declares_ragged(cls, key: str) -> bool:
-        """Whether the class declares the field ``key`` as ragged."""
-        kind = cls._nested_class(key)
-        return kind is not None and kind._is_ragged
-
-    _is_ragged: ClassVar[bool] = False
-    """Whether the dict is a ragged field: rows of any length, as values and offsets. See `Ragged`."""
+        """Whether the class declares the field ``key`` as ragged. See `TypedDeviceDict`."""
+        return False
 
     _has_fields: ClassVar[bool] = False
     """Whether the dict has declared fields. See `TypedDeviceDict`."""
@@ -141,30 +139,30 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         builtin_dict.update(out, items)
         return out
 
-    def _like(self, items: Any, device: torch.device | None) -> Self:
-        """A dict with the class, the policy and the other state of this dict, and with these items on ``device``."""
-        return self._new(items, device, self._policy)
-
     def _untyped_subset(self, items: Any) -> Self:
         """A dict for some of the items. A subset of a typed dict has no schema, since fields may be missing."""
         return self._new(items, self._device, self._policy)
 
     def _tensors(self) -> list[Tensor]:
-        """Every tensor of the tree, depth first."""
+        """Every tensor of the tree, depth first. Ragged fields that share their offsets list them once."""
         return self._tensors_and_kind()[0]
 
     def _tensors_and_kind(self) -> tuple[list[Tensor], bool]:
-        """Every tensor of the tree, depth first, and whether all values are plain tensors."""
+        """Every tensor of the tree, as `_tensors` lists them, and whether all values are plain tensors."""
         values: list[Any] = list(self.values())
         if only_tensors(values):
             return values, True
         found: list[Tensor] = []
-        for value in values:
+        self._list_tensors(found, [])
+        return found, False
+
+    def _list_tensors(self, found: list[Tensor], known: list[Lengths]) -> None:
+        """Append every tensor to ``found``. ``known``: the lengths whose offsets are in it."""
+        for value in self.values():
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, TreeDict):  # pytree may insert another mapping as a leaf
-                found += value._tensors()
-        return found, False
+            elif isinstance(value, (TreeDict, Ragged)):  # pytree may insert another mapping as a leaf
+                value._list_tensors(found, known)
 
     def _replace_tensors(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
         """The same tree on ``device`` with other tensors, in the order of `_tensors`. Does not validate them.
@@ -172,34 +170,48 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         ``flat``: the caller knows that all values are plain tensors.
         """
         if flat or only_tensors(self.values()):
-            return self._like(zip(self, tensors, strict=True), device)
-        left = iter(tensors)
-        return self._map_tensors(lambda _: next(left), device)
+            return self._new(zip(self, tensors, strict=True), device, self._policy)
+        return self._rebuilt(iter(tensors), device, [])
 
-    def _map_tensors(self, function: Callable[[Tensor], Tensor], device: torch.device | None) -> Self:
-        """The same tree with ``function(tensor)`` for each tensor, depth first. The results are on ``device``."""
-        return self._map_items(function, lambda _, nested: nested._map_tensors(function, device), device)
+    def _rebuilt(
+        self, tensors: Iterator[Tensor], device: torch.device | None, made: list[tuple[Lengths, Lengths]]
+    ) -> Self:
+        """The same tree with the next of ``tensors`` in place of those of `_list_tensors`. ``made``: see `Ragged`."""
+        items: dict[str, Any] = {}
+        for key, value in self.items():
+            if isinstance(value, Tensor):
+                items[key] = next(tensors)
+            elif isinstance(value, TreeDict):
+                items[key] = value._rebuilt(tensors, device, made)
+            else:
+                items[key] = value._rebuilt(tensors, made) if isinstance(value, Ragged) else value
+        return self._new(items, device, self._policy)
 
-    def _replace_data(self, results: Iterator[Any], device: torch.device | None, at: Path = ()) -> Self:
+    def _map_data(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same tree with ``function(tensor)`` for each tensor of `data_of`, on the same device."""
+        return self._replace_data(map(function, data_of(self)), self._device)
+
+    def _replace_data(
+        self,
+        results: Iterator[Any],
+        device: torch.device | None,
+        at: Path = (),
+        made: list[tuple[Lengths, Lengths]] | None = None,
+    ) -> Self:
         """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them.
 
         ``at``: the path of self, for the error of a ragged field that gets another number of values.
         """
-        return self._map_items(
-            lambda _: next(results), lambda key, nested: nested._replace_data(results, device, (*at, key)), device
-        )
-
-    def _map_items(
-        self, tensor: Callable[[Tensor], Any], nested: Callable[[str, TreeDict[Any]], Any], device: torch.device | None
-    ) -> Self:
-        """A dict like this one, with ``tensor(value)`` for each tensor and ``nested(key, value)`` for each dict."""
+        made = [] if made is None else made
         items: dict[str, Any] = {}
         for key, value in self.items():
             if isinstance(value, Tensor):
-                items[key] = tensor(value)
+                items[key] = next(results)
+            elif isinstance(value, TreeDict):
+                items[key] = value._replace_data(results, device, (*at, key), made)
             else:
-                items[key] = nested(key, value) if isinstance(value, TreeDict) else value
-        return self._like(items, device)
+                items[key] = value._with_data(next(results), (*at, key), made) if isinstance(value, Ragged) else value
+        return self._new(items, device, self._policy)
 
     def _infer_device(self, fallback: torch.device | None) -> None:
         """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
@@ -208,7 +220,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         moves all tensors. Each nested dict gets the device of its own tensors.
         """
         dicts = dicts_of(self)
-        devices = {value.device for one in dicts for value in one.values() if isinstance(value, Tensor)}
+        devices = {tensor.device for tensor in self._tensors()}
         if len(devices) > 1:
             self._device = None
             for nested in dicts[1:]:
@@ -267,31 +279,25 @@ def kind_nested(
     return cls, policy
 
 
-def tensor_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor with its path, depth first."""
-    return ((path, value) for path, value in leaves(d) if isinstance(value, Tensor))
-
-
 def data_of(d: TreeDict[Any]) -> list[Tensor]:
     """The tensors of the tree without the offsets of ragged fields, depth first. Arithmetic and `map` change these."""
     tensors, flat = d._tensors_and_kind()
-    return tensors if flat and not d._is_ragged else [tensor for _, tensor in data_paths(d)]
+    return tensors if flat else [tensor for _, tensor in data_paths(d)]
 
 
 def data_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors of `data_of` with their paths."""
-    for path, field, _ in fields_of(d):
-        if isinstance(field, TreeDict):
-            yield (*path, "values"), field["values"]
-        elif isinstance(field, Tensor):
-            yield path, field
+    """The tensors of `data_of`, each with the path of its field."""
+    for path, field in leaves(d):
+        tensor = field.values if isinstance(field, Ragged) else field
+        if isinstance(tensor, Tensor):
+            yield path, tensor
 
 
 def decode_field(encoder: StringEncoder, codes: Any, path: Path, hint: str = "") -> Any:
     """Decode a field: a tensor of codes, a nested dict of codes, or a ragged field. Errors name the path."""
     try:
-        if isinstance(codes, TreeDict) and codes._is_ragged:
-            return decode_rows(encoder, codes["values"], codes["offsets"])
+        if isinstance(codes, Ragged):
+            return decode_rows(encoder, codes.values, codes.offsets)
         return decode_nested(encoder, codes)
     except (TypeError, ValueError) as error:
         raise with_path(error, path, hint) from error
@@ -304,9 +310,9 @@ def field_encoder(d: TreeDict[Any], key: str) -> StringEncoder | None:
     names, or else an integer dtype.
     """
     encoder, value = d._policy.encoders.get(key), builtin_dict.__getitem__(d, key)
-    if encoder is None or not isinstance(value, (Tensor, TreeDict)):
+    if encoder is None or not isinstance(value, (Tensor, Ragged, TreeDict)):
         return None
-    data: Any = value["values"] if isinstance(value, TreeDict) and value._is_ragged else value
+    data: Any = value.values if isinstance(value, Ragged) else value
     dtype = data.dtype if isinstance(data, Tensor) else None  # None: a nested dict of codes
     if encoder.code_dtype is not None:
         return encoder if dtype is encoder.code_dtype else None
@@ -314,10 +320,7 @@ def field_encoder(d: TreeDict[Any], key: str) -> StringEncoder | None:
 
 
 def fields_of(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any, StringEncoder | None]]:
-    """Every field with its path and encoder, depth first. A ragged field is one field, whose encoder is left out."""
-    if d._is_ragged:
-        yield at, d, None
-        return
+    """Every field with its path and encoder, depth first."""
     for key, value in d.items():
         if isinstance(value, TreeDict):
             yield from fields_of(value, (*at, key))
@@ -326,39 +329,25 @@ def fields_of(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any, Stri
 
 
 def ragged_paths(d: TreeDict[Any]) -> Iterator[Path]:
-    """The path of every ragged field, depth first; the path ``()`` if ``d`` itself is one."""
-    return (path for path, field, _ in fields_of(d) if isinstance(field, TreeDict))
+    """The path of every ragged field, depth first."""
+    return (path for path, field in leaves(d) if isinstance(field, Ragged))
 
 
 def refuse_ragged(d: TreeDict[Any], reason: str) -> None:
     """Raise ``TypeError`` for the first ragged field."""
     for path in ragged_paths(d):
-        raise TypeError(f"{dotted(path) if path else 'this Ragged'} is ragged{reason}")
+        raise TypeError(f"{dotted(path)} is ragged{reason}")
 
 
-def validate_ragged(d: Any) -> None:
-    """Raise ``ValueError`` that names the first ragged field with invalid offsets, of data that is not trusted.
-
-    Fields with equal offsets share one tensor then.
-    """
-    known: list[Tensor] = []
-    for path in ragged_paths(d):
-        field = d[path] if path else d
-        try:
-            field._validate()
-        except ValueError as error:
-            raise (with_path(error, path) if path else error) from None
-        offsets = field["offsets"]
-        alike = next((one for one in known if equal(one, offsets)), None)
+def share_lengths(d: TreeDict[Any]) -> None:
+    """Let the ragged fields with equal offsets share them."""
+    known: list[Lengths] = []
+    for field in (field for _, field in leaves(d) if isinstance(field, Ragged)):
+        alike = next((one for one in known if equal(one.offsets, field.offsets)), None)
         if alike is None:
-            known.append(offsets)
+            known.append(field._lengths)
         else:
-            builtin_dict.__setitem__(field, "offsets", alike)
-
-
-def ragged_class() -> Any:
-    """The class `Ragged`, for modules that it imports."""
-    return class_named("tensordict_lite.Ragged")
+            field._lengths = alike
 
 
 def dicts_of(d: TreeDict[Any]) -> list[TreeDict[Any]]:

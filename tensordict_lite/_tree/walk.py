@@ -13,6 +13,7 @@ from .._errors import Path, described, dotted, refuse_deeper
 from .._memory.device import CPU
 from .columns import table_columns
 from .missing import no_key
+from .ragged import Ragged
 
 _NO_EXPORTS = (Tensor, dict, str, bytes, bool, int, float, complex, list, tuple, np.ndarray, np.generic)
 NO_EXPORTS = frozenset(_NO_EXPORTS)
@@ -43,7 +44,7 @@ def as_dict(data: Items) -> Mapping[str, Any]:
     expected = f"expected a mapping or an iterable of (key, value) pairs, got {type(data).__name__}"
     if isinstance(data, torch.nn.Module):
         raise TypeError(f"{expected}; give it the state_dict()")
-    if isinstance(data, (Tensor, np.ndarray)):  # an array of shape [n, 2] would pass as pairs
+    if isinstance(data, (Tensor, Ragged, np.ndarray)):  # an array of shape [n, 2] would pass as pairs
         raise TypeError(f'{expected}; give the value a key: {{"x": value}}')
     if hasattr(data, "to_dict"):  # a data frame of Polars iterates over its columns, which may have two rows
         raise TypeError(f"{expected}; give it the to_dict()")
@@ -117,6 +118,8 @@ def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
         value = as_shared(given, (*at, key))
         if isinstance(value, Tensor):
             found.append(value)
+        elif isinstance(value, Ragged):
+            found += value._tensors()
         elif isinstance(value, Mapping):
             found += tensors_in(value, (*at, key))
     return found

@@ -13,7 +13,7 @@ from .._errors import Path, described, dotted
 from .._memory.device import DeviceLike, canonical
 from .._memory.layout import may_share
 from .._memory.transfer import transfer
-from .._tree.tree import refuse_ragged, tensor_paths
+from .._tree.tree import data_paths, refuse_ragged
 from .channel import (
     Channel,
     Destination,
@@ -361,7 +361,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
             if op != "mean":
                 raise ValueError(f"weight= belongs to op='mean', got op={op!r}")
             path = weight if isinstance(weight, tuple) else (weight,)
-            _require_weight(_checked(d, "all_reduce", _ALL), path)
+            _require_weight(_reducible(d), path)
             op, mark = "sum", len(_OPS) + list(d).index(path[0])
     with error_context("all_reduce", group):
         schema, announced = agreed(lambda: header_of(_reducible(d)), errors, group, mark)
@@ -401,7 +401,7 @@ def _require_weight(d: DeviceDict[Any], path: Path) -> None:
     if not isinstance(number, Tensor) or number.dim():
         got = "no such field" if number is None else described(number)
         raise ValueError(f"weight= names a field with one number, {dotted(path)} is {got}")
-    for where, tensor in tensor_paths(d):
+    for where, tensor in data_paths(d):
         if where != path and (reason := _irreducible(tensor.dtype, "mean")):
             raise ValueError(f"{dotted(where)} is {tensor.dtype}: {reason}")
 

@@ -84,6 +84,39 @@ def test_operations(cls: type[Any]) -> None:
         assert type(made) is cls and made["x"].shape == (4, 2) and made["n"]["id"].dtype == torch.int64
 
 
+def test_operations_of_ragged_fields() -> None:
+    """They are moved and kept, and never cut or joined as if the offsets were rows."""
+    field = Ragged.from_rows([[1.0, 2.0], [3.0], [], [4.0]])
+    d = DeviceDict({"x": torch.arange(4), "r": field})
+    assert operations.send_to_device(d, "meta")["r"].max_length == 2
+    assert operations.send_to_device([field], "meta")[0].device == torch.device("meta")
+    assert operations.convert_to_fp32(d) == d and operations.find_batch_size(d) == 4
+    for given in (d.select("r"), field):
+        with pytest.raises(TypeError, match=r"Can only concatenate tensors but got .*Ragged"):
+            operations.concatenate([given, given])
+        with pytest.raises(TypeError, match=r"Unsupported types .*Ragged"):
+            operations.pad_across_processes(given)
+    whole = operations.slice_tensors(d, slice(0, 2))  # it cuts tensors only, and tells nobody
+    assert whole["r"] == field
+    with pytest.raises(ValueError, match=r"'x' \[2\], 'r' \[4, \*\]$"):
+        len(whole.rows)
+
+
+def gather_ragged(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    field = Ragged.from_rows([[1.0 + rank, 2.0], [3.0]])
+    rows = accelerator.gather_for_metrics(field)  # the rows of all ranks
+    assert [row.tolist() for row in rows] == [[1.0, 2.0], [3.0], [2.0, 2.0], [3.0]]
+    for call in (accelerator.gather, accelerator.pad_across_processes):
+        with pytest.raises(Exception, match=r"Unsupported types .*Ragged"):
+            call(DeviceDict({"r": field}))
+    assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]  # the ranks are in step
+
+
+def test_ragged_fields_on_two_ranks() -> None:
+    on_ranks(gather_ragged)
+
+
 def train(rank: int, cls: type[Any]) -> None:
     accelerator = Accelerator(cpu=True)
     samples = [cls({"x": torch.full((2,), float(i)), "n": {"id": torch.tensor(i)}}) for i in range(7)]

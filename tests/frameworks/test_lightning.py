@@ -11,7 +11,7 @@ from checks import check_invariants
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, collate
+from tensordict_lite import DeviceDict, Ragged, TypedDeviceDict, collate
 
 pytest.importorskip("lightning")
 import lightning
@@ -79,6 +79,20 @@ def test_moving() -> None:
     assert type(applied) is DeviceDict and applied["n", "y"] == 2
     floats: Any = apply_to_collection(d, Tensor, lambda t: float(t.sum()))
     assert type(floats) is DeviceDict and floats["x"] == 2
+
+
+def test_ragged_fields() -> None:
+    """`apply_to_collection` copies a dataclass, and sets its fields."""
+    field = Ragged.from_rows([[1.0, 2.0], [], [3.0]])
+    for given in (field, DeviceDict({"r": field})):
+        applied: Any = apply_to_collection(given, Tensor, lambda t: t * 1)
+        out = applied["r"] if isinstance(applied, dict) else applied
+        assert type(applied) is type(given) and applied == given and out.max_length == 2
+        assert out.values is not field.values and field.offsets is not out.offsets
+    meta: Any = apply_to_collection([field], Tensor, lambda t: t.to("meta"))
+    assert meta[0].device == torch.device("meta") and field.device == torch.device("cpu")
+    moved: Any = move_data_to_device({"r": field}, torch.device("meta"))["r"]
+    assert type(moved) is Ragged and moved.device == torch.device("meta") and moved.max_length == 2
 
 
 def test_fabric_saves_it_as_a_dict(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class TestArrow:
         d = DeviceDict.from_arrow(full, dtype=torch.float64)
         assert (
             d.drop("l", "e") == DeviceDict(full.select(["i", "s"]), dtype=torch.float64)
-            and d["l", "values"].dtype == torch.float64
+            and d["l"].values.dtype == torch.float64
         )
         assert d["l"].tolist() == [[1.5], [2.5, 3.5]] and d["e"].tolist() == [[], []] and len(d.rows) == 2
         batch = DeviceDict.from_arrow(full.to_batches()[0], nulls="mask")

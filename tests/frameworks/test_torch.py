@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel.scatter_gather import gather, scatter
 from torch.utils.checkpoint import checkpoint
 
-from tensordict_lite import DeviceDict, TypedDeviceDict
+from tensordict_lite import DeviceDict, Ragged, TypedDeviceDict
 
 
 class Obs(TypedDeviceDict):
@@ -107,6 +107,80 @@ def fsdp2(rank: int, reshard: bool) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fsdp2_with_a_device_dict_in_and_out(reshard: bool) -> None:
     on_ranks(fsdp2, reshard)
+
+
+class RaggedNet(nn.Module):
+    """Takes a dict with a ragged field, and gives a ragged field: alone, or in a dict."""
+
+    def __init__(self, bare: bool) -> None:
+        super().__init__()
+        self.bare, self.used, self.sometimes = bare, nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, batch: DeviceDict[Any], both: bool = True) -> Any:
+        field = batch["r"]
+        values = self.used(field.values) + (self.sometimes(field.values) if both else 0)
+        out = field.with_values(values)
+        return out if self.bare else DeviceDict({"r": out})
+
+
+def ragged_outputs(rank: int, mode: str) -> None:
+    for bare in (False, True):
+        torch.manual_seed(0)
+        model: Any = RaggedNet(bare)
+        if mode == "fsdp2":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        else:
+            model = DistributedDataParallel(model, **({} if mode == "plain" else {mode: True}))
+        for step in range(2):
+            model.zero_grad()  # first, as FSDP2 keeps the parameters of the root unsharded until the backward pass
+            field = Ragged.from_rows([torch.full((rank + 1, 1), 2.0), torch.ones(step, 1)])
+            out = model(DeviceDict({"r": field}), mode != "find_unused_parameters")
+            out = out if bare else out["r"]
+            assert type(out) is Ragged and out.lengths.tolist() == [rank + 1, step] and out.max_length == rank + 1
+            out.values.sum().backward()
+            layer = model.used if mode == "fsdp2" else model.module.used
+            got: Any = layer.weight.grad
+            got = got.full_tensor() if mode == "fsdp2" else got
+            assert got.tolist() == [[3.0 + step]], (mode, rank, bare)  # the mean of the sums of both ranks
+
+
+@pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph", "fsdp2"])
+def test_a_ragged_field_as_an_output(mode: str) -> None:
+    on_ranks(ragged_outputs, mode)
+
+
+class Use(nn.Module):
+    """Calls a method of a ragged field."""
+
+    def __init__(self, name: str, *args: Any) -> None:
+        super().__init__()
+        self.name, self.args, self.layer = name, args, nn.Linear(2, 2)
+
+    def forward(self, d: Any) -> Any:
+        field = d["r"] if isinstance(d, dict) else d
+        values = self.layer(field.values)
+        return field.with_values(values) if self.name == "with_values" else getattr(field, self.name)(*self.args)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize(
+    "call", [("with_values",), ("padded",), ("padded", 1.0, "left"), ("mask",), ("row_ids",), ("positions",)]
+)
+def test_export_with_dynamic_shapes(call: tuple[Any, ...], bare: bool, strict: bool) -> None:
+    example, other = (Ragged.from_rows([torch.rand(n, 2) for n in lengths]) for lengths in ((3, 4), (1, 0, 6, 2)))
+    module = Use(*call)
+    dynamic: Any = [{0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC}]
+    program = torch.export.export(
+        module,
+        (example if bare else DeviceDict({"r": example}),),
+        dynamic_shapes=(dynamic if bare else [dynamic],),
+        strict=strict,
+    )
+    given = other if bare else DeviceDict({"r": other})
+    got, expected = program.module()(given), module(given)
+    assert type(got) is type(expected) and len(got) == len(expected)
+    assert got == expected if isinstance(got, Ragged) else torch.equal(got, expected)
 
 
 def fsdp1(rank: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tensordict_lite import DeviceDict, Hashing, RowWriter, Tokenizer, Utf8, Vocabulary
+from tensordict_lite import DeviceDict, Hashing, Ragged, RowWriter, Tokenizer, Utf8, Vocabulary
 
 HERE = Path(__file__).parent
 
@@ -108,13 +108,19 @@ def save_table(folder: Path) -> None:
         writer.write({"text": ["Ada", "", "é"], "n": {"ids": [[1, 2], [], [3]], "box": [[[0.5]], [], [[1], [2]]]}})
 
 
+def ragged() -> Any:
+    """A ragged field beside one that shares its offsets in a dict, and alone."""
+    ids = Ragged([1, 2, 3], [0, 2, 2, 3])
+    return {"dict": DeviceDict({"ids": ids, "n": {"box": ids.with_values(torch.ones(3, 2))}}), "alone": ids}
+
+
 def large() -> DeviceDict:
     """A large tensor beside small ones, without elements too."""
     x = torch.arange(40_000).remainder(251).to(torch.int16).reshape(2, -1)
     return DeviceDict({"x": x, "y": [1, 2], "n": {"z": 3, "same": x, "e": torch.ones(0, 3)}})
 
 
-PICKLED = {"unpacked": unpacked, "packed": packed, "kept": kept, "tokenizer": tokenizer, "rows": rows}
+PICKLED = {"unpacked": unpacked, "packed": packed, "kept": kept, "tokenizer": tokenizer, "rows": rows, "ragged": ragged}
 PROTOCOLS = (2, 3, 4, 5)
 VERSION = 1
 
@@ -124,7 +130,7 @@ def save_pickles(folder: Path, version: int) -> None:
     for name, make in PICKLED.items():
         for protocol in PROTOCOLS:
             (folder / f"{name}-protocol{protocol}-{version}.pickle").write_bytes(pickle.dumps(make(), protocol))
-        if isinstance(make(), DeviceDict):
+        if isinstance(make(), dict):
             torch.save(make(), folder / f"{name}-{version}.pt")
     (folder / f"large-protocol5-{version}.pickle").write_bytes(pickle.dumps(large(), 5))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import dtype_name
 from .._memory.device import CPU, intercepted
-from .._tree.convert import array_tensor
+from .convert import array_tensor
 
 
 def row_index(given: Any, count: int, device: torch.device | None) -> int | Tensor:
