@@ -219,6 +219,7 @@ def _mismatch(
     """The error for a misplaced tensor of ``data``."""
     way_out = ""
     if d._device is None:  # right is the device that most tensors are on, of two that of the first tensor
+        found: list[tuple[Path, Any]]
         found = [((*at, *inside), value) for inside, value in leaves(data) if isinstance(value, (Tensor, Ragged))]
         expected = canonical(Counter(value.device for _, value in found).most_common(1)[0][0])
         path, tensor = next((where, value) for where, value in found if value.device != expected)
