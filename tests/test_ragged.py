@@ -251,6 +251,11 @@ class TestClass:
             with fails(ValueError, '^side is "right" or "left", got \'top\'$'):
                 call("top")  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e5m2])
+    def test_padded_of_any_dtype(self, dtype: torch.dtype) -> None:
+        out = Ragged(torch.tensor([1, 0, 1]).to(dtype), [0, 2, 3]).padded(1)
+        assert out.dtype is dtype and out.to(torch.float32).tolist() == [[1, 0], [1, 1]]
+
     def test_with_values(self) -> None:
         field = ragged()
         other = field.with_values(torch.arange(12).view(6, 2))

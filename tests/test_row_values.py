@@ -67,6 +67,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 def by_torch(number: Any, dtype: torch.dtype) -> Tensor | None:
     """What ``tensor[i] = number`` stores. None if it refuses the number, or would lose its kind or its sign."""
     target = torch.zeros(2, dtype=dtype)
+    if dtype is torch.uint64 and type(number) is int and 1 << 63 <= number < 1 << 64:
+        return torch.from_numpy(np.array(number, np.uint64))  # torch takes it from an array only
     try:
         if not torch.can_cast(torch.tensor(number).dtype, dtype) or (dtype in UNSIGNED and number < 0):
             return None

@@ -18,6 +18,7 @@ from .._memory.arguments import to_arguments
 from .._memory.cast import host_array, pin
 from .._memory.compare import equal
 from .._memory.device import CPU, DeviceLike, canonical, resolve
+from .._memory.dtypes import as_bits
 from .._memory.ragged import (
     Selection,
     can_read,
@@ -335,7 +336,7 @@ class Ragged:
         if _from_left(side):
             places = places + (longest - self.lengths)[self.row_ids()]
         out = values.new_full((self.offsets.shape[0] - 1, longest, *values.shape[1:]), fill)
-        return out.index_put((self.row_ids(), places), values)
+        return as_bits(out).index_put((self.row_ids(), places), as_bits(values)).view(values.dtype)
 
     def mask(self, side: Side = "right") -> Tensor:
         """Where `padded` has values: bool ``[rows, max_length]``. ``side`` as for `padded`.
