@@ -167,7 +167,7 @@ class TestTorchSave:
             (4, [(torch.zeros(2, dtype=torch.uint8), ())], "a buffer of a pickled dict has 2 bytes, expected 0"),
             (4, [(torch.zeros(2, dtype=torch.uint8), None)], "the layout of a pickled dict is damaged"),
             (4, [(torch.zeros(2, dtype=torch.uint8), [3])], "the layout of a pickled dict is damaged"),
-            (4, [(torch.zeros(2, dtype=torch.uint8), [])], "a tensor is missing"),
+            (4, [(torch.zeros(2, dtype=torch.uint8), [])], "a buffer of a pickled dict has 2 bytes, expected 0"),
             (5, (), "the data of the dict is damaged"),
             (5, [0], "a tensor is missing"),
             (5, [0, 1, 2, "x"], "a tensor is missing"),
