@@ -89,9 +89,10 @@ def loss_packed(model: Model, batch: DeviceDict[Any]) -> Tensor:
 
 
 def loss_padded(model: Model, batch: DeviceDict[Any]) -> Tensor:
-    ids = batch["ids"]
-    hidden = model(ids.padded().long(), torch.arange(ids.max_length, device=ids.device), attend_padded)
-    return cross_entropy(model.head(hidden)[ids.mask()], batch["labels"].values.long())
+    ids, labels = batch["ids"].padded().long(), batch["labels"]
+    targets = labels.with_values(labels.values.long()).padded(-100)  # -100: no loss
+    hidden = model(ids, torch.arange(ids.shape[1], device=ids.device), attend_padded)
+    return cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten())
 
 
 def train(model: Model, loss_of: Callable[..., Tensor], epochs: int, device: torch.device) -> tuple[list[float], float]:

@@ -415,6 +415,38 @@ class Ragged:
         """
         return self.to(CPU)
 
+    def half(self) -> Self:
+        """``to(torch.float16)``. Raises the errors of `to`, and has its cost.
+
+        >>> Ragged.from_rows([[1.0, 2.0], [3.0]]).half().dtype
+        torch.float16
+        """
+        return self.to(torch.float16)
+
+    def float(self) -> Self:
+        """``to(torch.float32)``. Raises the errors of `to`, and has its cost.
+
+        >>> Ragged.from_rows([[1.0, 2.0], [3.0]]).float().dtype
+        torch.float32
+        """
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        """``to(torch.float64)``. Raises the errors of `to`, and has its cost.
+
+        >>> Ragged.from_rows([[1.0, 2.0], [3.0]]).double().dtype
+        torch.float64
+        """
+        return self.to(torch.float64)
+
+    def bfloat16(self) -> Self:
+        """``to(torch.bfloat16)``. Raises the errors of `to`, and has its cost.
+
+        >>> Ragged.from_rows([[1.0, 2.0], [3.0]]).bfloat16().dtype
+        torch.bfloat16
+        """
+        return self.to(torch.bfloat16)
+
     def pin_memory(self, device: DeviceLike | None = None) -> Self:
         """Copy the tensors to pinned memory, as `DeviceDict.pin_memory`. ``device`` is ignored.
 
