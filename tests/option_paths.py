@@ -124,19 +124,11 @@ def with_ragged(d: Any) -> Any:
     """Every way to make a batch with a ragged field of another one."""
     d["r"] = Ragged.from_rows([[1.0], [2.0, 3.0], []])
     d["k", "r"] = d["r"]
-    field = d["r"]
     ways = [
         *(d.rows[1:], d.rows[[2, 0]], *d.rows.split(2), d.rows.shuffle(), *d.rows.batches(2), d.rows.__getitems__([1])),
         *(d.copy(), d.clone(), d.pack(), d.to("meta"), d.double(), d.map(torch.clone), copy.deepcopy(d), cat([d, d])),
         *(pickle.loads(pickle.dumps(d)), pickle.loads(pickle.dumps(d.rows)), in_memory(d), in_memory(d.pack())),
         *(on_disk(save, d), on_disk(write_table, d), pytree.tree_map(torch.clone, d), torch.zeros_like(d)),
-        *(
-            field.rows[1:],
-            field.rows[[1]],
-            cat([field, field]),
-            field.map(torch.clone),
-            field.with_values(field.values),
-        ),
         *(in_a_worker(d)[0], through_queues(d), collate(list(d.rows), ragged=["r"]), DeviceDict.unflatten(d.flatten())),
     ]
     d.rows[0] = d.rows[0]

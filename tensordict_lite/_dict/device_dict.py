@@ -1372,18 +1372,26 @@ def _unshareable(tensor: Tensor) -> str:
 def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in d.items():
-        if isinstance(value, (Tensor, Ragged)):
+        if isinstance(value, Tensor):
             try:
-                out[key] = value.numpy(copy) if isinstance(value, Ragged) else host_array(value)
+                array = host_array(value)
             except TypeError as error:
                 raise with_path(error, (*at, key)) from error
-            if copy and isinstance(value, Tensor):
-                out[key] = np.array(out[key])
+            out[key] = np.array(array) if copy else array
+        elif isinstance(value, Ragged):
+            out[key] = _numpy_rows(value, copy, (*at, key))
         elif isinstance(value, TreeDict):
             out[key] = _numpy(value, copy, (*at, key))
         else:
             out[key] = value
     return out
+
+
+def _numpy_rows(rows: Ragged, copy: bool, path: Path) -> dict[str, Any]:
+    try:
+        return rows.numpy(copy)
+    except TypeError as error:
+        raise with_path(error, path) from error
 
 
 def _path(key: str | Path) -> Path:
