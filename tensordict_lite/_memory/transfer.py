@@ -43,7 +43,8 @@ class CopyPlan(NamedTuple):
     staged: tuple[Item, ...] = ()
     """What goes from the host to the device through pinned memory."""
     fetched: tuple[Layout, ...] = ()
-    """Larger tensors, one in each layout, and storages, which come to the host through pinned memory, with one wait."""
+    """Larger tensors, one in each layout, and storages, which come to the host through pinned memory, with one wait.
+    Some of these storages are in ``recast`` too."""
     one_by_one: tuple[Item, ...] = ()
     """What is copied by torch, one by one."""
     repeats: Mapping[int, int] = MappingProxyType({})
@@ -92,7 +93,11 @@ def plan_copies(
     pins = (source == CPU and there.pinned_memory) or (target == CPU and here.pinned_memory)
     small = [] if target == CPU and non_blocking else [*cast_groups(groups, casts), *split]
     small = [group for group in small if 0 < nbytes_of(group[0]) <= COALESCED_TENSOR]
-    coalesced = [layout for layout in lay_out_apart(small) if len(layout.members) > 1]
+    apart = lay_out_apart(small)
+    coalesced = [layout for layout in apart if len(layout.members) > 1]
+    if target == CPU and pins and len(blocks) + len(apart) > 1:
+        # A tensor that is cast and left over would cost a wait of its own.
+        coalesced = [layout for layout in apart if len(layout.members) > 1 or tensors[layout.members[0]].dtype in casts]
     others += [i for _, members in split for i in members]
     items: dict[Item, None] = dict.fromkeys((*sorted(set(others).difference(*[c.members for c in coalesced])), *whole))
     staged: list[Item] = []
@@ -107,8 +112,9 @@ def plan_copies(
         for spec, members in groups:
             if spec[0] not in casts and 0 < nbytes_of(spec) <= FETCHED_TENSOR:
                 fetched += [lay_out([(spec, [i])]) for i in members if i in items]
-        if len(whole) + len(coalesced) + len(fetched) > 1:  # the copy of a single storage waits once in any case
-            fetched += [block for block in whole if block.nbytes <= FETCHED_TENSOR]
+        storages = [*whole, *[block for block, _ in recast]]
+        if len(storages) + len(coalesced) + len(fetched) > 1:  # the copy of a single storage waits once in any case
+            fetched += [block for block in storages if block.nbytes <= FETCHED_TENSOR]
     for item in (*staged, *fetched, *[i for layout in fetched for i in layout.members]):
         items.pop(item, None)
     return CopyPlan(tuple(recast), tuple(coalesced), tuple(staged), tuple(fetched), tuple(items), repeats, pins)
@@ -126,8 +132,10 @@ def execute(
     """Make the copies of a plan. The arguments are those of `plan_copies`. Returns the new list of tensors."""
     out = list(tensors)
     one_by_one = list(plan.one_by_one)
+    fetched = set(plan.fetched) if plan.recast else ()
     for layout, cast in plan.recast:
-        _move_and_cast(layout, cast, out, source, target, non_blocking, plan.pins)
+        if layout not in fetched:
+            _move_and_cast(layout, cast, out, source, target, non_blocking, plan.pins)
     if source == target:
         for layout in plan.coalesced:
             pack_into(out, layout, target)
@@ -304,18 +312,18 @@ def _gathered(layout: Layout, out: list[Tensor], source: torch.device) -> Tensor
 def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[Item]:
     """Replace coalesced and fetched tensors by copies on the host, in memory that is not pinned. The host waits once.
 
-    Coalesced tensors get memory of their own each. Returns what is left, for want of memory on the device or of pinned
-    memory.
+    Coalesced tensors get memory of their own each. Storages that are cast stay one. Returns what is left, for want of
+    memory on the device or of pinned memory.
     """
     left: list[Item] = []
-    staging, arriving = staging_of(source), list[tuple[Slot, Tensor, Layout]]()
+    staging, arriving, casts = staging_of(source), list[tuple[Slot, Tensor, Layout]](), dict(plan.recast)
 
     def arrive() -> None:
         if arriving:
             torch.accelerator.current_stream(source).synchronize()
         while arriving:
             slot, memory, layout = arriving.pop()
-            _own_memory(layout, memory, out, layout in plan.fetched)
+            _own_memory(layout, memory, out, layout in plan.fetched, casts.get(layout))
             staging.release(slot)
 
     def pinned(layout: Layout) -> Tensor | None:
@@ -338,11 +346,17 @@ def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[Item
             else:
                 _own_memory(layout, buffer.to(CPU), out, False)
         for layout in plan.fetched:
-            memory = pinned(layout)
-            if memory is None:
+            cast, buffer = casts.get(layout), None
+            if cast is not None and cast.nbytes < layout.nbytes:
+                buffer = _gathered(cast, out, source)
+                casts[cast] = cast
+            memory = pinned(layout if cast is None or buffer is None else cast)
+            if memory is None and cast is not None:
+                _move_and_cast(layout, cast, out, source, CPU, False, False)
+            elif memory is None:
                 left += [layout] if len(layout.members) > 1 else layout.members
             elif len(layout.members) > 1:
-                memory.copy_(buffer_of(out, layout), non_blocking=True)
+                memory.copy_(buffer_of(out, layout) if buffer is None else buffer, non_blocking=True)
             else:
                 regions(memory, layout)[0].copy_(out[layout.members[0]], non_blocking=True)
     finally:  # also after an error: copies may be under way
@@ -350,9 +364,14 @@ def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[Item
     return left
 
 
-def _own_memory(layout: Layout, buffer: Tensor, out: list[Tensor], together: bool) -> None:
-    """Replace the tensors of the layout in ``out`` by copies of those in ``buffer``, in memory of their own."""
-    _place(layout, buffer.clone() if together else buffer, out)
-    if not together:
+def _own_memory(layout: Layout, buffer: Tensor, out: list[Tensor], together: bool, cast: Layout | None = None) -> None:
+    """Replace the tensors of the layout in ``out`` by copies of those in ``buffer``, in memory of their own.
+
+    ``cast``: the layout of the copies, which are together, if it may be another one.
+    """
+    _place(layout, buffer.clone() if together and cast is None else buffer, out)
+    if cast is not None:
+        pack_into(out, cast, CPU)
+    elif not together:
         for i in layout.members:
             out[i] = out[i].clone()

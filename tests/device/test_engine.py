@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch.utils.data import DataLoader
 from tensordict_lite import DeviceDict, collate, prefetch
 from tensordict_lite._memory import device as device_module
 from tensordict_lite._memory import staging
+from tensordict_lite._memory.buffer import gaps_have_content
 from tensordict_lite._memory.device import capabilities
+from tensordict_lite._memory.layout import SMALL, may_share
+from tensordict_lite._memory.packed import arrange
 from tensordict_lite._memory.staging import SLOT, SLOTS, Slot, Staging, staging_of
 from tensordict_lite._memory.transfer import COALESCED_TENSOR, FETCHED_TENSOR, STAGED_MOVE
 
@@ -41,6 +45,11 @@ def batch(count: int, nbytes: int, start: int = 0) -> DeviceDict:
 
 def is_batch(d: DeviceDict, start: float = 0) -> bool:
     return all(bool(t.cpu().eq(start + i).all()) for i, t in enumerate(d.values()))
+
+
+def keep_little(d: DeviceDict) -> bool:
+    """Whether each field keeps itself alive, or at most a small buffer."""
+    return all((kept := t.untyped_storage().nbytes()) == t.nbytes or kept <= SMALL for t in d.values())
 
 
 def main(device: torch.device = D0) -> torch.Stream:
@@ -70,7 +79,7 @@ class TestToTheDevice:
             moved = d.to(D0, non_blocking=non_blocking)
             overwrite(d)
         assert stream.in_time and strict.counts().waits == 0 and is_batch(moved)
-        assert moved.is_packed == d.is_packed
+        assert moved.is_packed == (d.is_packed or d.nbytes <= SMALL) and (pack or keep_little(moved))
 
     @pytest.mark.parametrize("pack", [False, True])
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -184,7 +193,7 @@ class TestToTheHost:
             back = take(d)
             overwrite(d)
         assert is_batch(back, 1) and not any(t.is_pinned() for t in back.values())
-        assert pack or all(t.untyped_storage().nbytes() == t.nbytes for t in back.values())
+        assert pack or keep_little(back)
 
     @pytest.mark.parametrize(
         ("count", "nbytes"), [(200, COALESCED_TENSOR), (20, FETCHED_TENSOR), (300, 512), (30, 100_000)]
@@ -194,6 +203,37 @@ class TestToTheHost:
         d.cpu()
         strict.reset()
         assert is_batch(d.cpu()) and strict.counts().waits == 1
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+    @pytest.mark.parametrize(("count", "nbytes"), [(200, 4 * KIB), (300, 516), (20, COALESCED_TENSOR)])
+    @pytest.mark.parametrize("added", [None, torch.float32, torch.int64])
+    @pytest.mark.parametrize("pack", [False, True])
+    def test_one_wait_for_all_that_are_cast(
+        self, count: int, nbytes: int, dtype: torch.dtype, added: torch.dtype | None, pack: bool
+    ) -> None:
+        """Tensors that fill a storage do so afterwards, and the gaps between them have no content."""
+        d = batch(count, nbytes).to(D0)
+        d = d.pack() if pack else d
+        if added is not None:
+            d["added"] = torch.full((7,), count, dtype=added, device=D0)
+        whole = pack and d.nbytes > FETCHED_TENSOR and added is not None
+        d.to("cpu", dtype)
+        strict.reset()
+        with strict.held(seconds=0.02):
+            for value in d.values():
+                value.add_(1)
+            back = d.to("cpu", dtype)
+            overwrite(d)
+        assert (
+            strict.counts().waits == 1 + whole and is_batch(back, 1) and not any(t.is_pinned() for t in back.values())
+        )
+        assert all(t.dtype == dtype for key, t in back.items() if key != "added")
+        assert pack or all(may_share(t.untyped_storage().nbytes(), t.nbytes) for t in back.values())
+        tensors = list(back.values())
+        blocks = arrange(tensors).blocks
+        outgrow = not pack and nbytes == 516 and dtype == torch.float64
+        assert bool(blocks) is not outgrow and not any(gaps_have_content(tensors, block) for block in blocks)
+        assert back.is_packed or not pack or added is not None
 
     def test_larger_tensors_are_copied_one_by_one(self) -> None:
         d = batch(3, FETCHED_TENSOR + 4).to(D0)
@@ -232,6 +272,14 @@ class TestToTheHost:
         with strict.memory_left(100), strict.held(seconds=0.02):
             back = d.cpu()
         assert is_batch(back)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+    @pytest.mark.parametrize("pins", [False, True])
+    def test_casts_from_a_full_device(self, pins: bool, dtype: torch.dtype) -> None:
+        d = batch(200, 4 * KIB).to(D0)
+        with strict.memory_left(100), strict.held(seconds=0.02), nullcontext() if pins else strict.no_pinning():
+            back = d.to("cpu", dtype)
+        assert is_batch(back) and all(t.dtype == dtype and not t.is_pinned() for t in back.values())
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -402,12 +450,12 @@ class TestPinnedMemory:
 
     def test_where_none_can_be_pinned(self) -> None:
         with strict.no_pinning():
-            for d in (batch(9, 512), batch(9, 100_000), batch(3, MIB).pack(), batch(1, 64)):
+            for d in (batch(9, 512), batch(200, 4 * KIB), batch(9, 100_000), batch(3, MIB).pack(), batch(1, 64)):
                 moved = d.to(D0)
                 for value in moved.values():
                     value.add_(1)
                 overwrite(d)
-                assert is_batch(moved.cpu(), 1)
+                assert is_batch(moved.cpu(), 1) and is_batch(moved.to("cpu", torch.float16), 1)
         assert strict.counts().pinned == 0
 
     def test_after_an_error_it_is_used_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
