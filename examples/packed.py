@@ -89,10 +89,9 @@ def loss_packed(model: Model, batch: DeviceDict[Any]) -> Tensor:
 
 
 def loss_padded(model: Model, batch: DeviceDict[Any]) -> Tensor:
-    ids, labels = batch["ids"].padded().long(), batch["labels"]
-    targets = labels.with_values(labels.values.long()).padded(-100)  # -100: no loss
+    ids, labels = batch["ids"].padded().long(), batch["labels"].with_values(batch["labels"].values.long())
     hidden = model(ids, torch.arange(ids.shape[1], device=ids.device), attend_padded)
-    return cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten())
+    return cross_entropy(model.head(hidden).flatten(0, 1), labels.padded(-100).flatten())  # -100: no loss
 
 
 def train(model: Model, loss_of: Callable[..., Tensor], epochs: int, device: torch.device) -> tuple[list[float], float]:

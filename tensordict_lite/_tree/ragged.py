@@ -336,7 +336,8 @@ class Ragged:
         if _from_left(side):
             places = places + (longest - self.lengths)[self.row_ids()]
         out = values.new_full((self.offsets.shape[0] - 1, longest, *values.shape[1:]), fill)
-        return as_bits(out).index_put((self.row_ids(), places), as_bits(values)).view(values.dtype)
+        out = as_bits(out).index_put((self.row_ids(), places), as_bits(values))
+        return out if out.dtype == values.dtype else out.view(values.dtype)  # autograd does not record this view
 
     def mask(self, side: Side = "right") -> Tensor:
         """Where `padded` has values: bool ``[rows, max_length]``. ``side`` as for `padded`.
