@@ -88,7 +88,7 @@ def make_app(model: nn.Module) -> FastAPI:
 
     async def predict(request: Request) -> dict[str, Any]:
         try:
-            sample = Sample.from_dict(request.model_dump(), batched=False)
+            sample = collate([request.model_dump()], cls=Sample).rows[0]
         except (TypeError, ValueError) as error:  # such as two coordinates: the message names the field
             raise HTTPException(422, str(error)) from error
         return await batcher.ask(sample)

@@ -358,7 +358,6 @@ class TestMisspelledEncoders:
             lambda **options: LABELLED({"label": ["cat"]}, **options),
             lambda **options: LABELLED(label=["cat"], **options),
             lambda **options: Labelled.from_dict({"label": ["cat"]}, **options),
-            lambda **options: Labelled.from_dict({"label": "cat"}, batched=False, **options),
         ],
     )
     def test_a_key_close_to_strings_without_an_encoder(self, make: Any) -> None:

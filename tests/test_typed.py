@@ -577,24 +577,24 @@ class TestShapes:
         assert len(Tokens.from_dict({"ids": [], "label": torch.ones(0, dtype=torch.int64)}).ids.lengths) == 0
         row: Any
         inside: Any = {"ids": [1, 2], "label": 0, "more": {"q": [1.0, 2.0], "m": {"z": 3}}}
-        assert More.from_dict(inside, batched=False).more.tolist() == inside["more"]
+        assert collate([inside], cls=More).rows[0].more.tolist() == inside["more"]
         for sample, row in zip(samples, Tokens.from_dict(data).rows, strict=True):
-            made = Tokens.from_dict(sample, batched=False)
-            assert made == row == Tokens.from_dict(dict(row), batched=False, encoders=row.encoders)
+            made = collate([sample], cls=Tokens).rows[0]
+            assert made == row == collate([dict(row)], cls=Tokens, encoders=row.encoders).rows[0]
             assert torch.equal(made.map(lambda t: t + 1).ids, row.ids + 1)
             made["ids"] = torch.ones(4)
             assert len(made.ids) == 4
-        row = Boxes.from_dict({"boxes": [[1, 2], [3, 4], [5, 6]]}, batched=False)
+        row = collate([{"boxes": [[1, 2], [3, 4], [5, 6]]}], cls=Boxes).rows[0]
         row["boxes"] = [[1.0, 2.0]]
         assert row == Boxes.from_dict({"boxes": [[[1.0, 2.0]]]}).rows[0]
         with pytest.raises(TypeError, match=r"^Tokens\.ids: expected Ragged, got float32\[2\]$"):
             Tokens.from_dict({**data, "ids": [1, 2]})
-        with pytest.raises(TypeError, match=r"^Tokens\.ids: expected Ragged, got float32\[1\]$"):
-            Tokens.from_dict({**samples[0], "ids": 1}, batched=False)
+        with pytest.raises(ValueError, match=r"^'ids': a ragged field takes dense samples of at least one dimension, "):
+            collate([{**samples[0], "ids": 1}], cls=Tokens)
         with pytest.raises(TypeError, match=r"^'ids': item \[[01]\] is .*, expected"):
             Tokens.from_dict({**data, "ids": [[1, "a"], [], []]})
         with pytest.raises(ValueError, match=r"^Tokens\.ids\.values: expected Float\[.*, got int64\[2\]"):
-            Tokens.from_dict({**samples[0], "ids": torch.tensor([1, 2])}, batched=False)
+            collate([{**samples[0], "ids": torch.tensor([1, 2])}], cls=Tokens)
         unchanged(batch, lambda: batch.update(ids=torch.ones(3)))
 
     @pytest.mark.parametrize("other", [Ragged, DeviceDict, slice])
@@ -770,7 +770,7 @@ class TestSurvival:
                 r"^Batch\.label: expected a row of Int\[Tensor, 'batch'\], got float32\[\]: as a batch, this array",
             ),
             ({"lable": 1}, TypeError, "^Batch has no field 'lable', did you mean 'label'"),
-            ({"obs": {}}, TypeError, "^'state' is missing; the fields of Obs are state, goal$"),
+            ({"obs": {}}, TypeError, "^'obs': 'state' is missing; the fields of Obs are state, goal$"),
         ],
         ids=["a value", "a name", "a missing field"],
     )
@@ -825,9 +825,11 @@ class TestSurvival:
             assert d.meta == metas and type(d)(dict(d)).meta == metas and d.rows[1].meta is metas[1]
         with pytest.raises(TypeError, match=r"^Kept\.meta: expected SimpleNamespace, got a list"):
             Kept(x=1, meta=[metas[0], {1}])
+        with pytest.raises(TypeError, match=r"^Kept\.x: expected Tensor, got a list$"):
+            collate([{"x": None, "meta": metas[0]}], cls=Kept)
 
     def test_map_is_checked_at_every_level(self) -> None:
-        with pytest.raises(TypeError, match=r"^Obs\.state: expected .*, got DeviceDict"):
+        with pytest.raises(TypeError, match=r"^'obs': Obs\.state: expected .*, got DeviceDict"):
             batch().map(lambda t: {"m": t} if t.shape[-1] == 5 else t)
         with pytest.raises(ValueError, match=r"^Batch\.image: expected"):
             batch().map(torch.sum)
@@ -1173,7 +1175,7 @@ class TestAtTheBorder:
         for pair in product(given, repeat=2):
             samples = [{"x": value} for value in pair]
             try:
-                expected = stack([kind.from_dict(sample, batched=False) for sample in samples])
+                expected = cat([kind.from_dict({"x": [value]}) for value in pair])
             except (TypeError, ValueError):
                 continue
             batch = collate(samples, cls=kind)
@@ -1203,7 +1205,7 @@ class TestAtTheBorder:
             one.from_dict({"x": np.ones(0, np.float32)})  # an array is never cast
 
     def test_one_class_for_a_sample_and_a_batch(self) -> None:
-        samples = [Request.from_dict(REQUEST, batched=False) for _ in range(3)]
+        samples = [collate([REQUEST], cls=Request).rows[0] for _ in range(3)]
         sample = samples[0]
         check_invariants(sample)
         assert type(sample) is Request and sample.state.shape == (2,) and sample.answer.decode("text") == "yes"
@@ -1221,9 +1223,10 @@ class TestAtTheBorder:
             ),
             ({"wieght": 1}, r"^Request has no field 'wieght', did you mean 'weight'\?"),
             ({"answer": {}}, r"^'answer': 'text' is missing; the fields of Answer are text, kind$"),
+            ({"answer": {"text": "a", "q": 1}}, r"^'answer': Answer has no field 'q'\. Its fields are text, kind$"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):
-                Request.from_dict({**REQUEST, **change}, batched=False)
+                collate([{**REQUEST, **change}], cls=Request)
         with pytest.raises(ValueError, match=r"^Request\.state: expected Float\[Tensor, 'batch n'\], got float32\[2\]"):
             Request.from_dict(REQUEST)
 
@@ -1254,10 +1257,10 @@ class TestAtTheBorder:
             inner: Inner
 
         sample = {"x": [0.5] * 8, "w": [1, 2], "z": [3, 4], "inner": {"y": 1}}
-        Outer.from_dict(sample, batched=False)
+        collate([sample], cls=Outer)
         wrong = {**sample, **change}
-        for call in (lambda: Outer.from_dict(wrong, batched=False), lambda: collate([wrong] * 3, cls=Outer)):
+        for count in (1, 3):
             with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
-                call()
+                collate([wrong] * count, cls=Outer)
             if "z" in change:
                 assert str(caught.value).endswith(", from Outer.w, which is int64[2]")

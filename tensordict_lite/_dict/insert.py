@@ -36,7 +36,6 @@ def insert(
     consent: bool = False,
     at: Path = (),
     encoders: Mapping[str, StringEncoder] | None = None,
-    shapes: bool = True,
 ) -> None:
     """Store all of ``data`` and the ``encoders`` of its keys. If an error is raised, ``d`` is unchanged.
 
@@ -44,7 +43,6 @@ def insert(
         consent: True: move tensors that are on other devices. False: follow ``on_mismatch``.
         at: the path of ``d`` in the caller's tree, for error messages.
         encoders: encoders to store in addition to those of the fields of strings.
-        shapes: validate the shapes of the fields of typed dicts.
     """
     given, removed = data, ()
     if d._has_fields:
@@ -60,10 +58,10 @@ def insert(
         device = canonical(first.device) if type(first) is Tensor else None
     # Fast path: all values are tensors on the device. A single host value, as in `d["x"] = array`, skips the test.
     if (len(given) != 1 or isinstance(next(iter(given.values())), Tensor)) and all_on(given, device):
-        d._commit(given, device, encoders, removed, shapes)
+        d._commit(given, device, encoders, removed)
     else:
-        staged, device, used = _prepare(d, given, consent, at, shapes)
-        d._commit(staged, device, {**used, **encoders} if encoders else used, removed, shapes)
+        staged, device, used = _prepare(d, given, consent, at)
+        d._commit(staged, device, {**used, **encoders} if encoders else used, removed)
 
 
 def refuse_misspelled(d: TreeDict[Any], encoders: Encoders | None) -> None:
@@ -96,7 +94,7 @@ def _has_default(d: TreeDict[Any], key: str) -> bool:
 
 
 def _prepare(
-    d: TreeDict[Any], data: Mapping[str, Any], consent: bool, at: Path, shapes: bool
+    d: TreeDict[Any], data: Mapping[str, Any], consent: bool, at: Path
 ) -> tuple[dict[str, Any], torch.device | None, dict[str, StringEncoder]]:
     """Convert all values. Return the converted items, their device, and the encoder of each field of strings."""
     device = d._device
@@ -114,7 +112,7 @@ def _prepare(
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
             moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True)), []
     try:
-        staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at, shapes)
+        staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at)
     except _Misplaced as misplaced:
         raise _mismatch(d, data, at, *misplaced.args) from None
     if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
@@ -140,7 +138,7 @@ def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[
 
 
 def _convert_items(
-    d: TreeDict[Any], data: Mapping[str, Any], target: torch.device, moved: Moved, at: Path, shapes: bool
+    d: TreeDict[Any], data: Mapping[str, Any], target: torch.device, moved: Moved, at: Path
 ) -> tuple[dict[str, Any], dict[str, StringEncoder]]:
     """Convert every value to ``target``. Return the converted items and the encoder of each field of strings."""
     staged: dict[str, Any] = {}
@@ -157,8 +155,8 @@ def _convert_items(
                 value = value._rebuilt((_moved(part, target, moved, (*at, key)) for part in parts), moved[1])
             staged[key] = value
         elif isinstance(value, Mapping):
-            staged[key] = _insert_nested(d, value, target, moved, (*at, key), shapes)
-        elif shapes and d._has_fields and (rows := _ragged_rows(d, value, target, (*at, key))) is not None:
+            staged[key] = _insert_nested(d, value, target, moved, (*at, key))
+        elif d._has_fields and (rows := _ragged_rows(d, value, target, (*at, key))) is not None:
             staged[key], encoder = rows
             if encoder is not None:
                 encoders[key] = encoder
@@ -243,9 +241,7 @@ def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) 
     return nested
 
 
-def _insert_nested(
-    d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path, shapes: bool
-) -> Any:
+def _insert_nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path) -> Any:
     """Convert a mapping to a nested dict. A `DeviceDict` keeps its encoders and the policy of its class."""
     refuse_deeper(path)
     kind: Any = type(value)
@@ -254,12 +250,12 @@ def _insert_nested(
     nested: Any = cls._new((), target, policy)
     validated = cls is kind  # a second validation would reject a row of a typed batch, which lost its batch dimension
     data = nested._given(value, path) if nested._has_fields and not validated else value
-    staged, encoders = _convert_items(nested, data, target, moved, path, shapes)
+    staged, encoders = _convert_items(nested, data, target, moved, path)
     if validated:
         TreeDict._commit(nested, staged, target, encoders)
         return nested
     try:
-        nested._commit(staged, target, encoders, (), shapes)
+        nested._commit(staged, target, encoders)
     except (TypeError, ValueError) as error:
         raise with_path(error, path) from error
     return nested

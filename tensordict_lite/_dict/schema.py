@@ -114,8 +114,8 @@ class Field(NamedTuple):
         if isinstance(value, (Tensor, Ragged, TreeDict)):
             return False
         # Only kept objects come here. In a batch, the field is a list with one object per row.
-        if isinstance(value, list) and all(map(self.takes, value)):
-            return True
+        if isinstance(value, list):
+            return all(map(self.takes, value))
         # Frameworks may replace a tensor by an object of their own.
         return value is not None and all(issubclass(kind, Tensor) for kind in self.classes)
 

@@ -167,7 +167,6 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         data: Items,
         /,
         *,
-        batched: bool = True,
         device: DeviceLike | None = None,
         **options: Unpack[Options],
     ) -> Self:
@@ -175,8 +174,6 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
         Args:
             data: the fields, for example parsed JSON. Python numbers take the declared floating-point dtype of a field.
-            batched: False: ``data`` is one sample, without the batch dimension that the class declares. The result is a
-                row, as ``batch.rows[0]`` gives it. Its fields are validated as those of a batch of one sample.
             device: as for the constructor.
             options: as for the constructor.
 
@@ -187,15 +184,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         >>> Point.from_dict({"x": [1.0, 2.0]}, dtype=torch.float64).x
         tensor([1., 2.], dtype=torch.float64)
         """
-        if batched:
-            return cls(data, device=device, **options)  # pyright: ignore[reportCallIssue]
-        out = cls.__new__(cls)
-        cls._schema()
-        out._begin(data, device, options)
-        insert(out, as_dict(data), consent=device is not None, shapes=False)
-        refuse_misspelled(out, options.get("encoders"))
-        _batch_of_one(out)._validate_samples()
-        return out
+        return cls(data, device=device, **options)  # pyright: ignore[reportCallIssue]
 
     @classmethod
     def wrap(cls, d: DeviceDict[Any], /) -> Self:
@@ -254,25 +243,29 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         device: torch.device | None,
         encoders: Mapping[str, StringEncoder] | None,
         removed: Sequence[str] = (),
-        shapes: bool = True,
     ) -> None:
         if not torch.compiler.is_compiling():  # pragma: no branch  (traced, not executed)
             items = {**self, **staged}
             for key in removed:
                 del items[key]
-            self._check_fields(items, self, shapes)
+            self._check_fields(items, self)
             self._schema().check_encoders({**self._policy.encoders, **(encoders or {})})
         super()._commit(staged, device, encoders, removed)
 
-    def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
+    def _validate(self, before: Mapping[str, Any] | None = None, at: Path = (), *, shapes: bool = True) -> None:
         if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
             return
-        super()._validate(before, shapes=shapes)
-        if defaults := self._absent_defaults(self):
-            insert(self, defaults)
-        self._schema().check_names(self)
-        self._check_fields(self, before, shapes)
-        self._schema().check_encoders(self._policy.encoders)
+        super()._validate(before, at, shapes=shapes)
+        try:
+            if defaults := self._absent_defaults(self):
+                insert(self, defaults)
+            self._schema().check_names(self)
+            self._check_fields(self, before, shapes)
+            self._schema().check_encoders(self._policy.encoders)
+        except (TypeError, ValueError) as error:
+            if not at:
+                raise
+            raise with_path(error, at) from error
 
     def _validate_samples(self) -> None:
         """Validate a batch that was made of samples. An error of a shape shows the sample, which the caller gave."""
@@ -421,20 +414,6 @@ def _shaped(
             yield from _shaped(type(value), value, f"{where}.{name}", samples)
         elif isinstance(value, Ragged) and declared.values:
             yield f"{where}.{name}.values", value.values, declared.values, False
-
-
-def _batch_of_one(d: Any) -> Any:
-    """The batch whose only row is ``d``. Shares the tensors."""
-    items: dict[str, Any] = {}
-    for key, value in d.items():
-        if isinstance(value, TreeDict):
-            items[key] = _batch_of_one(value)
-        elif isinstance(value, Tensor):
-            is_row = d._declares_ragged(key) and value.dim()
-            items[key] = Ragged.from_rows([value]) if is_row else value.unsqueeze(0)
-        else:
-            items[key] = value
-    return d._new(items, d._device, d._policy)
 
 
 @contextmanager

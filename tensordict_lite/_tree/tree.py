@@ -96,12 +96,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         device: torch.device | None,
         encoders: Mapping[str, StringEncoder] | None,
         removed: Sequence[str] = (),
-        shapes: bool = True,
     ) -> None:
-        """Store the converted items, set their device and encoders, and remove the keys in ``removed``.
-
-        ``shapes``: a typed dict validates its shapes too.
-        """
+        """Store the converted items, set their device and encoders, and remove the keys in ``removed``."""
         # Conversion runs code of the user (encoders, `items` of a mapping, `__array__`), which may write to this dict.
         before = self._device
         if before is not device and before is not None and device is not None and before != device:
@@ -120,15 +116,15 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         if device is not None:
             self._device = device
 
-    def _validate(self, before: Mapping[str, Any] | None = None, *, shapes: bool = True) -> None:
+    def _validate(self, before: Mapping[str, Any] | None = None, at: Path = (), *, shapes: bool = True) -> None:
         """Validate the items of this dict and of its nested dicts against their classes.
 
-        ``before``: the items that they replace. ``shapes``: validate shapes too.
+        ``before``: the items that they replace. ``at``: the path of self. ``shapes``: validate shapes too.
         """
         for key, value in self.items():
             if isinstance(value, TreeDict):
                 nested = before.get(key) if isinstance(before, Mapping) else None
-                value._validate(nested, shapes=shapes)
+                value._validate(nested, (*at, key), shapes=shapes)
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:
