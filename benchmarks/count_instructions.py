@@ -9,6 +9,7 @@ of the first statement of OPERATIONS, then those of the second, and so on.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensordict_lite import DeviceDict, collate, stack
+from tensordict_lite import DeviceDict, collate, prefetch, stack
 
 BLOCKS = 5  # measurements of each operation; the guard takes the smallest, which no rare event has disturbed
 CALLS = 20  # calls in a block
@@ -48,6 +49,7 @@ OPERATIONS = {
     "stack": ("stack(samples)", "stack(samples)['k3'].shape == (4, 4, 2)"),
     "collate": ("collate(samples)", "collate(samples)['k3'].shape == (4, 4, 2)"),
     "collate dicts": ("collate(dicts)", "collate(dicts)['y'].shape == (4,)"),
+    "next batch of prefetch": ("next(batches)", "next(batches) == flat"),
 }
 
 
@@ -86,6 +88,7 @@ def scope() -> dict[str, Any]:
         "flat": DeviceDict(tensors),
         "u": DeviceDict(tensors),
         "w": DeviceDict(tensors),
+        "batches": iter(prefetch(itertools.repeat(DeviceDict(tensors)), "cpu")),
         "samples": [DeviceDict(tensors).clone() for _ in range(4)],
     }
 

@@ -31,7 +31,7 @@ ORDER = [
     *inside("_dict", "arguments display insert row_values row_assignment by_value windows rows arithmetic fill"),
     *inside("_dict", "torch_functions device_dict schema typed row_writer tables io"),
     "unpickle",
-    *inside("_batch", "pad join fill collate containers shuffle visits order ordered_loader parts prefetch"),
+    *inside("_batch", "pad join fill collate containers shuffle visits order ordered_loader parts report prefetch"),
     *inside("distributed", "message channel verbs __init__"),
     "__init__",
 ]

@@ -46,6 +46,7 @@ def public() -> list[str]:
     names = {name: getattr(tensordict_lite, name) for name in sorted(tensordict_lite.__all__)}
     rows = DeviceDict({"x": [1.0]}).rows
     names |= {"Rows": type(rows), "Windows": type(rows.windows({"x": range(1)}))}
+    names |= {"Report": type(tensordict_lite.prefetch([], "cpu").report())}
     names |= {f"distributed.{name}": getattr(distributed, name) for name in sorted(distributed.__all__)}
     names |= {
         f"unpickle.{name}": value

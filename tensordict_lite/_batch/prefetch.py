@@ -19,6 +19,7 @@ from .._tree.walk import components, nbytes
 from .containers import tensors_inside, to_device
 from .order import BatchOrder
 from .ordered_loader import OrderedLoader, data_loader, ordered
+from .report import COPYING, WAITING, Report, Watch
 
 B = TypeVar("B")
 
@@ -106,6 +107,7 @@ class prefetch(Generic[B]):
         self.max_bytes = max_bytes
         self.slots = slots
         self._handed_over: _State | None = None  # the loader's state at the last batch; None: ask the loader
+        self._watch = Watch(self.device, False, None)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -121,6 +123,20 @@ class prefetch(Generic[B]):
                 raise AttributeError(f"the loader has no {name}; give the DataLoader a BatchOrder as batch_sampler=")
             return self._state_dict if name == "state_dict" else self._load_state_dict
         return getattr(self.loader, name)
+
+    def report(self) -> Report:
+        """Where the time of the last pass went: waiting for the loader, copies, the step. And one sentence of advice.
+
+        Call it after any batch, or at the end. The passes count all the time, at less than a microsecond per batch.
+
+        >>> from tensordict_lite import prefetch
+        >>> batches = prefetch([{"x": 1}, {"x": 2}], "cpu")
+        >>> for batch in batches:
+        ...     pass
+        >>> batches.report().batches
+        2
+        """
+        return self._watch.report(data_loader(self.loader))
 
     def _state_dict(self) -> Any:
         return self._source.state_dict() if self._handed_over is None else self._handed_over()
@@ -144,10 +160,20 @@ class prefetch(Generic[B]):
         batches = self._ahead(slots) if streams else self._in_turn(slots)
         return self._source.guarded(batches) if isinstance(self._source, OrderedLoader) else batches
 
-    def _in_turn(self, slots: _Slots | None) -> Iterator[B]:
+    def _begin(self, timed: bool = False) -> Watch:
+        """A pass begins."""
         self._handed_over = None
+        self._watch = Watch(self.device, timed, self._watch.journey)
+        return self._watch
+
+    def _in_turn(self, slots: _Slots | None) -> Iterator[B]:
+        watch = self._begin()
         for batch in self._source:
-            yield slots.put(batch) if slots else to_device(batch, self.device)
+            watch.arrived(batch)
+            moved = slots.put(batch) if slots else to_device(batch, self.device)
+            watch.step_begins()
+            yield moved
+            watch.step_ends()
 
     def _ahead(self, slots: _Slots | None) -> Iterator[B]:
         """Yield each batch after its copy. Up to ``depth`` more batches of up to ``max_bytes`` are copied or under way.
@@ -160,7 +186,7 @@ class prefetch(Generic[B]):
         for the work on the current stream.
         """
         device, depth, max_bytes = self.device, self.depth, self.max_bytes
-        self._handed_over = None
+        watch = self._begin(capabilities(device).timed_events)
         batches = iter(self._source)
         side = torch.Stream(device=device)
         ready: deque[tuple[Any, int, Any]] = deque()  # (batch, bytes, state), or (exception, -1, None)
@@ -176,7 +202,9 @@ class prefetch(Generic[B]):
                         if fetched is None:
                             if last is not None:
                                 last.synchronize()  # the loader may now reuse the memory of the last batch
+                            watch.lap(COPYING)
                             source = next(batches)
+                            watch.arrived(source)
                             size = 0 if max_bytes is None else sum(map(nbytes, tensors_inside(source)))
                             fetched = source, size, self._state_after_fetch()
                         source, size, state = fetched
@@ -187,9 +215,11 @@ class prefetch(Generic[B]):
                         if slots or any(tensor.device.type == device.type for tensor in tensors_inside(source)):
                             side.wait_stream(torch.accelerator.current_stream(device))
                         with side:
+                            watch.copy_begins(side)
                             moved = slots.put(source) if slots else to_device(source, device, non_blocking=True)
-                            last = side.record_event()
+                            last = watch.copy_ends(side)
                     except StopIteration:
+                        watch.lap(WAITING)
                         fetching = False
                     except Exception as error:  # raised below, after the batches before it
                         ready.append((error, -1, None))
@@ -210,7 +240,9 @@ class prefetch(Generic[B]):
                 parts = [part for tensor in tensors_inside(batch) for part in components(tensor)]
                 record_stream(parts, torch.accelerator.current_stream(device))
                 self._handed_over = handed
+                watch.step_begins()
                 yield batch
+                watch.step_ends()
                 batch = None  # free it before the next batches are fetched
         finally:
             if last is not None:

@@ -74,6 +74,8 @@ class DeviceCapabilities:
     """Copies from and to pinned memory are asynchronous, and torch reuses that memory only after the copy."""
     byte_views: bool = False
     """Its memory can be viewed as any dtype, at any aligned offset."""
+    timed_events: bool = False
+    """Its events tell the time between them."""
 
 
 _capabilities = {CPU: DeviceCapabilities(byte_views=True), META: DeviceCapabilities()}
@@ -107,7 +109,8 @@ def _try_out(device: torch.device) -> DeviceCapabilities:
             return DeviceCapabilities(accelerator=True, byte_views=views and _works(_has_byte_views, device))
         streams = _works(_has_streams, device)
         pins = streams and _works(_can_pin, device)
-        found = DeviceCapabilities(True, streams, pins, views and _works(_has_byte_views, device))
+        bytes_, timed = views and _works(_has_byte_views, device), streams and _works(_has_timed_events, device)
+        found = DeviceCapabilities(True, streams, pins, bytes_, timed)
     except torch.OutOfMemoryError:  # says nothing about the device: try again at the next call
         return DeviceCapabilities(accelerator=True)
     except RuntimeError:  # the device cannot be initialized, as in a forked process; a copy raises torch's own error
@@ -121,7 +124,7 @@ def _works(trial: Callable[[torch.device], bool], device: torch.device) -> bool:
         return trial(device)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, AttributeError):  # a backend in Python "doesn't support synchronizing events"
+    except (RuntimeError, AttributeError, TypeError):  # a backend in Python "doesn't support synchronizing events"
         return False
 
 
@@ -141,6 +144,15 @@ def _has_streams(device: torch.device) -> bool:
     side.wait_stream(torch.accelerator.current_stream(device))
     tensor.record_stream(torch.accelerator.current_stream(device))
     return True
+
+
+def _has_timed_events(device: torch.device) -> bool:
+    side = torch.Stream(device=device)
+    begin, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+    begin.record(side)
+    end.record(side)
+    end.synchronize()
+    return begin.elapsed_time(end) >= 0
 
 
 def _can_pin(device: torch.device) -> bool:

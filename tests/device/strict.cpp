@@ -72,6 +72,7 @@ struct Done {  // what an event waits for
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false, late = false;
+  std::chrono::steady_clock::time_point at;
 
   bool query() {
     std::lock_guard lock(mutex);
@@ -80,6 +81,7 @@ struct Done {  // what an event waits for
   void set() {
     std::lock_guard lock(mutex);
     done = true;
+    at = std::chrono::steady_clock::now();
     changed.notify_all();
   }
   void wait() {
@@ -441,6 +443,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (captured_here) captured_here->refuse("to wait for an event");
     counts[EVENT_WAITS]++;
     if (event != nullptr) static_cast<Event*>(event)->marker->wait();
+  }
+  double elapsedTime(void* begin, void* end, const DeviceIndex) const override {
+    Marker first = static_cast<Event*>(begin)->marker, last = static_cast<Event*>(end)->marker;
+    TORCH_CHECK(first->query() && last->query(), "sim: the time between events that are not over");
+    return std::chrono::duration<double, std::milli>(last->at - first->at).count();
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);

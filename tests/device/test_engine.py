@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -635,6 +637,78 @@ class TestPrefetch:
         assert strict.counts().event_waits == waits + 1, "the memory of the last batch may be unmapped"
         memory["k0"].fill_(5)
         assert is_batch(d)
+
+
+class TestReport:
+    @pytest.mark.parametrize("timed", [True, False])
+    def test_it_waits_for_nothing(self, timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The host waits once for each copy, timed or not, and never for the stream of the step."""
+        monkeypatch.setitem(device_module._capabilities, D0, dataclasses.replace(capabilities(D0), timed_events=timed))
+        source = [batch(3, 1000, i).pin_memory() for i in range(30)]
+        batches = prefetch(source, D0)
+        strict.reset()
+        with strict.held() as stream:
+            for number, _ in enumerate(batches, 1):
+                assert batches.report().batches == number
+        assert stream.in_time and strict.counts().waits == 0 and strict.counts().event_waits == 31
+        assert len(batches._watch.idle.pending) <= 3
+
+    def test_the_device_works_while_the_host_waits(self) -> None:
+        """On the host, all time goes to waiting for the loader. On the device, most of it is the step."""
+
+        def source(seconds: float) -> Iterator[DeviceDict]:
+            for i in range(40):
+                time.sleep(seconds)
+                yield batch(1, 1000, i).pin_memory()
+
+        late, in_time = prefetch(source(0.004), D0), prefetch(source(0.001), D0)
+        for batches, step in ((late, 0.001), (in_time, 0.004)):
+            for _ in batches:
+                torch.ops.strict.busy(step, D0)
+                if step > 0.001:
+                    torch.accelerator.current_stream(D0).synchronize()
+            torch.accelerator.synchronize(0)
+        assert late.report().waiting > 0.6 * late.report().seconds
+        assert late.report().advice.startswith("the loader is late: ")
+        ahead = prefetch(source(0.001), D0)
+        for _ in ahead:
+            torch.ops.strict.busy(0.004, D0)
+        torch.accelerator.synchronize(0)
+        host = ahead._watch.seconds
+        assert host[0] > 0.6 * sum(host), "the host launches a step and waits for the loader"
+        for report in (in_time.report(), ahead.report()):
+            assert report.step > 0.6 * report.seconds, str(report)
+
+    def test_speed_of_the_copies(self) -> None:
+        batches = prefetch([batch(1, 100_000).pin_memory()] * 30, D0)
+        with strict.delays(2000, 2000):
+            list(batches)
+        report = batches.report()
+        assert report.bytes == 100_000 and report.copies == 1 and 1e6 < report.bytes_per_second < 1e8
+
+    @pytest.mark.parametrize(
+        ("source", "expected"),
+        [
+            (lambda: batch(2, 100_000), "the batches lie in pageable memory, give the DataLoader pin_memory=True"),
+            (
+                lambda: dict(batch(40, 16)),
+                "40 small fields are gathered one by one, collate_fn=collate puts them together",
+            ),
+            (
+                lambda: batch(2, 100_000).pin_memory(),
+                "send fewer bytes, such as uint8 images, and convert them on the device",
+            ),
+        ],
+        ids=["pageable", "many small fields", "pinned"],
+    )
+    def test_advice(self, source: Callable[[], Any], expected: str) -> None:
+        batches = prefetch([source()] * 30, D0)
+        with strict.delays(1000, 1000):
+            list(batches)
+        advice = batches.report().advice
+        assert advice.startswith("copies to the device take ") and advice.endswith(f"; {expected}"), str(
+            batches.report()
+        )
 
 
 class TestStaticInputs:
