@@ -55,6 +55,17 @@ def with_path(error: Exception, path: Path, hint: str = "") -> TypeError | Value
     return kind(f"{dotted(path)}: {error}{hint}")
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Add a line to an error: as a note, and before Python 3.11 to the message."""
+    add: Any = getattr(error, "add_note", None)
+    if add is not None:
+        add(note)
+    elif isinstance(error, OSError) and error.strerror:
+        error.strerror += f"\n{note}"
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that memory is exhausted. torch has a class for it on accelerators only."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

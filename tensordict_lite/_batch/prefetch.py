@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .._dict.device_dict import DeviceDict
-from .._errors import described
+from .._errors import add_note, described
 from .._memory.device import DeviceLike, capabilities, intercepted, record_stream, resolve
 from .._tree.ragged import Ragged
 from .._tree.walk import components, nbytes
@@ -50,8 +50,9 @@ class prefetch(Generic[B]):
 
     A batch may be a `DeviceDict`, a tensor, or a plain container that `to_device` visits. ``len`` and other attributes,
     such as ``dataset``, ``sampler`` and ``batch_sampler``, come from the loader. An exception of the loader is raised
-    after the batches that came before it. `prefetch` starts no thread. After a ``break``, the loader's iterator and the
-    batches ahead are released together with the iterator over ``prefetch``.
+    after the batches that came before it. A note on it, or on an error of a copy, says which batch it is from; with a
+    `BatchOrder`, also the rows of the batch, or the row that `collate` refused. `prefetch` starts no thread. After a
+    ``break``, the loader's iterator and the batches ahead are released together with the iterator over ``prefetch``.
 
     If the loader is a DataLoader with a `BatchOrder` as ``batch_sampler``, ``state_dict()`` is the state of the order
     after the last batch that you received. Batches ahead do not count, so a resumed run skips none. Then the seed of
@@ -166,14 +167,27 @@ class prefetch(Generic[B]):
         self._watch = Watch(self.device, timed, self._watch.journey)
         return self._watch
 
+    def _explain(self, error: Exception, moving: bool) -> None:
+        """Add to an error which batch it is from. ``moving``: the loader gave the batch."""
+        if isinstance(self._source, OrderedLoader):
+            self._source.explain(error, moving)
+        else:
+            add_note(error, f"batch {self._watch.arrivals - moving} of this pass over prefetch")
+
     def _in_turn(self, slots: _Slots | None) -> Iterator[B]:
-        watch = self._begin()
-        for batch in self._source:
-            watch.arrived(batch)
-            moved = slots.put(batch) if slots else to_device(batch, self.device)
-            watch.step_begins()
-            yield moved
-            watch.step_ends()
+        watch, moving = self._begin(), False
+        try:
+            for batch in self._source:
+                watch.arrived(batch)
+                moving = True
+                moved = slots.put(batch) if slots else to_device(batch, self.device)
+                watch.step_begins()
+                moving = False
+                yield moved
+                watch.step_ends()
+        except Exception as error:
+            self._explain(error, moving)
+            raise
 
     def _ahead(self, slots: _Slots | None) -> Iterator[B]:
         """Yield each batch after its copy. Up to ``depth`` more batches of up to ``max_bytes`` are copied or under way.
@@ -222,6 +236,7 @@ class prefetch(Generic[B]):
                         watch.lap(WAITING)
                         fetching = False
                     except Exception as error:  # raised below, after the batches before it
+                        self._explain(error, fetched is not None)
                         ready.append((error, -1, None))
                         fetching = False
                     else:
