@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ ORDER = [
     *inside("_dict", "arguments display insert row_values row_assignment by_value windows rows arithmetic fill"),
     *inside("_dict", "torch_functions device_dict schema typed row_writer tables io"),
     "unpickle",
-    *inside("_batch", "pad join fill collate containers shuffle visits order ordered_loader parts report prefetch"),
+    *inside("_batch", "pad join make_fields collate containers shuffle visits order ordered_loader parts report"),
+    "_batch.prefetch",
     *inside("distributed", "message channel verbs __init__"),
     "__init__",
 ]
@@ -64,6 +66,42 @@ def test_every_module_has_its_place() -> None:
 @pytest.mark.parametrize("module", ORDER)
 def test_imports_run_downward(module: str) -> None:
     assert imports(module) <= set(ORDER[: ORDER.index(module)])
+
+
+ONE_MEANING = {
+    "__all__": "Python asks for this name",
+    "B": "a type variable",
+    "D": "a type variable",
+    "T": "a type variable",
+    "arguments": "modules that parse arguments, of functions of tensors and of dicts",
+    "compare": "modules that compare, two tensors and two trees",
+    "ragged": "modules of ragged fields, their offsets and their class",
+}
+"""The names that stand in two modules, with their one meaning."""
+
+
+def defined(module: str) -> set[str]:
+    """The names that a module defines."""
+    names: set[str] = set()
+    for node in ast.parse(path_of(module).read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {
+                one.id
+                for target in targets
+                for one in ast.walk(target)
+                if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+            }
+    return names
+
+
+def test_one_name_has_one_meaning() -> None:
+    modules = Counter(name.split(".")[-1] for name in ORDER if not name.endswith("__init__"))
+    names = Counter(name for module in ORDER for name in defined(module))
+    twice = {name for counter in (modules, names) for name, count in counter.items() if count > 1}
+    assert twice == ONE_MEANING.keys(), "rename one of them, by what it means"
 
 
 def test_below_the_class_nothing_knows_it() -> None:

@@ -598,9 +598,9 @@ def test_a_new_operation_needs_no_list_of_dtypes(name: str) -> None:
         try:
             each(expected)
         except (RuntimeError, TypeError):
-            unchanged(d, lambda d=d: arithmetic.write(d, operation, ()), RuntimeError, "'x' is")
+            unchanged(d, lambda d=d: arithmetic.write_fields(d, operation, ()), RuntimeError, "'x' is")
         else:
-            arithmetic.write(d, operation, ())
+            arithmetic.write_fields(d, operation, ())
             assert torch.equal(d["x"], expected) and torch.equal(d["a"], each(torch.full((3,), 1.5)))
 
 
@@ -631,7 +631,7 @@ def test_out_of_memory_is_no_refusal() -> None:
     d = DeviceDict({"x": torch.ones(2).as_subclass(Odd), "y": torch.ones(2)})
     unchanged(
         d,
-        lambda: arithmetic.write(d, arithmetic._Operation("fill_", full, full), ()),
+        lambda: arithmetic.write_fields(d, arithmetic._Operation("fill_", full, full), ()),
         torch.OutOfMemoryError,
         "no memory",
     )

@@ -426,7 +426,12 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...]
         ("x", {"x": 1}),
     ),
     "map of a name": (TypeError, "map takes a function of a tensor, got str", D.map, ("relu",)),
-    "decode of a list": (TypeError, "decode takes one key or path, got list", D.decode, (["x"],)),
+    "decode of a list": (
+        TypeError,
+        "pass keys one by one, each a str or a path; got a list: ['x']",
+        D.decode,
+        (["x"],),
+    ),
     "an instance": (
         TypeError,
         "register_encoder takes a subclass of StringEncoder, got Utf8()",

@@ -369,7 +369,7 @@ def test_new_columns(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.Mon
 
 def parts_and_one_table(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     root = recorder.root / "parts"
-    monkeypatch.setattr(parts, "_AT_ONCE", 4)
+    monkeypatch.setattr(parts, "_WRITTEN_AT_ONCE", 4)
     folders = [root / "part-00000", root / "part-00006", recorder.root / "whole"]
     with recorder.recording(monkeypatch):
         writers = [RowWriter(root, like=LIKE, ragged=["text"], part=first) for first in (0, 6)]

@@ -24,7 +24,7 @@ from .._dict.rows import Rows
 from .._encoders.protocol import encode_ragged, padding
 from .._errors import Path, described, device_mismatch, dotted, dtype_name, refuse_deeper, with_path
 from .._memory.device import CPU, canonical
-from .._memory.dtypes import NUMPY_DTYPES
+from .._memory.dtypes import NUMPY_DTYPES, dtype_of
 from .._memory.layout import FieldSpec
 from .._memory.packed import can_pack, packable
 from .._memory.ragged import offsets_of
@@ -34,8 +34,8 @@ from .._tree.policy import Encoders, Objects, Policy
 from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import NO_EXPORTS, as_shared, refuse_key, tensors_in
-from .fill import make_fields, whole
 from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
+from .make_fields import make_fields, whole
 from .pad import Pad, Padded, Pads, raise_encoded, refuse_nested, require_fit, require_known, widened
 
 D = TypeVar("D", bound=DeviceDict[Any])
@@ -48,7 +48,7 @@ _NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.floa
 _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
     torch.empty(0, dtype=dtype, device="cpu").numpy().dtype: dtype for dtype in NUMPY_DTYPES
 }
-_dtype, _array_kind = attrgetter("dtype"), attrgetter("shape", "dtype")
+_array_kind = attrgetter("shape", "dtype")
 _COLLATED_HERE = (Tensor, DeviceDict, np.ndarray, np.generic, bool, int, float, complex, str)
 """What `collate` joins itself. A subclass may be registered."""
 _LATER: Any = None  # the place of a tensor that is made later
@@ -304,7 +304,7 @@ class _Walk:
 
     def tensors(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor]) -> None:
         """Plain tensors. The first stands for all: torch.stack compares the others, but would promote their dtypes."""
-        first, device, dtypes = values[0], self.device, list(map(_dtype, values))
+        first, device, dtypes = values[0], self.device, list(map(dtype_of, values))
         here = first.is_cpu if device is CPU else first.device == device
         if here and dtypes.count(dtypes[0]) == self.count and not first.requires_grad:
             self.fields.append((batch, path, values, (dtypes[0], first.shape, True)))
@@ -325,7 +325,7 @@ class _Walk:
         """Python numbers, or lists of them."""
         kind = type(values[0])
         items = _one_type(chain.from_iterable(values)) if kind is list else kind
-        value = _numbers(values, items, batch, path)
+        value = _as_numbers(values, items, batch, path)
         return self.others(batch, path, values) if value is None else self.add(batch, path, value)
 
     def arrays(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
@@ -435,7 +435,7 @@ class _Walk:
         if self.is_ragged(path) and numbers and all(isinstance(one, Mapping) for one in numbers):
             return self.objects(batch, path, numbers, list(map(len, values)))
         pad = self.pads.at(path) or Pad()
-        flat = None if pad.dims != 1 else _numbers(numbers, _one_type(numbers), batch, path)
+        flat = None if pad.dims != 1 else _as_numbers(numbers, _one_type(numbers), batch, path)
         if flat is None:
             return self.others(batch, path, values)
         if self.is_ragged(path):
@@ -510,7 +510,7 @@ class _Walk:
         torch.cat compares their shapes, but would promote their dtypes.
         """
         dims = list(map(Tensor.dim, values))
-        if list(map(_dtype, values)).count(values[0].dtype) != self.count or dims.count(dims[0] or -1) != self.count:
+        if list(map(dtype_of, values)).count(values[0].dtype) != self.count or dims.count(dims[0] or -1) != self.count:
             self.refuse(path, values)
 
     def cat(self, path: Path, values: Sequence[Tensor]) -> Tensor:
@@ -672,7 +672,7 @@ class _Walk:
                 )
         elif all(differ_in_length(tensor, first) for tensor in values):
             hint = f"; to fill the shorter ones up, give pad={{{key!r}: 0}}; to keep the lengths, ragged=[{key!r}]"
-        if len(set(map(_dtype, values))) > 1:
+        if len(set(map(dtype_of, values))) > 1:
             hint = f"; convert the samples to one dtype, such as {dtype_name(first.dtype)}"
         raise_mismatch(values, path, "sample", error, hint, differ_in_length if self.may_differ(path) else None)
 
@@ -719,7 +719,7 @@ def _one_type(items: Iterable[Any]) -> Any:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _numbers(items: Sequence[Any], kind: Any, batch: DeviceDict[Any], path: Path) -> Any:
+def _as_numbers(items: Sequence[Any], kind: Any, batch: DeviceDict[Any], path: Path) -> Any:
     """Python numbers of one type, or rectangular lists of them, as an array or tensor in the dtype of a field.
 
     None if the general conversion must decide, as it must if the class of ``batch`` declares another dtype.

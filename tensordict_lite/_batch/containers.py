@@ -111,7 +111,7 @@ def to_numpy(obj: Any) -> Any:
     return rebuild(iter([convert(item) for item in found]))
 
 
-def _is_whole(obj: Any) -> bool:
+def _is_closed(obj: Any) -> bool:
     """Whether pytree must not open a container."""
     # pytree would move the batch sizes of a PackedSequence, which stay on the CPU. It would turn a Size into a tuple.
     return isinstance(obj, (Ragged, TreeDict, PackedSequence, torch.Size))
@@ -127,7 +127,7 @@ def _open(obj: Any, found: list[Any]) -> _Rebuild:
         return next
     if obj is None or type(obj) in (str, int, float, bool):
         return lambda _: obj
-    leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_whole)
+    leaves, spec = pytree.tree_flatten(obj, is_leaf=_is_closed)
     if len(leaves) != 1 or leaves[0] is not obj:
         return _parts(leaves, found, lambda parts: pytree.tree_unflatten(parts, spec))
     # pytree does not know this container. Rebuild it only if it holds something to move.

@@ -20,7 +20,7 @@ _WAITING = 64
 """The rows that may wait for a batch with room. With 16, the batches of a step differ more; 256 take longer to plan."""
 _TRAIL = 64
 """The steps between two places that an iteration by tokens remembers, so that ``state_dict`` plans few steps again."""
-_AT_ONCE = 1 << 15
+_PLANNED_ROWS = 1 << 15
 """The rows that an iteration looks up at once, in about a millisecond. With 8,192, an epoch takes 1.2 times as long."""
 _PADDED = 128
 """The batches that are cut from rows sorted by length, with ``padded=True``. Of 32,768 tokens of
@@ -203,7 +203,7 @@ class BatchOrder(Sampler[list[int]]):
         # Not a public attribute: Lightning makes its own sampler of one that has `batch_size` and `drop_last`.
         self._drop_last = bool(drop_last)
         if self.tokens is not None:
-            self._lengths = _fitting(visits, self.tokens, longer)
+            self._lengths = _lengths_that_fit(visits, self.tokens, longer)
         self._planned: tuple[int, int] | None = None  # with tokens, an epoch and its number of batches
         self._trail: Trail = [Place()]  # of the pass under way, or of the next one
         self._next: Place | None = self._trail[0]  # where the next pass begins; None: with the next epoch
@@ -422,7 +422,7 @@ class BatchOrder(Sampler[list[int]]):
         step = size * self.world
         steps, rest = divmod(self._count - position, step)
         mine = np.arange(self.rank * size, (self.rank + 1) * size)
-        at_once = max(1, _AT_ONCE // size)
+        at_once = max(1, _PLANNED_ROWS // size)
         for first in range(0, steps, at_once):
             begins = position + step * np.arange(first, min(first + at_once, steps))
             rows = self._visits.rows(epoch, (begins[:, None] + mine).ravel()).reshape(-1, size)
@@ -435,8 +435,8 @@ class BatchOrder(Sampler[list[int]]):
 
     def _chunks(self, epoch: int, position: int) -> Iterator[Numbers]:
         """The rows from a position on, many at once."""
-        for first in range(position, self._count, _AT_ONCE):
-            yield self._visits.rows(epoch, np.arange(first, min(first + _AT_ONCE, self._count)))
+        for first in range(position, self._count, _PLANNED_ROWS):
+            yield self._visits.rows(epoch, np.arange(first, min(first + _PLANNED_ROWS, self._count)))
 
     def _by_tokens(self, place: Place, tokens: int) -> Iterator[_Step]:
         """Give each row to the rank with the fewest tokens. If it has no room, no rank has, and the row waits."""
@@ -521,7 +521,7 @@ def _even_ends(lengths: list[int], tokens: int) -> list[int]:
     return ends
 
 
-def _fitting(visits: Visits, tokens: int, longer: str) -> Numbers:
+def _lengths_that_fit(visits: Visits, tokens: int, longer: str) -> Numbers:
     """The lengths of all rows, at least 1. Raises unless every row that is visited has a length that fits."""
     lengths, rows = cast(Numbers, visits.lengths), visits.numbers()
     known, last = len(lengths), int(rows.max(initial=-1))

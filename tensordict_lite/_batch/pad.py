@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from .._memory.dtypes import NUMPY_DTYPES, as_bits
 from .._memory.layout import Sizes
 from .._memory.packed import packable
 from .._tree.missing import closest
-from .._tree.ragged import Ragged
+from .._tree.ragged import Ragged, Side
 from .._tree.tree import TreeDict, ragged_paths
-
-Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

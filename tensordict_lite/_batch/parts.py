@@ -24,7 +24,7 @@ from .._tree.row_index import row_index
 from .._tree.tree import fields_of, ragged_paths
 from .join import cat, decided_values, raise_mismatch
 
-_AT_ONCE = 1 << 16
+_WRITTEN_AT_ONCE = 1 << 16
 """The number of rows that `join_parts` writes at a time."""
 
 
@@ -196,7 +196,7 @@ def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None =
     writer = RowWriter(table, like=like)
     try:
         for d in parts:
-            for batch in d.rows.batches(_AT_ONCE):
+            for batch in d.rows.batches(_WRITTEN_AT_ONCE):
                 writer.write(batch)
         writer.close()
     except BaseException:

@@ -25,7 +25,7 @@ _EVERY = 13
 number is a prime, because the workers of a loader take turns."""
 _SHARE = 0.1
 """The least share of the time that is worth an advice."""
-_OBJECTS = 10_000
+_MANY_OBJECTS = 10_000
 """The Python objects of a dataset that are worth an advice."""
 _APART = 32
 """The small fields of a batch that are worth an advice."""
@@ -60,7 +60,7 @@ def journey(batch: Any, target: torch.device) -> Journey:
         copies += len(plan.coalesced) + len(plan.fetched) + len(items)
         apart += sum(len(layout.members) for layout in plan.coalesced)
         for tensor in [tensors[item] for item in items if isinstance(item, int)]:
-            alone[names.get(id(tensor), described(tensor))] = _reason(tensor)
+            alone[names.get(id(tensor), described(tensor))] = _why_alone(tensor)
         if plan.pins and source == CPU:
             pageable += sum(nbytes(tensor) for tensor in tensors if not tensor.is_pinned())
     return Journey(copies, apart, pageable, tuple(alone.items()))
@@ -71,7 +71,7 @@ def _name(step: Any) -> str:
     return str(next(getattr(step, name) for name in ("key", "name", "idx") if hasattr(step, name)))
 
 
-def _reason(tensor: Tensor) -> str:
+def _why_alone(tensor: Tensor) -> str:
     """Why a tensor has a copy of its own."""
     if tensor.requires_grad:
         return "requires grad"
@@ -269,7 +269,7 @@ def _faster(found: Report, starting: float, loader: Any) -> str:
     if not workers:
         return f"num_workers={max(1, cores - 1)} makes batches during the step"
     objects = _objects(getattr(loader, "dataset", None))
-    if objects >= _OBJECTS:
+    if objects >= _MANY_OBJECTS:
         return f"each worker copies the {objects} Python objects of the dataset, and shares a DeviceDict or a table"
     if starting > found.waiting / 2 and not loader.persistent_workers:
         return "most of it until the workers had started, persistent_workers=True starts them once"

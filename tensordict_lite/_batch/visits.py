@@ -101,7 +101,7 @@ class MixedVisits:
 
     def __init__(self, sources: Sequence[Visits], weights: Any, stop: str) -> None:
         self.sources, self.stop = sources, stop
-        self.shares = np.array(_whole(weights, len(sources)))
+        self.shares = np.array(_as_ints(weights, len(sources)))
         self.turns, self.nth = _turns(tuple(self.shares.tolist()))
         for at, source in enumerate(sources):
             if not source.count:
@@ -164,7 +164,7 @@ class MixedVisits:
         return int(self.first.searchsorted(row, "right")) - 1
 
 
-def _whole(weights: Any, count: int) -> list[int]:
+def _as_ints(weights: Any, count: int) -> list[int]:
     """Weights as ints with a sum of about `_PERIOD` at most."""
     try:
         given = [float(weight) for weight in weights]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
-from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory, with_path
 from .._memory.dense import is_dense
 from .._memory.device import intercepted
-from .._memory.dtypes import CASTABLE, FOREACH_DTYPES
+from .._memory.dtypes import CASTABLE, FOREACH_DTYPES, dtype_of
 from .._memory.write import FOREACH_CLASSES, Call, Risky, overlap_partly, plain, refusal, unlike, write_all
 from .._tree.missing import refuse_other_keys
 from .._tree.ragged import Ragged
@@ -28,8 +27,6 @@ from .._tree.walk import only_tensors
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
 D = TypeVar("D", bound=TreeDict[Any])
-
-_dtype = attrgetter("dtype")
 
 
 # --- matching ---
@@ -138,11 +135,11 @@ def call_each(d: TreeDict[Any], function: Callable[..., Any], *others: Sequence[
         known = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
         if type(error) not in known or is_out_of_memory(error):
             raise
-        raise type(error)(f"{dotted(_path(d, len(results)))}: {error}") from error
+        raise type(error)(f"{dotted(_path_of(d, len(results)))}: {error}") from error
     return results
 
 
-def _path(d: TreeDict[Any], i: int) -> Path:
+def _path_of(d: TreeDict[Any], i: int) -> Path:
     return next(path for j, (path, _) in enumerate(data_paths(d)) if j == i)
 
 
@@ -182,7 +179,7 @@ _ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 def zero_(d: D) -> D:
     refuse_encoded(d, "zero_")
-    return write(d, _ZERO, ())
+    return write_fields(d, _ZERO, ())
 
 
 def combine(d: D, called: str, other: Any, **scale: Any) -> D:
@@ -199,7 +196,7 @@ def combine(d: D, called: str, other: Any, **scale: Any) -> D:
         others = others if isinstance(others, list) else (others[0] * alpha,)
     each, many = partial(getattr(Tensor, called), **scale), partial(_MANY[called], **scale)
     integers = _COPY._replace(name=called) if called == "lerp_" else None
-    return write(d, _Operation(called, each, many, integers), others)
+    return write_fields(d, _Operation(called, each, many, integers), others)
 
 
 def _operands(d: TreeDict[Any], other: Any, called: str) -> _Operands:
@@ -221,7 +218,7 @@ def _operands(d: TreeDict[Any], other: Any, called: str) -> _Operands:
     return (other,)
 
 
-def write(d: D, operation: _Operation, others: _Operands) -> D:
+def write_fields(d: D, operation: _Operation, others: _Operands) -> D:
     """Validate all fields, then write to all of them. Returns ``d``."""
     tensors = data_of(d)
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
@@ -247,7 +244,7 @@ def write(d: D, operation: _Operation, others: _Operands) -> D:
         if isinstance(others, list):  # kernels of some dtypes cannot read a tensor with the negative bit
             others[i] = others[i].resolve_neg()
         if reason := _reason(operation.name, tensor, *_at(others, i)):
-            raise RuntimeError(f"{dotted(_path(d, i))} {reason}")
+            raise RuntimeError(f"{dotted(_path_of(d, i))} {reason}")
         _try(d, operation, i, tensors, others)
         operands = [one for one in (tensor, *_at(others, i)) if isinstance(one, Tensor)]
         if any(map(_is_foreign, operands)) or (torch.is_grad_enabled() and any(t.requires_grad for t in operands)):
@@ -270,9 +267,9 @@ def _at(others: _Operands, i: int) -> tuple[Any, ...]:
 
 def _groups(tensors: list[Tensor], others: _Operands, odd: set[int]) -> list[list[int]]:
     """The indices of all but the odd tensors, in groups: torch refuses each tensor of a group, or none."""
-    dtypes = set(map(_dtype, tensors))
+    dtypes = set(map(dtype_of, tensors))
     if isinstance(others, list):
-        dtypes.update(map(_dtype, others))
+        dtypes.update(map(dtype_of, others))
     if len(dtypes) == 1 and not odd:
         return [list(range(len(tensors)))]
     groups: dict[Hashable, list[int]] = {}
@@ -337,7 +334,7 @@ def _call(
         said = str(error).splitlines()[0]
         kind = TypeError if isinstance(error, TypeError) else RuntimeError
         message = f"is {described(tensor)}; torch refuses {operation.name} of it{beside}: {said}"
-        raise kind(f"{dotted(_path(d, i))} {message}") from error
+        raise kind(f"{dotted(_path_of(d, i))} {message}") from error
 
 
 def _one(tensor: Tensor) -> Tensor:

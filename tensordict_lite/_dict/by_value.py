@@ -15,10 +15,11 @@ from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, described, dotted
 from .._memory.row_copies import group_equal
 from .._tree.tree import TreeDict, field_encoder
+from .._tree.walk import as_path
 from .row_values import row_value
 
 
-def equal(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
+def equal_to(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     """Where a field is ``value`` or one of its items: see `DeviceDict.equal`."""
     path, field, owner = _field(d, key, "equal compares a tensor field")
     if field.is_nested:
@@ -89,7 +90,7 @@ def groups(d: TreeDict[Any], keys: Sequence[str | Path]) -> tuple[list[Any], Ten
 
 def _field(d: Any, key: str | Path, use: str) -> tuple[Path, Tensor, Any]:
     """The path of a field, its tensor, and the dict that holds it. ``use``: what the caller does with a tensor."""
-    path = key if isinstance(key, tuple) else (key,)
+    path = as_path(key)
     field = d[key]
     if not isinstance(field, Tensor):
         raise TypeError(f"{dotted(path)} is a {type(field).__name__}; {use}")

@@ -29,12 +29,12 @@ from .._memory.transfer import clone_tensors, transfer
 from .._tables.reader import read_table
 from .._tree import encoding, sendable
 from .._tree.columns import RaggedColumn, arrow_items, pandas_items
-from .._tree.compare import agree
+from .._tree.compare import equal_trees
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, V, builtin_dict, data_paths, decode_field, refuse_ragged
-from .._tree.walk import Items, as_dict, components, leaves, nbytes, only_tensors, refuse_key
+from .._tree.walk import Items, as_dict, as_path, components, leaves, nbytes, only_tensors, refuse_key
 from . import arithmetic, by_value, torch_functions
 from .display import html, tree
 from .fill import fill_
@@ -343,7 +343,7 @@ class DeviceDict(TreeDict[V]):
         """
         out = self._untyped_subset(())
         for key in keys:
-            path = _path(key)
+            path = as_path(key)
             value: Any = self[key]
             node: TreeDict[Any] = out
             source: TreeDict[Any] = self
@@ -363,7 +363,7 @@ class DeviceDict(TreeDict[V]):
         """
         out = self._untyped_subset(self.copy())
         for key in keys:
-            path = _path(key)
+            path = as_path(key)
             out.__getitem__(key)  # raises KeyError
             node: TreeDict[Any] = out
             for part in path[:-1]:
@@ -484,7 +484,7 @@ class DeviceDict(TreeDict[V]):
                 x, y = x.float(), y.float()
             return torch.allclose(x, y, rtol, atol, equal_nan)
 
-        return agree(self, other, lambda x, y: values_agree(x, y, close))
+        return equal_trees(self, other, lambda x, y: values_agree(x, y, close))
 
     # --- device ---
 
@@ -877,7 +877,7 @@ class DeviceDict(TreeDict[V]):
         >>> d.rows[d.equal("species", "cat")]["age"]
         tensor([1])
         """
-        return by_value.equal(self, key, value)
+        return by_value.equal_to(self, key, value)
 
     # --- strings ---
 
@@ -903,11 +903,9 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"name": [["a", "bc"], ["", "d"]]}).decode("name")
         [['a', 'bc'], ['', 'd']]
         """
-        if not isinstance(key, (str, tuple)):
-            raise TypeError(f"decode takes one key or path, got {type(key).__name__}")
-        node, last = self._walk(key) if isinstance(key, tuple) else (self, key)
-        codes: Any = builtin_dict.__getitem__(node, last)
-        path = key if isinstance(key, tuple) else (key,)
+        path = as_path(key)
+        codes: Any = self[key]
+        node, last = self._walk(path)
         encoder = node._policy.encoder(last)
         if not isinstance(codes, (Tensor, Ragged, TreeDict)):
             raise TypeError(f"{dotted(path)} is a kept {type(codes).__name__}, not encoded strings")
@@ -1392,13 +1390,6 @@ def _numpy_rows(rows: Ragged, copy: bool, path: Path) -> dict[str, Any]:
         return rows.numpy(copy)
     except TypeError as error:
         raise with_path(error, path) from error
-
-
-def _path(key: str | Path) -> Path:
-    """A key or path as a path. Raises ``TypeError`` for anything else, such as a list of keys."""
-    if not isinstance(key, (str, tuple)):
-        raise TypeError(f"pass keys one by one, each a str or a path; got a {type(key).__name__}: {key!r}")
-    return key if isinstance(key, tuple) else (key,)
 
 
 def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[Any], sep: str, at: Path = ()) -> None:

@@ -250,12 +250,12 @@ def read_annotations(cls: type, declared: Mapping[str, Default | None], names: M
             "define or import it at the top level of that module, not only under TYPE_CHECKING"
         ) from error
     return {
-        name: _field(f"{cls.__name__}.{name}", hints[name], one is not None and one.is_none)
+        name: _declared_field(f"{cls.__name__}.{name}", hints[name], one is not None and one.is_none)
         for name, one in declared.items()
     }
 
 
-def _field(where: str, hint: Any, optional: bool = False) -> Field:
+def _declared_field(where: str, hint: Any, optional: bool = False) -> Field:
     """The field of an evaluated annotation."""
     metadata: list[Any] = []
     kinds = tuple(dict.fromkeys(_kinds(where, hint, metadata)))
@@ -289,7 +289,7 @@ def _field(where: str, hint: Any, optional: bool = False) -> Field:
         plain=None if shaped is None else _plain_shape(shaped),
         dtypes=dtypes,
         encoder=encoders[0] if encoders else None,
-        values=_field(where, Union[values]) if values else None,  # noqa: UP007  (of a tuple)
+        values=_declared_field(where, Union[values]) if values else None,  # noqa: UP007  (of a tuple)
     )
 
 
@@ -395,7 +395,7 @@ def shape_error(tensors: Iterable[Shaped]) -> str:
     with jaxtyping.jaxtyped("context"):  # independent of the dimension names that the caller's code uses
         for i, one in enumerate(queue):
             try:
-                reason = _reason(one)
+                reason = _misfit(one)
             except jaxtyping.AnnotationError as error:
                 if not isinstance(error.__cause__, NameError):
                     raise TypeError(f"{one[0]}: {error}") from error
@@ -424,7 +424,7 @@ def _given(shaped: Shaped) -> str:
     return described(value[0] if is_row else value)
 
 
-def _reason(shaped: Shaped) -> str:
+def _misfit(shaped: Shaped) -> str:
     """The reason why a tensor does not fit its annotations; ``""`` if it fits."""
     _, value, field, _ = shaped
     first = ""
@@ -443,5 +443,5 @@ def _reason(shaped: Shaped) -> str:
 def _conflict(jaxtyping: Any, tensors: Iterable[Shaped]) -> bool:
     """Whether these tensors alone do not fit their annotations."""
     with jaxtyping.jaxtyped("context"), suppress(jaxtyping.AnnotationError):
-        return any(map(_reason, tensors))
+        return any(map(_misfit, tensors))
     return False

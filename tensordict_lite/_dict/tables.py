@@ -17,15 +17,14 @@ from .._tables.writer import (
     TableWriter,
     create_columns,
     drop_columns,
-    fields_of,
+    empty_dict,
     repair_table,
     table_at_rest,
 )
 from .._tree.missing import missing_key, refuse_unknown_encoders, rows_hint
 from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
-from .._tree.tree import data_of
-from .._tree.tree import fields_of as fields_in
+from .._tree.tree import data_of, fields_of
 from .._tree.walk import refuse_key
 from .device_dict import DeviceDict
 from .row_writer import append_rows, without_rows
@@ -140,7 +139,7 @@ def add_column(
     Policy().override(encoders)  # raises for an invalid argument
     with table_at_rest(folder) as (table, index):
         fields: DeviceDict[Any]
-        fields, _ = fields_of(table, index, DeviceDict, encoders)
+        fields, _ = empty_dict(table, index, DeviceDict, encoders)
         if path in fields:
             raise ValueError(f"{dotted(path)} is in this table already; drop_column removes it, or choose another key")
         fields.copy()[path] = torch.empty(0, device="cpu")  # raises for a path through a column
@@ -240,7 +239,7 @@ def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragge
         raise ValueError(f"{dotted(path)}: a column needs tensors, got {described(value)} without any")
     if ragged and isinstance(value, Mapping):
         raise ValueError(f"{dotted(path)}: ragged=True is for one field; in a mapping, give a Ragged for each field")
-    for leaf, field, encoder in fields_in(d):
+    for leaf, field, encoder in fields_of(d):
         codes = 0 if encoder is None else encoder.code_ndim or 0  # the dimensions of one string
         if isinstance(field, Tensor) and field.dim() <= max(ragged, codes):
             inside = " and one in each row" if ragged else ""

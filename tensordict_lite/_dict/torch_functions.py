@@ -17,7 +17,7 @@ from .._encoders.protocol import padding
 from .._errors import Path, dotted
 from .._memory.compare import equal
 from .._memory.device import canonical
-from .._tree.compare import agree
+from .._tree.compare import equal_trees
 from .._tree.tree import TreeDict, data_of, fields_of, refuse_ragged
 from . import arithmetic
 
@@ -163,7 +163,7 @@ def allclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, e
 
 @implements(torch.equal)
 def equal_(input: Any, other: Any) -> bool:
-    return agree(*_both("equal", input, other), equal)
+    return equal_trees(*_both("equal", input, other), equal)
 
 
 def _both(name: str, input: Any, other: Any) -> tuple[Any, Any]:

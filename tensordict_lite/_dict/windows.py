@@ -16,6 +16,7 @@ from .._errors import Path, described, dotted
 from .._tree.ragged import Ragged
 from .._tree.row_index import row_index
 from .._tree.tree import TreeDict, ragged_paths
+from .._tree.walk import as_path
 
 D = TypeVar("D", bound=TreeDict[Any])
 Spans = Mapping[Any, Sequence[int]]
@@ -71,7 +72,7 @@ class Windows(Dataset[D], Generic[D]):
             out[key] = gathered.map(partial(Tensor.unflatten, dim=0, sizes=rows.shape))[key]
         out[self._mask] = {}
         for key, mask in masks.items():
-            out[(self._mask, *_path(key))] = mask
+            out[(self._mask, *as_path(key))] = mask
         return d._untyped_subset((key, out[key]) for key in [*d, self._mask]).rows
 
     def _reach(self, at: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -92,10 +93,6 @@ class Windows(Dataset[D], Generic[D]):
         return f"{type(self._dict).__name__}.rows.windows({len(self)})"
 
 
-def _path(key: Any) -> Path:
-    return key if isinstance(key, tuple) else (key,)
-
-
 def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
     """The offsets of each key as a tensor."""
     if not isinstance(spans, Mapping) or not spans:
@@ -104,15 +101,16 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
         raise ValueError(f"{dotted((mask,))} is a field already; give windows another name for the masks, with mask=")
     found: dict[Any, Tensor] = {}
     for key, given in spans.items():
+        path = as_path(key)
         try:
             offsets = [as_int(offset) for offset in given]
         except TypeError:
-            raise TypeError(f"{dotted(_path(key))}: windows takes a range or a list of ints, got {given!r}") from None
+            raise TypeError(f"{dotted(path)}: windows takes a range or a list of ints, got {given!r}") from None
         if not offsets:
-            raise ValueError(f"{dotted(_path(key))}: windows takes at least one offset, got {given!r}")
-        inside = [other for other in found if all(map(eq, _path(key), _path(other)))]  # one path starts with the other
+            raise ValueError(f"{dotted(path)}: windows takes at least one offset, got {given!r}")
+        inside = [other for other in map(as_path, found) if all(map(eq, path, other))]  # one path starts with the other
         if inside:
-            raise ValueError(f"{dotted(_path(key))} and {dotted(_path(inside[0]))} are windows of the same field")
+            raise ValueError(f"{dotted(path)} and {dotted(inside[0])} are windows of the same field")
         found[key] = torch.tensor(offsets, device="cpu")
     return found
 
@@ -120,7 +118,7 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
 def _require_rows(d: Any, key: Any) -> None:
     """Raise unless each row of a field has the same shape."""
     if not isinstance(d[key], (Tensor, Ragged, TreeDict)):
-        raise TypeError(f"{dotted(_path(key))} is {described(d[key])}; windows are of tensors")
+        raise TypeError(f"{dotted(as_path(key))} is {described(d[key])}; windows are of tensors")
     for path in ragged_paths(d.select(key)):
         raise TypeError(f"{dotted(path)} has rows of any length; windows are of rows of one shape")
 
@@ -129,5 +127,7 @@ def _within(d: Any, key: Any) -> Tensor:
     """The field whose equal values make a sequence."""
     field: Any = d[key]
     if not isinstance(field, Tensor) or field.is_nested:
-        raise TypeError(f"{dotted(_path(key))} is {described(field)}; within= takes a field with a value for each row")
+        raise TypeError(
+            f"{dotted(as_path(key))} is {described(field)}; within= takes a field with a value for each row"
+        )
     return field

@@ -49,7 +49,7 @@ MAX_MANIFEST = 16 << 20
 _MAX_BRACKETS = 500_000
 """The largest number of brackets in a manifest. A tensor needs one bracket. Empty lists take the most memory: 64 bytes
 for 2 characters."""
-_AT_ONCE = 64 << 20
+_CHUNK = 64 << 20
 """The number of bytes that `write` copies from a device to the host at a time."""
 PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 """Dtypes that safetensors has no name for. They are stored as pairs of real numbers."""
@@ -154,13 +154,13 @@ def distinct(name: str, taken: set[str], fold: Callable[[str], str] = str) -> st
 
 
 def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Copy the tensors to the CPU, in chunks of about `_AT_ONCE` bytes."""
+    """Copy the tensors to the CPU, in chunks of about `_CHUNK` bytes."""
     waiting: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:
         waiting.append(tensor.detach())
         nbytes += tensor.nbytes
-        if tensor.is_cpu or nbytes >= _AT_ONCE:
+        if tensor.is_cpu or nbytes >= _CHUNK:
             yield from transfer(waiting, CPU)
             waiting, nbytes = [], 0
     yield from transfer(waiting, CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ CASTS: Mapping[torch.dtype | None, Mapping[torch.dtype, torch.dtype]] = {
     **{dtype: dict.fromkeys(CASTABLE - {dtype}, dtype) for dtype in CASTABLE},
 }
 """For each target dtype, a map from every dtype that changes to the new one."""
+dtype_of = attrgetter("dtype")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -144,7 +144,7 @@ def execute(
             _coalesce_to_device(layout, out, target, plan.pins)
         for item in plan.staged:
             tensor = _whole(item, out)
-            _place(item, _stage(tensor, CASTS[dtype].get(tensor.dtype, tensor.dtype), target), out)
+            _put(item, _stage(tensor, CASTS[dtype].get(tensor.dtype, tensor.dtype), target), out)
     elif target == CPU:
         one_by_one += _fetch(plan, out, source)
     else:
@@ -153,7 +153,7 @@ def execute(
             if buffer is None:
                 one_by_one += layout.members
             else:
-                _place(layout, buffer.to(target), out)
+                _put(layout, buffer.to(target), out)
     if one_by_one:
         # Copies from the host are asynchronous, and one synchronization at the end frees the sources. With a cast each
         # copy is synchronous, because torch casts on the host. A cast on the device could run out of memory.
@@ -167,7 +167,7 @@ def execute(
             if wait:
                 torch.accelerator.current_stream(target).synchronize()
         for item, tensor in zip(one_by_one, made, strict=True):
-            _place(item, tensor, out)
+            _put(item, tensor, out)
     for i, first in plan.repeats.items():
         out[i] = out[first]
     return out
@@ -233,7 +233,7 @@ def _whole(item: Item, tensors: Sequence[Tensor]) -> Tensor:
     return tensors[item] if isinstance(item, int) else buffer_of(tensors, item)
 
 
-def _place(item: Item, made: Tensor, out: list[Tensor]) -> None:
+def _put(item: Item, made: Tensor, out: list[Tensor]) -> None:
     """Put the copy of a tensor, or views of the copy of a storage, into the list."""
     if isinstance(item, int):
         out[item] = made
@@ -269,7 +269,7 @@ def _move_and_cast(
         moved = _stage(buffer, torch.uint8, target)
     else:
         moved = buffer.to(target, non_blocking=non_blocking)
-    _place(layout, moved, out)
+    _put(layout, moved, out)
     if after:
         pack_into(out, cast, target)
 
@@ -296,7 +296,7 @@ def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device,
     with staging_buffer(layout.nbytes, target, pins) as (staging, pinned):
         copy_into(clear_gaps(staging, layout), layout, out)
         moved.copy_(staging, non_blocking=pinned)
-    _place(layout, moved, out)
+    _put(layout, moved, out)
 
 
 def _gathered(layout: Layout, out: list[Tensor], source: torch.device) -> Tensor | None:
@@ -369,7 +369,7 @@ def _own_memory(layout: Layout, buffer: Tensor, out: list[Tensor], together: boo
 
     ``cast``: the layout of the copies, which are together, if it may be another one.
     """
-    _place(layout, buffer.clone() if together and cast is None else buffer, out)
+    _put(layout, buffer.clone() if together and cast is None else buffer, out)
     if cast is not None:
         pack_into(out, cast, CPU)
     elif not together:

@@ -20,7 +20,7 @@ from .._tree.manifest import Reader, invalid
 from .format import INDEX, OFFSETS, Column, Extent, TableIndex
 from .reader import check_size, count_values, missing_file, of_one_table
 
-_AT_ONCE = 1 << 20
+_READ_SIZE = 1 << 20
 """The number of bytes that are read at a time."""
 
 
@@ -30,10 +30,10 @@ def checksum(file: BufferedReader | FileIO, column: Column, first: int, last: in
     Raises `InvalidManifest` if the file ends before the rows do.
     """
     at, end = column.end(first), column.end(last)
-    value, buffer = 0, memoryview(bytearray(min(_AT_ONCE, end - at)))
+    value, buffer = 0, memoryview(bytearray(min(_READ_SIZE, end - at)))
     file.seek(at)
     while at < end:
-        count = file.readinto(buffer[: min(_AT_ONCE, end - at)])
+        count = file.readinto(buffer[: min(_READ_SIZE, end - at)])
         if not count:
             invalid(f"{column.file!r} ends before its row {last}")
         value = zlib.crc32(buffer[:count], value)

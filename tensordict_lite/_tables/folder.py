@@ -180,7 +180,7 @@ class TableFolder:
         """Write a line to the file with the checksums, from position ``at`` on, and flush it to disk."""
         assert self.checksums is not None
         self.checksums.seek(at)
-        write_all(self.checksums, line)
+        write_bytes(self.checksums, line)
         self._sync(self.checksums.fileno())
 
     def sync_names(self) -> None:
@@ -240,7 +240,7 @@ class TableFolder:
             os.close(descriptor)
 
 
-def write_all(file: FileIO, data: bytes | memoryview) -> None:
+def write_bytes(file: FileIO, data: bytes | memoryview) -> None:
     """Write all bytes: one call of an unbuffered file may write only some of them."""
     left = memoryview(data)
     while left:

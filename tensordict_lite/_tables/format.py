@@ -195,7 +195,7 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     rows, listed = data["rows"], data["columns"]
     if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
         invalid(f"the row count or the columns in its {INDEX} are damaged")
-    columns = [_column(entry) for entry in listed]
+    columns = [_read_column(entry) for entry in listed]
     if not columns:
         invalid("it has no columns")
     unused = _unused(data["open"]) if "open" in data else []
@@ -226,7 +226,7 @@ def _checksums(entry: Any) -> tuple[str, int]:
     return _file_and_name(given["file"], "")[0], nbytes
 
 
-def _column(entry: Any) -> Column:
+def _read_column(entry: Any) -> Column:
     """Validate the entry of a column in ``table.json``."""
     given = entry if isinstance(entry, dict) else {}
     if set(given) - {"id"} != {"file", "name", "dtype", "shape", "kind"} or type(given.get("id", "")) is not str:

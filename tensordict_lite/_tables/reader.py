@@ -96,7 +96,7 @@ def _map_field(folder: str, columns: Sequence[Column], i: int, rows: int) -> Ten
         return column.without_rows()
     path = os.path.join(folder, column.file)
     with missing_file(column.file), open_regular(path) as file:
-        return _rows_in(file, path, column, length)
+        return _map_rows(file, path, column, length)
 
 
 def count_values(file: BinaryIO | FileIO, path: str, column: Column, length: int) -> int:
@@ -104,13 +104,13 @@ def count_values(file: BinaryIO | FileIO, path: str, column: Column, length: int
 
     Raises `InvalidManifest` unless the offsets ascend from 0, and the error of `check_size`.
     """
-    offsets = _rows_in(file, path, column, length)
+    offsets = _map_rows(file, path, column, length)
     if reason := problem_of_lengths(offsets) or ("'offsets' does not start at 0" if offsets[0] else ""):
         invalid(f"{column.file!r}: {reason}")
     return int(offsets[-1])
 
 
-def _rows_in(file: BinaryIO | FileIO, path: str, column: Column, length: int) -> Tensor:
+def _map_rows(file: BinaryIO | FileIO, path: str, column: Column, length: int) -> Tensor:
     """Map the rows of an open file into memory. Raises the error of `check_size`."""
     check_size(file, column, length)
     return map_append_only(file.fileno(), path, column.header_size, column.dtype, (length, *column.shape))

@@ -31,7 +31,7 @@ from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict, ragged_paths
 from .checksums import checksum_line
-from .folder import NEW_INDEX, TableFolder, opened, write_all
+from .folder import NEW_INDEX, TableFolder, opened, write_bytes
 from .format import INDEX, OFFSETS, ROWS, Column, Extent, TableIndex, checksums_name, choose_names, index_text
 from .reader import check_size, count_values, missing_file
 
@@ -300,14 +300,14 @@ class TableWriter:
         """Write rows into file ``i``, beginning at its row ``first``."""
         file = self._folder.files[i]
         file.seek(self._columns[i].end(first))
-        write_all(file, bytes_of(tensor))
+        write_bytes(file, bytes_of(tensor))
 
     def _finish(self) -> None:
         """Write the header of each file, and remove the bytes after its rows, which a crash or a failed write left."""
         for file, column, length in zip(self._folder.files, self._columns, self._extents[0].lengths, strict=True):
             file.truncate(column.end(length))
             file.seek(0)
-            write_all(file, column.header(length))
+            write_bytes(file, column.header(length))
 
     def refuse_unusable(self) -> None:
         """Raise an error in a forked process, for a closed writer, and after an error of a flush to disk."""
@@ -387,7 +387,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     import_library()
     with opened(path) as folder:
         index = folder.read_index()
-        fields, columns = fields_of(folder, index, cls, encoders)
+        fields, columns = empty_dict(folder, index, cls, encoders)
         refuse_unknown_encoders(encoders, fields, "this table")
         writer = TableWriter(folder, columns, index)
         with invalid_file(folder.path, RuntimeError):
@@ -395,7 +395,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     return writer, fields
 
 
-def fields_of(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encoders | None) -> tuple[Any, list[Column]]:
+def empty_dict(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encoders | None) -> tuple[Any, list[Column]]:
     """A dict of class ``cls`` with the fields of a table, without rows; and their columns in the order of the dict.
 
     Raises the errors of `open_table` for ``encoders``, but for the keys that the table lacks.
@@ -405,7 +405,7 @@ def fields_of(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encode
         empty = [column.without_rows() for column in index.columns]
         fields = reader.build(cls, empty.__getitem__, CPU, trusted=False)
     if encoders is not None:
-        _refuse_other_encoders(fields, index.manifest)
+        _require_same_encoders(fields, index.manifest)
     return fields, [index.columns[i] for i in reader.numbers]
 
 
@@ -464,7 +464,7 @@ def drop_columns(folder: TableFolder, index: TableIndex, path: Path) -> None:
     folder.rewrite_index(left, None)
 
 
-def _refuse_other_encoders(fields: TreeDict[Any], manifest: Manifest) -> None:
+def _require_same_encoders(fields: TreeDict[Any], manifest: Manifest) -> None:
     """Raise ``ValueError`` if ``fields`` has another encoder for a key than the valid manifest of a table."""
     ours, _ = describe(fields, lambda given, error: {"name": repr(given) if error else getattr(given, "name", "")})
     for (path, found), (_, given) in zip(_encoders_in(manifest), _encoders_in(ours), strict=True):

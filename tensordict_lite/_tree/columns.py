@@ -58,7 +58,7 @@ def arrow_items(table: Any, nulls: Any, dtype: torch.dtype | None) -> dict[str, 
     columns = table_columns(table)
     if columns is None:
         raise TypeError(f"from_arrow takes a pyarrow.Table or RecordBatch, got {type(table).__name__}")
-    arrays = ((key, _whole(column)) for key, column in columns.items())
+    arrays = ((key, _one_array(column)) for key, column in columns.items())
     return _items(columns, arrays, nulls, _null_in_arrow, _fill_arrow, partial(_arrow_values, dtype=dtype))
 
 
@@ -81,7 +81,7 @@ class RaggedColumn(NamedTuple):
     offsets: Tensor
 
 
-def _whole(column: Any) -> Any:
+def _one_array(column: Any) -> Any:
     """A column of an Arrow table as one array, without a dictionary."""
     arrow: Any = sys.modules["pyarrow"]
     whole = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column
@@ -99,9 +99,9 @@ def _fill_arrow(array: Any, option: Any) -> Any:
     kind, types = array.type, arrow.types
     try:
         if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-            value = _fill_value(option, kind.to_pandas_dtype())
+            value = _null_value(option, kind.to_pandas_dtype())
         elif types.is_string(kind) or types.is_large_string(kind):
-            value = _fill_value(option, None)
+            value = _null_value(option, None)
         else:
             value = option if option != "mask" else [] if _is_list(kind) else 0
         return array.fill_null(arrow.scalar(value, type=kind))
@@ -109,7 +109,7 @@ def _fill_arrow(array: Any, option: Any) -> Any:
         raise TypeError(f"nulls of {kind} cannot become {option!r}: {error}") from error
 
 
-def _fill_value(option: Any, dtype: Any) -> Any:
+def _null_value(option: Any, dtype: Any) -> Any:
     """The value that fills nulls: a number that ``dtype`` holds, or a string for None. A float may be rounded.
 
     For the option ``"mask"`` it is zero or the empty string. Raises ``TypeError`` and ``ValueError``.
@@ -173,8 +173,8 @@ def _fill_pandas(column: Any, option: Any) -> Any:
     dtype = getattr(column.dtype, "numpy_dtype", column.dtype)  # of a nullable column, the dtype of its numbers
     try:
         if dtype.kind in "biufc":
-            return column.to_numpy(dtype=dtype, na_value=_fill_value(option, dtype))
-        return column.astype(object).fillna(_fill_value(option, None))
+            return column.to_numpy(dtype=dtype, na_value=_null_value(option, dtype))
+        return column.astype(object).fillna(_null_value(option, None))
     except (TypeError, ValueError) as error:
         raise TypeError(f"missing values of {column.dtype} cannot become {option!r}: {error}") from error
 

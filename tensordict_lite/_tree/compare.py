@@ -12,7 +12,7 @@ from .._memory.compare import equal as exactly
 from .ragged import Ragged
 
 
-def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Tensor], bool]) -> bool:
+def equal_trees(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Tensor], bool]) -> bool:
     """Whether two trees have the same keys, tensors for which ``same`` returns True, and equal objects.
 
     A tensor and another object are equal if the ``__eq__`` of the object returns True. So no number equals a tensor.
@@ -26,7 +26,7 @@ def agree(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Te
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             equal = same(x, y)
         elif isinstance(x, Mapping) and isinstance(y, Mapping):
-            equal = agree(x, y, same)
+            equal = equal_trees(x, y, same)
         elif isinstance(x, Ragged) and isinstance(y, Ragged):
             equal = exactly(x.offsets, y.offsets) and same(x.values, y.values)
         elif isinstance(x, Tensor):

@@ -47,20 +47,20 @@ def convert(
     if dtype is not None and isinstance(value, np.generic) and isinstance(value.item(), _SCALARS):
         value = value.item()
     if isinstance(value, (np.ndarray, np.generic)):
-        return _array(np.asanyarray(value), device, policy, path, value, dtype)
+        return _from_array(np.asanyarray(value), device, policy, path, value, dtype)
     if isinstance(value, _SCALARS):
         return Converted(_numbers(value, device, policy, path, dtype))
     if isinstance(value, (list, tuple)):
         return _sequence(value, device, policy, path, value, dtype)
     column = column_values(value)
     if isinstance(column, np.ndarray) and column.dtype.kind != "O":
-        return _array(column, device, policy, path, value, dtype)
+        return _from_array(column, device, policy, path, value, dtype)
     if column is not None:
         column = list(column)
         given = value if policy.objects == "keep" else column
         return _sequence(column, device, policy, path, given, dtype)
     array = _exported_array(value)
-    return keep_object(value, policy, path) if array is None else _array(array, device, policy, path, value, dtype)
+    return keep_object(value, policy, path) if array is None else _from_array(array, device, policy, path, value, dtype)
 
 
 def _exported_array(value: Any) -> np.ndarray[Any, Any] | None:
@@ -86,7 +86,7 @@ def _strings(value: Any, policy: Policy, path: Path) -> Converted:
     return Converted(codes, encoder)
 
 
-def _array(
+def _from_array(
     array: np.ndarray[Any, Any],
     device: torch.device,
     policy: Policy,
@@ -236,7 +236,7 @@ def _sequence(
         except ValueError as error:
             raise ValueError(f"{dotted(path)}: the arrays in this list differ in shape; {error}") from error
         fits = array.dtype.kind in _NUMBER_KINDS
-        return _array(array, device, policy, path, given, dtype) if fits else keep_object(given, policy, path)
+        return _from_array(array, device, policy, path, given, dtype) if fits else keep_object(given, policy, path)
     if policy.objects == "error" and any(issubclass(kind, str) for kind in kinds):
         _refuse_odd_strings(value, path)
         return _strings(value, policy, path)  # raises an error that names the item that is not a string

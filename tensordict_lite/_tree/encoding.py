@@ -49,7 +49,7 @@ _DAMAGED = "the layout of a pickled dict is damaged"
 Part = tuple[Any, tuple[Any, ...] | list[Any]]
 """A buffer, and its layout: the dtype, shape, stride and numbers of the tensors of each group. Or several buffers, one
 after the other, and a list of their layouts: the receiver copies them."""
-Carried = tuple[list[Part], list[Any] | None]
+Contents = tuple[list[Part], list[Any] | None]
 """The buffers of a dict, and its leaves in the order of the tree. A tensor in a buffer is its number, a kept object
 ``(object,)``. None if every leaf has its own number."""
 
@@ -120,7 +120,7 @@ def _objects_allowed(d: TreeDict[Any]) -> bool:
     return True
 
 
-def arguments(d: TreeDict[Any], outline: Outline, carried: Carried, names: bool = False) -> tuple[Any, ...]:
+def arguments(d: TreeDict[Any], outline: Outline, carried: Contents, names: bool = False) -> tuple[Any, ...]:
     """The reduction of a dict from its parts. ``names``: write the names of the classes, not the classes."""
     classes = [name_of(type(node)) if names else type(node) for node in outline.nodes]
     encoders = outline.entries(lambda one: encoder_entry(one, lambda one, _: one)) if names else outline.encoders
@@ -128,7 +128,7 @@ def arguments(d: TreeDict[Any], outline: Outline, carried: Carried, names: bool 
     return rebuild, (outline.text(), classes, encoders, device, *carried)
 
 
-def _in_storages(values: list[Any], device: torch.device | None) -> Carried:
+def _in_storages(values: list[Any], device: torch.device | None) -> Contents:
     """Each storage that several tensors fill, as a tensor over it. Other tensors are leaves, which torch pickles.
 
     Two kinds of tensors are copied into buffers: slices of larger storages, of which torch would pickle every byte, and
@@ -141,12 +141,12 @@ def _in_storages(values: list[Any], device: torch.device | None) -> Carried:
     whole, slices = _by_storage(tensors, found.groups)
     slices += [group for group in whole if group[0][0] not in FOREACH_DTYPES]
     parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks]
-    parts += [(layout, _gathered(tensors, layout)) for layout in lay_out_apart(slices)]
+    parts += [(layout, _copied(tensors, layout)) for layout in lay_out_apart(slices)]
     _add_empty(parts, found.groups)
-    return [(buffer, layout.saved) for layout, buffer in parts], _leaves(values, _numbers(tensors, parts))
+    return [(buffer, layout.saved) for layout, buffer in parts], _leaves(values, _numbers_by_id(tensors, parts))
 
 
-def for_process(values: list[Any], device: torch.device | None) -> Carried:
+def for_process(values: list[Any], device: torch.device | None) -> Contents:
     """The tensors for another process of this machine. Shared memory is sent as it is.
 
     Small tensors are one part, out of which the receiver copies them. It is bytes up to `BY_VALUE`, else shared memory.
@@ -166,13 +166,13 @@ def for_process(values: list[Any], device: torch.device | None) -> Carried:
     together = [layout for layout in blocks if layout.nbytes <= limit]
     parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks if layout not in together]
     _, slices = _by_storage(tensors, [group for group in groups if nbytes_of(group[0]) > limit])
-    parts += [(layout, _gathered(tensors, layout)) for layout in lay_out_apart(slices)]
+    parts += [(layout, _copied(tensors, layout)) for layout in lay_out_apart(slices)]
     joined: list[tuple[Layout, Tensor | None]] = [(layout, buffer_of(tensors, layout)) for layout in together]
     joined += [(layout, None) for layout in lay_out_apart([group for group in groups if nbytes_of(group[0]) <= limit])]
     carried: list[Part] = [(buffer, layout.saved) for layout, buffer in parts]
     if joined:
-        carried.append((_joined(tensors, joined), [layout.saved for layout, _ in joined]))
-    return carried, _leaves(values, _numbers(tensors, [*parts, *joined]))
+        carried.append((_joined_buffers(tensors, joined), [layout.saved for layout, _ in joined]))
+    return carried, _leaves(values, _numbers_by_id(tensors, [*parts, *joined]))
 
 
 def _by_storage(tensors: list[Tensor], groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
@@ -187,7 +187,7 @@ def _by_storage(tensors: list[Tensor], groups: Sequence[Group]) -> tuple[list[Gr
     return whole, slices
 
 
-def _joined(tensors: list[Tensor], parts: Sequence[tuple[Layout, Tensor | None]]) -> Any:
+def _joined_buffers(tensors: list[Tensor], parts: Sequence[tuple[Layout, Tensor | None]]) -> Any:
     """Buffers, one after the other: bytes, or shared memory if that is faster. None: gather the buffer."""
     nbytes = sum([aligned(layout.nbytes) for layout, _ in parts])
     memory = shared_buffer(nbytes) if nbytes > BY_VALUE else torch.zeros(nbytes, dtype=torch.uint8, device=CPU)
@@ -210,13 +210,13 @@ def _add_empty(parts: list[tuple[Layout, Any]], groups: Sequence[Group]) -> None
         parts.insert(0, (lay_out([*layout.groups, *empty]), buffer))
 
 
-def _numbers(tensors: list[Tensor], parts: Sequence[tuple[Layout, Any]]) -> dict[int, Any]:
+def _numbers_by_id(tensors: list[Tensor], parts: Sequence[tuple[Layout, Any]]) -> dict[int, Any]:
     """The number of each tensor in a buffer, by the id of the tensor."""
     return {id(tensors[i]): i for layout, _ in parts for i in layout.members}
 
 
 def _leaves(values: list[Any], numbers: Mapping[int, Any]) -> list[Any] | None:
-    """The leaves of `Carried`. ``numbers``: what replaces a tensor, by its id."""
+    """The leaves of `Contents`. ``numbers``: what replaces a tensor, by its id."""
     found = [numbers.get(id(value)) for value in values]
     if found == list(range(len(found))):
         return None
@@ -226,15 +226,15 @@ def _leaves(values: list[Any], numbers: Mapping[int, Any]) -> list[Any] | None:
     ]
 
 
-def _out_of_band(values: list[Any]) -> Carried:
+def _out_of_band(values: list[Any]) -> Contents:
     """The bytes of tensors on the CPU as buffers of pickle protocol 5."""
     tensors = values if only_tensors(values) else [value for value in values if isinstance(value, Tensor)]
     found = arrange(tensors, sent=True)
     parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks]
     small = [group for group in found.groups if 0 < nbytes_of(group[0]) <= SMALL]
-    parts += [(layout, _gathered(tensors, layout)) for layout in lay_out_apart(small)]
+    parts += [(layout, _copied(tensors, layout)) for layout in lay_out_apart(small)]
     _add_empty(parts, found.groups)
-    numbers = _numbers(tensors, parts)
+    numbers = _numbers_by_id(tensors, parts)
     for spec, members in found.groups:
         if nbytes_of(spec) > SMALL:
             for tensor in [tensors[i] for i in members]:
@@ -264,7 +264,7 @@ def _dense(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(tensor.shape), dense_stride(tensor.shape, tensor.stride())
 
 
-def _gathered(tensors: list[Tensor], layout: Layout) -> Tensor:
+def _copied(tensors: list[Tensor], layout: Layout) -> Tensor:
     """A new buffer with copies of the tensors of the layout. No old content of the memory is sent."""
     buffer = clear_gaps(new_buffer(layout.nbytes, tensors[layout.members[0]].device), layout)
     copy_into(buffer, layout, tensors)
@@ -325,7 +325,7 @@ def _refuse_objects(d: TreeDict[Any], at: Path = ()) -> None:
 
 
 def _value(leaf: Any, fields: Mapping[int, Tensor]) -> Any:
-    """The value of a leaf of `Carried`."""
+    """The value of a leaf of `Contents`."""
     if type(leaf) is int and leaf in fields:
         return fields[leaf]
     if type(leaf) is tuple and len(leaf) == 1 and (isinstance(leaf[0], TreeDict) or not isinstance(leaf[0], Mapping)):
@@ -372,7 +372,7 @@ def _apart(part: Any) -> Iterable[Any]:
         yield part
         return
     given = materialize(part[0])
-    memory = _storage_of(given).numpy() if isinstance(given, Tensor) else _array(given)
+    memory = _storage_of(given).numpy() if isinstance(given, Tensor) else _as_array(given)
     sizes = [_layout_of(specs)[0].nbytes for specs in part[1]]
     starts = [0, *accumulate(map(aligned, sizes))]
     if len(memory) != starts[-1]:
@@ -435,7 +435,7 @@ def _storage_of(buffer: Tensor) -> Tensor:
 
 def _received(buffer: Any) -> Tensor:
     """Make a tensor of a received buffer. It shares the memory of the buffer if possible, else it is a copy."""
-    array = _array(buffer)
+    array = _as_array(buffer)
     if array.flags.writeable:
         return torch.from_numpy(array)
     if _views_read_only.get():
@@ -445,7 +445,7 @@ def _received(buffer: Any) -> Tensor:
     return out
 
 
-def _array(buffer: Any) -> np.ndarray[Any, Any]:
+def _as_array(buffer: Any) -> np.ndarray[Any, Any]:
     try:
         return np.frombuffer(buffer, np.uint8)
     except (TypeError, ValueError, BufferError) as error:

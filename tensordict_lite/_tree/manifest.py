@@ -213,7 +213,7 @@ class Reader:
 
     def __init__(self, manifest: Any, count: int | None, given: Encoders | None = None) -> None:
         refuse_other_version(manifest, MANIFEST_VERSION)
-        fields = _fields(manifest, "a manifest", version=int, root=dict, policies=list, encoders=list)
+        fields = _members(manifest, "a manifest", version=int, root=dict, policies=list, encoders=list)
         self.policies, self.encoders, self.given = list(map(_policy, fields["policies"])), fields["encoders"], given
         self.count = 0
         self.root = self._node(fields["root"], 0)
@@ -261,7 +261,7 @@ class Reader:
             invalid(f"it is nested {DEPTH} levels deep or more")
         self.count += 1
         items: dict[str, Any] = {}
-        for item in _fields(node, "a dict", policy=int, items=list)["items"]:
+        for item in _members(node, "a dict", policy=int, items=list)["items"]:
             key, value = item if type(item) is list and len(item) == 2 else (None, None)
             if type(key) is not str:
                 invalid("an item of a dict is not a pair of key and value")
@@ -319,7 +319,7 @@ def _policy(entry: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     """A validated policy: the number of the encoder of each key, that of the default encoder or None, the options."""
     options: dict[str, Any] = dict(entry) if type(entry) is dict else {}
     numbers = {name: options.pop(name) for name in ("encoders", "default") if name in options}
-    fields = _fields(numbers, "a policy", encoders=dict, default=object)
+    fields = _members(numbers, "a policy", encoders=dict, default=object)
     try:
         return fields["encoders"], fields["default"], options_from_json(options)
     except (TypeError, ValueError) as error:
@@ -373,7 +373,7 @@ class _Builder:
         if self._classes is not None and number == OF_ITS_CLASS:
             return cls._class_policy
         if number not in self._known:
-            self._known[number] = self._read(*_at(self._reader.policies, number, "policy"))
+            self._known[number] = self._read(*_entry_at(self._reader.policies, number, "policy"))
         policy = self._known[number]
         if self._classes is not None or not cls._has_policy():
             return policy
@@ -391,7 +391,7 @@ class _Builder:
         return Policy(encoders, default).override(**options)
 
     def _encoder(self, number: Any, key: str) -> StringEncoder:
-        entry = _at(self._encoders, number, "encoder")
+        entry = _entry_at(self._encoders, number, "encoder")
         if number not in self._made:
             made = _make_encoder(entry, key) if isinstance(entry, dict) else entry
             if not isinstance(made, StringEncoder):
@@ -494,14 +494,14 @@ def invalid(reason: str) -> NoReturn:
     raise InvalidManifest(reason)
 
 
-def _at(entries: Sequence[Any], number: Any, what: str) -> Any:
+def _entry_at(entries: Sequence[Any], number: Any, what: str) -> Any:
     """The entry with a number. Raises `InvalidManifest` if there is none."""
     if type(number) is not int or not 0 <= number < len(entries):
         invalid(f"it has no {what} {_cut(number)}")
     return entries[number]
 
 
-def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
+def _members(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     """``value``, validated: a dict with exactly these fields, of these classes. Raises `InvalidManifest`."""
     if type(value) is not dict or set(value) != set(kinds):
         invalid(f"expected {what} with the fields {', '.join(kinds)}")

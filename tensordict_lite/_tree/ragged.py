@@ -605,13 +605,13 @@ def _converted(rows: list[Any]) -> list[Tensor]:
     found: list[Any] = [None] * len(rows)
     for i, row in enumerate(rows):
         if not (isinstance(row, (list, tuple)) and not row):
-            found[i] = row if isinstance(row, Tensor) else _row(row, i)
+            found[i] = row if isinstance(row, Tensor) else _row_tensor(row, i)
     model = next((row for row in found if row is not None), torch.empty(0, device=CPU))
     empty = model.new_empty((0, *model.shape[1:]))
     return [empty if row is None else row for row in found]
 
 
-def _row(row: Any, i: int) -> Tensor:
+def _row_tensor(row: Any, i: int) -> Tensor:
     try:
         if isinstance(row, (str, Mapping)):
             raise TypeError(f"is {described(row)}")

@@ -103,18 +103,18 @@ def _refuse_unsendable(d: TreeDict[Any], at: Path = ()) -> None:
     """Raise ``TypeError`` for the first class, encoder, tensor or object in ``d`` that cannot be pickled."""
     if not _is_importable(type(d)):
         where = f"{dotted(at)}: the" if at else "the"
-        _try(type(d), f"{where} class {type(d).__qualname__}", "define it at the top of a module")
+        _try_pickling(type(d), f"{where} class {type(d).__qualname__}", "define it at the top of a module")
     if d._policy is not d._class_policy:
         given = {f"{dotted((*at, key))}: the": encoder for key, encoder in d._policy.encoders.items()}
         for which, encoder in {**given, "the default": d._policy.default_encoder}.items():
-            _try(encoder, f"{which} encoder {encoder!r}", "use a function or class of a module")
+            _try_pickling(encoder, f"{which} encoder {encoder!r}", "use a function or class of a module")
     for key, field in d.items():
         path, value = (*at, key), field.values if isinstance(field, Ragged) else field
         if isinstance(value, TreeDict):
             _refuse_unsendable(value, path)
         elif not _is_plain(value):
             what, way_out = _what_and_way_out(value)
-            _try(value, f"{dotted(path)}: {what}", way_out)
+            _try_pickling(value, f"{dotted(path)}: {what}", way_out)
 
 
 def _what_and_way_out(value: Any) -> tuple[str, str]:
@@ -147,7 +147,7 @@ class _Trial(_Pickler):
         return True if is_storage or (isinstance(obj, Tensor) and _is_plain(obj)) else None
 
 
-def _try(obj: Any, what: str, way_out: str) -> None:
+def _try_pickling(obj: Any, what: str, way_out: str) -> None:
     """Pickle an object, without its tensors. Raises ``TypeError`` with ``what`` and ``way_out`` if pickling fails."""
     try:
         _Trial.dumps(obj)

@@ -17,7 +17,7 @@ from .._memory.compare import equal
 from .._memory.device import canonical
 from .._memory.dtypes import CASTABLE
 from . import pytree
-from .compare import agree
+from .compare import equal_trees
 from .policy import OPTIONS, Options, Policy, refuse_option
 from .ragged import Lengths, Ragged
 from .walk import leaves, only_tensors
@@ -246,7 +246,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def __eq__(self, other: object, /) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        return agree(self, other, equal)
+        return equal_trees(self, other, equal)
 
     __ne__ = object.__ne__
 

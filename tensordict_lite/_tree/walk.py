@@ -134,6 +134,13 @@ def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]
             yield (*at, key), value
 
 
+def as_path(key: object) -> Path:
+    """A key or path as a path. Raises ``TypeError`` for anything else, such as a list of keys."""
+    if not isinstance(key, (str, tuple)):
+        raise TypeError(f"pass keys one by one, each a str or a path; got {described(key)}: {key!r}")
+    return cast(Path, key) if isinstance(key, tuple) else (key,)
+
+
 def components(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that hold the elements: a dense tensor itself, or the parts of a sparse or jagged tensor."""
     if tensor.is_nested and tensor.layout == torch.jagged:

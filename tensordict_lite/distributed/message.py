@@ -277,7 +277,7 @@ def read_header(text: bytes, digest: int) -> Header:
     try:
         header: Any = json.loads(text)
         manifest = header["manifest"]
-        layouts = [lay_out(map(_group, listed)) for listed in header["buffers"]]
+        layouts = [lay_out(map(_read_group, listed)) for listed in header["buffers"]]
         members = [i for layout in layouts for i in layout.members]
         out = Header(text, digest, manifest, layouts)
         ordered = layouts and sorted(layouts, key=_is_large) == layouts
@@ -290,7 +290,7 @@ def read_header(text: bytes, digest: int) -> Header:
     return out
 
 
-def _group(listed: Any) -> Group:
+def _read_group(listed: Any) -> Group:
     """A group of tensors in a header. Raises ``ValueError`` if it is damaged."""
     dtype, shape, stride, members = listed
     saved = (DTYPES[dtype], tuple(shape), tuple(stride), tuple(members))

@@ -273,7 +273,7 @@ def all_gather(
             schemas = [channel.learn(text, digest) for text, (digest, _) in zip(texts, announced, strict=True)]
         for (digest, _), schema in zip(announced, schemas, strict=True):
             channel.remember(digest, schema)
-        received = _gathered(message, announced, channel, group)
+        received = _from_all_ranks(message, announced, channel, group)
     out: list[D] = []
     for src, schema, given, (_, nbytes) in zip(ranks_of(group), schemas, received, announced, strict=True):
         if given is None:
@@ -286,7 +286,7 @@ def all_gather(
     return out
 
 
-def _gathered(
+def _from_all_ranks(
     message: Message, announced: list[tuple[int, int]], channel: Channel, group: ProcessGroup
 ) -> list[Tensor | list[Tensor] | None]:
     """Gather the buffers of all ranks, in the order of the group: joined, or the parts of the message.
@@ -298,7 +298,7 @@ def _gathered(
     rank, ranks = dist.get_rank(), ranks_of(group)
     largest = max(nbytes for _, nbytes in announced)
     if largest < LARGE:
-        mine = _joined(message.schema, parts, largest, device)
+        mine = _one_buffer(message.schema, parts, largest, device)
         gathered = of_all(mine, group) if largest else [mine] * len(ranks)
         return [None if src == rank else buffer for src, buffer in zip(ranks, gathered, strict=True)]
     alike = len(set(announced)) == 1
@@ -306,7 +306,7 @@ def _gathered(
     sent: list[tuple[int, Tensor]] = []
     for src, (_, nbytes) in zip(ranks, announced, strict=True):
         if src == rank:
-            theirs = parts if alike else [_joined(message.schema, parts, nbytes, device)]
+            theirs = parts if alike else [_one_buffer(message.schema, parts, nbytes, device)]
             out.append(None)
         else:
             sizes = [size for _, size in message.schema.parts] if alike else [nbytes]
@@ -317,7 +317,7 @@ def _gathered(
     return out
 
 
-def _joined(schema: Header, parts: list[Tensor], nbytes: int, device: torch.device) -> Tensor:
+def _one_buffer(schema: Header, parts: list[Tensor], nbytes: int, device: torch.device) -> Tensor:
     """The buffers of a message, joined to ``nbytes``, which are more if another rank sends more bytes."""
     if len(parts) == 1 and parts[0].nbytes == nbytes:
         return parts[0]
