@@ -100,7 +100,7 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     ],
     "batches on a device": lambda d: [collate(samples(d.to("sim")), pad={"r": 0}), collate([d.to("sim")] * 2)],
 }
-SIZES = st.sampled_from([1, 2, 5, 100, 1365, 5000, 5461, 6001, 20_000, 70_001])
+SIZES = st.sampled_from([0, 1, 2, 5, 100, 1365, 5000, 5461, 6001, 20_000, 70_001])
 
 
 @pytest.fixture

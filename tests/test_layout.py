@@ -37,10 +37,10 @@ shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 @st.composite
 def group_lists(draw: st.DrawFn) -> list[Group]:
     specs = draw(st.lists(st.tuples(st.sampled_from([F, D, L, B]), shapes), max_size=6, unique=True))
-    groups: list[Group] = [((dtype, shape, row_major(shape)), []) for dtype, shape in specs]
+    groups: list[Group] = [((dtype, shape, row_major(shape)), ()) for dtype, shape in specs]
     if groups:
         for i, which in enumerate(draw(st.lists(st.integers(0, len(groups) - 1), min_size=len(groups), max_size=20))):
-            groups[which] = (groups[which][0], [*groups[which][1], i])
+            groups[which] = (groups[which][0], (*groups[which][1], i))
     return [group for group in groups if group[1]]
 
 
@@ -77,10 +77,9 @@ def test_specs_that_become_equal_are_one_run() -> None:
     gaps = [((F, (2, 3), (3, 1)), [0, 3]), ((L, (2,), (1,)), [1]), ((F, (2, 3), (8, 1)), [2])]
     assert [(run.dtype, run.members) for run in lay_out(gaps).runs] == [(F, (0, 2, 3)), (L, (1,))]
     assert lay_out(gaps).runs[0].stride == (3, 1)
-    mixed = [((F, (2,), (1,)), [0]), ((L, (2,), (1,)), [1]), ((D, (2,), (1,)), [2])]
+    mixed = [((F, (2,), (1,)), (0,)), ((L, (2,), (1,)), (1,)), ((D, (2,), (1,)), (2,))]
     cast = lay_out(cast_groups(mixed, {D: F}))
     assert [(run.dtype, run.members) for run in cast.runs] == [(F, (0, 2)), (L, (1,))]
-    assert mixed[0][1] == [0], "the groups are not changed"
 
 
 large_shapes = st.lists(st.sampled_from([1, 2, 3, 64, 1000, 5000]), max_size=2).map(tuple)
@@ -88,13 +87,13 @@ large_shapes = st.lists(st.sampled_from([1, 2, 3, 64, 1000, 5000]), max_size=2).
 
 @given(st.lists(st.tuples(st.sampled_from([F, D, L, B]), shapes | large_shapes), max_size=30))
 def test_fields_share_a_buffer_that_is_small_or_at_most_four_times_each(specs: list[tuple[torch.dtype, Any]]) -> None:
-    groups: list[Group] = [((dtype, shape, row_major(shape)), [i]) for i, (dtype, shape) in enumerate(specs)]
-    layouts = lay_out_apart(groups)
+    groups: list[Group] = [((dtype, shape, row_major(shape)), (i,)) for i, (dtype, shape) in enumerate(specs)]
+    layouts = lay_out_apart(tuple(groups))
     assert sorted(i for layout in layouts for i in layout.members) == list(range(len(specs)))
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in specs]
     for layout in layouts:
         assert layout == lay_out(layout.groups), "a receiver computes it"
-        assert all(layout.nbytes <= max(SMALL, SHARE * sizes[i]) for i in layout.members if sizes[i])
+        assert all(layout.nbytes <= max(SMALL, SHARE * sizes[i]) for i in layout.members)
     small = [layout for layout in layouts if layout.nbytes and all(sizes[i] <= SMALL // 2 for i in layout.members)]
     assert len(small) <= 2 * sum(aligned(n) for n in sizes if n <= SMALL // 2) // SMALL + 1, "at least half full"
 
@@ -113,14 +112,14 @@ def test_fields_share_a_buffer_that_is_small_or_at_most_four_times_each(specs: l
         ([3 << 20, 1 << 20], [2]),
         ([(3 << 20) + 1, 1 << 20], [1, 1]),
         ([0, 8, 0], [3]),
-        ([0, 1 << 20, 0], [3]),
+        ([0, 1 << 20, 0], [1, 2]),
         ([0, 0], [2]),
         ([], []),
     ],
 )
 def test_how_many_fields_share_a_buffer(sizes: list[int], parts: list[int]) -> None:
-    groups: list[Group] = [((torch.uint8, (size,), (1,)), [i]) for i, size in enumerate(sizes)]
-    assert [len(layout.members) for layout in lay_out_apart(groups)] == parts
+    groups: list[Group] = [((torch.uint8, (size,), (1,)), (i,)) for i, size in enumerate(sizes)]
+    assert [len(layout.members) for layout in lay_out_apart(tuple(groups))] == parts
 
 
 @given(group_lists())

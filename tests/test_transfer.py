@@ -46,7 +46,7 @@ def large(n: int, device: Any = "cpu") -> list[Tensor]:
 
 
 def members(how: Plan) -> list[list[int]]:
-    return [layout.members for layout in how.coalesced]
+    return [[*layout.members] for layout in how.coalesced]
 
 
 def whole(how: Plan) -> list[list[int]]:
@@ -375,7 +375,7 @@ class TestHowStreamsAreUsed:
     def test_large_ones_to_the_host_wait_once_and_end_in_memory_of_their_own(self, streams: simulated.Streams) -> None:
         there = [*large(3, SIM), torch.full((FETCHED_TENSOR // 4 + 1,), 7.0, device=SIM)]
         how = plan(there, SIM, CPU)
-        assert [layout.members for layout in how.fetched] == [[0], [1], [2]] and how.one_by_one == (3,)
+        assert [layout.members for layout in how.fetched] == [(0,), (1,), (2,)] and how.one_by_one == (3,)
         streams.log.clear()
         back = transfer(there, CPU, source=SIM)
         assert streams.log == [
@@ -399,7 +399,7 @@ class TestHowStreamsAreUsed:
             torch.zeros(SMALL, dtype=dtype, device=SIM) for dtype in (torch.float32,) * 2 + (torch.int64, torch.int32)
         ]
         how = plan(there, SIM, CPU, torch.float16)
-        assert [layout.members for layout in how.fetched] == [[2], [3]] and how.one_by_one == (0, 1)
+        assert [layout.members for layout in how.fetched] == [(2,), (3,)] and how.one_by_one == (0, 1)
         assert plan(large(3, SIM), SIM, CPU, non_blocking=True).fetched == ()
 
     def test_the_host_waits_though_a_staged_copy_fails(

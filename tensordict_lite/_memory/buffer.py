@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache
 
 import numpy as np
 import torch
@@ -157,18 +156,8 @@ def clear_gaps(buffer: Tensor, layout: Layout) -> Tensor:
 
 def gaps_have_content(tensors: Sequence[Tensor], layout: Layout) -> bool:
     """Whether a byte between the tensors that fill a storage on the CPU is not zero."""
-    gaps = _gaps(layout)
+    gaps = layout.gaps
     return len(gaps) > 0 and (buffer := buffer_of(tensors, layout)).is_cpu and bool(buffer.numpy()[gaps].any())
-
-
-@lru_cache(maxsize=64)  # a program mostly sends dicts with the same few specs
-def _gaps(layout: Layout) -> np.ndarray[Any, Any]:
-    """The bytes of a buffer that belong to no field, as indices. Every field has elements."""
-    fields = [(run.offset + run.step * i, run.nbytes) for run in layout.runs for i in range(len(run.members))]
-    ends, starts = [start + nbytes for start, nbytes in fields], [start for start, _ in fields[1:]]
-    out = np.concatenate([np.arange(end, start) for end, start in zip(ends, [*starts, layout.nbytes], strict=True)])
-    out.flags.writeable = False
-    return out
 
 
 def views_of(layout: Layout, sources: Sequence[Tensor], out: list[Tensor] | dict[int, Tensor]) -> None:

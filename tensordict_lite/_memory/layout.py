@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 ALIGNMENT = 64
@@ -20,10 +22,12 @@ SHARE = 4
 Sizes = tuple[int, ...]
 Spec = tuple[torch.dtype, Sizes, Sizes]
 """The dtype, shape and stride of a tensor. The stride counts elements, as in torch."""
-Group = tuple[Spec, Sequence[int]]
+Group = tuple[Spec, tuple[int, ...]]
 """A spec, and the indices of the tensors that have it, ascending."""
 FieldSpec = tuple[torch.dtype, Sizes, bool]
 """The dtype and shape of a field of a batch, and False; or of one sample, and True."""
+Placed = tuple[int, int, torch.dtype, Sizes, Sizes]
+"""Where a tensor lies in a storage: its offset in bytes, its index, dtype, shape and stride."""
 SavedGroup = tuple[torch.dtype, Sizes, Sizes, tuple[int, ...]]
 
 
@@ -45,7 +49,8 @@ class Run(NamedTuple):
     """Shape, stride and offset, in elements, of one tensor over all fields: [members, *shape], or [*shape] for one."""
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """The layout of a buffer: its runs, in the order of their first fields, and its size."""
 
     runs: tuple[Run, ...]
@@ -53,28 +58,37 @@ class Layout(NamedTuple):
     """The bytes up to the end of the last field. With several fields a multiple of `ALIGNMENT`, because ``torch.load``
     refuses a field whose storage is no multiple of its item size."""
 
-    @property
-    def members(self) -> list[int]:
+    @cached_property
+    def members(self) -> tuple[int, ...]:
         """The indices of all fields, in the order of the buffer."""
-        return [i for run in self.runs for i in run.members]
+        return tuple([i for run in self.runs for i in run.members])
 
-    @property
-    def groups(self) -> list[Group]:
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
         """The groups of specs. `lay_out` makes this layout from them."""
-        return [((run.dtype, run.shape, run.stride), run.members) for run in self.runs]
+        return tuple([((run.dtype, run.shape, run.stride), run.members) for run in self.runs])
 
-    @property
+    @cached_property
+    def gaps(self) -> np.ndarray[Any, Any]:
+        """The bytes of the buffer that belong to no field, as indices. Every field has elements."""
+        fields = [(run.offset + run.step * i, run.nbytes) for run in self.runs for i in range(len(run.members))]
+        ends, starts = [start + nbytes for start, nbytes in fields], [start for start, _ in fields[1:]]
+        out = np.concatenate([np.arange(end, start) for end, start in zip(ends, [*starts, self.nbytes], strict=True)])
+        out.flags.writeable = False
+        return out
+
+    @cached_property
     def saved(self) -> tuple[SavedGroup, ...]:
         """The groups, for a pickle."""
         return tuple([(run.dtype, run.shape, run.stride, run.members) for run in self.runs])
 
-    @property
+    @cached_property
     def end(self) -> int:
         """The bytes up to the end of the last field."""
         ends = [run.offset + run.step * (len(run.members) - 1) + run.nbytes for run in self.runs if run.nbytes]
         return max(ends, default=0)
 
-    @property
+    @cached_property
     def smallest(self) -> int:
         """The bytes of the smallest field that has elements."""
         return min([run.nbytes for run in self.runs if run.nbytes], default=0)
@@ -113,10 +127,11 @@ def may_share(nbytes: int, smallest: int) -> bool:
     return nbytes <= max(SMALL, SHARE * smallest)
 
 
-def lay_out_apart(groups: Iterable[Group]) -> list[Layout]:
+@lru_cache(maxsize=64)  # a program mostly uses dicts with the same few specs
+def lay_out_apart(groups: tuple[Group, ...]) -> tuple[Layout, ...]:
     """The layouts of several buffers for these tensors, in which every two fields `may_share`. Large fields come first.
 
-    Fields without elements are in the last one.
+    Fields without elements are in the last one, or alone.
     """
     found: dict[Spec, list[int]] = {}
     for (dtype, shape, stride), members in groups:
@@ -129,14 +144,14 @@ def lay_out_apart(groups: Iterable[Group]) -> list[Layout]:
         while left:
             # A buffer of one field has no spare bytes at its end.
             limit = max(SMALL, SHARE * nbytes)
-            fit = (limit - used) // step if nbytes else len(left)
+            fit = (limit - used) // step if nbytes else len(left) * (used <= SMALL)
             if not parts or fit < 1:
                 parts.append([])
                 used, fit = 0, max(1, limit // step) if nbytes else len(left)
-            parts[-1].append((spec, left[:fit]))
+            parts[-1].append((spec, tuple(left[:fit])))
             used += step * min(fit, len(left))
             left = left[fit:]
-    return [lay_out(part) for part in parts]
+    return tuple(map(lay_out, parts))
 
 
 @lru_cache(maxsize=64)  # the batches of a loader are alike
@@ -149,20 +164,46 @@ def lay_out_batch(specs: tuple[FieldSpec | None, ...], count: int, pack: bool = 
     for i, spec in enumerate(specs):
         if spec is not None:
             shape = (count, *spec[1]) if spec[2] else tuple(spec[1])
-            groups.append(((spec[0], shape, row_major(shape)), [i]))
-    return (lay_out(groups),) if pack else tuple(lay_out_apart(groups))
+            groups.append(((spec[0], shape, row_major(shape)), (i,)))
+    return (lay_out(groups),) if pack else lay_out_apart(tuple(groups))
 
 
-@lru_cache(maxsize=64)  # a program mostly uses dicts with the same few specs
-def read_layout(
-    fields: tuple[tuple[int, int, torch.dtype, Sizes, Sizes], ...], nbytes: int, regular: bool = False
-) -> Layout | None:
+@lru_cache(maxsize=64)
+def read_layouts(
+    groups: tuple[Group, ...],
+    offsets: tuple[int, ...],
+    storages: tuple[int, ...],
+    sizes: tuple[int, ...],
+    regular: bool,
+) -> tuple[tuple[Layout, ...], tuple[Group, ...]]:
+    """The layouts of the storages that several tensors fill, see `read_layout`, and the groups of the other tensors.
+
+    Args:
+        groups: the tensors.
+        offsets: the offset in bytes of each tensor, in the order of the groups.
+        storages: a number for the storage of each tensor.
+        sizes: the bytes of each storage, in the order in which ``storages`` has them first.
+        regular: see `read_layout`.
+    """
+    places: dict[int, list[Placed]] = {number: [] for number in storages}
+    fields = [(i, *spec) for spec, members in groups for i in members]
+    for number, offset, one in zip(storages, offsets, fields, strict=True):
+        if 0 not in one[2]:
+            places[number].append((offset, *one))
+    shared = [(sorted(place), nbytes) for place, nbytes in zip(places.values(), sizes, strict=True) if len(place) > 1]
+    found = tuple([layout for place, nbytes in shared if (layout := read_layout(place, nbytes, regular))])
+    together = {i for layout in found for i in layout.members}
+    left = [(spec, tuple([i for i in members if i not in together])) for spec, members in groups]
+    return found, tuple([group for group in left if group[1]])
+
+
+def read_layout(fields: Sequence[Placed], nbytes: int, regular: bool = False) -> Layout | None:
     """The layout of tensors that share a storage of ``nbytes``, if they fill the storage but for alignment.
 
     None if they overlap, or if there are other bytes between them, before or after them.
 
     Args:
-        fields: the offset in bytes, the index, dtype, shape and stride of each tensor, by ascending offset.
+        fields: the tensors, by ascending offset.
         nbytes: the size of the storage.
         regular: None too unless `lay_out` gives this layout.
     """
@@ -191,9 +232,9 @@ def nbytes_of(spec: Spec) -> int:
     return prod(spec[1]) * spec[0].itemsize
 
 
-def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> list[Group]:
+def cast_groups(groups: Iterable[Group], casts: Mapping[torch.dtype, torch.dtype]) -> tuple[Group, ...]:
     """The groups after a cast; ``casts`` maps each dtype that changes to the new one."""
-    return [((casts.get(dtype, dtype), shape, stride), members) for (dtype, shape, stride), members in groups]
+    return tuple([((casts.get(dtype, dtype), shape, stride), members) for (dtype, shape, stride), members in groups])
 
 
 def aligned(nbytes: int) -> int:

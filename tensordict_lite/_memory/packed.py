@@ -8,7 +8,9 @@ need the same test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
+from operator import mul, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -18,25 +20,31 @@ from torch.overrides import handle_torch_function
 from .buffer import buffer_of, copy_into, gaps_have_content, new_batch_buffer, regions, views_of
 from .device import capabilities, intercepted
 from .dtypes import PACKABLE
-from .layout import Group, Layout, Spec, lay_out, read_layout
+from .layout import Group, Layout, lay_out, read_layouts
 
 MAX_DIMENSIONS = 64
 """The most dimensions that torch's operations accept."""
 
 _strided = torch.strided
-_storage_offset = Tensor.storage_offset
+_storage_offset: Callable[[Tensor], Any] = Tensor.storage_offset
+_data_ptr = Tensor.data_ptr
 
 
 class Arrangement(NamedTuple):
     """How a list of tensors lies in memory. The ints are indices in the list."""
 
-    blocks: list[Layout]
+    blocks: tuple[Layout, ...]
     """The storages that several tensors fill but for alignment, with nothing else in them."""
-    groups: list[Group]
+    groups: tuple[Group, ...]
     """The other packable tensors, by spec."""
     unpackable: list[int]
     repeats: dict[int, int]
     """See `repeats_of`. These tensors are nowhere else."""
+
+    @property
+    def every(self) -> tuple[Group, ...]:
+        """All packable tensors, by spec. Two groups may have one spec."""
+        return (*self.groups, *[group for layout in self.blocks for group in layout.groups])
 
 
 def can_pack(device: torch.device | None) -> bool:
@@ -74,21 +82,28 @@ def arrange(tensors: Sequence[Tensor], sent: bool = False) -> Arrangement:
     `lay_out` says. On the CPU, the bytes between the tensors must be zeros: they could be those of another tensor.
     """
     repeats = repeats_of(tensors)
-    groups: dict[Spec, list[int]] = {}
-    unpackable: list[int] = []
+    found: dict[Any, list[int]] = {}  # by spec; those that cannot be packed by None
     for i, t in enumerate(tensors):
-        if i in repeats:
-            continue
-        if packable(t):
-            groups.setdefault((t.dtype, t.shape, t.stride()), []).append(i)
-        else:
-            unpackable.append(i)
-    blocks = list(_blocks(tensors, groups, sent)) if may_lie_together(tensors) else []
-    if blocks:
-        placed = {i for layout in blocks for i in layout.members}
-        left = {spec: [i for i in members if i not in placed] for spec, members in groups.items()}
-        groups = {spec: members for spec, members in left.items() if members}
-    return Arrangement(blocks, list(groups.items()), unpackable, repeats)
+        if i not in repeats:
+            found.setdefault((t.dtype, t.shape, t.stride()) if packable(t) else None, []).append(i)
+    unpackable = found.pop(None, [])
+    groups: tuple[Group, ...] = tuple([(spec, tuple(members)) for spec, members in found.items()])
+    if not may_lie_together(tensors):
+        return Arrangement((), groups, unpackable, repeats)
+    order = [tensors[i] for _, members in groups for i in members]
+    items = [dtype.itemsize for (dtype, _, _), members in groups for _ in members]
+    offsets = [*map(mul, map(_storage_offset, order), items)]
+    first: dict[int, int] = {}  # by the address of a storage: the first tensor in it
+    storages = [*map(first.setdefault, map(sub, map(_data_ptr, order), offsets), count())]
+    if len(first) == len(order):
+        return Arrangement((), groups, unpackable, repeats)
+    sizes = [order[i].untyped_storage().nbytes() for i in first.values()]
+    blocks, left = read_layouts(groups, tuple(offsets), tuple(storages), tuple(sizes), sent)
+    unclean = [block for block in blocks if sent and gaps_have_content(tensors, block)]
+    if unclean:
+        blocks = tuple([block for block in blocks if block not in unclean])
+        left += tuple([group for block in unclean for group in block.groups])
+    return Arrangement(blocks, left, unpackable, repeats)
 
 
 def may_lie_together(tensors: Sequence[Tensor]) -> bool:
@@ -97,21 +112,6 @@ def may_lie_together(tensors: Sequence[Tensor]) -> bool:
         return any(map(_storage_offset, tensors))
     except (RuntimeError, NotImplementedError):  # some kinds of tensors have no storage
         return True
-
-
-def _blocks(tensors: Sequence[Tensor], groups: Mapping[Spec, list[int]], sent: bool) -> Iterator[Layout]:
-    places: dict[int, list[tuple[Any, ...]]] = {}
-    for spec, members in groups.items():
-        if 0 not in spec[1]:
-            for i in members:
-                offset = int(_storage_offset(tensors[i])) * spec[0].itemsize
-                places.setdefault(tensors[i].data_ptr() - offset, []).append((offset, i, *spec))
-    for place in places.values():
-        if len(place) > 1:
-            place.sort()
-            layout = read_layout(tuple(place), tensors[place[0][1]].untyped_storage().nbytes(), sent)
-            if layout is not None and not (sent and gaps_have_content(tensors, layout)):
-                yield layout
 
 
 def is_packed(tensors: Sequence[Tensor], device: torch.device | None, alone: bool = True) -> bool:
@@ -156,12 +156,11 @@ def pack(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     Unpackable tensors are returned unchanged. So are all tensors if they are packed.
     """
     found = arrange(tensors)
-    groups = [*found.groups, *[group for layout in found.blocks for group in layout.groups]]
-    if all(0 in shape for (_, shape, _), _ in groups) or _fill_one_storage(tensors, found, True):
+    if all(0 in shape for (_, shape, _), _ in found.every) or _fill_one_storage(tensors, found, True):
         return tensors
     out = list(tensors)
     # In the order of the tensors, so that the layout does not depend on where they were.
-    pack_into(out, lay_out(sorted(groups, key=lambda group: min(group[1]))), device)
+    pack_into(out, lay_out(sorted(found.every, key=lambda group: min(group[1]))), device)
     for i, first in found.repeats.items():
         out[i] = out[first]
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from .cast import copy_each
 from .dense import dense_bytes
 from .device import CPU, META, capabilities, intercepted, is_capturing
 from .dtypes import CASTS
-from .layout import Group, Layout, cast_groups, dense_stride, lay_out, lay_out_apart, may_share, nbytes_of
+from .layout import Group, Layout, aligned, cast_groups, dense_stride, lay_out, lay_out_apart, may_share, nbytes_of
 from .packed import arrange, map_storages, may_lie_together, pack_into, repeats_of
 from .staging import SLOT, Slot, staging_buffer, staging_of
 
@@ -79,25 +80,27 @@ def plan_copies(
     recast: list[tuple[Layout, Layout]] = []
     split: list[Group] = []  # tensors, as they are after a cast that makes them too large to share a buffer
     for block in blocks:
-        cast = lay_out(cast_groups(block.groups, casts))
         if casts.keys().isdisjoint([run.dtype for run in block.runs]):
             whole.append(block)
-        elif may_share(block.nbytes, block.smallest) and not may_share(cast.nbytes, cast.smallest):
+            continue
+        cast = lay_out(cast_groups(block.groups, casts))
+        if may_share(block.nbytes, block.smallest) and not may_share(cast.nbytes, cast.smallest):
             split += cast.groups
         else:
             recast.append((block, cast))
     others = [*unpackable, *[i for _, members in groups for i in members]]
     if source == target:
-        made = (*lay_out_apart(split), *[cast for _, cast in recast])
+        made = (*lay_out_apart(tuple(split)), *[cast for _, cast in recast])
         return CopyPlan((), made, one_by_one=(*sorted(others), *(whole if copy else ())), repeats=repeats)
     pins = (source == CPU and there.pinned_memory) or (target == CPU and here.pinned_memory)
     small = [] if target == CPU and non_blocking else [*cast_groups(groups, casts), *split]
-    small = [group for group in small if 0 < nbytes_of(group[0]) <= COALESCED_TENSOR]
-    apart = lay_out_apart(small)
+    apart = lay_out_apart(tuple([group for group in small if 0 < nbytes_of(group[0]) <= COALESCED_TENSOR]))
     coalesced = [layout for layout in apart if len(layout.members) > 1]
     if target == CPU and pins and len(blocks) + len(apart) > 1:
         # A tensor that is cast and left over would cost a wait of its own.
-        coalesced = [layout for layout in apart if len(layout.members) > 1 or tensors[layout.members[0]].dtype in casts]
+        coalesced = [
+            layout for layout in apart if len(layout.members) != 1 or tensors[layout.members[0]].dtype in casts
+        ]
     others += [i for _, members in split for i in members]
     items: dict[Item, None] = dict.fromkeys((*sorted(set(others).difference(*[c.members for c in coalesced])), *whole))
     staged: list[Item] = []
@@ -111,7 +114,7 @@ def plan_copies(
     elif pins and not non_blocking:
         for spec, members in groups:
             if spec[0] not in casts and 0 < nbytes_of(spec) <= FETCHED_TENSOR:
-                fetched += [lay_out([(spec, [i])]) for i in members if i in items]
+                fetched += [lay_out([(spec, (i,))]) for i in members if i in items]
         storages = [*whole, *[block for block, _ in recast]]
         if len(storages) + len(coalesced) + len(fetched) > 1:  # the copy of a single storage waits once in any case
             fetched += [block for block in storages if block.nbytes <= FETCHED_TENSOR]
@@ -140,8 +143,9 @@ def execute(
         for layout in plan.coalesced:
             pack_into(out, layout, target)
     elif source == CPU:
-        for layout in plan.coalesced:
-            _coalesce_to_device(layout, out, target, plan.pins)
+        step = SLOT // max([layout.nbytes for layout in plan.coalesced], default=1)
+        for i in range(0, len(plan.coalesced), step):
+            _coalesce_to_device(plan.coalesced[i : i + step], out, target, plan.pins)
         for item in plan.staged:
             tensor = _whole(item, out)
             _put(item, _stage(tensor, CASTS[dtype].get(tensor.dtype, tensor.dtype), target), out)
@@ -290,13 +294,14 @@ def _stage(tensor: Tensor, dtype: torch.dtype, target: torch.device) -> Tensor:
     return view_over(moved.untyped_storage(), dtype, shape, stride, 0, target)
 
 
-def _coalesce_to_device(layout: Layout, out: list[Tensor], target: torch.device, pins: bool) -> None:
-    """Replace the tensors of the layout in ``out``, on the host, by copies on ``target``, which share a buffer."""
-    moved = new_buffer(layout.nbytes, target)
-    with staging_buffer(layout.nbytes, target, pins) as (staging, pinned):
-        copy_into(clear_gaps(staging, layout), layout, out)
-        moved.copy_(staging, non_blocking=pinned)
-    _put(layout, moved, out)
+def _coalesce_to_device(layouts: Sequence[Layout], out: list[Tensor], target: torch.device, pins: bool) -> None:
+    """Replace the tensors of the layouts in ``out``, on the host, by copies on ``target``, in a buffer each layout."""
+    starts = [0, *accumulate([aligned(layout.nbytes) for layout in layouts])]
+    with staging_buffer(starts[-1], target, pins) as (staging, pinned):
+        for layout, start in zip(layouts, starts, strict=False):
+            part = clear_gaps(staging[start : start + layout.nbytes], layout)
+            copy_into(part, layout, out)
+            _put(layout, new_buffer(layout.nbytes, target).copy_(part, non_blocking=pinned), out)
 
 
 def _gathered(layout: Layout, out: list[Tensor], source: torch.device) -> Tensor | None:
@@ -355,7 +360,7 @@ def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[Item
                 _move_and_cast(layout, cast, out, source, CPU, False, False)
             elif memory is None:
                 left += [layout] if len(layout.members) > 1 else layout.members
-            elif len(layout.members) > 1:
+            elif len(layout.members) != 1:
                 memory.copy_(buffer_of(out, layout) if buffer is None else buffer, non_blocking=True)
             else:
                 regions(memory, layout)[0].copy_(out[layout.members[0]], non_blocking=True)

@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate
 from pickle import PickleBuffer
+from types import MappingProxyType
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -136,14 +137,11 @@ def _in_storages(values: list[Any], device: torch.device | None) -> Contents:
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not can_pack(device):
-        return [], _leaves(values, {})
+        return [], _leaves(values, tensors, [])
     found = arrange(tensors, sent=True)
-    whole, slices = _by_storage(tensors, found.groups)
-    slices += [group for group in whole if group[0][0] not in FOREACH_DTYPES]
-    parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks]
-    parts += [(layout, _copied(tensors, layout)) for layout in lay_out_apart(slices)]
-    _add_empty(parts, found.groups)
-    return [(buffer, layout.saved) for layout, buffer in parts], _leaves(values, _numbers_by_id(tensors, parts))
+    slices, whole = _slices(tensors, found.groups)
+    parts = _buffers(tensors, found.blocks, [*slices, *[group for group in whole if group[0][0] not in FOREACH_DTYPES]])
+    return [(buffer, layout.saved) for layout, buffer in parts], _leaves(values, tensors, parts)
 
 
 def for_process(values: list[Any], device: torch.device | None) -> Contents:
@@ -158,88 +156,84 @@ def for_process(values: list[Any], device: torch.device | None) -> Contents:
     found = arrange(tensors, sent=True)
     blocks = [layout for layout in found.blocks if not buffer_of(tensors, layout).untyped_storage().is_shared()]
     groups = [
-        (spec, [i for i in group if not (nbytes_of(spec) and tensors[i].untyped_storage().is_shared())])
+        (spec, tuple([i for i in group if not (nbytes_of(spec) and tensors[i].untyped_storage().is_shared())]))
         for spec, group in found.groups
     ]
     total = sum([layout.nbytes for layout in blocks]) + sum([nbytes_of(spec) * len(group) for spec, group in groups])
     limit = total if total <= BY_VALUE else SMALL
     together = [layout for layout in blocks if layout.nbytes <= limit]
-    parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks if layout not in together]
-    _, slices = _by_storage(tensors, [group for group in groups if nbytes_of(group[0]) > limit])
-    parts += [(layout, _copied(tensors, layout)) for layout in lay_out_apart(slices)]
-    joined: list[tuple[Layout, Tensor | None]] = [(layout, buffer_of(tensors, layout)) for layout in together]
-    joined += [(layout, None) for layout in lay_out_apart([group for group in groups if nbytes_of(group[0]) <= limit])]
+    slices, _ = _slices(tensors, [group for group in groups if nbytes_of(group[0]) > limit])
+    parts = _buffers(tensors, [layout for layout in found.blocks if layout not in together], slices)
     carried: list[Part] = [(buffer, layout.saved) for layout, buffer in parts]
+    joined = [*together, *lay_out_apart(tuple([group for group in groups if nbytes_of(group[0]) <= limit]))]
     if joined:
-        carried.append((_joined_buffers(tensors, joined), [layout.saved for layout, _ in joined]))
-    return carried, _leaves(values, _numbers_by_id(tensors, [*parts, *joined]))
+        carried.append((_joined_buffers(tensors, joined, blocks), [layout.saved for layout in joined]))
+    return carried, _leaves(values, tensors, [*parts, *[(layout, None) for layout in joined]])
 
 
-def _by_storage(tensors: list[Tensor], groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """The tensors with elements that are alone in their storage, and those that are slices of a larger one."""
-    whole: list[Group] = []
-    slices: list[Group] = []
-    for spec, members in groups:
-        if nbytes := nbytes_of(spec):
-            alone = [i for i in members if tensors[i].untyped_storage().nbytes() == nbytes]
-            whole.append((spec, alone))
-            slices.append((spec, [i for i in members if i not in alone]))
-    return whole, slices
+def _slices(tensors: list[Tensor], groups: Iterable[Group]) -> tuple[list[Group], list[Group]]:
+    """The tensors that are slices of a larger storage, or without elements; and those that fill their storage."""
+    whole = [
+        (spec, tuple([i for i in members if tensors[i].untyped_storage().nbytes() == nbytes_of(spec) > 0]))
+        for spec, members in groups
+    ]
+    return [
+        (spec, tuple([i for i in members if i not in alone]))
+        for (spec, members), (_, alone) in zip(groups, whole, strict=True)
+    ], whole
 
 
-def _joined_buffers(tensors: list[Tensor], parts: Sequence[tuple[Layout, Tensor | None]]) -> Any:
-    """Buffers, one after the other: bytes, or shared memory if that is faster. None: gather the buffer."""
-    nbytes = sum([aligned(layout.nbytes) for layout, _ in parts])
+def _buffers(tensors: list[Tensor], blocks: Iterable[Layout], groups: Iterable[Group]) -> list[tuple[Layout, Tensor]]:
+    """Buffers with their layouts: the storages that tensors fill, and copies of other tensors."""
+    parts = [(layout, buffer_of(tensors, layout)) for layout in blocks]
+    for layout in lay_out_apart(tuple(groups)):
+        buffer = clear_gaps(new_buffer(layout.nbytes, tensors[layout.members[0]].device), layout)
+        copy_into(buffer, layout, tensors)
+        parts.append((layout, buffer))
+    return parts
+
+
+def _joined_buffers(tensors: list[Tensor], layouts: Sequence[Layout], blocks: Sequence[Layout]) -> Any:
+    """Buffers, one after the other: bytes, or shared memory if that is faster. ``blocks`` need not be gathered."""
+    nbytes = sum([aligned(layout.nbytes) for layout in layouts])
     memory = shared_buffer(nbytes) if nbytes > BY_VALUE else torch.zeros(nbytes, dtype=torch.uint8, device=CPU)
     start = 0
-    for layout, buffer in parts:
+    for layout in layouts:
         into = memory[start : start + layout.nbytes]
-        if buffer is None:
-            copy_into(into, layout, tensors)
+        if layout in blocks:
+            into.copy_(buffer_of(tensors, layout))
         else:
-            into.copy_(buffer)
+            copy_into(into, layout, tensors)
         start += aligned(layout.nbytes)
     return memory if nbytes > BY_VALUE else memory.numpy().tobytes()
 
 
-def _add_empty(parts: list[tuple[Layout, Any]], groups: Sequence[Group]) -> None:
-    """Add the tensors without elements to the first buffer. As a leaf, such a view would carry a whole storage."""
-    empty = [group for group in groups if not nbytes_of(group[0])]
-    if empty:
-        layout, buffer = parts.pop(0) if parts else (lay_out(()), torch.empty(0, dtype=torch.uint8, device=CPU))
-        parts.insert(0, (lay_out([*layout.groups, *empty]), buffer))
-
-
-def _numbers_by_id(tensors: list[Tensor], parts: Sequence[tuple[Layout, Any]]) -> dict[int, Any]:
-    """The number of each tensor in a buffer, by the id of the tensor."""
-    return {id(tensors[i]): i for layout, _ in parts for i in layout.members}
-
-
-def _leaves(values: list[Any], numbers: Mapping[int, Any]) -> list[Any] | None:
-    """The leaves of `Contents`. ``numbers``: what replaces a tensor, by its id."""
-    found = [numbers.get(id(value)) for value in values]
-    if found == list(range(len(found))):
+def _leaves(
+    values: list[Any],
+    tensors: list[Tensor],
+    parts: Iterable[tuple[Layout, Any]],
+    large: Mapping[int, Any] = MappingProxyType({}),
+) -> list[Any] | None:
+    """The leaves of `Contents`. ``parts``: the buffers. ``large``: what replaces other tensors, by their indices."""
+    members = [i for layout, _ in parts for i in layout.members]
+    if len(members) == len(values):
         return None
-    return [
-        (value if isinstance(value, Tensor) else (value,)) if number is None else number
-        for value, number in zip(values, found, strict=True)
-    ]
+    found = {id(tensors[i]): i for i in members} | {id(tensors[i]): one for i, one in large.items()}
+    return [found.get(id(value), value if isinstance(value, Tensor) else (value,)) for value in values]
 
 
 def _out_of_band(values: list[Any]) -> Contents:
     """The bytes of tensors on the CPU as buffers of pickle protocol 5."""
     tensors = values if only_tensors(values) else [value for value in values if isinstance(value, Tensor)]
     found = arrange(tensors, sent=True)
-    parts = [(layout, buffer_of(tensors, layout)) for layout in found.blocks]
-    small = [group for group in found.groups if 0 < nbytes_of(group[0]) <= SMALL]
-    parts += [(layout, _copied(tensors, layout)) for layout in lay_out_apart(small)]
-    _add_empty(parts, found.groups)
-    numbers = _numbers_by_id(tensors, parts)
-    for spec, members in found.groups:
-        if nbytes_of(spec) > SMALL:
-            for tensor in [tensors[i] for i in members]:
-                numbers[id(tensor)] = _large_tensors.setdefault(id(tensor), LargeTensor(tensor))
-    return [(_pickle_buffer(buffer), layout.saved) for layout, buffer in parts], _leaves(values, numbers)
+    parts = _buffers(tensors, found.blocks, [group for group in found.groups if nbytes_of(group[0]) <= SMALL])
+    large = {
+        i: _large_tensors.setdefault(id(tensors[i]), LargeTensor(tensors[i]))
+        for spec, members in found.groups
+        if nbytes_of(spec) > SMALL
+        for i in members
+    }
+    return [(_pickle_buffer(buffer), layout.saved) for layout, buffer in parts], _leaves(values, tensors, parts, large)
 
 
 class LargeTensor:
@@ -262,13 +256,6 @@ contain a tensor: then pickle sees one object, and writes the tensor once."""
 def _dense(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of a tensor, and its stride in `dense_bytes`."""
     return tuple(tensor.shape), dense_stride(tensor.shape, tensor.stride())
-
-
-def _copied(tensors: list[Tensor], layout: Layout) -> Tensor:
-    """A new buffer with copies of the tensors of the layout. No old content of the memory is sent."""
-    buffer = clear_gaps(new_buffer(layout.nbytes, tensors[layout.members[0]].device), layout)
-    copy_into(buffer, layout, tensors)
-    return buffer
 
 
 def _pickle_buffer(buffer: Tensor) -> PickleBuffer:
@@ -418,7 +405,7 @@ def _layout_of(specs: Any) -> tuple[Layout, frozenset[int], int]:
 def _known_layout(specs: Any) -> tuple[Layout, frozenset[int], int]:
     if type(specs) is not tuple or not all(map(is_saved_group, specs)):
         raise ValueError(_DAMAGED)
-    groups: list[Group] = [(spec[:3], list(spec[3])) for spec in specs]
+    groups: list[Group] = [(spec[:3], spec[3]) for spec in specs]
     layout = lay_out(groups)
     members = frozenset(layout.members)
     if len(members) != len(layout.members):

@@ -24,7 +24,7 @@ from .missing import holds, missing_key
 from .policy import Encoders, Policy, options_from_json
 from .ragged import Lengths, Ragged, validated
 from .tree import TreeDict, reduces_itself
-from .walk import leaves, only_tensors
+from .walk import only_tensors
 
 MANIFEST_VERSION = 1
 """The version of the format of a manifest."""
@@ -267,12 +267,12 @@ class Reader:
                 invalid("an item of a dict is not a pair of key and value")
             if key in items:
                 invalid("a dict has a key twice")
-            if type(value) is dict:
+            if type(value) is int:
+                items[key] = value
+            elif type(value) is dict:
                 items[key] = self._node(value, depth + 1)
             elif type(value) is list:
                 items[key] = _ragged(key, value)
-            elif type(value) is int:
-                items[key] = value
             else:
                 invalid(f"{key!r} is neither a tensor nor a dict")
         return Node(node["policy"], items)
@@ -295,14 +295,19 @@ def _numbered(root: Node) -> tuple[list[Path], list[int]]:
             invalid("its tree contains a tensor twice")
         found[number] = path
 
-    for path, one in leaves(root):
-        if not isinstance(one, RaggedNode):
-            add(path, one)
-            continue
-        add((*path, "values"), one.values)
-        if one.offsets not in offsets:
-            add((*path, "offsets"), one.offsets)
-            offsets.add(one.offsets)
+    def walk(node: Node, at: Path) -> None:
+        for key, one in node.items():
+            if type(one) is int:
+                add((*at, key), one)
+            elif type(one) is Node:
+                walk(one, (*at, key))
+            else:
+                add((*at, key, "values"), one.values)
+                if one.offsets not in offsets:
+                    add((*at, key, "offsets"), one.offsets)
+                    offsets.add(one.offsets)
+
+    walk(root, ())
     return list(found.values()), list(found)
 
 

@@ -194,14 +194,12 @@ def _with_header(
     outline = Outline(d)
     encoders = outline.entries(lambda encoder: _encoder_text(_Identity(encoder)))
     tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in d._tensors()]
-    blocks, groups, unpackable, _ = arrange([*tensors], sent=True)
-    if unpackable or len(outline.values) != len(tensors):
-        _refuse(outline, *unpackable[:1])
-    if not lie:
-        groups += [group for layout in blocks for group in layout.groups]
-        blocks = []
-    specs = tuple([(spec, tuple(members)) for spec, members in sorted(groups, key=lambda group: min(group[1]))])
-    schema = _header(outline.text(), tuple(encoders), tuple(blocks), specs)
+    found = arrange([*tensors], sent=True)
+    if found.unpackable or len(outline.values) != len(tensors):
+        _refuse(outline, *found.unpackable[:1])
+    blocks, groups = (found.blocks, found.groups) if lie else ((), found.every)
+    groups = tuple(sorted(groups, key=lambda group: min(group[1])))
+    schema = _header(outline.text(), tuple(encoders), blocks, groups)
     if values and any(tensor.is_meta for tensor in tensors):
         raise TypeError("a dict on meta has no values to send")
     return tensors, schema, blocks
@@ -221,11 +219,11 @@ def _refuse(outline: Outline, unpackable: int = 0) -> NoReturn:
 
 
 @lru_cache(maxsize=64)  # a program mostly sends dicts of the same few schemas
-def _header(outline: str, encoders: tuple[str, ...], blocks: tuple[Layout, ...], groups: tuple[Any, ...]) -> Header:
+def _header(outline: str, encoders: tuple[str, ...], blocks: tuple[Layout, ...], groups: tuple[Group, ...]) -> Header:
     """The header of a dict with this `Outline.text`, the entries of these encoders, and these tensors."""
     manifest = {**json.loads(outline), "encoders": list(map(json.loads, encoders))}
-    large = [(spec, [i]) for spec, members in groups if nbytes_of(spec) >= LARGE for i in members]
-    apart = lay_out_apart([group for group in groups if nbytes_of(group[0]) < LARGE])
+    large = [(spec, (i,)) for spec, members in groups if nbytes_of(spec) >= LARGE for i in members]
+    apart = lay_out_apart(tuple([group for group in groups if nbytes_of(group[0]) < LARGE]))
     layouts = [*blocks, *apart, *[lay_out([group]) for group in large]] or [lay_out([])]
     layouts.sort(key=_is_large)
     specs = [[[dtype_name(spec[0]), *map(list, spec[1:]), members] for spec, members in x.groups] for x in layouts]

@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(MOVES, "not _whole(item, tensors).is_pinned()", "True", "a pinned source is copied on the host", f"{ENGINE}::test_a_large_pinned_source_that_nobody_waits_for_is_read_from_where_it_is"),
     Mutant(MOVES, "copy_(part), non_blocking=pinned)", "copy_(part))", "a move waits for the stream", f"{ENGINE}::test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free"),
     Mutant(MOVES, "copy_(part), non_blocking=pinned)", "copy_(part), non_blocking=True)", "a copy of a buffer that is not pinned, and is freed at once", "", "such a copy reads its source before it returns"),
-    Mutant(MOVES, "moved.copy_(staging, non_blocking=pinned)", "moved.copy_(staging)", "a move waits for the stream", f"{ENGINE}::test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free"),
+    Mutant(MOVES, ".copy_(part, non_blocking=pinned)", ".copy_(part)", "a move waits for the stream", f"{ENGINE}::test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free"),
     Mutant(MOVES, "count = SLOT // dtype.itemsize", "count = 2 * SLOT // dtype.itemsize", "a part is larger than a slot", f"{ENGINE}::test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free"),
     Mutant(MOVES, "(capturing and source != target)", "False", "a replay does not read its sources again", f"{ENGINE}::test_each_replay_reads_pinned_sources_again"),
     Mutant(MOVES, "(there.accelerator and is_capturing(target))", "False", "a replay does not read its sources again", f"{ENGINE}::test_each_replay_reads_pinned_sources_again"),
