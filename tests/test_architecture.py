@@ -27,9 +27,10 @@ ORDER = [
     *inside("_encoders", "protocol builtin tokenizer"),
     *inside("_tree", "missing policy columns pytree convert row_index ragged walk compare tree"),
     *inside("_tree", "manifest encoding sendable"),
+    *inside("_look", "page tree"),
     *inside("_files", "atomic_write safetensors"),
     *inside("_tables", "format reader checksums folder writer"),
-    *inside("_dict", "arguments display insert row_values row_assignment by_value windows rows arithmetic fill"),
+    *inside("_dict", "arguments insert row_values row_assignment by_value windows rows arithmetic fill"),
     *inside("_dict", "torch_functions device_dict schema typed row_writer tables io"),
     "unpickle",
     *inside("_batch", "pad join make_fields collate containers shuffle visits order ordered_loader parts report"),
@@ -76,6 +77,7 @@ ONE_MEANING = {
     "arguments": "modules that parse arguments, of functions of tensors and of dicts",
     "compare": "modules that compare, two tensors and two trees",
     "ragged": "modules of ragged fields, their offsets and their class",
+    "tree": "modules of a tree of dicts, what it is and how it is shown",
 }
 """The names that stand in two modules, with their one meaning."""
 

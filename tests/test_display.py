@@ -1,15 +1,19 @@
-"""What people see: the tree and the notebook table. Neither reads a value."""
+"""What people see: the tree and the notebook table. They read no tensor with dimensions, and nothing on a device."""
 
 from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tensordict_lite import DeviceDict, Vocabulary, collate
+from tensordict_lite import DeviceDict, RowWriter, Vocabulary, collate, load
 
 
 def test_the_tree() -> None:
@@ -28,7 +32,7 @@ def test_the_tree() -> None:
         "├─ image    uint8[2, 3]\n"
         "├─ species  int64[2]     Vocabulary(['a', 'b'])\n"
         "├─ obs\n"
-        "│  ├─ q     float32[]\n"
+        "│  ├─ q     float32[]    1\n"
         "│  └─ deep\n"
         "│     └─ e  (empty)\n"
         "└─ id       object type"
@@ -55,13 +59,13 @@ def test_sizes(count: int, shown: str) -> None:
 def test_a_long_dict_is_folded() -> None:
     lines = repr(DeviceDict({f"k{i}": i for i in range(1000)})).splitlines()
     assert (
-        len(lines) == 102
-        and lines[51] == "┆  … 900 more"
+        len(lines) == 100
+        and lines[50] == "┆  … 902 more"
         and lines[1].startswith("├─ k0 ")
         and lines[-1].startswith("└─ k999")
     )
     note = repr(DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["a", "b" * 100])})).splitlines()[1]
-    assert note.endswith("…") and len(note) < 90
+    assert "…" in note and len(note) <= 80
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -119,7 +123,7 @@ def test_no_value_is_read(copies: Any) -> None:
 def test_the_title_says_that_all_tensors_are_views() -> None:
     d = DeviceDict({"x": torch.zeros(3, 2), "n": {"y": torch.zeros(3)}})
     assert repr(d.rows[0]).startswith("DeviceDict(cpu, 2 fields, 12 B, views)\n")
-    assert repr(d.rows[1:]).startswith("DeviceDict(cpu, 2 fields, 24 B, views)\n")
+    assert repr(d.rows[1:]).startswith("DeviceDict(cpu, 2 rows, 2 fields, 24 B, views)\n")
     for own in (
         d,
         d.rows[[0]],
@@ -129,3 +133,116 @@ def test_the_title_says_that_all_tensors_are_views() -> None:
         DeviceDict(),
     ):
         assert "views" not in repr(own)
+
+
+HOSTILE = ["<b>&amp;\"'", "a\nb", "\x1b[31mred", "\u202egnp.exe", "\u200fx", "", " pad ", "tab\t", "\ud800", "z\x00"]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_hostile_names_stay_on_their_line(text: str) -> None:
+    d = type(text.replace("\0", "") if "\ud800" not in text else "x", (DeviceDict,), {})({text: {text: 1.0}})
+    shown = repr(d)
+    assert len(shown.splitlines()) == 3 and all(map(str.isprintable, shown.splitlines()))
+    page = d._repr_html_()
+    tags = _Tags()
+    tags.feed(page)
+    assert not tags.open and page.isprintable()
+    assert set(re.findall(r"<(\w+)", page)) <= {"details", "summary", "div", "table", "tr", "th", "td"}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.recursive(
+        st.integers(0, 9), lambda inner: st.dictionaries(st.text(max_size=120), inner, max_size=4), max_leaves=12
+    )
+)
+def test_no_text_breaks_the_tree(value: Any) -> None:
+    d = DeviceDict({"x": value})
+    lines = repr(d).splitlines()
+    assert len(lines) <= 100 and all(line.isprintable() and columns(line) <= 80 for line in lines)
+    tags = _Tags()
+    tags.feed(d._repr_html_())
+    assert not tags.open
+
+
+def columns(line: str) -> int:
+    """The columns that a terminal takes."""
+    return sum(0 if combining(char) else 1 + (east_asian_width(char) in "WF") for char in line)
+
+
+def test_wide_things_fit_in_80_columns() -> None:
+    cls = type("A" * 200, (DeviceDict,), {})
+    deep: Any = torch.zeros(2)
+    for _ in range(62):
+        deep = {"level": deep}
+    d = cls(
+        {
+            "k" * 200: torch.zeros([1] * 40),
+            "\u754c" * 60: ["a"],
+            "deep": deep,
+            "kept": type("B" * 300, (), {})(),
+            "s": ["x" * 500],
+        },
+        encoders={"s": Vocabulary(["x" * 500])},
+        objects="keep",
+    )
+    lines = repr(d).splitlines()
+    assert all(columns(line) <= 80 for line in lines)
+    assert lines[0].startswith("AAAAAAAAAAAAAAAAAA…AAA") and lines[0].endswith("A(cpu, 5 fields, 21 B)")
+    assert lines[1].startswith("├─ kkkk") and "…" in lines[1] and "float32[1, 1" in lines[1]
+    assert sum("level" in line for line in lines) == 62, "a deep key keeps its name"
+
+
+def test_numbers_on_the_cpu_show_their_values() -> None:
+    numbers: dict[str, Any] = {
+        "loss": torch.tensor(0.53124),
+        "big": torch.tensor(2**63 - 1),
+        "most": torch.tensor(2**64 - 1, dtype=torch.uint64),
+        "half": torch.tensor(1.5, dtype=torch.bfloat16),
+        "eight": torch.tensor(1.5).to(torch.float8_e4m3fn),
+        "z": torch.tensor(1 + 2j),
+        "on": torch.tensor(True),
+        "nan": torch.tensor(float("nan")),
+        "code": "b",
+        "p": torch.nn.Parameter(torch.tensor(2.0)),
+        "list": torch.zeros(1),
+    }
+    d = DeviceDict(numbers, encoders={"code": Vocabulary(["a", "b"])})
+    shown = {line.split()[1]: line.split("]", 1)[1].strip() for line in repr(d).splitlines()[1:]}
+    assert shown == {
+        "loss": "0.5312", "big": "9223372036854775807", "most": "18446744073709551615", "half": "1.5", "eight": "1.5",
+        "z": "1+2j", "on": "True", "nan": "nan", "code": "1  Vocabulary(['a', 'b'])", "p": "2", "list": "",
+    }  # fmt: skip
+    assert "9223372036854775807" in d._repr_html_()
+    seen: list[str] = []
+    torch.vmap(lambda x: seen.append(repr(DeviceDict({"x": x}))) or x)(torch.zeros(3))  # type: ignore[func-returns-value]
+    assert seen[0].splitlines()[1] == "└─ x  float32[]"
+
+
+def test_the_title_counts_the_rows() -> None:
+    assert "(cpu, 3 rows, " in repr(DeviceDict({"x": torch.zeros(3, 2), "n": {"name": ["a", "b", "c"]}}))
+    assert "(cpu, 1 row, " in repr(DeviceDict({"x": torch.zeros(1)}))
+    for other in ({"x": torch.zeros(3), "y": torch.zeros(2)}, {"x": torch.zeros(3), "s": "one"}, {"x": 1}, {"s": "a"}):
+        assert " row" not in repr(DeviceDict(other))
+
+
+def test_the_title_names_the_folder_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 30) / "table"
+    folder.parent.mkdir()
+    with RowWriter(folder, like={"x": [0.0], "n": {"y": [0]}}) as writer:
+        writer.write({"x": torch.zeros(300_000), "n": {"y": torch.zeros(300_000, dtype=torch.int64)}})
+    table = load(folder)
+    title = repr(table).splitlines()[0]
+    assert len(title) <= 80 and ", mapped from /" in title and title.endswith("/table)") and "…" in title
+    assert "mapped from" in repr(table.rows[:2]) and "mapped from" not in repr(table.rows[[1]])
+    monkeypatch.chdir(folder.parent)
+    assert repr(table).splitlines()[0].endswith("B, mapped from table)")
+    table["z"] = torch.zeros(300_000)
+    assert "mapped from" not in repr(table)
+
+
+def test_10_000_fields_are_shown_in_100_lines() -> None:
+    d = DeviceDict({f"<k{i}>": torch.zeros(1) for i in range(10_000)})
+    assert len(repr(d).splitlines()) == 100 and "… 9902 more" in repr(d)
+    page = d._repr_html_()
+    assert page.count("<tr>") == 100 and "… 9902 more" in page and "<k" not in page

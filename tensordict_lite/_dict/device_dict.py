@@ -19,6 +19,8 @@ from .._encoders.protocol import StringEncoder, as_given
 from .._errors import Path, dotted, refuse_deeper, with_path
 from .._files import safetensors
 from .._files.atomic_write import FilePath
+from .._look.page import as_html, as_text
+from .._look.tree import tree_page
 from .._memory.arguments import to_arguments
 from .._memory.cast import host_array, pin
 from .._memory.compare import values_agree
@@ -36,7 +38,6 @@ from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, V, builtin_dict, data_paths, decode_field, refuse_ragged
 from .._tree.walk import Items, as_dict, as_path, components, leaves, nbytes, only_tensors, refuse_key
 from . import arithmetic, by_value, torch_functions
-from .display import html, tree
 from .fill import fill_
 from .insert import insert, refuse_misspelled
 from .rows import Rows
@@ -115,7 +116,7 @@ class DeviceDict(TreeDict[V]):
     DeviceDict(cpu, 2 fields, 24 B)
     ├─ x        float32[2, 2]
     └─ obs
-       └─ step  int64[]
+       └─ step  int64[]        3
     >>> d["y"] = torch.zeros(2, device="meta")
     Traceback (most recent call last):
     ...
@@ -1270,10 +1271,10 @@ class DeviceDict(TreeDict[V]):
     # --- display ---
 
     def __repr__(self) -> str:
-        return tree(self)
+        return as_text(tree_page(self))
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return as_html(tree_page(self))
 
     # --- paths ---
 

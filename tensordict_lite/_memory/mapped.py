@@ -81,6 +81,17 @@ def map_append_only(descriptor: int, path: str, offset: int, dtype: torch.dtype,
     return out
 
 
+def file_of(tensor: Tensor) -> str:
+    """The path of the file that `map_append_only` mapped for the storage of a tensor, or an empty string."""
+    if not tensor.is_cpu or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return ""
+    try:
+        mapped: Any = getattr(tensor.untyped_storage(), "_mapped", None)
+    except (RuntimeError, NotImplementedError):  # under a transform of torch.func
+        return ""
+    return "" if mapped is None else mapped[0].path
+
+
 def by_file(tensor: Tensor) -> Any:
     """What to pickle for another process on this machine: the handle of a mapped tensor or of a view of it.
 

@@ -1,0 +1,152 @@
+"""The repr of a dict: a tree in a terminal, a table in a notebook. The only values it reads are numbers on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from os.path import dirname
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._encoders.protocol import StringEncoder
+from .._errors import dtype_name
+from .._memory.mapped import file_of
+from .._memory.packed import is_packed
+from .._tree.ragged import Ragged
+from .._tree.tree import TreeDict, field_encoder
+from .._tree.walk import nbytes
+from .page import Line, Page, one_line, shorten
+
+_MOST = 98
+"""Fields; a longer tree leaves out its middle. With the title and the note it has 100 lines."""
+_LEVELS = 4
+"""Deeper fields stand below the last levels alone."""
+_NAME, _NOTE = 36, 60
+"""The most columns of a key or the name of a class, and of a note."""
+
+Entry = tuple[tuple[bool, ...], str, Any, "StringEncoder | None"]
+"""A value of the tree: for each dict above it and for itself, whether it is the last item; key, value and encoder."""
+
+
+def tree_page(d: TreeDict[Any]) -> Page:
+    """A line for each key at every depth."""
+    found: list[Entry] = list(_entries(d, ()))
+    lines = [_line(*entry) for entry in (found if len(found) <= _MOST else found[: _MOST // 2])]
+    if len(found) > _MOST:
+        lines.append(Line((f"… {len(found) - _MOST} more",), "┆  "))
+        lines += [_line(*entry) for entry in found[-_MOST // 2 :]]
+    return Page(_title(d, found), ("key", "dtype[shape]", "value or encoder"), lines, shows_head=False)
+
+
+def _entries(d: TreeDict[Any], lasts: tuple[bool, ...]) -> Iterator[Entry]:
+    last = len(d) - 1
+    for i, (key, value) in enumerate(d.items()):
+        here = (*lasts, i == last)
+        yield here, key, value, field_encoder(d, key)
+        if isinstance(value, TreeDict):
+            yield from _entries(value, here)
+
+
+def _title(d: TreeDict[Any], found: list[Entry]) -> str:
+    """What the whole dict is."""
+    tensors = d._tensors()
+    fields = [entry[2:] for entry in found if not isinstance(entry[2], TreeDict)]
+    said = [
+        "no device yet" if d._device is None else str(d._device),
+        *([] if (rows := _row_count(fields)) is None else [counted(rows, "row")]),
+        counted(len(fields), "field"),
+        size(sum(map(nbytes, tensors))),
+    ]
+    if is_packed(tensors, d._device, alone=False):
+        said.append("packed")
+    # A row: `row["x"].fill_(1)` writes to the batch too, and `row["x"] = 1` to the row alone.
+    if tensors and all(tensor._is_view() for tensor in tensors):
+        said.append("views")
+    title = f"{shorten(one_line(type(d).__name__), _NAME)}({', '.join(said)}"
+    if folder := _folder(tensors):
+        title += f", mapped from {shorten(one_line(folder), max(12, 64 - len(title)))}"
+    return f"{title})"
+
+
+def _row_count(fields: list[Any]) -> int | None:
+    """The number of rows of the fields with tensors, if they agree on it."""
+    counts: set[int | None] = set()
+    for value, encoder in fields:
+        if isinstance(value, Tensor):
+            code = 0 if encoder is None else encoder.code_ndim or 0  # the dimensions of one string
+            counts.add(value.shape[0] if not value.is_nested and value.dim() > code else None)
+        elif isinstance(value, Ragged):
+            counts.add(len(value))
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _folder(tensors: list[Tensor]) -> str:
+    """The folder of the table that has all of the tensors, from the current folder on; an empty string if none has."""
+    first = ""
+    for tensor in tensors:
+        path = file_of(tensor)
+        if not path or dirname(path) != (first := first or dirname(path)):
+            return ""
+    with suppress(OSError):  # the current folder was removed
+        first = first.removeprefix(os.path.join(os.getcwd(), ""))
+    return first
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: ``'1 row'``, ``'2 rows'``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def size(count: int) -> str:
+    """Format a number of bytes with a unit: ``'24 B'``, ``'1.5 KiB'``, ``'3.0 GiB'``."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # pragma: no branch  (it always breaks)
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def kind(value: Any) -> str:
+    """The text for a value, without its device: the title shows the device once."""
+    if isinstance(value, Tensor):
+        shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
+        return f"{dtype_name(value.dtype)}[{shape}]"
+    if isinstance(value, Ragged) and isinstance(value.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        total, *shape = value.values.shape
+        shape = ", ".join([str(len(value)), "*", *map(str, shape)])
+        return f"{dtype_name(value.dtype)}[{shape}] of {total} values"
+    if isinstance(value, TreeDict):
+        return "" if value else "(empty)"
+    return f"object {shorten(one_line(type(value).__name__), _NAME)}"
+
+
+def short_number(value: Any) -> str:
+    """A number with four digits; an int with all."""
+    return f"{value:.4g}" if isinstance(value, (float, complex)) else str(value)
+
+
+def _single(value: Tensor) -> str:
+    """The number in a tensor without dimensions on the CPU."""
+    # No other subclass: a `DTensor` would communicate with other ranks.
+    if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_cpu:
+        return ""
+    try:
+        return short_number(value.item())
+    except (RuntimeError, NotImplementedError):  # under a transform of torch.func, and for fake tensors
+        return ""
+
+
+def _line(lasts: tuple[bool, ...], key: str, value: Any, encoder: StringEncoder | None) -> Line:
+    branch, depth = "└─ " if lasts[-1] else "├─ ", len(lasts) - 1
+    if depth:
+        branch = "".join("   " if last else "│  " for last in lasts[:-1][-_LEVELS:]) + branch
+        if depth > _LEVELS:
+            branch = "…" + branch[1:]
+    note = _single(value) if isinstance(value, Tensor) and not value.dim() else ""
+    if encoder is not None:
+        note = shorten(f"{note}  {one_line(repr(encoder))}".lstrip(), _NOTE)
+    return Line((shorten(one_line(key), _NAME), kind(value), note), branch, depth)
