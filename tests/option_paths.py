@@ -1,4 +1,7 @@
-"""Every way to make a dict of another one. Run by test_option_paths.py with a package that has one option more."""
+"""Every way to make a dict of another one, and every way in for values.
+
+Run by test_option_paths.py with a package that has one option more. The option refuses the key "forbidden".
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,10 @@ class Typed(TypedDeviceDict):
 
 class Rebuilt(DeviceDict[Any], **OPTION):
     """A framework rebuilds a dict as ``type(d)({...})``."""
+
+
+class Strict(TypedDeviceDict, **OPTION):
+    n: DeviceDict[Any]
 
 
 def data() -> dict[str, Any]:
@@ -232,6 +239,82 @@ PATHS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+BAD: Any = {"forbidden": {"z": 1.5}}
+INSIDE: Any = {"n": {"m": BAD}}
+
+
+def forbidden(d: Any) -> Any:
+    d["forbidden"] = d["x"]
+    return d
+
+
+def encode(strings: list[str]) -> dict[str, Tensor]:
+    return {"forbidden": torch.zeros(len(strings))}
+
+
+def loaded(write: Callable[[Any, Any], None], cls: type[DeviceDict[Any]]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        write(DeviceDict({"n": {"forbidden": [1.5]}}), Path(folder) / "d")
+        return cls.load(Path(folder) / "d")
+
+
+# Each must raise the error of the rule. `d` has the option.
+WAYS_IN: dict[str, Callable[[Any], Any]] = {
+    "constructor": lambda d: DeviceDict(INSIDE, **OPTION),
+    "constructor of a class": lambda d: Rebuilt(INSIDE),
+    "of a DeviceDict": lambda d: Rebuilt(DeviceDict(INSIDE)),
+    "type(d)": lambda d: type(Rebuilt(d))(BAD),
+    "typed": lambda d: Strict(n=BAD),
+    "typed, from_dict": lambda d: Strict.from_dict(INSIDE),
+    "typed, wrap": lambda d: Strict.wrap(DeviceDict({"n": BAD})),
+    "typed, write": lambda d: setattr(Strict.from_dict({"n": {}}), "n", BAD),
+    "typed, path": lambda d: Strict.from_dict({"n": {"m": {}}}).update({"n": INSIDE}),
+    "write": lambda d: d.__setitem__("q", BAD),
+    "write of a number": lambda d: d.__setitem__("forbidden", 1.5),
+    "write of a string": lambda d: d.__setitem__("forbidden", "a"),
+    "write of a Ragged": lambda d: d.__setitem__("forbidden", Ragged.from_rows([[1.0]])),
+    "write of a DeviceDict": lambda d: d.__setitem__("q", DeviceDict(INSIDE)),
+    "nested write": lambda d: d["n"]["m"].__setitem__("q", BAD),
+    "nested write of a number": lambda d: d["n"]["m"].__setitem__("forbidden", 1.5),
+    "path": lambda d: d.__setitem__(("n", "m", "forbidden", "z"), 1.5),
+    "new path": lambda d: d.__setitem__(("q", "forbidden", "z"), d["x"]),
+    "update": lambda d: d.update(forbidden=d["x"], y=d["x"]),
+    "nested update": lambda d: d["n"].update(INSIDE),
+    "setdefault": lambda d: d.setdefault("q", BAD),
+    "|": lambda d: d | INSIDE,
+    "|=": lambda d: d.__ior__(INSIDE),
+    "reflected |": lambda d: {"q": BAD} | d,
+    "fromkeys": lambda d: Rebuilt.fromkeys(["forbidden"], 1.5),
+    "unflatten": lambda d: Rebuilt.unflatten({"n.forbidden": 1.5}),
+    "map": lambda d: d.map(lambda _: BAD),
+    "codes": lambda d: DeviceDict({"s": ["a"]}, encoders={"s": encode}, **OPTION),
+    "collate": lambda d: collate([INSIDE], cls=Rebuilt),
+    "collate, typed": lambda d: collate([INSIDE], cls=Strict),
+    "collate of codes": lambda d: collate([{"s": "a"}], cls=Rebuilt, encoders={"s": encode}),
+    "collate of objects": lambda d: collate([{"o": [{"forbidden": 1.5}]}], cls=Rebuilt, ragged=["o"]),
+    "load": lambda d: loaded(save, Rebuilt),
+    "load, typed": lambda d: loaded(save, Strict),
+    "load of a table": lambda d: loaded(write_table, Rebuilt),
+}  # fmt: skip
+# No rule sees these: a plain tensor on the device of the dict, and what pytree and pickle rebuild.
+UNSEEN: dict[str, Callable[[Any], Any]] = {
+    "write of a tensor": lambda d: d.__setitem__("forbidden", d["x"]),
+    "setdefault of a tensor": lambda d: d["n"].setdefault("forbidden", d["x"]),
+    "pytree": lambda d: pytree.tree_map(torch.clone, forbidden(d)),
+    "pickle": lambda d: pickle.loads(pickle.dumps(forbidden(d))),
+}  # fmt: skip
+
+
+def refused(way: Callable[[Any], Any]) -> str:
+    """The error of a way in for a forbidden key; "" if there is none."""
+    d = DeviceDict(data(), encoders={"s": LETTERS}, **OPTION)
+    try:
+        way(d)
+    except Exception as error:
+        return str(error) if d == DeviceDict(data(), encoders={"s": LETTERS}) else "the dict changed"
+    return ""
+
+
 def dicts(found: Any) -> list[DeviceDict[Any]]:
     """Every dict at any depth."""
     if isinstance(found, dict):
@@ -257,4 +340,5 @@ def lost(name: str) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({name: lost(name) for name in PATHS}))
+    errors = {name: refused(way) for name, way in {**WAYS_IN, **UNSEEN}.items()}
+    print(json.dumps([{name: lost(name) for name in PATHS}, errors]))

@@ -1,4 +1,4 @@
-"""No path loses an option: each is walked with a copy of the package in which `Policy` has one field more."""
+"""An option holds on every path: each is walked with a copy of the package in which `Policy` has one field more."""
 
 from __future__ import annotations
 
@@ -23,23 +23,48 @@ LAST = "    dtype: torch.dtype | None = field("
 NEW = '    tag: str = field(default="default", metadata=_choice("tag", "default", "kept"))\n'
 
 
+RULE = """
+    def refuse(self, items: Mapping[str, Any]) -> None:
+        if self.tag == "kept" and "forbidden" in items:
+            raise ValueError("the key is forbidden")
+"""
+END_OF_POLICY = "\n\n_DEFAULTS = Policy()"
+TREE = PACKAGE / "_tree" / "tree.py"
+GATES = {  # of `_commit` and of `_validate`: the first line of each
+    "        # Conversion runs code of the user": "        self._policy.refuse(staged)\n",
+    "        for key, value in self.items():\n            if isinstance(value, TreeDict):\n                nested = ": (
+        "        self._policy.refuse(self)\n"
+    ),
+}
+
+
+def with_texts(path: Path, texts: dict[str, str]) -> str:
+    """The text of a module with each of these texts in front of another one."""
+    text = path.read_text(encoding="utf-8")
+    for place, added in texts.items():
+        assert text.count(place) == 1, f"{place!r} is not in {path.name}"
+        text = text.replace(place, added + place)
+    return text
+
+
 @pytest.mark.slow
-def test_a_new_option_takes_one_line_and_no_path_loses_it(tmp_path: Path) -> None:
-    folder = tmp_path
-    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    text = POLICY.read_text(encoding="utf-8")
-    assert text.count(LAST) == 1, "add the option of this test below another one"
-    copy = folder / POLICY.relative_to(PACKAGE.parent)
-    copy.write_text(text.replace(LAST, NEW + LAST), encoding="utf-8")
+def test_a_new_option_takes_one_line_and_holds_on_every_path(tmp_path: Path) -> None:
+    """An option with a rule in both gates: no path loses it, and no way in for values skips its rule."""
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, texts in ((POLICY, {LAST: NEW, END_OF_POLICY: RULE}), (TREE, GATES)):
+        (tmp_path / path.relative_to(PACKAGE.parent)).write_text(with_texts(path, texts), encoding="utf-8")
     run = [sys.executable, "-W", "ignore", option_paths.__file__]
     done = subprocess.run(
-        run, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(folder)}
+        run, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )
     assert not done.returncode, done.stderr
-    walked = json.loads(done.stdout.splitlines()[-1])  # torch 2.10 prints a warning before it
+    walked, errors = json.loads(done.stdout.splitlines()[-1])  # torch 2.10 prints a warning before it
     assert walked.keys() == option_paths.PATHS.keys()
     lost = {path: what for path, what in walked.items() if what}
     assert not lost, "build the new dict with the policy of the old one, or with dataclasses.replace of it"
+    skipped = {way: errors[way] for way in option_paths.WAYS_IN if not errors[way].endswith("the key is forbidden")}
+    assert not skipped, "let the values go through TreeDict._commit, or call _validate of the new dict"
+    assert not any(errors[way] for way in option_paths.UNSEEN), "name in CONTRIBUTING.md what no rule sees"
 
 
 def test_type_checkers_know_every_option() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +155,20 @@ class TestNested:
         given = DeviceDict({"s": "a", "t": "a"}, encoders={"s": A, "t": A}, dtype=torch.float16)
         n = Outer.from_dict({"n": given})["n"]
         assert type(n) is Inner and options(n) == ("error", "keep", None) and n.encoders == {"s": A, "t": A}
+
+
+class Outer(TypedDeviceDict, dtype=torch.float64):
+    n: DeviceDict[Any]
+
+
+class TestOfFiles:
+    @pytest.mark.parametrize("cls", [Own, Outer])
+    def test_options_of_a_class_hold_in_nested_dicts(self, cls: type[DeviceDict[Any]], tmp_path: Path) -> None:
+        DeviceDict({"n": {"m": {"x": 1.0}}}).save(tmp_path / "d")
+        d = cls.load(tmp_path / "d")
+        d["n", "m", "y"] = d["n"]["m"]["z"] = 0.5
+        assert d["n", "m", "y"].dtype == d["n", "m", "z"].dtype == torch.float64
+        assert d["n"]["m"]._policy == cls._class_policy
 
 
 class TestUpdate:

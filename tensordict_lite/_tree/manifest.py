@@ -248,6 +248,7 @@ class Reader:
         Args:
             cls: the class of the dict. A nested dict gets the class that the class of its parent declares for the key,
                 or else the class of its parent. A class with its own options keeps them, and takes only the encoders.
+                Its options hold for the dicts nested in it too, unless their class has options.
             leaf: returns the tensor or object with a number.
             trusted: False: validate the ragged fields. Raises ``ValueError`` that names the field.
             pickled: from a pickle: the classes of the nested dicts in the order of the tree, and the entries of the
@@ -347,17 +348,18 @@ class _Builder:
     """By the number of the offsets."""
     _made: dict[int, StringEncoder] = field(default_factory=dict)
 
-    def dict_of(self, node: Node, cls: Any, at: Path) -> TreeDict[Any]:
-        """The dict of a node, of class ``cls``."""
+    def dict_of(self, node: Node, cls: Any, at: Path, outer: Any = None) -> TreeDict[Any]:
+        """The dict of a node, of class ``cls``. ``outer``: the class around it whose options hold for it, or None."""
         items: dict[str, Any] = {}
+        outer = cls if cls._has_policy() else outer
         for key, one in node.items():
             if type(one) is int:
                 items[key] = self._leaf(one)
             elif isinstance(one, RaggedNode):
                 items[key] = self._ragged(one, (*at, key))
             else:
-                items[key] = self.dict_of(one, self._nested_class(cls, key), (*at, key))
-        return cls._new(items, self._device, self._policy(node, cls))
+                items[key] = self.dict_of(one, self._nested_class(cls, key), (*at, key), outer)
+        return cls._new(items, self._device, self._policy(node, cls, outer))
 
     def _ragged(self, node: RaggedNode, path: Path) -> Ragged:
         if node.offsets not in self._lengths:
@@ -373,18 +375,18 @@ class _Builder:
     def _nested_class(self, cls: Any, key: str) -> Any:
         return cls._nested_class(key) or cls if self._classes is None else next(self._classes)
 
-    def _policy(self, node: Node, cls: Any) -> Policy:
+    def _policy(self, node: Node, cls: Any, outer: Any) -> Policy:
         number = node.policy
         if self._classes is not None and number == OF_ITS_CLASS:
             return cls._class_policy
         if number not in self._known:
             self._known[number] = self._read(*_entry_at(self._reader.policies, number, "policy"))
         policy = self._known[number]
-        if self._classes is not None or not cls._has_policy():
+        if self._classes is not None or outer is None:
             return policy
-        if (number, cls) not in self._merged:  # merged once for all dicts that share the policy
-            self._merged[number, cls] = cls._class_policy.with_encoders(policy.encoders)
-        return self._merged[number, cls].with_default_of(policy, node)
+        if (number, outer) not in self._merged:  # merged once for all dicts that share the policy
+            self._merged[number, outer] = outer._class_policy.with_encoders(policy.encoders)
+        return self._merged[number, outer].with_default_of(policy, node)
 
     def _read(self, numbers: Mapping[str, Any], default_number: Any, options: Mapping[str, Any]) -> Policy:
         given = self._reader.given
