@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 from checks import check_invariants
+from torch.utils.data import DataLoader
 
-from tensordict_lite import DeviceDict, DeviceMismatchError, collate, prefetch, to_numpy
+from tensordict_lite import DeviceDict, DeviceMismatchError, Ragged, collate, prefetch, to_numpy
 from tensordict_lite._memory.device import capabilities
 from tensordict_lite._memory.staging import SLOT, SLOTS
 
@@ -179,6 +180,23 @@ def test_a_captured_graph_reads_its_inputs_again() -> None:
         graph.replay()
         wait()
         assert total.tolist() == [3 * value] * 4
+
+
+@real
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_loader_pins_ragged_fields(bare: bool) -> None:
+    samples: Any = [{"ids": torch.arange(n), "x": torch.ones(n)} for n in (1, 2, 3, 4)]
+
+    def join(rows: Any) -> Any:
+        batch: Any = collate(rows, ragged=["ids", "x"])
+        return [batch["ids"]] if bare else batch
+
+    for i, batch in enumerate(DataLoader(samples, 2, collate_fn=join, pin_memory=True)):
+        field = batch[0] if bare else batch["ids"]
+        assert type(field) is Ragged and field == Ragged.from_rows([torch.arange(n) for n in (2 * i + 1, 2 * i + 2)])
+        assert field.values.is_pinned() and field.offsets.is_pinned() and field.max_length == 2 * i + 2
+        assert bare or (batch["x"]._lengths is field._lengths and batch.is_pinned())
+        assert field.to(NAME, non_blocking=True).cpu() == field
 
 
 @graphs

@@ -6,10 +6,13 @@ import copy
 import dataclasses
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,6 +209,38 @@ class TestClass:
         field.values, field.offsets = torch.arange(3), torch.tensor([0, 1, 3], dtype=torch.int32)
         assert field.tolist() == [[0], [1, 2]] and field.max_length == 2 and shared == other
 
+    @pytest.mark.parametrize("way", ["attribute", "pytree"])
+    def test_a_dict_stores_no_invalid_offsets(self, way: str) -> None:
+        """An attribute and pytree validate nothing, so insertion does."""
+
+        def with_offsets(*offsets: int) -> Ragged:
+            new = torch.tensor(offsets, dtype=torch.int32)
+            if way == "pytree":
+                return pytree.tree_map(lambda t: new if t.dtype == torch.int32 else t, ragged())
+            field = ragged()
+            field.offsets = new
+            return field
+
+        d: Any = DeviceDict({"n": {"r": ragged()}})
+        for offsets, message in (
+            ([0, 4, 3, 6], "'offsets' falls from 4 to 3 at row 1, expected ascending offsets"),
+            ([1, 6], "'offsets' starts at 1, expected 0"),
+            ([0, 5], "'offsets' ends at 5, expected 6, the number of values"),
+        ):
+            calls: list[Callable[[Any], Any]] = [
+                lambda wrong: d.update(n={"r": wrong}),
+                lambda wrong: d.__setitem__(("n", "r"), wrong),
+                lambda wrong: DeviceDict({"n": {"r": wrong}}),
+            ]
+            for call in calls:
+                with fails(ValueError, f"^'n.r': {message}$"):
+                    call(with_offsets(*offsets))
+            with fails(ValueError, f"^'r': {message}$"):
+                d["n"]["r"] = with_offsets(*offsets)
+        assert d["n", "r"] == ragged()
+        d["n", "r"] = with_offsets(0, 1, 6)
+        assert d["n", "r"]._lengths.longest == 5
+
     def test_what_a_tensor_has(self) -> None:
         field = ragged()
         assert type(field.to(torch.float64)) is Ragged and field.to(torch.float64).dtype is torch.float64
@@ -225,6 +260,9 @@ class TestClass:
             field["values"]
         with fails(RuntimeError, "only Tensors of floating point"):
             Ragged.from_rows([[1]]).requires_grad_()
+        assert not hasattr(field, "rows")
+        with fails(AttributeError, r"^a Ragged is a value and has no \.rows: r\[3\] is a row, .*; for the methods of"):
+            field.rows  # type: ignore[attr-defined]  # noqa: B018
 
     def test_equality(self) -> None:
         assert ragged() == ragged() and ragged() != ragged()[:3] and ragged() != ragged().to(torch.float64)
@@ -465,6 +503,45 @@ class TestWholeDicts:
             d.fill_({"r": broken})
         assert d["r"] == longer and d["r"].max_length == 3
 
+    @pytest.mark.parametrize("method", ["fill_", "update"])
+    def test_an_interrupt_leaves_rows_and_max_length_as_before_or_as_after(self, method: str) -> None:
+        def fields(rows: list[list[int]]) -> Any:
+            first = Ragged.from_rows(rows)
+            odd = first.with_values(first.values.to(torch.uint16))  # copied by itself, with an undo
+            return DeviceDict({"odd": odd, "r": first, "own": first.clone(), "x": first.values + 1})
+
+        old, new = fields([[1, 2], [3]]), fields([[4, 5, 6], []])
+        seen = {"before": 0, "after": 0}
+        tracing = sys.gettrace()
+
+        def interrupted(stop: int) -> bool:
+            d, lines = old.clone(), 0
+
+            def trace(frame: Any, event: str, _: Any) -> Any:
+                nonlocal lines
+                lines += event == "line" and "tensordict_lite" in frame.f_code.co_filename
+                if lines == stop:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+                return trace
+
+            sys.settrace(trace)
+            try:
+                getattr(d, method)(new)
+                return False
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.settrace(tracing)
+                expected = new if d["x"].tolist() == new["x"].tolist() else old
+                seen["after" if expected is new else "before"] += 1
+                assert d == expected, stop
+                assert all(d[key].max_length == expected[key].max_length for key in ("odd", "r", "own")), stop
+
+        with torch.enable_grad():  # an interrupt may come before the end of a no_grad()
+            assert next(stop for stop in count(1) if not interrupted(stop)) == sum(seen.values()) > 20
+        assert seen["after"] >= 1
+
     @pytest.mark.parametrize("share", ["with_values", "detach", "pickle"])
     def test_fill_of_fields_that_share_their_lengths(self, share: str) -> None:
         first = Ragged.from_rows([[1, 2, 3], []])
@@ -508,7 +585,7 @@ class TestWholeDicts:
         for batch, expected in zip(prefetch(batches, "cpu"), batches, strict=True):
             assert batch == expected and batch._lengths.longest == expected.max_length
 
-    def test_refused(self) -> None:
+    def test_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         d: Any = made()
         with fails(
             TypeError, r"^'ids' is ragged: its rows differ in length, so no dimension can precede it; drop it first"
@@ -517,6 +594,10 @@ class TestWholeDicts:
         for call in (lambda: torch.split(d, 2), lambda: torch.unbind(d)):
             with fails(TypeError, r"^'ids' is ragged, which torch.\w+ cannot cut; use d.rows.split\(\.\.\.\)$"):
                 call()
+        module = SimpleNamespace(TensorDict=None)
+        monkeypatch.setitem(sys.modules, "tensordict", module)
+        with fails(TypeError, r"^'ids' is ragged, and a TensorDict has no such field; store its nested\(\) or"):
+            d.to_tensordict()
         with fails(TypeError, "^'ids' is ragged, which has one dimension of rows and none to merge; drop it first$"):
             d.select("ids").rows.flatten()
         with fails(TypeError, "^'ids' is a Ragged; rows are grouped by a tensor field$"):
@@ -613,9 +694,9 @@ class TestJoin:
             call()
 
     def test_unknown_lengths_stay_unknown(self) -> None:
-        unknown = pytree.tree_map(torch.clone, ragged())
-        joined: Any = cat([{"r": ragged()}, {"r": unknown}])["r"]
-        assert unknown._lengths.longest is joined._lengths.longest is None and joined.max_length == 3
+        unknown = pytree.tree_map(torch.clone, DeviceDict({"r": ragged()}))
+        joined: Any = cat([{"r": ragged()}, unknown])["r"]
+        assert unknown["r"]._lengths.longest is joined._lengths.longest is None and joined.max_length == 3
 
 
 INDEXES: list[Any] = [
@@ -911,7 +992,20 @@ class TestCompiledAndTransformed:
 
         counter = CompileCounter()
         compiled = torch.compile(step, backend=counter, fullgraph=True)
-        for lengths in ([2, 3], [4, 2], [5, 6], [7, 8], [1, 9], [3, 3], [10, 2]):
+        for lengths in (
+            [2, 3],
+            [4, 2],
+            [5, 6],
+            [7, 8],
+            [1, 9],
+            [3, 3],
+            [10, 2],
+            [6, 1],
+            [11, 4],
+            [12, 5],
+            [4, 9],
+            [8, 8],
+        ):
             d: Any = collate([{"r": torch.rand(n)} for n in lengths], ragged=["r"])
             out, *others = compiled(d)
             expected, *rest = step(d)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import agree
-from .._errors import Path, described, dotted, dtype_name, with_path
+from .._errors import Path, described, dotted, dtype_name
 from .._memory.compare import equal
 from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._memory.write import Call, copies, overlap, plain, refusal, share_memory, write_all
 from .._tree.missing import refuse_other_keys
-from .._tree.ragged import Lengths, Ragged, checked
+from .._tree.ragged import Lengths, Ragged, validated
 from .._tree.tree import TreeDict, builtin_dict, field_encoder
 from .insert import insert
 from .row_values import fit_codes
@@ -73,10 +73,7 @@ class _Filling:
                 self.objects.append(partial(builtin_dict.__setitem__, d, key, value))
 
     def add_ragged(self, target: Ragged, value: Ragged, encoder: object, path: Path) -> None:
-        try:
-            checked(value.values, value.offsets)  # attributes and pytree validate nothing
-        except (RuntimeError, ValueError) as error:
-            raise with_path(error, path) from error
+        validated(value, path)  # attributes and pytree validate nothing
         self.add_tensor(target.values, fit_codes(target.values, value.values, encoder, path), path)
         ours, theirs = target._lengths, value._lengths
         given = next((given for _, lengths, given in self.lengths.values() if lengths is ours), None)

@@ -21,7 +21,7 @@ from .._memory.transfer import transfer
 from .._tree.convert import Converted, convert
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
-from .._tree.ragged import Lengths, Ragged
+from .._tree.ragged import Lengths, Ragged, validated
 from .._tree.tree import TreeDict, dicts_of, field_encoder, kind_nested
 from .._tree.walk import NO_EXPORTS, all_on, as_shared, leaves, refuse_key
 
@@ -153,7 +153,8 @@ def _convert_items(
             parts = value._tensors()
             if any(part.device != target for part in parts):
                 value = value._rebuilt((_moved(part, target, moved, (*at, key)) for part in parts), moved[1])
-            staged[key] = value
+            # Unknown lengths are those of an attribute or of pytree, which validate nothing.
+            staged[key] = value if value._lengths.longest is not None else validated(value, (*at, key))
         elif isinstance(value, Mapping):
             staged[key] = _insert_nested(d, value, target, moved, (*at, key))
         elif d._has_fields and (rows := _ragged_rows(d, value, target, (*at, key))) is not None:

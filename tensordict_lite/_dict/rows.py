@@ -305,7 +305,8 @@ class Rows(Dataset[D]):
 
         Raises: ``KeyError`` for a missing key; ``TypeError`` or ``ValueError`` for other offsets, for a field whose
             rows differ in shape, and for a field with the name of the mask.
-        Cost: with ``within``, one pass over that field. A batch copies the rows of its windows, at once.
+        Cost: a batch copies the rows of its windows, at once. With ``within``, it also copies and compares that field
+        for each row of the batch and each offset from the lowest to the highest, so writes to the field are seen.
 
         >>> from torch.utils.data import DataLoader
         >>> from tensordict_lite import DeviceDict

@@ -19,7 +19,7 @@ import torch
 
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, runs_code
-from .._errors import DEPTH, Path, dotted, refuse_deeper, with_path
+from .._errors import DEPTH, Path, dotted, refuse_deeper
 from .missing import holds, missing_key
 from .policy import Encoders, Policy, options_from_json
 from .ragged import Lengths, Ragged, validated
@@ -364,13 +364,8 @@ class _Builder:
     def _ragged(self, node: RaggedNode, path: Path) -> Ragged:
         if node.offsets not in self._lengths:
             self._lengths[node.offsets] = Lengths(self._leaf(node.offsets), node.longest)
-        values, lengths = self._leaf(node.values), self._lengths[node.offsets]
-        if self._trusted:
-            return Ragged._new(values, lengths)
-        try:
-            return validated(values, lengths)
-        except (RuntimeError, ValueError) as error:
-            raise with_path(error, path) from error
+        rows = Ragged._new(self._leaf(node.values), self._lengths[node.offsets])
+        return rows if self._trusted else validated(rows, path)
 
     def _nested_class(self, cls: Any, key: str) -> Any:
         return cls._nested_class(key) or cls if self._classes is None else next(self._classes)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._errors import DeviceMismatchError, Path, described, device_mismatch, dotted
+from .._errors import DeviceMismatchError, Path, described, device_mismatch, dotted, with_path
 from .._memory.arguments import to_arguments
 from .._memory.cast import host_array, pin
 from .._memory.compare import equal
@@ -110,6 +110,13 @@ class Ragged:
         @offsets.setter
         def offsets(self, offsets: Tensor) -> None:
             self._lengths = Lengths(offsets)
+
+        @property
+        def rows(self) -> Any:
+            raise AttributeError(
+                "a Ragged is a value and has no .rows: r[3] is a row, r[2:5] and r[indices] are rows, len(r) counts "
+                'them; for the methods of d.rows, give it a key: DeviceDict({"x": r}).rows'
+            )
 
     def __init__(self, values: Any, offsets: Any) -> None:
         values, offsets = _as_tensor(values, "values"), _as_tensor(offsets, "offsets")
@@ -561,13 +568,22 @@ def checked(values: Any, offsets: Any) -> int | None:
     return int(offsets.diff().max()) if len(offsets) > 1 else 0
 
 
-def validated(values: Any, lengths: Lengths) -> Ragged:
-    """Rows from data that is not trusted. Raises ``ValueError``. What cannot be read here is trusted."""
-    longest = checked(values, lengths.offsets)
+def validated(rows: Ragged, path: Path) -> Ragged:
+    """``rows`` themselves, whose tensors are from a file, pytree or an attribute. Raises ``ValueError`` with ``path``.
+
+    Data that cannot be read here is trusted.
+    """
+    lengths = rows._lengths
+    try:
+        longest = checked(rows.values, lengths.offsets)
+    except (RuntimeError, ValueError) as error:
+        if not path:
+            raise
+        raise with_path(error, path) from error
     if longest is not None:
         lengths.longest = longest
-        lengths.offsets = narrowed(lengths.offsets, len(values))
-    return Ragged._new(values, lengths)
+        lengths.offsets = narrowed(lengths.offsets, len(rows.values))
+    return rows
 
 
 def rebuild_lengths(offsets: Any, longest: Any) -> Lengths:
@@ -581,9 +597,9 @@ def rebuild_ragged(values: Any, lengths: Any) -> Ragged:
     """Rebuild a pickled `Ragged`. Takes data only, and validates the data, since a file may be damaged or forged."""
     if type(lengths) is not Lengths:
         raise TypeError(f"expected the lengths of a pickled Ragged, got {described(lengths)}")
-    if isinstance(values, Tensor) and isinstance(lengths.offsets, Tensor):
-        return validated(values, lengths)
-    return Ragged._new(values, lengths)  # of a pytree with other leaves
+    rows = Ragged._new(values, lengths)
+    known = isinstance(values, Tensor) and isinstance(lengths.offsets, Tensor)  # a pytree may have other leaves
+    return validated(rows, ()) if known else rows
 
 
 def _from_left(side: Any) -> bool:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.utils import _recursive_to
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel.scatter_gather import gather, scatter
 from torch.utils.checkpoint import checkpoint
 
-from tensordict_lite import DeviceDict, Ragged, TypedDeviceDict
+from tensordict_lite import DeviceDict, DeviceMismatchError, Ragged, TypedDeviceDict
 
 
 class Obs(TypedDeviceDict):
@@ -147,6 +148,17 @@ def ragged_outputs(rank: int, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph", "fsdp2"])
 def test_a_ragged_field_as_an_output(mode: str) -> None:
     on_ranks(ragged_outputs, mode)
+
+
+def test_a_wrapper_with_a_device_moves_tensors_only() -> None:
+    """DDP with ``device_ids`` and FSDP2 move their inputs so. A ragged field in a dict raises, and none is lost."""
+    meta, field = torch.device("meta"), Ragged.from_rows([[1.0, 2.0], [3.0]])
+    d = DeviceDict({"x": torch.ones(2), "r": field})
+    assert _recursive_to(field, meta, False)[0] is field
+    with pytest.raises(DeviceMismatchError, match=r"^'r' is on cpu, this DeviceDict is on meta"):
+        _recursive_to(d, meta, False)
+    (moved,) = _recursive_to(d.to(meta), meta, False)
+    assert type(moved) is DeviceDict and moved["r"].device == meta and moved["r"].max_length == 2
 
 
 class Use(nn.Module):

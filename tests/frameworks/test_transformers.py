@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from checks import check_invariants
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tensordict_lite import DeviceDict, Tokenizer, TypedDeviceDict, collate, load
+from tensordict_lite import DeviceDict, DeviceMismatchError, Tokenizer, TypedDeviceDict, collate, load
 
 transformers = pytest.importorskip("transformers")
+from accelerate.data_loader import prepare_data_loader  # noqa: E402
 from transformers import (  # noqa: E402
     BatchEncoding,
     BatchFeature,
@@ -97,6 +100,25 @@ def test_trainer(cls: type[Any], tmp_path: Path) -> None:
     metrics = trainer.evaluate()
     predicted = trainer.predict(samples(cls))
     assert metrics["eval_loss"] > 0 and predicted.predictions.shape == (8, 2) and set(seen) == {cls}
+
+
+def test_trainer_moves_ragged_fields() -> None:
+    """`Trainer` gets batches from a loader of accelerate, which moves them. What it does after that changes nothing."""
+    meta, rows = torch.device("meta"), [{"ids": [1, 2], "x": 1.0}, {"ids": [3], "x": 2.0}]
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(device=meta), is_deepspeed_enabled=False)
+    trainer._prepare_input = partial(Trainer._prepare_input, trainer)
+
+    def bare(samples: Any) -> Any:
+        return {"ids": collate(samples, ragged=["ids"])["ids"]}
+
+    for join in (partial(collate, ragged=["ids"]), bare):
+        loader: Any = prepare_data_loader(DataLoader(rows, 2, collate_fn=join), meta, 1, 0, put_on_device=True)  # type: ignore[arg-type]
+        (batch,) = loader
+        out = trainer._prepare_input(batch)
+        assert type(out) is type(batch) and out["ids"].device == meta and out["ids"].max_length == 2
+    elsewhere = collate(rows, ragged=["ids"])
+    with pytest.raises(DeviceMismatchError, match=r"^'x' is on meta, this DeviceDict is on cpu"):
+        trainer._prepare_input(elsewhere)
 
 
 def test_encodings(tokenizer: Any) -> None:

@@ -92,6 +92,8 @@ assert_type(batch.tolist(), dict[str, Any])
 assert_type(batch.select("image"), "DeviceDict[Tensor]")
 assert_type(batch.drop("label"), "DeviceDict[Tensor]")
 assert_type(collate([{"image": x}], cls=Batch), Batch)
+tokens: DeviceDict[Any] = collate([{"ids": [1]}], ragged=["ids"])  # its fields are not tensors
+assert_type(tokens["ids"].max_length, Any)
 
 batch.image = x
 batch.obs = Obs(state=x)
