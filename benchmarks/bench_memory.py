@@ -1,9 +1,11 @@
-"""Compare the most memory that operations take, beside what their operands take.
+"""Compare the most memory that operations take, beside what their operands take, and what a kept label keeps.
 
     python benchmarks/bench_memory.py [--quick] [--rounds N] [--only TEXT] [--json PATH]
 
 Measured is the peak of the resident memory during the operation, less the resident memory before it, as a multiple of
 the bytes of the data: 256 MiB. The pages of a mapped file that are read count. It needs Linux.
+
+A loop over a DataLoader appends the label of each batch to a list. Measured are the bytes of the storages of the list.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ import torch
 from bench_disk import FORMATS, read
 from containers import TensorDict, as_tensordict
 from harness import DICT, OURS, PEER, Case, Fields, Prepare, Run, equal_fields, folder, main
-from torch.utils.data import default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
 
 from tensordict_lite import DeviceDict, cat, collate
 
 SAMPLES, FIELDS, NUMBERS = 32, 8, 1 << 18  # a field of a sample has 1 MiB
 PROCESS = Path("/proc/self")
+BATCHES, IMAGES = 20, 64
 Action = Callable[[Any], Any]
 
 
@@ -91,8 +95,56 @@ def disk(operation: str) -> Case:
     return Case(operation, "", {who: of(form) for form, who in ON_DISK.items()}, fields, unit="of the data")
 
 
+def consolidated(dicts: list[Any]) -> Any:
+    return torch.stack(dicts).consolidate(share_memory=True)
+
+
+COLLATES: dict[str, tuple[Action, Action]] = {  # the container of a sample, and what makes a batch of samples
+    OURS: (dict, collate),
+    DICT: (dict, default_collate),
+    "TensorDict consolidated": (partial(as_tensordict, batch_dims=0), consolidated),
+    "TensorDict lazy_stack": (partial(as_tensordict, batch_dims=0), TensorDict.lazy_stack),
+}
+
+
+def images() -> list[Fields]:
+    """The samples of a batch: an image of 120 KB, and its label."""
+    return [{"image": torch.zeros(3, 200, 200, dtype=torch.uint8), "label": torch.tensor(i)} for i in range(IMAGES)]
+
+
+def labels(loader: DataLoader[Any]) -> list[Tensor]:
+    return [batch["label"] for batch in loader]
+
+
+def kept(loader: DataLoader[Any]) -> float:
+    storages = [label.untyped_storage() for label in labels(loader)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def keep(workers: int) -> Case:
+    def of(who: str) -> Prepare:
+        container, batch = COLLATES[who]
+
+        def prepare(data: list[Fields]) -> Run:
+            order: Any = [range(IMAGES)] * BATCHES
+            loader = DataLoader([*map(container, data)], batch_sampler=order, num_workers=workers, collate_fn=batch)
+            return Run(partial(labels, loader), partial(kept, loader))
+
+        return prepare
+
+    where = f"{workers} worker{'' if workers == 1 else 's'}"
+    return Case(
+        f"keep the labels of {BATCHES} batches, {where}",
+        f"{IMAGES} images of 120 KB",
+        {who: of(who) for who in COLLATES},
+        images,
+        unit="bytes",
+        at_most=1,
+    )
+
+
 def cases() -> list[Case]:
-    return [*map(join, JOINS), disk("`save`"), disk("`load`, and read every value")]
+    return [*map(join, JOINS), disk("`save`"), disk("`load`, and read every value"), keep(0), keep(1)]
 
 
 if __name__ == "__main__":

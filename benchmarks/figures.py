@@ -101,23 +101,22 @@ class Table:
 OPERATION = {"operation": "operation"}
 OPERATION_FIELDS = {"operation": "operation", "fields": "fields"}
 CONSOLIDATED = {"TensorDict, consolidated (x)": "TensorDict consolidated"}
-IN_README = (
-    "read one field", "write 80 fields", "construct", "cast of every tensor", "clone", "stack 32 dicts",
-    "receive a batch from a DataLoader worker",
-)  # fmt: skip
 ON_PAGE = (
     "`.to()` on the current device", "cast of every tensor", "`numpy`", "clone", "read one field", "write 80 fields",
     "construct", "one row", "stack 32 dicts", "1000 strings in", "1000 strings out", "import after torch",
 )  # fmt: skip
 BESIDE_FORMATS = ("write", "256 rows", "4096 rows")
 LOADED = ("8 x 64 float32", "40 x 16 float32", "200 x 4 float32", "4 images")
-FROM_RESULTS = {
-    "speed": Table(
-        "peers",
-        OPERATION,
-        {"DeviceDict (µs)": OURS, "plain dict and a loop (µs)": DICT, "tensordict (µs)": PEER},
-        IN_README,
+IN_README = Table(
+    "peers",
+    OPERATION,
+    {"DeviceDict (µs)": OURS, "plain dict and a loop (µs)": DICT, "tensordict (µs)": PEER},
+    (
+        "read one field", "write 80 fields", "construct", "cast of every tensor", "clone", "stack 32 dicts",
+        "receive a batch from a DataLoader worker",
     ),
+)  # fmt: skip
+FROM_RESULTS = {
     "operations": Table(
         "peers",
         OPERATION,
@@ -205,8 +204,35 @@ def memory() -> Rows:
     """The most memory of each operation, as a multiple of the data, with a column for each contender."""
     found = [["operation", "DeviceDict", "plain dicts", "TensorDict"]]
     for one in lines("memory"):
-        found.append([one["operation"], *(number(one["medians"][who]) for who in (OURS, DICT, PEER))])
+        if one["unit"] == "of the data":
+            found.append([one["operation"], *(number(one["medians"][who]) for who in (OURS, DICT, PEER))])
     return found
+
+
+KEPT = {
+    "DeviceDict (KB)": OURS,
+    "torch, `default_collate` (KB)": DICT,
+    "tensordict, `lazy_stack` (KB)": "TensorDict lazy_stack",
+    "tensordict, `consolidate` (KB)": "TensorDict consolidated",
+}
+
+
+def kept() -> Rows:
+    """What a list of labels keeps alive, with a column for each way to make a batch."""
+    found = [["labels of 20 batches of 64 images", *KEPT]]
+    for one in lines("memory"):
+        what, _, where = one["operation"].partition(", ")
+        if what.startswith("keep"):
+            found.append([where, *(number(one["medians"][who] / 1000) for who in KEPT.values())])
+    return found
+
+
+def speed() -> Rows:
+    """Times in µs, and the last row of `kept`."""
+    (_, *heads), *times = IN_README()
+    ours, plain, _, peer = kept()[-1][1:]
+    memory = ["kept labels of 20 batches (KB)", ours, plain, peer]
+    return [["operation", *(head.removesuffix(" (µs)") for head in heads)], *times, memory]
 
 
 def ranks() -> Rows:
@@ -362,7 +388,8 @@ def programs() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     **FROM_RESULTS,
-    **{table.__name__: table for table in (descriptors, memory, ranks, tasks, order, outputs, slower, programs)},
+    **{table.__name__: table for table in (descriptors, speed, memory, kept, ranks, tasks, order, outputs)},
+    **{table.__name__: table for table in (slower, programs)},
 }
 
 
