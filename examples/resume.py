@@ -1,128 +1,117 @@
-"""Kill a training in the middle of an epoch, and go on from its last checkpoint, bit for bit.
+"""Train on two sources, get killed on two ranks, and go on: on two ranks bit for bit, on three without losing a row.
 
-    python examples/resume.py [--rows 6000] [--workers 2] [--out examples/out]
+    python examples/resume.py
 
-The data is the table of `table.py`, and the network has dropout. A checkpoint has the weights, their moving average,
-the optimizer, the random generator and the order of the rows. A second process trains, saves, and kills itself. Then
-this process goes on, and ends with the same weights as a training without a stop.
+Three of four rows are texts, one is code. A batch has 128 tokens at most, and the ranks get equal numbers of tokens.
+Every 10 steps, rank 0 saves the weights, the optimizer, the random generator, and the order of the rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
-import shutil
 import signal
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from table import BATCH, new_model, pixels, write
-from torch import nn
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tensordict_lite import BatchOrder, DeviceDict, collate, load, prefetch
+from tensordict_lite import BatchOrder, DeviceDict, JoinedRows, Ragged, collate, prefetch
 
-HERE = Path(__file__).parent
-EPOCHS, SAVE_EVERY = 2, 10  # a checkpoint every 10 steps
-
-
-class Training:
-    """Everything that a checkpoint needs."""
-
-    def __init__(self, folder: Path, workers: int) -> None:
-        torch.manual_seed(0)
-        table = load(folder / "stripes").select("image", "direction")
-        self.model = nn.Sequential(nn.Dropout(0.1), new_model())
-        self.weights = DeviceDict(self.model.state_dict())  # the tensors of the model, which training changes in place
-        self.average = self.weights.clone()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
-        self.order = BatchOrder(table.rows, BATCH, shuffle=True, seed=0)
-        loader = DataLoader(table.rows, batch_sampler=self.order, num_workers=workers, collate_fn=collate)
-        self.batches = prefetch(loader, "cpu")
-        self.checkpoint = folder / "resume.pt"
-        self.step = 0
-
-    def train(self, save: bool = False, killed_at: int | None = None) -> None:
-        for _ in self.order.epochs(EPOCHS):  # from the epoch of the checkpoint
-            for batch in self.batches:  # the batches that are left in it
-                loss = F.cross_entropy(self.model(pixels(batch["image"])), batch["direction"])
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
-                self.average.lerp_(self.weights, 0.05)
-                self.step += 1
-                if save and self.step % SAVE_EVERY == 0:
-                    self.save()
-                if self.step == killed_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-    def save(self) -> None:
-        state = {
-            "model": self.weights,
-            "average": self.average,
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "order": self.batches.state_dict(),
-            "step": self.step,
-        }
-        torch.save(state, self.checkpoint.with_suffix(".tmp"))
-        self.checkpoint.with_suffix(".tmp").replace(self.checkpoint)  # a kill leaves a whole checkpoint
-
-    def resume(self) -> None:
-        state: dict[str, Any] = torch.load(self.checkpoint, weights_only=True)
-        self.weights.copy_(state["model"])
-        self.average.copy_(state["average"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.batches.load_state_dict(state["order"])
-        self.step = state["step"]
-        torch.set_rng_state(state["rng"])  # `prefetch` over a BatchOrder draws nothing from this generator
+TEXTS, CODE, TOKENS, SAVE_EVERY, KILLED_AT = 600, 100, 128, 10, 25
 
 
-def train_and_die(folder: Path, workers: int, killed_at: int) -> None:
+def table(first: int, count: int, label: int) -> DeviceDict[Any]:
+    """Sequences of 5 to 34 tokens. Both labels have half of their tokens in common."""
+    ids = [torch.randint(20 * label, 20 * label + 40, (length,)) for length in torch.randint(5, 35, (count,)).tolist()]
+    row = torch.arange(first, first + count)
+    return DeviceDict({"ids": Ragged.from_rows(ids), "row": row, "label": torch.full_like(row, label)})
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(60, 2)
+
+    def forward(self, ids: Ragged) -> Tensor:
+        return F.dropout(self.bag(ids.values, ids.offsets[:-1]), 0.1)
+
+
+def train(rank: int, world: int, folder: Path, name: str, resumed: bool, killed_at: int) -> None:
+    """Train one epoch on one rank."""
     torch.set_num_threads(1)
-    Training(folder, workers).train(save=True, killed_at=killed_at)
+    dist.init_process_group("gloo", init_method=f"file://{folder / name}.meeting", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    sources = [table(0, TEXTS, 0), table(TEXTS, CODE, 1)]
+    orders = [BatchOrder(each.rows, tokens=TOKENS, lengths=each["ids"].lengths, shuffle=True) for each in sources]
+    # With `drop_last`, each rank has as many steps.
+    order = BatchOrder.mix(orders, [3, 1], tokens=TOKENS, stop="all", rank=rank, world=world, drop_last=True)
+    batches = prefetch(DataLoader(JoinedRows(sources), batch_sampler=order, collate_fn=collate), "cpu")
+    model = DistributedDataParallel(Classifier())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seen, step = torch.zeros(TEXTS + CODE, dtype=torch.int64), 0  # how often each row came
+    if resumed:
+        state: dict[str, Any] = torch.load(folder / "killed.pt", weights_only=True)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        batches.load_state_dict(state["order"])
+        seen, step = state["seen"] if rank == 0 else seen, state["step"]
+        torch.set_rng_state(state["rng"][rank % len(state["rng"])])  # `prefetch` draws nothing from this generator
+
+    def save() -> None:
+        everywhere, rng = seen.clone(), [torch.get_rng_state() for _ in range(world)]
+        dist.all_reduce(everywhere)
+        dist.all_gather(rng, rng[0].clone())
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng}
+        state |= {"order": batches.state_dict(), "seen": everywhere, "step": step}
+        if rank == 0:
+            torch.save(state, folder / f"{name}.tmp")  # then rename it: a kill leaves a whole checkpoint
+            (folder / f"{name}.tmp").replace(folder / f"{name}.pt")
+
+    for batch in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch["ids"]), batch["label"]).backward()
+        optimizer.step()
+        seen[batch["row"]] += 1
+        step += 1
+        if step % SAVE_EVERY == 0:
+            save()
+        if step == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    save()
+    if rank == 0:
+        print(f"{name}: step {step}, {batches.report()}", flush=True)
+    dist.destroy_process_group()
 
 
-def run(folder: Path, rows: int, workers: int) -> int:
-    """Run the program. Returns the step of the checkpoint. Raises SystemExit if the resumed training differs."""
-    write(folder / "stripes", rows)
-    whole = Training(folder, workers)
-    whole.train()
-    print(f"without a stop: {whole.step} steps in {EPOCHS} epochs")
+def run(folder: Path) -> None:
+    """Raise ``SystemExit`` if a weight differs, or if a row was lost or came again."""
 
-    killed_at = whole.step * 3 // 4
-    process = multiprocessing.get_context("spawn").Process(target=train_and_die, args=(folder, workers, killed_at))
-    process.start()
-    process.join()
-    print(f"killed after step {killed_at}, in the middle of an epoch: exit code {process.exitcode}")
+    def start(world: int, name: str, resumed: bool, killed_at: int = 0) -> Any:
+        mp.start_processes(train, (world, folder, name, resumed, killed_at), nprocs=world, start_method="spawn")
+        return torch.load(folder / f"{name}.pt", weights_only=True)
 
-    resumed = Training(folder, workers)
-    resumed.resume()
-    saved, epoch, row = resumed.step, resumed.order.epoch, resumed.batches.state_dict()["position"]
-    print(f"resumed at step {saved}: epoch {epoch}, {row} of {rows} rows taken")
-    resumed.train()
-    if resumed.step != whole.step or resumed.weights != whole.weights or resumed.average != whole.average:
+    whole = start(2, "whole", resumed=False)
+    try:
+        start(2, "killed", resumed=False, killed_at=KILLED_AT)
+    except mp.ProcessExitedException as error:
+        print(f"killed after step {KILLED_AT}: {error.signal_name}")
+    same, other = start(2, "two ranks again", resumed=True), start(3, "three ranks", resumed=True)
+    if any(not weight.equal(same["model"][key]) for key, weight in whole["model"].items()):
         raise SystemExit("the weights differ after the resumption")
-    print(f"at step {resumed.step}, the weights and their moving average are equal, bit for bit")
-    return saved
-
-
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rows", type=int, default=6000)
-    options.add_argument("--workers", type=int, default=2)
-    options.add_argument("--out", type=Path, default=HERE / "out")
-    given = options.parse_args()
-    torch.set_num_threads(1)
-    shutil.rmtree(given.out / "stripes", ignore_errors=True)
-    given.out.mkdir(parents=True, exist_ok=True)
-    if not run(given.out, given.rows, given.workers):
-        sys.exit("no checkpoint was saved")
+    print("on two ranks: the same weights, bit for bit")
+    texts, code = other["seen"].split([TEXTS, CODE])
+    if texts.max() > 1 or code.max() > 2 or code.min() < 1:
+        raise SystemExit("a row came again, or was lost")
+    print(f"on three ranks: {texts.sum()} of {TEXTS} texts came once, the last step is left out")
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder))

@@ -87,15 +87,18 @@ def test_a_table_over_the_memory_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_bit_for_bit_and_on_other_ranks() -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES / "resume.py")]
-    command += ["--out", str(tmp_path), "--rows", "2000", "--workers", "1"]
     environment = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    assert "killed after step 12, in the middle of an epoch: exit code -9" in done.stdout
-    assert "resumed at step 10: epoch 1, 512 of 2000 rows taken" in done.stdout
-    assert "at step 16, the weights and their moving average are equal, bit for bit" in done.stdout
+    assert "killed after step 25: SIGKILL\n" in done.stdout
+    assert "on two ranks: the same weights, bit for bit\n" in done.stdout
+    assert "on three ranks: 591 of 600 texts came once, the last step is left out\n" in done.stdout
+    batches = re.findall(r"^(.*): step (\d+), (\d+) batches in", done.stdout, re.MULTILINE)
+    assert batches == [("whole", "60", "60"), ("two ranks again", "60", "40"), ("three ranks", "46", "26")]
+    assert len(re.findall(r"^  waiting .* ms a step", done.stdout, re.MULTILINE)) == 3
+    assert len((EXAMPLES / "resume.py").read_text(encoding="utf-8").splitlines()) < 120
 
 
 # The gallery. Each example runs in this process, which has imported torch already. `plain_NAME` does the same with
