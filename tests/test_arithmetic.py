@@ -77,13 +77,13 @@ class TestMap:
             (
                 lambda e: e.update(d=1.5),
                 TypeError,
-                "'d' is a float in the other mapping, expected a tensor; DeviceDict(other) makes tensors of numbers",
+                "'d': expected a tensor, got a float in the other mapping; DeviceDict(...) makes tensors of numbers",
             ),
-            (lambda e: e.update(d={"x": 1}), TypeError, "'d' is a mapping in the other mapping, expected a tensor"),
+            (lambda e: e.update(d={"x": 1}), TypeError, "'d': expected a tensor, got a mapping in the other mapping"),
             (
                 lambda e: e.update(n=torch.ones(1)),
                 TypeError,
-                "'n' is float32[1] in the other mapping, expected a mapping",
+                "'n': expected a mapping, got float32[1] in the other mapping",
             ),
             (
                 lambda e: e["n"].update(b=torch.ones(5, device="meta")),
@@ -118,7 +118,7 @@ class TestMap:
     def test_kept_objects_stay_and_typed_dicts_are_validated(self) -> None:
         d = DeviceDict({"x": 1.0, "o": object}, objects="keep")
         assert d.map(torch.add, {"x": torch.ones(()), "o": 3})["o"] is object
-        with pytest.raises(TypeError, match=r"^'o' is float32\[1\] in the other mapping, expected an object"):
+        with pytest.raises(TypeError, match=r"^'o': expected an object, got float32\[1\] in the other mapping$"):
             d.map(torch.add, {"x": torch.ones(()), "o": torch.ones(1)})
 
         class Point(TypedDeviceDict):

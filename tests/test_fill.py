@@ -130,7 +130,7 @@ class TestErrors:
                 r"'x' is float32\[2, 3\] in this DeviceDict, got float16\[2, 3\]",
             ),
             ({"n": {"y": 3}}, ValueError, r"'n\.y' is int64\[2\] in this DeviceDict, got int64\[\]; fill_ casts"),
-            ({"n": torch.ones(2)}, ValueError, r"'n' is a mapping in this DeviceDict, got float32\[2\]$"),
+            ({"n": torch.ones(2)}, TypeError, r"^'n': expected a mapping, got float32\[2\] in the given mapping$"),
             ({"n": {}}, ValueError, r"the given mapping lacks 'n\.y', which this DeviceDict has$"),
             ({"z": 1}, ValueError, "the given mapping has 'z', which this DeviceDict lacks$"),
             (

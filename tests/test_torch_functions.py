@@ -123,7 +123,7 @@ class TestTable:
             torch.split(DeviceDict({"a": torch.ones(2), "b": torch.ones(3)}), 1)
         with pytest.raises(IndexError, match=r"^'n\.y' has 1 dimensions, no dim=1 to chunk along$"):
             torch.chunk(d, 2, dim=1)
-        with pytest.raises(TypeError, match=r"^'o' is a kept list, which torch\.unbind cannot cut; use d\.rows$"):
+        with pytest.raises(TypeError, match=r"^'o' is a list, which torch\.unbind cannot cut; use d\.rows\.split"):
             torch.unbind(DeviceDict({"x": [1.0], "o": [object]}, objects="keep"))
 
     def test_clone_and_detach(self) -> None:

@@ -16,9 +16,10 @@ from .._errors import Path, described, dotted
 from .._memory.dtypes import NUMPY_DTYPES, as_bits
 from .._memory.layout import Sizes
 from .._memory.packed import packable
+from .._tree.fields import ragged_paths
 from .._tree.missing import closest
 from .._tree.ragged import Ragged, Side
-from .._tree.tree import TreeDict, ragged_paths
+from .._tree.tree import TreeDict
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -192,7 +193,7 @@ def refuse_nested(option: str, keys: Iterable[Any], batch: TreeDict[Any]) -> Non
     """Raise ``ValueError`` for a key of fields that names a dict of fields. Fields made of lists of mappings may."""
     for key in keys:
         found = batch.get(key)
-        if isinstance(found, TreeDict) and found and next(ragged_paths(found), None) is None:
+        if isinstance(found, TreeDict) and found and not ragged_paths(found):
             raise ValueError(f"{option} names {key!r}, which is a nested dict; name its fields: {', '.join(found)}")
 
 

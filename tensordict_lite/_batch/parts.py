@@ -18,10 +18,10 @@ from .._dict.rows import Rows
 from .._errors import Path
 from .._files.atomic_write import FilePath
 from .._tables.format import PART
+from .._tree.fields import fields, ragged_paths
 from .._tree.policy import Encoders
 from .._tree.ragged import Ragged
 from .._tree.row_index import row_index
-from .._tree.tree import fields_of, ragged_paths
 from .join import cat, decided_values, raise_mismatch
 
 _WRITTEN_AT_ONCE = 1 << 16
@@ -56,9 +56,9 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         found = [d._dict if isinstance(d, Rows) else d for d in dicts]
         self.parts: list[DeviceDict[Any]] = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in found]
         cat([d.rows[:0] for d in self.parts])  # raises for another schema
-        for path, field, _ in fields_of(self.parts[0]):
+        for path, _, first, *_ in fields(self.parts[0]):
             values: list[Any] = [d[path] for d in cast("list[Any]", self.parts)]
-            if isinstance(field, Ragged):
+            if isinstance(first, Ragged):
                 for i, value in enumerate(decided_values(values)):
                     if value is not values[i].values:  # without values: it gets the dtype of the other parts
                         self.parts[i] = self.parts[i].copy()

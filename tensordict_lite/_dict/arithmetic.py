@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory, with_path
+from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory
 from .._memory.dense import is_dense
 from .._memory.device import intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES, dtype_of
 from .._memory.write import FOREACH_CLASSES, Call, Risky, overlap_partly, plain, refusal, unlike, write_all
-from .._tree.missing import refuse_other_keys
-from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict, data_of, data_paths, decode_field, field_encoder
+from .._tree.fields import data_paths, fields, paired
+from .._tree.kinds import KEPT, RAGGED
+from .._tree.tree import TreeDict, data_in, data_of
 from .._tree.walk import only_tensors
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
@@ -45,43 +45,20 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
             f"{called} takes mappings with the keys of this {type(d).__name__}, got {described(other)}; "
             "bind any other value in a lambda"
         )
-    found: list[Tensor] = []
-    _match_level(d, other, d._device, (), found)
+    device, values = d._device, list(other.values())
+    flat = list(d) == list(other) and only_tensors((*d.values(), *values))
+    if flat and [tensor.device for tensor in values].count(device) == len(values):
+        return values
+    found: list[Any] = []
+    for field, theirs in paired(d, other, "the other mapping", f"this {type(d).__name__}"):
+        if field.kind is KEPT:
+            continue
+        if device is not None and theirs.device != device:
+            _refuse_device(field.path, device, theirs.device)
+        if field.kind is RAGGED:
+            _refuse_other_lengths(field.value.offsets, theirs.offsets, field.path)
+        found.append(data_in(theirs))
     return found
-
-
-def _match_level(
-    d: TreeDict[Any], other: Mapping[str, Any], device: torch.device | None, at: Path, found: list[Tensor]
-) -> None:
-    if list(d) == list(other):
-        values = list(other.values())
-    else:
-        refuse_other_keys(d, other, at, "the other mapping", f"this {type(d).__name__}")
-        values = [other[key] for key in d]
-    if only_tensors((*d.values(), *values)) and [t.device for t in values].count(device) == len(values):
-        found += values
-        return
-    for (key, value), theirs in zip(d.items(), values, strict=True):
-        path = (*at, key)
-        if isinstance(value, Tensor):
-            if not isinstance(theirs, Tensor):
-                _refuse_kind(path, theirs, "a tensor; DeviceDict(other) makes tensors of numbers")
-            if device is not None and theirs.device != device:
-                _refuse_device(path, device, theirs.device)
-            found.append(theirs)
-        elif isinstance(value, Ragged):
-            if not isinstance(theirs, Ragged):
-                _refuse_kind(path, theirs, "a Ragged")
-            if device is not None and theirs.device != device:
-                _refuse_device(path, device, theirs.device)
-            _refuse_other_lengths(value.offsets, theirs.offsets, path)
-            found.append(theirs.values)
-        elif isinstance(value, TreeDict):
-            if not isinstance(theirs, Mapping):
-                _refuse_kind(path, theirs, "a mapping")
-            _match_level(value, theirs, device, path, found)
-        elif isinstance(theirs, (Tensor, Ragged, Mapping)):
-            _refuse_kind(path, theirs, f"an object: it is a kept {type(value).__name__} in this dict")
 
 
 def _refuse_other_lengths(ours: Tensor, theirs: Tensor, path: Path) -> None:
@@ -90,10 +67,6 @@ def _refuse_other_lengths(ours: Tensor, theirs: Tensor, path: Path) -> None:
         raise ValueError(
             f"{dotted(path)} has rows of other lengths in the other mapping; give it rows of the same lengths"
         )
-
-
-def _refuse_kind(path: Path, value: Any, expected: str) -> NoReturn:
-    raise TypeError(f"{dotted(path)} is {described(value)} in the other mapping, expected {expected}")
 
 
 def _refuse_device(path: Path, expected: torch.device, actual: torch.device) -> NoReturn:
@@ -107,19 +80,17 @@ def _refuse_device(path: Path, expected: torch.device, actual: torch.device) -> 
     )
 
 
-def refuse_encoded(d: TreeDict[Any], called: str, at: Path = ()) -> None:
+def refuse_encoded(d: TreeDict[Any], called: str) -> None:
     """Raise ``TypeError`` for the first field of encoded strings: arithmetic would make other strings of them."""
     encoders = d._policy.encoders
     if not encoders and only_tensors(d.values()):
         return
-    for key, value in d.items():
-        if field_encoder(d, key) is not None:
+    for field in fields(d):
+        if field.encoder is not None:
             raise TypeError(
-                f"{dotted((*at, key))} holds encoded strings, which {called} would change; "
-                f"leave it out: drop({key!r}) shares the tensors of the other fields"
+                f"{dotted(field.strings)} holds encoded strings, which {called} would change; "
+                f"leave it out: drop({field.strings[-1]!r}) shares the tensors of the other fields"
             )
-        if isinstance(value, TreeDict):
-            refuse_encoded(value, called, (*at, key))
 
 
 def call_each(d: TreeDict[Any], function: Callable[..., Any], *others: Sequence[Any]) -> list[Any]:
@@ -369,28 +340,3 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
         together = dtype in FOREACH_DTYPES and not (intercepted() or any(map(_is_foreign, group)))
         norms += torch._foreach_norm(group, order) if together else [torch.linalg.vector_norm(t, order) for t in group]
     return torch.linalg.vector_norm(torch.stack(norms), order)
-
-
-def tolist(d: Any, at: Path = ()) -> Any:
-    """The fields of a dict on the CPU as Python numbers, lists and strings: see `DeviceDict.tolist`."""
-    out: dict[str, Any] = {}
-    for key, value in d.items():
-        path = (*at, key)
-        if (encoder := field_encoder(d, key)) is not None:
-            out[key] = decode_field(encoder, value, path)
-        elif isinstance(value, Tensor):
-            out[key] = _tensor_to_list(value, path)
-        elif isinstance(value, TreeDict):
-            out[key] = tolist(value, path)
-        elif isinstance(value, Ragged):
-            out[key] = [_tensor_to_list(row, path) for row in value.unbind()]
-        else:
-            out[key] = value
-    return out
-
-
-def _tensor_to_list(tensor: Tensor, path: Path) -> Any:
-    try:
-        return [one.tolist() for one in tensor.unbind()] if tensor.is_nested else tensor.tolist()
-    except (RuntimeError, TypeError) as error:
-        raise with_path(error, path, "; convert it first") from error

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from .._encoders.protocol import decode_nested, padding
 from .._errors import Path, described, dotted
 from .._memory.row_copies import group_equal
+from .._tree.fields import field_of
 from .._tree.tree import TreeDict, field_encoder
 from .._tree.walk import as_path
 from .row_values import row_value
@@ -25,7 +26,7 @@ def equal_to(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     if field.is_nested:
         raise TypeError(f"{dotted(path)} is {described(field)}; equal compares fields whose rows have one shape")
     encoder = field_encoder(owner, path[-1])
-    wanted = row_value(owner, path[-1], value, path[:-1])
+    wanted = row_value(field_of(owner, path[-1], path[:-1]), value)
     if not isinstance(wanted, Tensor) or np.ndim(value) > 1:
         raise TypeError(f"{dotted(path)}: equal takes one value or a flat list of values, got {described(value)}")
     lead = field.dim() - (wanted.dim() - np.ndim(value))  # without the dimensions of a code

@@ -32,10 +32,12 @@ from .._tables.reader import read_table
 from .._tree import encoding, sendable
 from .._tree.columns import RaggedColumn, arrow_items, pandas_items
 from .._tree.compare import equal_trees
+from .._tree.fields import data_paths, kind_of, refuse_ragged, tolist
+from .._tree.kinds import KEPT, Field
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict, V, builtin_dict, data_paths, decode_field, refuse_ragged
+from .._tree.tree import TreeDict, V, builtin_dict
 from .._tree.walk import Items, as_dict, as_path, components, leaves, nbytes, only_tensors, refuse_key
 from . import arithmetic, by_value, torch_functions
 from .fill import fill_
@@ -908,10 +910,14 @@ class DeviceDict(TreeDict[V]):
         codes: Any = self[key]
         node, last = self._walk(path)
         encoder = node._policy.encoder(last)
-        if not isinstance(codes, (Tensor, Ragged, TreeDict)):
+        kind = kind_of(codes, encoder)
+        if kind is KEPT:
             raise TypeError(f"{dotted(path)} is a kept {type(codes).__name__}, not encoded strings")
         hint = "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
-        return decode_field(encoder, codes, path, hint)
+        try:
+            return kind.tolist(Field(path, node, codes, encoder, kind), None)
+        except (TypeError, ValueError) as error:
+            raise with_path(error, path, hint) from error
 
     # --- arithmetic ---
 
@@ -1036,8 +1042,9 @@ class DeviceDict(TreeDict[V]):
                 converted first, with the options of this dict.
             non_blocking: as in `to`. True: do not change a pinned source before the copy is complete.
 
-        Raises: ``ValueError`` that names the field for other keys, dtypes, shapes or encoders; ``RuntimeError`` for a
-            field that cannot be written, such as an expanded tensor; the errors of `to`. Nothing is written then.
+        Raises: ``ValueError`` that names the field for other keys, dtypes, shapes or encoders; ``TypeError`` for a
+            value of another kind, such as a number for a ragged field; ``RuntimeError`` for a field that cannot be
+            written, such as an expanded tensor; the errors of `to`. Nothing is written then.
         Cost: the copies and waits of `to`, then one ``torch._foreach_copy_`` for each dtype, on the device.
 
         >>> static = DeviceDict({"x": torch.zeros(2), "name": ["Grace", "Bo"]})
@@ -1076,7 +1083,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"loss": 0.5, "n": {"ids": [1, 2]}, "name": ["Ada", "Bo"]}).tolist()
         {'loss': 0.5, 'n': {'ids': [1, 2]}, 'name': ['Ada', 'Bo']}
         """
-        return arithmetic.tolist(self if self._device is None or self._device == CPU else self.cpu())
+        return tolist(self if self._device is None or self._device == CPU else self.cpu())
 
     # --- functions of torch ---
 
@@ -1371,26 +1378,18 @@ def _unshareable(tensor: Tensor) -> str:
 def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in d.items():
-        if isinstance(value, Tensor):
-            try:
-                array = host_array(value)
-            except TypeError as error:
-                raise with_path(error, (*at, key)) from error
-            out[key] = np.array(array) if copy else array
-        elif isinstance(value, Ragged):
-            out[key] = _numpy_rows(value, copy, (*at, key))
-        elif isinstance(value, TreeDict):
+        if type(value) is not Tensor and isinstance(value, TreeDict):
             out[key] = _numpy(value, copy, (*at, key))
-        else:
-            out[key] = value
+            continue
+        try:
+            if isinstance(value, Tensor):
+                array = host_array(value)
+                out[key] = np.array(array) if copy else array
+            else:
+                out[key] = value.numpy(copy) if isinstance(value, Ragged) else value
+        except TypeError as error:
+            raise with_path(error, (*at, key)) from error
     return out
-
-
-def _numpy_rows(rows: Ragged, copy: bool, path: Path) -> dict[str, Any]:
-    try:
-        return rows.numpy(copy)
-    except TypeError as error:
-        raise with_path(error, path) from error
 
 
 def flatten_into(items: dict[str, Any], encoders: dict[str, Any], d: TreeDict[Any], sep: str, at: Path = ()) -> None:

@@ -18,11 +18,11 @@ from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._memory.write import Call, copies, overlap, plain, refusal, share_memory, write_all
-from .._tree.missing import refuse_other_keys
+from .._tree.fields import fields, paired
+from .._tree.kinds import KEPT, RAGGED, fit_codes
 from .._tree.ragged import Lengths, Ragged, validated
-from .._tree.tree import TreeDict, builtin_dict, field_encoder
+from .._tree.tree import TreeDict, builtin_dict
 from .insert import insert
-from .row_values import fit_codes
 
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -36,7 +36,7 @@ def fill_(d: D, other: Any, non_blocking: bool) -> D:
         given._device = None
         insert(given, other)
     filling = _Filling(f"this {type(d).__name__}")
-    filling.add_dict(d, given, ())
+    filling.add_dict(d, given)
     filling.run(d._device, given._device, non_blocking)
     return d
 
@@ -53,24 +53,17 @@ class _Filling:
         self.lengths: dict[int, tuple[Path, Lengths, Lengths]] = {}
         """The lengths of rows, and the new ones, by the index of their offsets in `targets`."""
 
-    def add_dict(self, d: TreeDict[Any], other: TreeDict[Any], at: Path) -> None:
-        refuse_other_keys(d, other, at, "the given mapping", self.name)
-        for key, target in d.items():
-            path, value = (*at, key), builtin_dict.__getitem__(other, key)
-            if isinstance(target, TreeDict) and isinstance(value, TreeDict):
-                self.add_dict(target, value, path)
-            elif isinstance(target, Ragged) and isinstance(value, Ragged):
-                encoder = field_encoder(d, key)
-                agree(encoder, field_encoder(other, key), path)
-                self.add_ragged(target, value, encoder, path)
-            elif isinstance(target, Tensor) and isinstance(value, Tensor):
-                encoder = field_encoder(d, key)
-                agree(encoder, field_encoder(other, key), path)
-                self.add_tensor(target, fit_codes(target, value, encoder, path), path)
-            elif isinstance(target, (Tensor, Ragged, TreeDict)) or isinstance(value, (Tensor, Ragged, TreeDict)):
-                raise ValueError(f"{dotted(path)} is {described(target)} in {self.name}, got {described(value)}")
+    def add_dict(self, d: TreeDict[Any], other: TreeDict[Any]) -> None:
+        encoders = {field.path: field.encoder for field in fields(other)}
+        for field, value in paired(d, other, "the given mapping", self.name):
+            if field.kind is KEPT:
+                self.objects.append(partial(builtin_dict.__setitem__, field.owner, field.path[-1], value))
+                continue
+            agree(field.encoder, encoders[field.path], field.path)
+            if field.kind is RAGGED:
+                self.add_ragged(field.value, value, field.encoder, field.path)
             else:
-                self.objects.append(partial(builtin_dict.__setitem__, d, key, value))
+                self.add_tensor(field.value, fit_codes(field.value, value, field.encoder, field.path), field.path)
 
     def add_ragged(self, target: Ragged, value: Ragged, encoder: object, path: Path) -> None:
         validated(value, path)  # attributes and pytree validate nothing

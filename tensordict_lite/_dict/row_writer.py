@@ -19,14 +19,16 @@ from .._memory.dense import is_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._tables.writer import TableWriter, create_table, is_table, open_table
+from .._tree.fields import fields as fields_in
+from .._tree.fields import ragged_paths
 from .._tree.missing import missing_key, refuse_unknown_encoders
 from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict, fields_of, ragged_paths
+from .._tree.tree import TreeDict, data_in
 from .._tree.walk import Items, as_dict
 from .arguments import ragged_keys
 from .device_dict import DeviceDict
-from .row_values import RowsToFit, fitted
+from .row_values import IN_A_TABLE, fitted
 from .rows import Rows
 
 _LIKE = "the batch that RowWriter got as like="
@@ -309,8 +311,9 @@ def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any], given: De
         what = "ragged" if path in ours else "not ragged"
         raise ValueError(f"{dotted(path)} is {what} in this table, and like= with ragged= says otherwise")
     _columns(fields, like, ())
-    for path, field, _ in fields_of(fields):
-        column, value = [one.values if isinstance(one, Ragged) else one for one in (field, given[path])]
+    for field in fields_in(fields):
+        path, column, value = field.path, data_in(field.value), data_in(given[field.path])
+        assert column is not None and value is not None  # a table has tensors only
         if value.numel() and value.dtype is not column.dtype:
             raise ValueError(
                 f"{dotted(path)}: this table has {dtype_name(column.dtype)}, like= has {dtype_name(value.dtype)}; "
@@ -363,21 +366,10 @@ def _columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> tuple
     """
     tensors: list[Tensor] = []
     counts: dict[Path, int | None] = {}
-    for path, column, value in fitted(fields, given, at, True):
-        if isinstance(value, RowsToFit):
-            counts[path] = None if value.is_one else len(value.lengths)
-            tensors += value.values.detach(), value.lengths
-        else:
-            rows, shape = value.detach() if value.requires_grad else value, column.shape[1:]
-            lead = rows.dim() - len(shape)
-            if lead not in (0, 1) or rows.shape[lead:] != shape:
-                row = ", ".join(map(str, shape))
-                raise ValueError(
-                    f"{dotted(path)}: expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}], "
-                    f"got {described(rows)}"
-                )
-            counts[path] = rows.shape[0] if lead else None
-            tensors.append(rows if lead else rows.unsqueeze(0))
+    for field, rows in fitted(fields, given, at, IN_A_TABLE):
+        path = field.path
+        found, counts[path] = field.kind.columns(field, rows)
+        tensors += found
         first = next(iter(counts))
         if counts[path] != counts[first]:
             shown = [f"{dotted(one)} has {_count_of_rows(counts[one])}" for one in (path, first)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .._encoders.protocol import padding
 from .._errors import Path, dotted
+from .._memory.device import CPU
 from .._memory.row_copies import take_batch, take_rows
+from .._tree.fields import field_of, fields, refuse_ragged, tolist
+from .._tree.kinds import DENSE, KEPT, At
 from .._tree.missing import closest
-from .._tree.ragged import Ragged
 from .._tree.row_index import row_index
-from .._tree.tree import TreeDict, field_encoder, fields_of, refuse_ragged
-from .._tree.walk import only_tensors
+from .._tree.tree import TreeDict
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
 from .windows import Spans, Windows
@@ -56,7 +56,7 @@ class Rows(Dataset[D]):
 
     def __len__(self) -> int:
         """The size of the first dimension. Raises ``ValueError`` with all shapes if the fields do not share it."""
-        return _fields(self._dict)[2]
+        return _rows_of(self._dict)[2]
 
     def __getitem__(self, index: Any) -> D:
         """Return rows as a dict of the same class. ``index``: an int, a slice, a mask or indices.
@@ -75,9 +75,9 @@ class Rows(Dataset[D]):
         (tensor(1), tensor([3, 1]), tensor([2, 3]))
         """
         d = self._dict
-        fields, flat, count = _fields(d)
-        at = index if type(index) is slice else row_index(index, count, d._device)
-        return _with_rows(d, _taken(fields, at), flat, at, count)
+        columns = _rows_of(d)
+        at = index if type(index) is slice else row_index(index, columns[2], d._device)
+        return _rows_at(d, columns, at)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> Rows[D]:
         """Copy rows into a batch, and return the rows of the batch. ``DataLoader(d.rows, batch_size)`` calls it.
@@ -97,13 +97,11 @@ class Rows(Dataset[D]):
         [['a', 'b', 'c', 'd'], ['e', 'f']]
         """
         d = self._dict
-        fields, flat, count = _fields(d)
-        at = row_index(indices, count, d._device)
+        columns = _rows_of(d)
+        at = row_index(indices, columns[2], d._device)
         if not isinstance(at, Tensor):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
-        if only_tensors(fields):
-            return Rows(_with_rows(d, take_batch(fields, at, d._device), flat, at, count))
-        return Rows(_with_rows(d, _taken(fields, at), flat, at, count))
+        return Rows(_rows_at(d, columns, at, batch=True))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:
         """Write ``other`` into these rows, in place. ``other`` must have every key of the dict.
@@ -130,14 +128,15 @@ class Rows(Dataset[D]):
     def __iter__(self) -> Iterator[D]:
         """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""
         d = self._dict
-        fields, flat, count = _fields(d)
-        # Autograd rejects in-place writes of tensors that require grad into views of `unbind`.
-        unbinds = not torch.is_grad_enabled()
+        found, flat, count = _rows_of(d)
         for start in range(0, count, _ROWS_AT_ONCE):
-            part = slice(start, min(start + _ROWS_AT_ONCE, count))
-            columns = [_each_row(field, part, unbinds) for field in fields]
-            for i, row in enumerate(zip(*columns, strict=True), start):
-                yield _with_rows(d, row, flat, i, count)
+            part = range(start, min(start + _ROWS_AT_ONCE, count))
+            if flat:
+                columns = [DENSE.each(tensor, part, count) for tensor in found]
+            else:
+                columns = [field.kind.each(field.value, part, count) for field in found]
+            for row in zip(*columns, strict=True):
+                yield d._with_leaves(iter(row), d._device)
 
     def batches(
         self,
@@ -289,8 +288,9 @@ class Rows(Dataset[D]):
         >>> DeviceDict({"name": ["Ada", "Bo"], "box": [[1, 2], [3, 4]]}).rows.tolist()
         [{'name': 'Ada', 'box': [1, 2]}, {'name': 'Bo', 'box': [3, 4]}]
         """
+        count = len(self)
         d: Any = self._dict
-        return _plain_rows(d, d.tolist(), len(self))
+        return _plain_rows(tolist(d if d._device == CPU else d.cpu(), count), count)
 
     def windows(self, spans: Spans, *, within: str | Path | None = None, mask: str = "mask") -> Windows[D]:
         """Return a dataset with a window for each row: fields of a time series at this row and at rows around it.
@@ -382,62 +382,30 @@ def _sizes(given: Any) -> int | list[int]:
         raise TypeError(f"split takes a size or a list of sizes, got {given!r}") from None
 
 
-def _fields(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
-    """The tensors and the ragged fields of the tree, whether these are all its values, and the number of rows.
+def _rows_of(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
+    """The tensors of a dict that has plain tensors alone, or every `Field`; which of both; and the number of rows.
 
     Raises ``ValueError`` with the shapes if the fields do not agree.
     """
-    fields, flat = d._tensors_and_kind()
+    tensors, flat = d._tensors_and_kind()
+    found = [field_of(d, key) for key in d._policy.encoders if key in d] if flat else fields(d)
     try:
-        if flat:
-            found = None
-            (count,) = {tensor.shape[0] for tensor in fields}
-        else:
-            found = list(_field_paths(d))
-            (count,) = {_rows_in(field) for _, field in found}
-    except (IndexError, ValueError):  # a field without dimensions; none or several sizes
+        counts = {field.kind.count(field) for field in found}
+        counts.update([tensor.shape[0] for tensor in tensors] if flat else ())
+    except IndexError:  # a field without dimensions
         _refuse_fields(d)
-    if found is not None or d._policy.encoders:
-        _refuse_one_string(d)
-    if found is None:
-        return fields, flat, count
-    for path, field in found:
-        if isinstance(field, Tensor) and field.is_nested:
-            raise TypeError(f"{dotted(path)} is a nested tensor, which has no rows here; store Ragged.from_rows(it)")
-    return [field for _, field in found], len(found) == len(d) and all(len(path) == 1 for path, _ in found), count
-
-
-def _refuse_one_string(d: TreeDict[Any], at: Path = ()) -> None:
-    """Raise ``ValueError`` for a field that is one string, since the first dimension of its codes is no row."""
-    for key, value in d.items():
-        if isinstance(value, Ragged):
-            continue
-        encoder = d._policy.encoders.get(key)
-        if encoder is not None and encoder.code_ndim and field_encoder(d, key) is not None:
-            codes: list[Tensor] = [value] if isinstance(value, Tensor) else value._tensors()
-            if any(one.dim() <= encoder.code_ndim for one in codes):
-                name = dotted((*at, key))
-                raise ValueError(f"{name} is one string, rows need one for each row; collate([row]) makes a batch")
-        if isinstance(value, TreeDict):
-            _refuse_one_string(value, (*at, key))
-
-
-def _field_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Any]]:
-    """The tensors and the ragged fields of the tree with their paths, depth first."""
-    return ((path, field) for path, field, _ in fields_of(d) if isinstance(field, (Tensor, Ragged)))
-
-
-def _rows_in(field: Any) -> int:
-    return field.shape[0] if isinstance(field, Tensor) else len(field)
+    counts.discard(None)
+    if len(counts) != 1:
+        _refuse_fields(d)
+    (count,) = counts
+    return (tensors if flat else found), flat, cast(int, count)
 
 
 def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
-    shapes = [
-        f"{dotted(path)} " + (str(list(field.shape)) if isinstance(field, Tensor) else f"[{_rows_in(field)}, *]")
-        for path, field in _field_paths(d)
-    ]
+    shown = [(field, shape) for field in fields(d) if (shape := field.kind.shape(field.value))]
+    shapes = [f"{dotted(field.path)} {shape}" for field, shape in shown]
     listed = ", ".join(shapes[:20]) + (f" and {len(shapes) - 20} more" if len(shapes) > 20 else "")
-    single = [path for path, field in _field_paths(d) if isinstance(field, Tensor) and not field.dim()]
+    single = [field.path for field, shape in shown if shape == "[]"]
     hint = ""
     if len(single) == len(shapes) > 0:
         hint = "; collate([row]) makes a batch"
@@ -452,76 +420,39 @@ def _refuse_fields(d: TreeDict[Any]) -> NoReturn:
 def _refuse_flatten(d: TreeDict[Any], dims: int, count: int) -> None:
     """Raise the error for the first field whose first ``dims`` dimensions are not those of the first tensor."""
     lead = d._tensors()[0].shape[:dims]
-    for path, value, encoder in fields_of(d):
-        if isinstance(value, Tensor):
-            own = value.dim() - (padding(encoder, value) is not None)
-            if own < dims or value.shape[:dims] != lead:
-                raise ValueError(
-                    f"{dotted(path)} has the shape {list(value.shape)}; flatten({dims}) needs fields that agree on "
-                    f"their first {dims} dimensions, the first field has {list(lead)}"
-                )
-        elif isinstance(value, list) and len(value) == count:
-            raise TypeError(f"{dotted(path)} is a kept list, which has no dimensions to flatten; drop it first")
+    for field in fields(d):
+        own, value = field.kind.dims(field), field.value
+        if own is not None and (own < dims or value.shape[:dims] != lead):
+            raise ValueError(
+                f"{dotted(field.path)} has the shape {list(value.shape)}; flatten({dims}) needs fields that agree on "
+                f"their first {dims} dimensions, the first field has {list(lead)}"
+            )
+        if own is None and KEPT.has_rows(value, count):
+            raise TypeError(f"{dotted(field.path)} is a kept list, which has no dimensions to flatten; drop it first")
 
 
-def _taken(fields: list[Any], at: int | slice | Tensor) -> list[Any]:
-    """The rows ``at`` of tensors and ragged fields. Views for an int and a slice."""
-    known: list[Any] = []
+def _rows_at(d: D, columns: tuple[list[Any], bool, int], at: int | slice | Tensor, batch: bool = False) -> D:
+    """The same tree with some rows. ``batch``: copy them into memory that can be sent, if this is a worker process."""
+    found, flat, count = columns
+    dense = found if flat else [field.value for field in found if isinstance(field.value, Tensor)]
     if isinstance(at, Tensor):
-        if only_tensors(fields):
-            return take_rows(fields, at)
-        made = iter(take_rows([field for field in fields if isinstance(field, Tensor)], at))
-        return [next(made) if isinstance(field, Tensor) else field._take(at, known) for field in fields]
-    return [field[at] if isinstance(field, Tensor) else field._take(at, known) for field in fields]
-
-
-def _each_row(field: Any, part: slice, unbinds: bool) -> Iterable[Tensor]:
-    """The rows of a tensor or of a ragged field in a slice, as views. A write to a row may give the field a history."""
-    if not isinstance(field, Tensor):
-        return field[part].unbind()
-    return field[part].unbind() if unbinds else (field[i] for i in range(part.start, part.stop))
-
-
-def _plain_rows(d: TreeDict[Any], columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The rows of ``columns``, which `DeviceDict.tolist` made of ``d``."""
-    lists: list[list[Any]] = []
-    for key, column in columns.items():
-        if isinstance(column, dict):
-            lists.append(_plain_rows(d[key], cast("dict[str, Any]", column), count))
-        elif isinstance(d[key], (Tensor, Ragged)) or (isinstance(column, list) and len(column) == count):
-            lists.append(column)
-        else:
-            lists.append([column] * count)
-    rows = zip(*lists, strict=True) if lists else ((),) * count
-    return [dict(zip(columns, row, strict=True)) for row in rows]
+        made = take_batch(dense, at, d._device) if batch else take_rows(dense, at)
+    else:
+        made = [tensor[at] for tensor in dense]
+    if flat:
+        return d._new(zip(d, made, strict=True), d._device, d._policy)
+    rest, rows = iter(made), At(at, count, [])
+    leaves = [next(rest) if isinstance(field.value, Tensor) else field.kind.rows(field.value, rows) for field in found]
+    return d._with_leaves(iter(leaves), d._device)
 
 
 def _copy_rows(d: D, index: Tensor) -> D:
     """The rows at ``index``, which has rows only, as new tensors."""
-    fields, flat, count = _fields(d)
-    return _with_rows(d, _taken(fields, index), flat, index, count)
+    return _rows_at(d, _rows_of(d), index)
 
 
-def _with_rows(d: D, made: Sequence[Any], flat: bool, at: int | slice | Tensor, count: int) -> D:
-    """The same tree with the rows ``at`` of its ``count`` rows.
-
-    ``made``: these rows of each tensor and of each ragged field of the tree. ``flat``: these are all its values.
-    """
-    if flat:
-        return d._new(zip(d, made, strict=True), d._device, d._policy)
-    return _rebuilt(d, iter(made), at, count)
-
-
-def _rebuilt(d: Any, made: Iterator[Any], at: int | slice | Tensor, count: int) -> Any:
-    """The same tree with the fields in ``made``, and the objects ``at`` of kept lists with one object per row."""
-    items: dict[str, Any] = {}
-    for key, value in d.items():
-        if isinstance(value, (Tensor, Ragged)):
-            items[key] = next(made)
-        elif isinstance(value, TreeDict):
-            items[key] = _rebuilt(value, made, at, count)
-        elif isinstance(value, list) and len(value) == count:
-            items[key] = [value[i] for i in at.tolist()] if isinstance(at, Tensor) else value[at]
-        else:
-            items[key] = value
-    return d._new(items, d._device, d._policy)
+def _plain_rows(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """``columns``: nested dicts of lists with an item for each row."""
+    lists = [_plain_rows(column, count) if isinstance(column, dict) else column for column in columns.values()]
+    rows = zip(*lists, strict=True) if lists else ((),) * count
+    return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -88,7 +88,7 @@ class PlainShape(NamedTuple):
     dims: tuple[int | str, ...]
 
 
-class Field(NamedTuple):
+class DeclaredField(NamedTuple):
     """A field, as its annotation declares it."""
 
     kinds: tuple[Any, ...]
@@ -104,7 +104,7 @@ class Field(NamedTuple):
     """The dtypes of the only alternative, if it is a jaxtyping annotation that names dtypes."""
     encoder: StringEncoder | None
     """The encoder of ``Annotated[Tensor, encoder]``: the field takes strings or their codes, and nothing else."""
-    values: Field | None
+    values: DeclaredField | None
     """The values of a ragged field, as ``Annotated[Ragged, Int[Tensor, "total"]]`` declares them."""
 
     def takes(self, value: Any) -> bool:
@@ -151,7 +151,7 @@ class Field(NamedTuple):
 class Schema:
     """The fields of a class."""
 
-    def __init__(self, cls: type, fields: Mapping[str, Field]) -> None:
+    def __init__(self, cls: type, fields: Mapping[str, DeclaredField]) -> None:
         self.name = cls.__name__
         self.fields = fields
         self.required = frozenset(name for name, field in fields.items() if not field.optional)
@@ -227,7 +227,9 @@ def declared_by(cls: type) -> dict[str, Default | None]:
     return found
 
 
-def read_annotations(cls: type, declared: Mapping[str, Default | None], names: Mapping[str, Any]) -> dict[str, Field]:
+def read_annotations(
+    cls: type, declared: Mapping[str, Default | None], names: Mapping[str, Any]
+) -> dict[str, DeclaredField]:
     """Evaluate the annotations of the fields that ``cls`` itself declares.
 
     Args:
@@ -255,7 +257,7 @@ def read_annotations(cls: type, declared: Mapping[str, Default | None], names: M
     }
 
 
-def _declared_field(where: str, hint: Any, optional: bool = False) -> Field:
+def _declared_field(where: str, hint: Any, optional: bool = False) -> DeclaredField:
     """The field of an evaluated annotation."""
     metadata: list[Any] = []
     kinds = tuple(dict.fromkeys(_kinds(where, hint, metadata)))
@@ -281,7 +283,7 @@ def _declared_field(where: str, hint: Any, optional: bool = False) -> Field:
     classes = tuple(Tensor if _is_shaped(kind) else kind for kind in kinds)
     shaped = kinds[0] if len(kinds) == 1 and _is_shaped(kinds[0]) else None
     dtypes = frozenset[torch.dtype]() if shaped is None else _dtypes(shaped)
-    return Field(
+    return DeclaredField(
         kinds,
         optional,
         shown=" | ".join(kind.__name__ for kind in kinds),
@@ -376,7 +378,7 @@ def _called(value: Any) -> str:
     return type(value).__name__ if isinstance(value, TreeDict) else described(value)
 
 
-Shaped = tuple[str, Tensor, Field, bool]
+Shaped = tuple[str, Tensor, DeclaredField, bool]
 """A tensor to check: its name such as ``Batch.obs.state``, the tensor, its field, and whether errors show a row."""
 
 

@@ -21,10 +21,11 @@ from .._tables.writer import (
     repair_table,
     table_at_rest,
 )
+from .._tree.fields import fields as fields_in
 from .._tree.missing import missing_key, refuse_unknown_encoders, rows_hint
 from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
-from .._tree.tree import data_of, fields_of
+from .._tree.tree import data_of
 from .._tree.walk import refuse_key
 from .device_dict import DeviceDict
 from .row_writer import append_rows, without_rows
@@ -239,12 +240,12 @@ def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragge
         raise ValueError(f"{dotted(path)}: a column needs tensors, got {described(value)} without any")
     if ragged and isinstance(value, Mapping):
         raise ValueError(f"{dotted(path)}: ragged=True is for one field; in a mapping, give a Ragged for each field")
-    for leaf, field, encoder in fields_of(d):
-        codes = 0 if encoder is None else encoder.code_ndim or 0  # the dimensions of one string
-        if isinstance(field, Tensor) and field.dim() <= max(ragged, codes):
+    for field in fields_in(d):
+        codes = 0 if field.encoder is None else field.encoder.code_ndim or 0  # the dimensions of one string
+        if isinstance(field.value, Tensor) and field.value.dim() <= max(ragged, codes):
             inside = " and one in each row" if ragged else ""
             raise ValueError(
-                f"{dotted((*at, *leaf))}: a batch has a dimension for the rows{inside}, got {described(value)}; "
+                f"{dotted((*at, *field.path))}: a batch has a dimension for the rows{inside}, got {described(value)}; "
                 "for a single row or a whole column, give [values]"
             )
     return without_rows(d, frozenset([path] * ragged), at, set())

@@ -13,12 +13,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, overrides
 
-from .._encoders.protocol import padding
-from .._errors import Path, dotted
+from .._errors import Path, described, dotted
 from .._memory.compare import equal
 from .._memory.device import canonical
 from .._tree.compare import equal_trees
-from .._tree.tree import TreeDict, data_of, fields_of, refuse_ragged
+from .._tree.fields import fields
+from .._tree.tree import TreeDict, data_of
 from . import arithmetic
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -211,7 +211,17 @@ def unbind(input: Any, dim: int = 0) -> tuple[Any, ...]:
 
 def _cut_each(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]], dim: int) -> tuple[Any, ...]:
     """Cut every field along ``dim``. All fields must have the same size there. Kept lists are not cut: they raise."""
-    found = list(_dimensions(d, name, dim))
+    found: list[tuple[Path, Tensor, int]] = []
+    for field in fields(d):
+        dims = field.kind.dims(field)
+        if field.value is None:
+            continue
+        if dims is None:
+            way_out = f"which torch.{name} cannot cut; use d.rows.split(...)"
+            raise TypeError(f"{dotted(field.path)} is {described(field.value)}, {way_out}")
+        if not -dims <= dim < dims:
+            raise IndexError(f"{dotted(field.path)} has {dims} dimensions, no dim={dim} to {name} along")
+        found.append((field.path, field.value, dim % dims))
     if len({tensor.shape[at] for _, tensor, at in found}) > 1:
         shown = ", ".join(f"{dotted(path)} {tensor.shape[at]}" for path, tensor, at in found)
         raise ValueError(f"torch.{name}: the fields differ in their size along dim={dim}: {shown}")
@@ -219,18 +229,3 @@ def _cut_each(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]],
         raise ValueError(f"torch.{name} needs at least one tensor in the dict")
     cuts = [cut(tensor, at) for _, tensor, at in found]
     return tuple(d._replace_tensors(list(part), d._device) for part in zip(*cuts, strict=True))
-
-
-def _dimensions(d: TreeDict[Any], name: str, dim: int) -> Iterator[tuple[Path, Tensor, int]]:
-    """Every tensor of ``d`` with its path and ``dim``. For strings ``dim`` counts their dimensions, as in ``stack``."""
-    refuse_ragged(d, f", which torch.{name} cannot cut; use d.rows.split(...)")
-    for path, value, encoder in fields_of(d):
-        if isinstance(value, Tensor):
-            dims = value.dim() - (padding(encoder, value) is not None)
-            if not -dims <= dim < dims:
-                raise IndexError(f"{dotted(path)} has {dims} dimensions, no dim={dim} to {name} along")
-            yield path, value, dim % dims
-        elif value is not None:
-            raise TypeError(
-                f"{dotted(path)} is a kept {type(value).__name__}, which torch.{name} cannot cut; use d.rows"
-            )

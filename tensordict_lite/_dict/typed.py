@@ -23,7 +23,7 @@ from .._tree.tree import TreeDict, builtin_dict
 from .._tree.walk import Items, as_dict, tensors_in
 from .device_dict import DeviceDict
 from .insert import insert, refuse_misspelled
-from .schema import Default, Field, Schema, Shaped, declared_by, field, read_annotations, shape_error
+from .schema import DeclaredField, Default, Schema, Shaped, declared_by, field, read_annotations, shape_error
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
@@ -151,7 +151,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     @classmethod
     def _schema(cls, names: Mapping[str, Any] = MappingProxyType({})) -> Schema:
         if cls._evaluated is None:
-            fields: dict[str, Field] = {}
+            fields: dict[str, DeclaredField] = {}
             for base in reversed(cls.__mro__[1:]):
                 if issubclass(base, TypedDeviceDict):
                     fields |= {name: base._schema().fields[name] for name in base._own}

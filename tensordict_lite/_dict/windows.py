@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .._errors import Path, described, dotted
+from .._tree.fields import ragged_paths
 from .._tree.ragged import Ragged
 from .._tree.row_index import row_index
-from .._tree.tree import TreeDict, ragged_paths
+from .._tree.tree import TreeDict
 from .._tree.walk import as_path
 
 D = TypeVar("D", bound=TreeDict[Any])

@@ -26,10 +26,11 @@ from .._errors import InvalidFileError, Path, dotted
 from .._files.atomic_write import FilePath, make_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
+from .._tree.fields import ragged_paths
 from .._tree.manifest import Leaves, Manifest, Reader, describe, without
 from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders
-from .._tree.tree import TreeDict, ragged_paths
+from .._tree.tree import TreeDict
 from .checksums import checksum_line
 from .folder import NEW_INDEX, TableFolder, opened, write_bytes
 from .format import INDEX, OFFSETS, ROWS, Column, Extent, TableIndex, checksums_name, choose_names, index_text

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar, Unpack
 
-from .._encoders.protocol import StringEncoder, decode_nested, decode_rows
-from .._errors import DeviceMismatchError, Path, dotted, with_path
+from .._encoders.protocol import StringEncoder
+from .._errors import DeviceMismatchError, Path
 from .._memory.compare import equal
 from .._memory.device import canonical
 from .._memory.dtypes import CASTABLE
@@ -145,20 +145,37 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def _tensors_and_kind(self) -> tuple[list[Tensor], bool]:
         """Every tensor of the tree, as `_tensors` lists them, and whether all values are plain tensors."""
-        values: list[Any] = list(self.values())
-        if only_tensors(values):
-            return values, True
+        if only_tensors(self.values()):
+            tensors: list[Any] = list(self.values())
+            return tensors, True
         found: list[Tensor] = []
-        self._list_tensors(found, [])
-        return found, False
-
-    def _list_tensors(self, found: list[Tensor], known: list[Lengths]) -> None:
-        """Append every tensor to ``found``. ``known``: the lengths whose offsets are in it."""
-        for value in self.values():
+        known: list[Lengths] = []
+        for value in self._leaves():
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, (TreeDict, Ragged)):  # pytree may insert another mapping as a leaf
+            elif isinstance(value, Ragged):
                 value._list_tensors(found, known)
+        return found, False
+
+    def _leaves(self) -> list[Any]:
+        """Every value that is not a nested dict, depth first."""
+        found: list[Any] = []
+        for value in self.values():  # pytree may insert another mapping as a leaf
+            if type(value) is not Tensor and isinstance(value, TreeDict):
+                found += value._leaves()
+            else:
+                found.append(value)
+        return found
+
+    def _with_leaves(self, leaves: Iterator[Any], device: torch.device | None) -> Self:
+        """The same tree on ``device`` with other values, in the order of `_leaves`. Does not validate them."""
+        items: dict[str, Any] = {}
+        for key, value in self.items():
+            if type(value) is not Tensor and isinstance(value, TreeDict):
+                items[key] = value._with_leaves(leaves, device)
+            else:
+                items[key] = next(leaves)
+        return self._new(items, device, self._policy)
 
     def _replace_tensors(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
         """The same tree on ``device`` with other tensors, in the order of `_tensors`. Does not validate them.
@@ -172,42 +189,29 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     def _rebuilt(
         self, tensors: Iterator[Tensor], device: torch.device | None, made: list[tuple[Lengths, Lengths]]
     ) -> Self:
-        """The same tree with the next of ``tensors`` in place of those of `_list_tensors`. ``made``: see `Ragged`."""
-        items: dict[str, Any] = {}
-        for key, value in self.items():
+        """The same tree with the next of ``tensors`` in place of those of `_tensors`. ``made``: see `Ragged`."""
+        out = self._leaves()
+        for i, value in enumerate(out):
             if isinstance(value, Tensor):
-                items[key] = next(tensors)
-            elif isinstance(value, TreeDict):
-                items[key] = value._rebuilt(tensors, device, made)
-            else:
-                items[key] = value._rebuilt(tensors, made) if isinstance(value, Ragged) else value
-        return self._new(items, device, self._policy)
+                out[i] = next(tensors)
+            elif isinstance(value, Ragged):
+                out[i] = value._rebuilt(tensors, made)
+        return self._with_leaves(iter(out), device)
 
     def _map_data(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same tree with ``function(tensor)`` for each tensor of `data_of`, on the same device."""
         return self._replace_data(map(function, data_of(self)), self._device)
 
-    def _replace_data(
-        self,
-        results: Iterator[Any],
-        device: torch.device | None,
-        at: Path = (),
-        made: list[tuple[Lengths, Lengths]] | None = None,
-    ) -> Self:
-        """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them.
-
-        ``at``: the path of self, for the error of a ragged field that gets another number of values.
-        """
-        made = [] if made is None else made
-        items: dict[str, Any] = {}
-        for key, value in self.items():
+    def _replace_data(self, results: Iterator[Any], device: torch.device | None) -> Self:
+        """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them."""
+        made: list[tuple[Lengths, Lengths]] = []
+        out: list[Any] = []
+        for path, value in leaves(self):
             if isinstance(value, Tensor):
-                items[key] = next(results)
-            elif isinstance(value, TreeDict):
-                items[key] = value._replace_data(results, device, (*at, key), made)
+                out.append(next(results))
             else:
-                items[key] = value._with_data(next(results), (*at, key), made) if isinstance(value, Ragged) else value
-        return self._new(items, device, self._policy)
+                out.append(value._with_data(next(results), path, made) if isinstance(value, Ragged) else value)
+        return self._with_leaves(iter(out), device)
 
     def _infer_device(self, fallback: torch.device | None) -> None:
         """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
@@ -278,25 +282,13 @@ def kind_nested(
 def data_of(d: TreeDict[Any]) -> list[Tensor]:
     """The tensors of the tree without the offsets of ragged fields, depth first. Arithmetic and `map` change these."""
     tensors, flat = d._tensors_and_kind()
-    return tensors if flat else [tensor for _, tensor in data_paths(d)]
+    return tensors if flat else [data for data in map(data_in, d._leaves()) if data is not None]
 
 
-def data_paths(d: TreeDict[Any]) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors of `data_of`, each with the path of its field."""
-    for path, field in leaves(d):
-        tensor = field.values if isinstance(field, Ragged) else field
-        if isinstance(tensor, Tensor):
-            yield path, tensor
-
-
-def decode_field(encoder: StringEncoder, codes: Any, path: Path, hint: str = "") -> Any:
-    """Decode a field: a tensor of codes, a nested dict of codes, or a ragged field. Errors name the path."""
-    try:
-        if isinstance(codes, Ragged):
-            return decode_rows(encoder, codes.values, codes.offsets)
-        return decode_nested(encoder, codes)
-    except (TypeError, ValueError) as error:
-        raise with_path(error, path, hint) from error
+def data_in(value: Any) -> Tensor | None:
+    """The tensor with the elements of a field; None for a kept object."""
+    data = value.values if isinstance(value, Ragged) else value
+    return data if isinstance(data, Tensor) else None  # pytree inserts other values into ragged fields
 
 
 def field_encoder(d: TreeDict[Any], key: str) -> StringEncoder | None:
@@ -313,26 +305,6 @@ def field_encoder(d: TreeDict[Any], key: str) -> StringEncoder | None:
     if encoder.code_dtype is not None:
         return encoder if dtype is encoder.code_dtype else None
     return None if dtype in CASTABLE or dtype is torch.bool else encoder
-
-
-def fields_of(d: TreeDict[Any], at: Path = ()) -> Iterator[tuple[Path, Any, StringEncoder | None]]:
-    """Every field with its path and encoder, depth first."""
-    for key, value in d.items():
-        if isinstance(value, TreeDict):
-            yield from fields_of(value, (*at, key))
-        else:
-            yield (*at, key), value, field_encoder(d, key)
-
-
-def ragged_paths(d: TreeDict[Any]) -> Iterator[Path]:
-    """The path of every ragged field, depth first."""
-    return (path for path, field in leaves(d) if isinstance(field, Ragged))
-
-
-def refuse_ragged(d: TreeDict[Any], reason: str) -> None:
-    """Raise ``TypeError`` for the first ragged field."""
-    for path in ragged_paths(d):
-        raise TypeError(f"{dotted(path)} is ragged{reason}")
 
 
 def share_lengths(d: TreeDict[Any]) -> None:

@@ -13,7 +13,7 @@ from .._errors import Path, described, dotted
 from .._memory.device import DeviceLike, canonical
 from .._memory.layout import may_share
 from .._memory.transfer import transfer
-from .._tree.tree import data_paths, refuse_ragged
+from .._tree.fields import data_paths, refuse_ragged
 from .channel import (
     Channel,
     Destination,

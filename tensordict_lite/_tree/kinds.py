@@ -1,0 +1,442 @@
+"""The kinds of fields: tensors, codes of strings, ragged fields and kept objects.
+
+A kind has a method for each operation that depends on it. The operations are loops over `fields`, without a question
+about the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, encode_ragged, padding, short
+from .._errors import DEPTH, Path, TooDeep, described, dotted, dtype_name, is_out_of_memory, with_path
+from .._memory.cast import out_of_range
+from .._memory.dense import is_dense
+from .._memory.dtypes import as_bits
+from .._memory.row_copies import take_rows
+from .._memory.write import Call, refusal
+from .convert import find_tensor
+from .ragged import Known, Ragged
+
+
+class Field(NamedTuple):
+    """A field of a dict."""
+
+    path: Path
+    owner: Any
+    """The dict that holds the field."""
+    value: Any
+    encoder: StringEncoder | None
+    """The encoder of these strings, or of the nested dict of codes that holds the tensor. None for numbers."""
+    kind: Kind
+
+    @property
+    def strings(self) -> Path:
+        """The path of the strings that the field belongs to: that of a nested dict of codes."""
+        return self.path[:-1] if self.kind is CODES_PART else self.path
+
+
+@dataclass(slots=True)
+class At:
+    """Some rows of a dict."""
+
+    index: int | slice | Tensor
+    """A valid row, a slice, or int64[n] from 0 on, on the device of the dict."""
+    count: int
+    """The number of rows of the dict."""
+    known: Known
+    """See `Ragged._take`."""
+
+
+class Fitted(NamedTuple):
+    """Rows for a field: see `Kind.fit`."""
+
+    values: Any
+    """A tensor, with or without a dimension for the rows; of a ragged field, the values of all rows."""
+    lengths: Tensor | None = None
+    """Of a ragged field: the length of each row."""
+    is_one: bool = False
+    """Of a ragged field: whether the value was one row, not a list."""
+
+
+class Fit(NamedTuple):
+    """How values are fitted to the rows of a field."""
+
+    convert: Callable[[Field, Any], Any]
+    """Makes the value that an insert would store."""
+    table: bool
+    """The field is a column of a table, which holds every number or raises. Tensors may be anywhere."""
+
+
+@dataclass(slots=True)
+class Written:
+    """The rows that a call writes."""
+
+    index: int | slice | Tensor
+    lead: tuple[int, ...]
+    """The dimension of the rows; ``()`` for one row."""
+    rows: int
+    """The number of rows of the dict."""
+
+
+Target = tuple[Tensor, Any, Tensor]
+"""A tensor to write to, the index of its elements if it is not that of the rows, and the values."""
+
+
+class Kind:
+    """What the operations do with a field. The defaults are those of a field without tensors and without rows."""
+
+    def count(self, field: Field) -> int | None:
+        """The number of rows; None for a field that has none. Raises ``IndexError`` for a tensor of one number."""
+        return None
+
+    def shape(self, value: Any) -> str:
+        """The shape, for messages. A field without rows has none."""
+        return ""
+
+    def dims(self, field: Field) -> int | None:
+        """The number of dimensions that a caller can name; None for a field that has none."""
+        return None
+
+    def rows(self, value: Any, at: At) -> Any:
+        """Some rows. Views for an int and a slice, copies for indices."""
+        return value
+
+    def each(self, value: Any, part: range, count: int) -> Iterable[Any]:
+        """Each row of a part of the ``count`` rows, as a view."""
+        return [value] * len(part)
+
+    def tolist(self, field: Field, count: int | None) -> Any:
+        """The values as Python numbers, strings and lists. ``count``: the number of rows, to list an item for each."""
+        return field.value if count is None else [field.value] * count
+
+    def fit(self, field: Field, given: Any, how: Fit) -> Fitted:
+        """Convert a value for rows of the field, and validate all but the number of rows. Raises ``ValueError``."""
+        return Fitted(given)
+
+    def target(self, field: Field, rows: Fitted, place: Written) -> Target | list[Call]:
+        """What to write these rows to, or the calls that write objects. Raises ``ValueError`` for another shape."""
+        if rows.values is not field.value:
+            where = dotted(field.path)
+            raise ValueError(
+                f"{where} is a kept object and not one per row, so rows cannot set it; pass the same object"
+            )
+        return []
+
+    def columns(self, field: Field, rows: Fitted) -> tuple[list[Tensor], int | None]:
+        """The tensors for the columns of a table, and the number of rows; None without a dimension for the rows."""
+        raise NotImplementedError
+
+
+class DenseKind(Kind):
+    """A tensor of numbers."""
+
+    def count(self, field: Field) -> int | None:
+        if field.value.is_nested:
+            raise TypeError(
+                f"{dotted(field.path)} is a nested tensor, which has no rows here; store Ragged.from_rows(it)"
+            )
+        return field.value.shape[0]
+
+    def shape(self, value: Any) -> str:
+        return str(list(value.shape))
+
+    def rows(self, value: Any, at: At) -> Any:
+        return take_rows([value], at.index)[0] if isinstance(at.index, Tensor) else value[at.index]
+
+    def each(self, value: Any, part: range, count: int) -> Iterable[Any]:
+        # Autograd rejects in-place writes of tensors that require grad into views of `unbind`.
+        return map(value.__getitem__, part) if torch.is_grad_enabled() else value[part.start : part.stop].unbind()
+
+    def dims(self, field: Field) -> int | None:
+        return field.value.dim()
+
+    def tolist(self, field: Field, count: int | None) -> Any:
+        return _plain(field.value)
+
+    def fit(self, field: Field, given: Any, how: Fit) -> Fitted:
+        path, column = field.path, field.value
+        if column.is_nested:
+            raise ValueError(f"{dotted(path)} is a nested tensor, whose rows cannot be set; replace the whole field")
+        value = given if how.table and isinstance(given, Tensor) else how.convert(field, given)
+        if not isinstance(value, Tensor):
+            refuse_rows(path, "a column" if how.table else "a tensor", given, value, how)
+        refuse_unfit(column, value, path, how.table)
+        return Fitted(fit_codes(column, value, field.encoder, path))
+
+    def target(self, field: Field, rows: Fitted, place: Written) -> Target | list[Call]:
+        column, value = field.value, rows.values
+        shape = (*place.lead, *column.shape[1:])
+        try:
+            value = value.expand(shape)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            message = f"{dotted(field.path)}: expected {list(shape)} for these rows, got {list(value.shape)}"
+            raise ValueError(message) from error
+        _refuse_write(field.path, column)
+        # The kernels for an index tensor do not cast. They would raise after some fields are written.
+        value = value.to(column.dtype) if isinstance(place.index, Tensor) else value
+        if type(column) is Tensor and as_bits(column) is not column:  # these kernels lack its dtype
+            column, value = as_bits(column), as_bits(value.to(column.dtype))
+        return column, None, value
+
+    def columns(self, field: Field, rows: Fitted) -> tuple[list[Tensor], int | None]:
+        value, shape = rows.values.detach(), field.value.shape[1:]
+        lead = value.dim() - len(shape)
+        if lead not in (0, 1) or value.shape[lead:] != shape:
+            raise ValueError(f"{dotted(field.path)}: {_expected_rows('...', shape)}, got {described(value)}")
+        return [value if lead else value.unsqueeze(0)], value.shape[0] if lead else None
+
+
+class CodesKind(DenseKind):
+    """Codes of strings: a tensor, or a nested dict of them. A string has the dimensions of its code."""
+
+    def count(self, field: Field) -> int | None:
+        _refuse_one_string(field)
+        return super().count(field)
+
+    def dims(self, field: Field) -> int | None:
+        return field.value.dim() - (padding(field.encoder, field.value) is not None)
+
+    def tolist(self, field: Field, count: int | None) -> Any:
+        assert field.encoder is not None
+        return decode_nested(field.encoder, field.value)
+
+
+class CodesPartKind(DenseKind):
+    """A tensor of a nested dict of codes."""
+
+    def count(self, field: Field) -> int | None:
+        _refuse_one_string(field)
+        return super().count(field)
+
+
+class RaggedKind(Kind):
+    """A `Ragged`: rows of any length, of numbers or of codes."""
+
+    def count(self, field: Field) -> int | None:
+        return len(field.value)
+
+    def shape(self, value: Any) -> str:
+        return f"[{len(value)}, *]"
+
+    def rows(self, value: Any, at: At) -> Any:
+        return value._take(at.index, at.known)
+
+    def each(self, value: Any, part: range, count: int) -> Iterable[Any]:
+        return value[part.start : part.stop].unbind()
+
+    def tolist(self, field: Field, count: int | None) -> Any:
+        if field.encoder is not None:
+            return decode_rows(field.encoder, field.value.values, field.value.offsets)
+        return list(map(_plain, field.value.unbind()))
+
+    def fit(self, field: Field, given: Any, how: Fit) -> Fitted:
+        """``given``: a ragged field, strings, a list with a value for each row, a dense tensor of rows, or one row.
+
+        The padding of strings in a dense tensor is left out.
+        """
+        column, encoder, path = field.value.values, field.owner._policy.encoders.get(field.path[-1]), field.path
+        if isinstance(given, Tensor) and given.is_nested:
+            given = Ragged.from_rows(given)
+        if isinstance(given, Ragged):
+            values = _fitting(column, self._row(field, given.values, how), path)
+            return Fitted(values, given.lengths.to(values.device))
+        if isinstance(given, Mapping):
+            raise ValueError(f"{dotted(path)} is ragged; its rows cannot be set from {described(given)}")
+        is_string = encoder is not None and encoder.code_ndim == column.dim()  # a row is one string, a list has many
+        if is_string and isinstance(given, (list, tuple)) and not given:
+            return Fitted(column[:0], torch.zeros(0, dtype=torch.int64, device=column.device))
+        try:
+            codes = None if column.dim() > 1 else encode_ragged(encoder, [given] if isinstance(given, str) else given)
+        except ValueError as error:
+            raise with_path(error, path) from error
+        if codes is not None:
+            return Fitted(codes[0].to(column.device), codes[1].to(column.device), isinstance(given, str))
+        if isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple, np.ndarray, Tensor)):
+            parts = [self._row(field, row, how) for row in given]
+            if parts[0].dim() == column.dim():
+                for i, part in enumerate(parts):
+                    _fitting(column, part, path, f"row {i} is")
+                lengths = torch.tensor(list(map(len, parts)), device=column.device)
+                return Fitted(torch.cat([part.to(column.dtype) for part in parts]), lengths)
+        whole = self._row(field, given, how)
+        is_one = whole.dim() <= column.dim()
+        rows = whole.unsqueeze(0) if is_one else whole
+        if rows.dim() != column.dim() + 1 or rows.shape[2:] != column.shape[1:]:
+            _fitting(column, whole, path)  # raises the error
+        return Fitted(*_without_padding(rows, None if column.dim() > 1 else padding(encoder, column, rows)), is_one)
+
+    def _row(self, field: Field, row: Any, how: Fit) -> Tensor:
+        """One row, or rows in one tensor. An empty list has no dtype of its own."""
+        column, path = field.value.values, field.path
+        if isinstance(row, (list, tuple)) and not row:
+            return column[:0]
+        if isinstance(row, Tensor):
+            refuse_unfit(column, row, path)  # first, as a tensor on meta cannot be moved
+        values = how.convert(field, row)
+        refuse_unfit(column, values, path, how.table)
+        return fit_codes(column, values, field.encoder, path)
+
+    def target(self, field: Field, rows: Fitted, place: Written) -> Target | list[Call]:
+        """The rows keep their lengths."""
+        path, ragged, (values, lengths, is_one) = field.path, field.value, rows
+        assert lengths is not None
+        if place.lead == (0,) and is_one and not values.numel():  # an empty list: no rows
+            lengths, is_one = lengths[:0], False
+        at, ours = ragged._places(place.index)
+        if is_one == bool(place.lead) or len(ours) != len(lengths):
+            got = "one row" if is_one else f"{len(lengths)} rows"
+            raise ValueError(f"{dotted(path)}: expected {f'{len(ours)} rows' if place.lead else 'one row'}, got {got}")
+        differs = (ours != lengths).nonzero()
+        if len(differs):
+            i = int(differs[0])
+            raise ValueError(
+                f"{dotted(path)}: row {i} of these has {int(ours[i])} values, got {int(lengths[i])}; rows of a "
+                "ragged field keep their lengths; to change them, replace the whole field"
+            )
+        _refuse_write(path, ragged.values)
+        return as_bits(ragged.values), at, as_bits(values.to(ragged.dtype))
+
+    def columns(self, field: Field, rows: Fitted) -> tuple[list[Tensor], int | None]:
+        assert rows.lengths is not None
+        return [rows.values.detach(), rows.lengths], None if rows.is_one else len(rows.lengths)
+
+
+class KeptKind(Kind):
+    """A kept object. A list with as many items as there are rows has an item for each row."""
+
+    def has_rows(self, value: Any, count: int) -> bool:
+        """Whether a kept object has an item for each row."""
+        return isinstance(value, list) and len(value) == count
+
+    def rows(self, value: Any, at: At) -> Any:
+        if not self.has_rows(value, at.count):
+            return value
+        return [value[i] for i in at.index.tolist()] if isinstance(at.index, Tensor) else value[at.index]
+
+    def each(self, value: Any, part: range, count: int) -> Iterable[Any]:
+        return value[part.start : part.stop] if self.has_rows(value, count) else super().each(value, part, count)
+
+    def tolist(self, field: Field, count: int | None) -> Any:
+        has_rows = count is not None and self.has_rows(field.value, count)
+        return field.value if has_rows else super().tolist(field, count)
+
+    def target(self, field: Field, rows: Fitted, place: Written) -> Target | list[Call]:
+        path, kept, given = field.path, field.value, rows.values
+        if not self.has_rows(kept, place.rows):
+            return super().target(field, rows, place)
+        if place.lead and not (isinstance(given, list) and len(given) == place.lead[0]):
+            raise ValueError(
+                f"{dotted(path)}: expected a list of {place.lead[0]} objects for these rows, got {given!r:.60}"
+            )
+        try:
+            tensor_at = find_tensor(given)
+        except TooDeep:
+            raise ValueError(f"{dotted(path)} is nested more than {DEPTH} levels deep; flatten it first") from None
+        if tensor_at is not None:
+            where = f"holds a tensor at {tensor_at}" if tensor_at else "is a tensor"
+            raise TypeError(f"{dotted(path)} is a kept list, which holds no tensors; the given value {where}")
+        index: Any = place.index
+        pairs = zip(index.tolist(), list(given), strict=True) if isinstance(index, Tensor) else [(index, given)]
+        return [partial(kept.__setitem__, i, item) for i, item in pairs]
+
+
+DENSE, CODES, CODES_PART, RAGGED, KEPT = DenseKind(), CodesKind(), CodesPartKind(), RaggedKind(), KeptKind()
+
+
+def _plain(tensor: Tensor) -> Any:
+    try:
+        return [row.tolist() for row in tensor.unbind()] if tensor.is_nested else tensor.tolist()
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{error}; convert it first") from error
+
+
+def _refuse_one_string(field: Field) -> None:
+    """Raise ``ValueError`` for a field that is one string, since the first dimension of its code is no row."""
+    encoder = field.encoder
+    if encoder is not None and encoder.code_ndim and field.value.dim() <= encoder.code_ndim:
+        raise ValueError(
+            f"{dotted(field.strings)} is one string, rows need one for each row; collate([row]) makes a batch"
+        )
+
+
+def refuse_unfit(field: Tensor, value: Tensor, path: Path, table: bool = False) -> None:
+    """Raise ``ValueError`` for a layout or dtype that rows of ``field`` cannot hold. A tensor without values fits any.
+
+    ``table``: raise it for a number that the dtype of ``field`` cannot hold, too. In memory, torch casts the numbers.
+    """
+    if field.layout is torch.strided and not is_dense(value):
+        what = "a nested" if value.is_nested else "a quantized" if value.is_quantized else "a sparse"
+        raise ValueError(f"{dotted(path)} has dense rows, got {what} tensor; convert it first")
+    if value.is_meta and not field.is_meta:
+        raise ValueError(f"{dotted(path)} is on meta, without values; make it on another device")
+    if value.numel() and not torch.can_cast(value.dtype, field.dtype):
+        raise ValueError(
+            f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into {dtype_name(field.dtype)}; "
+            "convert it first"
+        )
+    if table and (number := out_of_range(value, field.dtype)) is not None:
+        raise ValueError(
+            f"{dotted(path)}: {dtype_name(field.dtype)} cannot hold {number}; convert the values first, or make the "
+            f"column anew as {dtype_name(value.dtype)}"
+        )
+
+
+def fit_codes(field: Tensor, value: Tensor, encoder: object, path: Path) -> Tensor:
+    """Pad the codes of strings to the width of ``field``. Any other value is returned itself."""
+    number = None if field.dim() < 2 else padding(encoder, field, value)
+    if number is None or value.shape[-1] == field.shape[-1]:
+        return value
+    width, given = field.shape[-1], value.shape[-1]
+    if given > width:
+        raise ValueError(
+            f"{dotted(path)}: a string takes {given} codes of {short(encoder)}, the rows of this field have {width}; "
+            "shorten the string, or make the field anew, wide enough for it"
+        )
+    return F.pad(value, (0, width - given), value=number)
+
+
+def refuse_rows(path: Path, what: str, given: Any, value: Any, how: Fit) -> NoReturn:
+    """Raise ``ValueError`` for a value that cannot be rows of a field. ``value``: what an insert would store."""
+    if how.table:
+        raise ValueError(f"{dotted(path)} is {what} in this table, got {described(value)}")
+    raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")
+
+
+def _refuse_write(path: Path, tensor: Tensor) -> None:
+    if reason := refusal(tensor, "rows[...] ="):
+        raise RuntimeError(f"{dotted(path)} {reason}")
+
+
+def _expected_rows(first: str, shape: Sequence[int]) -> str:
+    row = ", ".join(map(str, shape))
+    return f"expected rows [{', '.join([first, *map(str, shape)])}] or one row [{row}]"
+
+
+def _fitting(column: Tensor, values: Tensor, path: Path, what: str = "got") -> Tensor:
+    if values.dim() != column.dim() or values.shape[1:] != column.shape[1:]:
+        row = ", ".join(["*", *map(str, column.shape[1:])])
+        raise ValueError(f"{dotted(path)}: expected rows [..., {row}] or one row [{row}], {what} {described(values)}")
+    return values
+
+
+def _without_padding(rows: Tensor, number: int | None) -> tuple[Tensor, Tensor]:
+    """The values of rows in a dense tensor, and their lengths. ``number``: the padding of codes, which is left out."""
+    count, width = rows.shape[:2]
+    if number is None or not width:
+        return rows.flatten(0, 1), torch.full((count,), width, device=rows.device)
+    used = rows != number
+    after_last = width - used.flip(1).to(torch.uint8).argmax(1)  # argmax finds the first maximum
+    lengths = torch.where(used.any(1), after_last, 0)
+    return rows[torch.arange(width, device=rows.device) < lengths[:, None]], lengths
