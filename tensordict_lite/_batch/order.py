@@ -151,7 +151,7 @@ class BatchOrder(Sampler[list[int]]):
                 Until then, an order that has given all its rows begins its next epoch.
 
         Raises: ``TypeError`` or ``ValueError`` for an invalid argument, and for an order with ranks of its own.
-        Cost: 9 bytes for each turn until the shares repeat, at most 262,144: other weights are rounded to this.
+        Cost: 17 bytes for each turn until the shares repeat, at most 262,144: other weights are rounded to this.
 
         >>> from torch.utils.data import ConcatDataset
         >>> from tensordict_lite import BatchOrder
