@@ -66,19 +66,19 @@ class _Filling:
                 self.add_tensor(field.value, fit_codes(field.value, value, field.encoder, field.path), field.path)
 
     def add_ragged(self, target: Ragged, value: Ragged, encoder: object, path: Path) -> None:
-        validated(value, path)  # attributes and pytree validate nothing
         self.add_tensor(target.values, fit_codes(target.values, value.values, encoder, path), path)
         ours, theirs = target._lengths, value._lengths
         given = next((given for _, lengths, given in self.lengths.values() if lengths is ours), None)
         if given is None:
+            validated(value, path)  # also if they were valid, since somebody may have written to the offsets
             self.lengths[len(self.targets)] = path, ours, theirs
             self.add_tensor(ours.offsets, theirs.offsets, path)
+            self.objects.append(partial(setattr, ours, "longest", theirs.longest))
         elif given is not theirs and not equal(given.offsets, theirs.offsets):
             raise ValueError(
                 f"{dotted(path)} has rows of the same lengths as another field of {self.name}, and the given rows of "
                 "the two differ in length; clone() one of them first"
             )
-        self.objects.append(partial(setattr, ours, "longest", theirs.longest))
 
     def refuse_overlap(self) -> None:
         """Raise ``ValueError`` for offsets in the memory of another field: a write there would make them invalid."""
