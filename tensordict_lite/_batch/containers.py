@@ -18,7 +18,7 @@ from .._dict.device_dict import DeviceDict
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, resolve
 from .._memory.transfer import transfer
-from .._tree.ragged import Lengths, Ragged
+from .._tree.ragged import Made, Ragged
 from .._tree.tree import TreeDict
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     tensors = [tensor for item in found if not isinstance(item, PackedSequence) for tensor in _tensors(item)]
     moved = dict(zip(map(id, tensors), transfer(tensors, target, non_blocking=non_blocking), strict=True))
 
-    made: list[tuple[Lengths, Lengths]] = []
+    made: Made = {}
 
     def place(item: Any) -> Any:
         if isinstance(item, Tensor):

@@ -10,7 +10,6 @@ from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Never, Self, Unpack
@@ -1383,8 +1382,7 @@ def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
             continue
         try:
             if isinstance(value, Tensor):
-                array = host_array(value)
-                out[key] = np.array(array) if copy else array
+                out[key] = host_array(value, copy)
             else:
                 out[key] = value.numpy(copy) if isinstance(value, Ragged) else value
         except TypeError as error:

@@ -21,11 +21,11 @@ from .._memory.transfer import transfer
 from .._tree.convert import Converted, convert
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
-from .._tree.ragged import Lengths, Ragged, validated
+from .._tree.ragged import Made, Ragged, validated
 from .._tree.tree import TreeDict, dicts_of, field_encoder, kind_nested
 from .._tree.walk import NO_EXPORTS, all_on, as_shared, leaves, refuse_key
 
-Moved = tuple[Mapping[int, Tensor], list[tuple[Lengths, Lengths]]]
+Moved = tuple[Mapping[int, Tensor], Made]
 """Copies on the device of the dict, by the ``id`` of the given tensor; and lengths of rows with their copies."""
 
 
@@ -99,7 +99,7 @@ def _prepare(
     """Convert all values. Return the converted items, their device, and the encoder of each field of strings."""
     device = d._device
     target = device
-    moved: Moved = ({}, [])
+    moved: Moved = ({}, {})
     moves = consent or d._policy.on_mismatch == "move"
     if moves or device is None:  # collect all tensors: to find the device, and to move them in one transfer
         tensors: list[Tensor] = []
@@ -110,7 +110,7 @@ def _prepare(
         target = canonical(torch.empty(0).device) if device is None else device
         if moves:
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
-            moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True)), []
+            moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True)), {}
     try:
         staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at)
     except _Misplaced as misplaced:

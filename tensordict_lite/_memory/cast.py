@@ -40,22 +40,22 @@ def pin(tensor: Tensor) -> Tensor:
     return tensor.pin_memory()
 
 
-def host_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The NumPy array over the memory of a CPU tensor, detached.
+def host_array(tensor: Tensor, copy: bool = False) -> np.ndarray[Any, Any]:
+    """The NumPy array over the memory of a CPU tensor, detached; a copy with ``copy``.
 
     Raises ``TypeError`` for a dtype or layout that NumPy does not have.
     """
     try:
-        return tensor.numpy()
+        array = tensor.numpy()
     except (TypeError, RuntimeError):  # the tensor may require grad
-        pass
-    try:
-        return tensor.numpy(force=True)  # detach, and resolve conjugate and negative bits, in one C call
-    except (TypeError, RuntimeError) as error:
-        what = dtype_name(tensor.dtype) + ("" if tensor.layout == torch.strided else f", {tensor.layout}")
-        dense = tensor.layout == torch.strided and tensor.is_floating_point()
-        way_out = "call .float() first" if dense else "convert it first"
-        raise TypeError(f"NumPy has no {what}; {way_out}") from error
+        try:
+            array = tensor.numpy(force=True)  # detach, and resolve conjugate and negative bits, in one C call
+        except (TypeError, RuntimeError) as error:
+            what = dtype_name(tensor.dtype) + ("" if tensor.layout == torch.strided else f", {tensor.layout}")
+            dense = tensor.layout == torch.strided and tensor.is_floating_point()
+            way_out = "call .float() first" if dense else "convert it first"
+            raise TypeError(f"NumPy has no {what}; {way_out}") from error
+    return np.array(array) if copy else array
 
 
 def out_of_range(t: Tensor, dtype: torch.dtype) -> float | None:

@@ -38,9 +38,8 @@ Instead = Callable[[StringEncoder, "TypeError | None"], Any]
 """Returns the entry of an encoder without a safe JSON form. The second argument is the error of its `to_json`, or
 None if its JSON form runs code."""
 Shape = tuple[Any, ...]
-"""A dict without its values: the number of its policy, and its items. An item is a key, or the key and the `Shape` of a
-nested dict. A ragged field is its key, the length of its longest row or None, and the number of its offsets among the
-offsets of the tree, which fields may share."""
+"""A dict without its values: the number of its policy, and its items. An item is the key and the number of a leaf, the
+`Shape` of a nested dict, or for a ragged field the numbers of its values and offsets and its longest row or None."""
 
 
 class InvalidManifest(ValueError):
@@ -72,7 +71,7 @@ class Outline:
         self._pickled = pickled
         self.values: list[Any] = []
         self.nodes: list[TreeDict[Any]] = []
-        self._lengths: list[Lengths] = []
+        self._offsets: dict[Lengths, int] = {}
         self._policies: list[Policy] = []
         self._policy_entries: list[dict[str, Any]] = []
         self.encoders: list[StringEncoder] = []
@@ -100,24 +99,28 @@ class Outline:
     def _shape_of(self, one: TreeDict[Any], at: Path) -> Shape:
         refuse_deeper(at)
         self.nodes.append(one)
-        items: tuple[Any, ...] = tuple(one)
         if only_tensors(one.values()):
+            items = tuple(zip(one, count(len(self.values)), strict=False))
             self.values += one.values()
         else:
-            items = tuple([self._item(key, value, at) for key, value in one.items()])
+            items = tuple([(key, self._item(value, (*at, key))) for key, value in one.items()])
         own = self._pickled and one._policy is one._class_policy
         number = OF_ITS_CLASS if own else self._policy_number(one._policy, at)
         return number, items
 
-    def _item(self, key: str, value: Any, at: Path) -> Any:
-        if isinstance(value, Ragged):
-            lengths = value._lengths
-            value._list_tensors(self.values, self._lengths)
-            return key, lengths.longest, next(i for i, one in enumerate(self._lengths) if one is lengths)
+    def _item(self, value: Any, path: Path) -> Any:
         if isinstance(value, TreeDict) and not (self._pickled and reduces_itself(value)):
-            return key, self._shape_of(value, (*at, key))
-        self.values.append(value)
-        return key
+            return self._shape_of(value, path)
+        number = len(self.values)
+        if not isinstance(value, Ragged):
+            self.values.append(value)
+            return number
+        lengths = value._lengths
+        self.values.append(value.values)
+        if lengths not in self._offsets:
+            self._offsets[lengths] = number + 1
+            self.values.append(lengths.offsets)
+        return number, self._offsets[lengths], lengths.longest
 
     def _policy_number(self, one: Policy, at: Path) -> int:
         if one not in self._policies:  # equal policies share one entry
@@ -140,26 +143,14 @@ class Outline:
 
 @lru_cache(maxsize=64)  # a program mostly pickles and sends dicts of the same few shapes
 def _text(shape: Shape, policies: str) -> str:
-    root = json.dumps(_tree(shape, count(), []), separators=(",", ":"))
+    root = json.dumps(_tree(shape), separators=(",", ":"))
     return f'{{"version":{MANIFEST_VERSION},"root":{root},"policies":{policies},"encoders":[]}}'
 
 
-def _tree(shape: Shape, numbers: Iterator[int], offsets: list[int]) -> dict[str, Any]:
-    """The JSON form of a shape. ``numbers``: the numbers of its leaves. ``offsets``: those of the offsets so far."""
-    return {"policy": shape[0], "items": [_entry(item, numbers, offsets) for item in shape[1]]}
-
-
-def _entry(item: Any, numbers: Iterator[int], offsets: list[int]) -> list[Any]:
-    """A key and what it has: the number of a leaf, a dict, or a list of three for a ragged field."""
-    if type(item) is not tuple:
-        return [item, next(numbers)]
-    if len(item) == 2:
-        return [item[0], _tree(item[1], numbers, offsets)]
-    key, longest, place = item
-    values = next(numbers)
-    if place == len(offsets):
-        offsets.append(next(numbers))
-    return [key, [values, offsets[place], longest]]
+def _tree(shape: Shape) -> dict[str, Any]:
+    """The JSON form of a shape."""
+    items = [(key, _tree(one) if type(one) is tuple and len(one) == 2 else one) for key, one in shape[1]]
+    return {"policy": shape[0], "items": items}
 
 
 def encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:

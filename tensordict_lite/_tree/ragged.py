@@ -53,6 +53,8 @@ class Lengths:
         return rebuild_lengths, (self.offsets, self.longest)
 
 
+Made = dict[Lengths, Lengths]
+"""What takes the place of some lengths in a call. Fields of the same lengths share it."""
 Known = list[tuple[Lengths, Selection, Lengths]]
 """For some lengths, the rows that an operation selects, and their lengths. Fields of the same lengths share them."""
 
@@ -314,16 +316,14 @@ class Ragged:
                 "a ragged field keeps the number of its values"
             )
 
-    def _with_data(self, values: Any, path: Path, made: list[tuple[Lengths, Lengths]]) -> Self:
-        """`with_values` for values that may be on another device. ``made``: the lengths that were moved, and where."""
+    def _with_data(self, values: Any, path: Path, made: Made) -> Self:
+        """`with_values` for values that may be on another device. ``made``: the lengths that were moved."""
         self._require_total(values, path)
         lengths = self._lengths
         if values.device != self.device:
-            lengths = next((new for old, new in made if old is self._lengths), None)
-            if lengths is None:
-                offsets = transfer([self.offsets], canonical(values.device))[0]
-                lengths = Lengths(offsets, self._lengths.longest)
-                made.append((self._lengths, lengths))
+            if lengths not in made:
+                made[lengths] = Lengths(transfer([self.offsets], canonical(values.device))[0], lengths.longest)
+            lengths = made[lengths]
         return self._new(values, lengths)
 
     def padded(self, fill: complex = 0, side: Side = "right") -> Tensor:
@@ -383,8 +383,7 @@ class Ragged:
         >>> Ragged.from_rows([[1, 2], [3]]).numpy()
         {'values': array([1, 2, 3]), 'offsets': array([0, 2, 3], dtype=int32)}
         """
-        arrays = [host_array(tensor) for tensor in self.cpu()._tensors()]
-        values, offsets = [np.array(array) if copy else array for array in arrays]
+        values, offsets = [host_array(tensor, copy) for tensor in self.cpu()._tensors()]
         return {"values": values, "offsets": offsets}
 
     def __arrow_array__(self, type: Any = None) -> Any:
@@ -413,7 +412,7 @@ class Ragged:
         target = None if device is None else resolve(device)
         tensors = self._tensors()
         moved = transfer(tensors, target, dtype, non_blocking, copy, canonical(self.device))
-        return self if all(map(is_, tensors, moved)) else self._rebuilt(iter(moved), [])
+        return self if all(map(is_, tensors, moved)) else self._rebuilt(iter(moved), {})
 
     def cpu(self) -> Self:
         """``to("cpu")``. Raises the errors of `to`, and has its cost.
@@ -463,7 +462,7 @@ class Ragged:
         >>> r = Ragged.from_rows([[1, 2], [3]])
         >>> pinned = r.pin_memory() if torch.cuda.is_available() else r
         """
-        return self._rebuilt(map(pin, self._tensors()), [])
+        return self._rebuilt(map(pin, self._tensors()), {})
 
     def clone(self) -> Self:
         """Copy the values and the offsets. Autograd records the copy.
@@ -472,7 +471,7 @@ class Ragged:
         >>> r.clone().values.add_(1) is not None, r.values
         (True, tensor([1, 2, 3]))
         """
-        return self._rebuilt(map(torch.clone, self._tensors()), [])
+        return self._rebuilt(map(torch.clone, self._tensors()), {})
 
     def detach(self) -> Self:
         """Detach the values from the autograd graph. Nothing is copied, and the offsets are shared.
@@ -495,33 +494,27 @@ class Ragged:
 
     def _tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
-        self._list_tensors(found, [])
+        self._list_tensors(found, set())
         return found
 
-    def _list_tensors(self, found: list[Tensor], known: list[Lengths]) -> None:
+    def _list_tensors(self, found: list[Tensor], known: set[Lengths]) -> None:
         """Append the values and the offsets to ``found``, and the lengths to ``known``. Shared offsets come once."""
         if isinstance(self.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  (pytree inserts others)
             found.append(self.values)
         lengths = self._lengths
-        if not any(one is lengths for one in known):
-            known.append(lengths)
+        if lengths not in known:
+            known.add(lengths)
             if isinstance(lengths.offsets, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 found.append(lengths.offsets)
 
-    def _rebuilt(self, tensors: Iterator[Tensor], made: list[tuple[Lengths, Lengths]]) -> Self:
-        """The same rows with the next of ``tensors`` in place of those of `_list_tensors`.
-
-        ``made``: the lengths of the call, and what takes their place.
-        """
+    def _rebuilt(self, tensors: Iterator[Tensor], made: Made) -> Self:
+        """The same rows with the next of ``tensors`` in place of those of `_list_tensors`."""
         values = next(tensors) if isinstance(self.values, Tensor) else self.values  # pyright: ignore
-        lengths = next((new for old, new in made if old is self._lengths), None)
-        if lengths is None:
-            lengths = old = self._lengths
+        old = self._lengths
+        if old not in made:
             offsets = next(tensors) if isinstance(old.offsets, Tensor) else old.offsets  # pyright: ignore
-            if offsets is not old.offsets:
-                lengths = Lengths(offsets, old.longest)
-            made.append((old, lengths))
-        return self._new(values, lengths)
+            made[old] = old if offsets is old.offsets else Lengths(offsets, old.longest)
+        return self._new(values, made[old])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuild_ragged, (self.values, self._lengths)

@@ -19,7 +19,7 @@ from .._memory.dtypes import CASTABLE
 from . import pytree
 from .compare import equal_trees
 from .policy import OPTIONS, Options, Policy, refuse_option
-from .ragged import Lengths, Ragged
+from .ragged import Lengths, Made, Ragged
 from .walk import leaves, only_tensors
 
 V = TypeVar("V", default=Tensor)
@@ -149,7 +149,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             tensors: list[Any] = list(self.values())
             return tensors, True
         found: list[Tensor] = []
-        known: list[Lengths] = []
+        known: set[Lengths] = set()
         for value in self._leaves():
             if isinstance(value, Tensor):
                 found.append(value)
@@ -184,12 +184,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """
         if flat or only_tensors(self.values()):
             return self._new(zip(self, tensors, strict=True), device, self._policy)
-        return self._rebuilt(iter(tensors), device, [])
+        return self._rebuilt(iter(tensors), device, {})
 
-    def _rebuilt(
-        self, tensors: Iterator[Tensor], device: torch.device | None, made: list[tuple[Lengths, Lengths]]
-    ) -> Self:
-        """The same tree with the next of ``tensors`` in place of those of `_tensors`. ``made``: see `Ragged`."""
+    def _rebuilt(self, tensors: Iterator[Tensor], device: torch.device | None, made: Made) -> Self:
+        """The same tree with the next of ``tensors`` in place of those of `_tensors`. ``made``: see `Made`."""
         out = self._leaves()
         for i, value in enumerate(out):
             if isinstance(value, Tensor):
@@ -204,7 +202,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def _replace_data(self, results: Iterator[Any], device: torch.device | None) -> Self:
         """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them."""
-        made: list[tuple[Lengths, Lengths]] = []
+        made: Made = {}
         out: list[Any] = []
         for path, value in leaves(self):
             if isinstance(value, Tensor):
