@@ -27,7 +27,7 @@ ORDER = [
     *inside("_encoders", "protocol builtin tokenizer"),
     *inside("_tree", "missing policy columns pytree convert row_index ragged kinds walk compare tree fields"),
     *inside("_tree", "manifest encoding sendable"),
-    *inside("_look", "page tree"),
+    *inside("_look", "page tree values progress describe"),
     *inside("_files", "atomic_write safetensors"),
     *inside("_tables", "format reader checksums folder writer"),
     *inside("_dict", "arguments insert row_values row_assignment by_value windows rows arithmetic fill"),
@@ -37,6 +37,7 @@ ORDER = [
     "_batch.prefetch",
     *inside("distributed", "message channel verbs __init__"),
     "__init__",
+    "__main__",
 ]
 
 

@@ -151,7 +151,7 @@ class BatchOrder(Sampler[list[int]]):
                 Until then, an order that has given all its rows begins its next epoch.
 
         Raises: ``TypeError`` or ``ValueError`` for an invalid argument, and for an order with ranks of its own.
-        Cost: 17 bytes for each turn until the shares repeat, at most 262,144: other weights are rounded to this.
+        Cost: 9 bytes for each turn until the shares repeat, at most 262,144: other weights are rounded to this.
 
         >>> from torch.utils.data import ConcatDataset
         >>> from tensordict_lite import BatchOrder
@@ -253,6 +253,12 @@ class BatchOrder(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the rows of each batch of this rank that is left in the epoch. It begins at its first batch."""
         return _Pass(self)
+
+    def __repr__(self) -> str:
+        size = f"batches of {self.batch_size}" if self.tokens is None else f"{self.tokens} tokens a batch"
+        ranks = f", rank {self.rank} of {self.world}" if self.world > 1 else ""
+        start = f" from row {at} on" if (at := self._trail[0].position) else ""
+        return f"BatchOrder({self._count} rows, {size}{ranks}, epoch {self.epoch}{start})"
 
     def batch(self, number_of: int) -> list[int]:
         """The rows of one batch of this rank, without an iteration.

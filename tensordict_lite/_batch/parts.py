@@ -17,6 +17,8 @@ from .._dict.row_writer import RowWriter
 from .._dict.rows import Rows
 from .._errors import Path
 from .._files.atomic_write import FilePath
+from .._look.describe import Description, statistics
+from .._look.progress import Progress
 from .._tables.format import PART
 from .._tree.fields import fields, ragged_paths
 from .._tree.policy import Encoders
@@ -121,6 +123,15 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         """Yield every row, as ``rows[i]`` returns it."""
         for d in self.parts:
             yield from d.rows
+
+    def describe(self, progress: Progress = None) -> Description:
+        """Statistics of each field over all dicts, as `DeviceDict.describe` returns them.
+
+        >>> from tensordict_lite import DeviceDict, JoinedRows
+        >>> JoinedRows([DeviceDict({"x": [1]}), DeviceDict({"x": [2, 3]})]).describe().tolist()[0]["mean"]
+        2.0
+        """
+        return statistics(self.parts, repr(self), progress)
 
     def _start(self, part: int) -> int:
         return self._ends[part - 1] if part else 0

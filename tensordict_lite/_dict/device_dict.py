@@ -18,8 +18,10 @@ from .._encoders.protocol import StringEncoder, as_given
 from .._errors import Path, dotted, refuse_deeper, with_path
 from .._files import safetensors
 from .._files.atomic_write import FilePath
+from .._look.describe import Description, find, statistics
 from .._look.page import as_html, as_text
-from .._look.tree import tree_page
+from .._look.progress import Progress
+from .._look.tree import title_of, tree_page
 from .._memory.arguments import to_arguments
 from .._memory.cast import host_array, pin
 from .._memory.compare import values_agree
@@ -63,7 +65,8 @@ class DeviceDict(TreeDict[V]):
     `contiguous`.
     **Arithmetic**: `zero_`, `add_`, `sub_`, `mul_`, `div_`, `lerp_`, `copy_`, `fill_`, `total_norm`, and functions of
     torch such as ``torch.stack`` and ``torch.zeros_like``.
-    **Strings**: `decode`, ``encoders``. **Batch**: `rows`, `equal`. **Files**: `save`, `load`.
+    **Strings**: `decode`, ``encoders``. **Batch**: `rows`, `equal`. **Looking**: `describe`, `find`. **Files**: `save`,
+    `load`.
 
     Each kind of value is stored as follows. Any other value raises ``TypeError``.
 
@@ -880,6 +883,49 @@ class DeviceDict(TreeDict[V]):
         tensor([1])
         """
         return by_value.equal_to(self, key, value)
+
+    # --- looking ---
+
+    def describe(self, progress: Progress = None) -> Description:
+        """Statistics of each field: min, mean, max, the shares of NaN, infinities and zeros, and a histogram.
+
+        Of strings: how many are distinct, the shortest, the longest and the most frequent one. Of ragged fields also
+        the lengths. Use it to look at a batch or a table, also one that is larger than the memory. See `Description`.
+
+        Args:
+            progress: a function that is called with the bytes done and the total, or True for a bar of tqdm.
+
+        Cost: reads every value once, in chunks of at most 64 MiB. On an accelerator the kernels run there, strings are
+        copied to the host, and one synchronization is needed; another one for each chunk with NaN or infinities.
+
+        >>> DeviceDict({"x": [0.0, 1.0, 2.0, float("nan")], "name": ["Ada", "Bo", "Bo", "Cy"]}).describe()
+        DeviceDict(cpu, 4 rows, 2 fields, 28 B)
+        field  dtype[shape]  min  mean  max  nan   zero  values
+        x      float32[4]    0    1     2    25 %  25 %  █   █  █
+        name   uint8[4, 3]                               3 distinct, Bo to Ada, Bo 50 %
+        """
+        return statistics([self], title_of(self), progress)
+
+    def find(self, function: Callable[[Tensor], Tensor]) -> dict[str | Path, Tensor]:
+        """Return the rows where a function holds anywhere: for each key or path, int64 row numbers on the CPU.
+
+        Fields where it holds nowhere are left out, so ``assert not batch.find(torch.isnan)`` tests a batch. A field
+        without dimensions is row 0. Strings, kept objects, and fields for which the function raises are skipped.
+
+        Args:
+            function: takes the tensor of a field, of a ragged field the values, and returns a bool tensor of the same
+                rows, such as ``torch.isnan`` or ``lambda t: t.abs() > 1e4``.
+
+        Raises: ``TypeError`` if every field is skipped, and for a function that returns anything else.
+        Cost: the function for each field. One copy to the host, with a synchronization.
+
+        >>> d = DeviceDict({"x": [[1.0, 2.0], [float("nan"), 0.0]], "n": {"y": [1.0, 2.0]}, "name": ["Ada", "Bo"]})
+        >>> d.find(torch.isnan)
+        {'x': tensor([1])}
+        >>> d.find(lambda t: t > 1)
+        {'x': tensor([0]), ('n', 'y'): tensor([1])}
+        """
+        return find(self, function)
 
     # --- strings ---
 

@@ -248,7 +248,8 @@ class RowWriter:
 
     def __repr__(self) -> str:
         table = self._table
-        return f"RowWriter({table.folder!r}, {table.rows} rows{', closed' if table.closed else ''})"
+        said = ", closed" if table.closed else f", {table.pending} not flushed" if table.pending else ""
+        return f"RowWriter({table.folder!r}, {table.rows} rows{said})"
 
 
 def _close_forgotten(table: TableWriter) -> None:

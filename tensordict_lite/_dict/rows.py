@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .._errors import Path, dotted
+from .._look.page import Line, Page, as_html, as_text, one_line
+from .._look.values import rows_page
 from .._memory.device import CPU
 from .._memory.row_copies import take_batch, take_rows
 from .._tree.fields import field_of, fields, refuse_ragged, tolist
@@ -329,7 +331,18 @@ class Rows(Dataset[D]):
         return order if self._dict._device is None else order.to(self._dict._device)
 
     def __repr__(self) -> str:
-        return f"{type(self._dict).__name__}.rows({len(self)})"
+        return as_text(self._page())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._page(pictures=True))
+
+    def _page(self, pictures: bool = False) -> Page:
+        """The first rows, or why there are none."""
+        try:
+            count = len(self)
+        except (TypeError, ValueError) as error:
+            return Page(f"{type(self._dict).__name__}.rows(none)", ("",), [Line((one_line(str(error)),))], False)
+        return rows_page(self._dict, count, pictures)
 
     if not TYPE_CHECKING:  # type checkers shall report unknown names
 

@@ -9,7 +9,7 @@ from unicodedata import combining, east_asian_width
 
 _UNFOLDED = 20
 """Lines; a notebook shows a longer page folded."""
-_NARROWEST = 8
+_NARROWEST = 12
 """The columns of a terminal that each cell has at least."""
 
 
@@ -39,6 +39,8 @@ class Page(NamedTuple):
     lines: Sequence[Line]
     shows_head: bool = True
     """Whether a terminal shows the names. A notebook does."""
+    more: int = 0
+    """The number of columns that the page leaves out."""
 
 
 def one_line(text: str) -> str:
@@ -74,6 +76,7 @@ def as_text(page: Page, limit: int = 80) -> str:
     sizes = [max(column) for column in zip_longest(*table, fillvalue=0)]
     if sum(sizes) + 2 * len(sizes) > limit + 2:
         sizes = _narrowed(sizes, limit)
+    more = page.more + (max(map(len, table), default=0) - len(sizes))
     out = [shorten(page.title, limit)]
     for line, widths in zip(lines, table, strict=True):
         text, gap = line.branch, ""
@@ -82,6 +85,8 @@ def as_text(page: Page, limit: int = 80) -> str:
             text += gap + (cell if wide <= size else shorten(cell, size - len(text) * (not gap)))
             gap = " " * (size - wide + 2) if wide <= size else "  "
         out.append(text.rstrip())
+    if more:
+        out.append(f"… {more} more fields")
     return "\n".join(out)
 
 
@@ -121,5 +126,5 @@ def as_html(page: Page) -> str:
     return (
         f'<details{opened}><summary style="cursor:pointer;font-family:monospace;overflow-wrap:anywhere">'
         f'{escape(page.title)}</summary><div style="overflow-x:auto"><table style="{style}"><tr>{head}</tr>{body}'
-        "</table></div></details>"
+        f"</table>{f'… {page.more} more fields' if page.more else ''}</div></details>"
     )

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
-from .._errors import dtype_name
+from .._errors import Path, dtype_name
 from .._memory.mapped import file_of
 from .._memory.packed import is_packed
+from .._tree.fields import fields
+from .._tree.kinds import CODES_PART
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict, field_encoder
+from .._tree.tree import TreeDict, data_of, field_encoder
 from .._tree.walk import nbytes
 from .page import Line, Page, one_line, shorten
 
@@ -50,14 +52,24 @@ def _entries(d: TreeDict[Any], lasts: tuple[bool, ...]) -> Iterator[Entry]:
             yield from _entries(value, here)
 
 
+def looked_at(d: TreeDict[Any]) -> list[tuple[Path, Any, StringEncoder | None]]:
+    """Every field, and the encoder of a field of strings. The parts of a nested dict of codes are numbers."""
+    return [(path, value, None if kind is CODES_PART else encoder) for path, _, value, encoder, kind in fields(d)]
+
+
+def title_of(d: TreeDict[Any]) -> str:
+    """The title of the tree."""
+    return _title(d, list(_entries(d, ())))
+
+
 def _title(d: TreeDict[Any], found: list[Entry]) -> str:
     """What the whole dict is."""
     tensors = d._tensors()
-    fields = [entry[2:] for entry in found if not isinstance(entry[2], TreeDict)]
+    values = [entry[2:] for entry in found if not isinstance(entry[2], TreeDict)]
     said = [
         "no device yet" if d._device is None else str(d._device),
-        *([] if (rows := _row_count(fields)) is None else [counted(rows, "row")]),
-        counted(len(fields), "field"),
+        *([] if (rows := _row_count(values)) is None else [counted(rows, "row")]),
+        counted(len(values), "field"),
         size(sum(map(nbytes, tensors))),
     ]
     if is_packed(tensors, d._device, alone=False):
@@ -66,7 +78,7 @@ def _title(d: TreeDict[Any], found: list[Entry]) -> str:
     if tensors and all(tensor._is_view() for tensor in tensors):
         said.append("views")
     title = f"{shorten(one_line(type(d).__name__), _NAME)}({', '.join(said)}"
-    if folder := _folder(tensors):
+    if folder := _folder(data_of(d)):
         title += f", mapped from {shorten(one_line(folder), max(12, 64 - len(title)))}"
     return f"{title})"
 
@@ -84,7 +96,7 @@ def _row_count(fields: list[Any]) -> int | None:
 
 
 def _folder(tensors: list[Tensor]) -> str:
-    """The folder of the table that has all of the tensors, from the current folder on; an empty string if none has."""
+    """The folder of the table that has all of the values, from the current folder on; an empty string if none has."""
     first = ""
     for tensor in tensors:
         path = file_of(tensor)
@@ -146,7 +158,11 @@ def _line(lasts: tuple[bool, ...], key: str, value: Any, encoder: StringEncoder 
         branch = "".join("   " if last else "│  " for last in lasts[:-1][-_LEVELS:]) + branch
         if depth > _LEVELS:
             branch = "…" + branch[1:]
-    note = _single(value) if isinstance(value, Tensor) and not value.dim() else ""
+    note = ""
+    if isinstance(value, Tensor):
+        note = "" if value.dim() else _single(value)
+    elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
+        note = short_number(value)
     if encoder is not None:
         note = shorten(f"{note}  {one_line(repr(encoder))}".lstrip(), _NOTE)
     return Line((shorten(one_line(key), _NAME), kind(value), note), branch, depth)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
+from operator import mul, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ MAX_DIMENSIONS = 64
 
 _strided = torch.strided
 _storage_offset: Callable[[Tensor], Any] = Tensor.storage_offset
+_data_ptr = Tensor.data_ptr
 
 
 class Arrangement(NamedTuple):
@@ -89,9 +91,10 @@ def arrange(tensors: Sequence[Tensor], sent: bool = False) -> Arrangement:
     if not may_lie_together(tensors):
         return Arrangement((), groups, unpackable, repeats)
     order = [tensors[i] for _, members in groups for i in members]
-    offsets = [*map(_storage_offset, order)]
+    items = [dtype.itemsize for (dtype, _, _), members in groups for _ in members]
+    offsets = [*map(mul, map(_storage_offset, order), items)]
     first: dict[int, int] = {}  # by the address of a storage: the first tensor in it
-    storages = [*map(first.setdefault, [t.untyped_storage().data_ptr() for t in order], count())]
+    storages = [*map(first.setdefault, map(sub, map(_data_ptr, order), offsets), count())]
     if len(first) == len(order):
         return Arrangement((), groups, unpackable, repeats)
     sizes = [order[i].untyped_storage().nbytes() for i in first.values()]

@@ -1,0 +1,365 @@
+"""Statistics of each field, one chunk at a time, and the rows where a function holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from itertools import accumulate, chain, compress, pairwise
+from math import isfinite, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, short
+from .._errors import Path, described, dotted, dtype_name, is_out_of_memory
+from .._memory.dense import not_dense
+from .._memory.device import CPU
+from .._memory.transfer import transfer
+from .._tree.fields import fields
+from .._tree.ragged import Ragged
+from .._tree.tree import TreeDict
+from .._tree.walk import nbytes
+from .page import Line, Page, as_html, as_text, one_line, shorten
+from .progress import Progress, reporter
+from .tree import looked_at, short_number
+
+_ON_HOST, _ON_DEVICE = 1 << 20, 64 << 20
+"""The bytes of a chunk. On the CPU, a chunk stays in the cache while several kernels read it."""
+_SAMPLE, _BINS = 4096, 8
+_MOST_STRINGS = 100_000
+_LIMIT = 120
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+class Description:
+    """What `DeviceDict.describe` found: a line for each field. In a notebook, a table.
+
+    - ``min``, ``mean`` and ``max`` are those of the finite numbers, of complex numbers those of the absolute values.
+    - ``nan``, ``inf``, ``zero``: the shares of the numbers that are NaN, infinite and zero.
+    - The histogram has eight bins from ``min`` to ``max``. It counts up to 4096 of the finite numbers, evenly spaced.
+    - Of strings: how many are distinct, the shortest, the longest, the most frequent one and its share.
+    - Of ragged fields also ``lengths``, with the same statistics. In the text, they stand in the shape.
+
+    The text shows four digits. `tolist` has the numbers themselves: ``min`` and ``max`` of integers are exact.
+    """
+
+    def __init__(self, title: str, fields: list[dict[str, Any]]) -> None:
+        self._title, self._fields = title, fields
+
+    def tolist(self) -> list[dict[str, Any]]:
+        """A plain dict for each field, for logs and JSON. What a field does not have is missing.
+
+        >>> from tensordict_lite import DeviceDict
+        >>> DeviceDict({"x": [0, 1, 2, 5]}).describe().tolist()[0]["mean"]
+        2.0
+        """
+        return [dict(field) for field in self._fields]
+
+    def __repr__(self) -> str:
+        return as_text(self._page(), _LIMIT)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._page())
+
+    def _page(self) -> Page:
+        head = ("field", "dtype[shape]", "min", "mean", "max", "nan", "inf", "zero", "values")
+        lines = [_cells_of(field) for field in self._fields]
+        used = [any(column) for column in zip(*lines, strict=True)]
+        return Page(self._title, [*compress(head, used)], [Line([*compress(cells, used)]) for cells in lines])
+
+
+def _cells_of(field: dict[str, Any]) -> tuple[str, ...]:
+    numbers = [_shortest(field[name]) if name in field else "" for name in ("min", "mean", "max")]
+    shares = [f"{100 * share:.3g} %" if (share := field.get(name, 0)) else "" for name in ("nan", "inf", "zero")]
+    notes: list[str] = []
+    if counts := field.get("histogram"):
+        most = max(counts)
+        notes.append("".join(_BARS[-(-8 * count // most)] for count in counts))
+    if "distinct" in field:
+        notes.append(f"{field['distinct']}{'' if field['exact'] else ' or more'} distinct")
+        texts = {name: shorten(one_line(field[name]), 16) for name in ("shortest", "longest", "most") if name in field}
+        if "shortest" in texts:
+            notes.append(f"{texts['shortest']} to {texts['longest']}")
+        if "most" in texts:
+            notes.append(f"{texts['most']} {100 * field['share']:.3g} %")
+    lengths = field.get("lengths", {})
+    size = f"{lengths['min']} to {lengths['max']}" if "min" in lengths else "*"  # of the rows of a ragged field
+    shape = ", ".join(size if one is None else str(one) for one in field.get("shape", ()))
+    what = f"{field['dtype']}[{shape}]" if "dtype" in field else f"object {one_line(field['object'])}"
+    return (shorten(one_line(".".join(field["path"])), 36), what, *numbers, *shares, ", ".join(notes))
+
+
+def _shortest(value: Any) -> str:
+    text = short_number(value)
+    return text if len(text) <= 12 else f"{value:.4g}"
+
+
+class _Numbers:
+    """What is known of numbers after some chunks of them."""
+
+    def __init__(self, total: int) -> None:
+        self.step = max(1, total // _SAMPLE)
+        self.count = self.finite = self.nan = self.zero = 0
+        self.sum: int | Fraction = 0
+        self.ends: list[Any] = []
+        self.sample: list[Any] = []
+
+    def measure(self, given: Tensor) -> list[Tensor]:
+        """What the host needs to know of a chunk, computed on its device."""
+        x = _comparable(given)
+        if not len(x):
+            return []
+        if x.dtype is torch.int64:  # two halves, since the sum may need more than 64 bits
+            high = x >> 32
+            sums = [high.sum(), (x - (high << 32)).sum()]
+        else:
+            sums = [x.sum(dtype=torch.float64 if x.is_floating_point() else torch.int64)]
+        nonzero = (given.view(torch.int64) if given.dtype is torch.uint64 else x).count_nonzero()
+        return [*torch.aminmax(x), nonzero, x[:: self.step].clone(), *sums]
+
+    def add(self, given: Tensor, found: list[Tensor]) -> None:
+        """Add a chunk. ``found``: the result of `measure`, on the host."""
+        self.count += len(given)
+        self.zero += len(given) - int(found[2]) if found else 0
+        if found and not (isfinite(found[0].item()) and isfinite(found[1].item())):
+            x = _comparable(given)
+            self.nan += int(x.isnan().sum())
+            given = x[x.isfinite()]
+            found = transfer(self.measure(given), CPU)
+        if not found:
+            return
+        self.finite += len(given)
+        shift = 2**63 if given.dtype is torch.uint64 else 0
+        sums: list[Any]
+        low, high, *sums = (one.item() for one in (*found[:2], *found[4:]))
+        self.ends += [low + shift, high + shift]
+        self.sample.append(found[3].to(torch.float64) + shift)
+        if len(sums) == 2:
+            self.sum += (sums[0] << 32) + sums[1] + shift * len(given)
+        elif isfinite(sums[0]):
+            self.sum += Fraction(sums[0])
+        else:
+            scale = max(abs(low), abs(high))
+            self.sum += Fraction((given / scale).sum().item()) * Fraction(scale)
+
+    def result(self) -> dict[str, Any]:
+        if not self.count:
+            return {}
+        infinite = self.count - self.finite - self.nan
+        shares = {"nan": self.nan / self.count, "inf": infinite / self.count, "zero": self.zero / self.count}
+        if not self.finite:
+            return shares
+        low, high = min(self.ends), max(self.ends)
+        scale = float(max(abs(low), abs(high))) or 1.0  # a difference of numbers near the largest one would overflow
+        values, start, end = torch.cat(self.sample) / scale, low / scale, high / scale
+        bins = ((values - start) / ((end - start) or 1) * _BINS).long().clamp(0, _BINS - 1)
+        ends = {"min": low, "mean": float(self.sum / Fraction(self.finite)), "max": high}
+        return {**ends, **shares, "histogram": bins.bincount(minlength=_BINS).tolist()}
+
+
+def _comparable(given: Tensor) -> Tensor:
+    """Numbers of a dtype whose kernels order and add them, without a loss. uint64 is shifted by 2**63."""
+    if given.dtype is torch.uint64:
+        return given.view(torch.int64) ^ torch.iinfo(torch.int64).min
+    if given.is_complex():
+        return given.to(torch.complex128).abs()
+    if given.is_floating_point():
+        return given if given.itemsize >= 4 else given.float()
+    return given.view(torch.uint8) if given.dtype is torch.bool else given.long() if given.itemsize in (2, 4) else given
+
+
+class _Strings:
+    """What is known of the codes of strings after some chunks of them."""
+
+    def __init__(self, encoder: StringEncoder, shape: Sequence[int], is_ragged: bool) -> None:
+        self.encoder, self.shape, self.is_ragged = encoder, tuple(shape), is_ragged
+        self.counts: Counter[bytes] = Counter()
+        self.count, self.exact, self.dtype = 0, True, torch.uint8
+
+    def measure(self, given: Any) -> list[Tensor]:
+        return [given.values.detach(), given.offsets] if self.is_ragged else [given.detach()]
+
+    def add(self, given: Any, found: list[Tensor]) -> None:
+        """Add a chunk. ``found``: the result of `measure`, on the host."""
+        codes, self.dtype = found[0], found[0].dtype
+        if not self.is_ragged and self.shape and codes.shape[-1] < self.shape[-1]:  # another part has longer strings
+            codes = F.pad(codes, (0, self.shape[-1] - codes.shape[-1]), value=self.encoder.padding)
+        data = codes.contiguous().numpy().tobytes()
+        if self.is_ragged:
+            ends = (found[1] * codes.itemsize).tolist()
+        else:
+            count = prod(codes.shape[: codes.dim() - len(self.shape)])
+            ends = [i * prod(self.shape) * codes.itemsize for i in range(count + 1)]
+        rows = [data[start:end] for start, end in pairwise(ends)]
+        self.count += len(rows)
+        for row, count in Counter(rows).items():
+            if row in self.counts or len(self.counts) < _MOST_STRINGS:
+                self.counts[row] += count
+            else:
+                self.exact = False
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"distinct": len(self.counts), "exact": self.exact}
+        with suppress(Exception):  # a hash, no strings, or codes that their encoder cannot decode
+            texts = self._decoded(list(self.counts))
+            found |= {"shortest": min(texts, key=len), "longest": max(texts, key=len)}
+            if self.exact:
+                [(row, count)] = self.counts.most_common(1)
+                found |= {"most": self._decoded([row])[0], "share": count / self.count}
+        return found
+
+    def _decoded(self, rows: list[bytes]) -> list[str]:
+        codes = torch.tensor(bytearray(b"".join(rows)), dtype=torch.uint8, device="cpu").view(self.dtype)
+        if not self.is_ragged:
+            return decode_nested(self.encoder, codes.view(len(rows), *self.shape))
+        ends = [0, *accumulate(len(row) // self.dtype.itemsize for row in rows)]
+        return decode_rows(self.encoder, codes, torch.tensor(ends, device="cpu"))
+
+
+def statistics(parts: Sequence[TreeDict[Any]], title: str, progress: Progress = None) -> Description:
+    """Statistics of the fields of dicts of one schema, one after the other. See `DeviceDict.describe`."""
+    total, done = sum(nbytes(tensor) for d in parts for tensor in d._tensors()), 0
+    report = reporter(progress, total)
+    found: list[dict[str, Any]] = []
+    waiting: list[tuple[Any, Any, list[Tensor]]] = []  # of a device: one copy to the host, at the end
+    left: list[tuple[dict[str, Any], str, Any]] = []
+    for column in zip(*map(looked_at, parts), strict=True):
+        values, encoder = [value for _, value, _ in column], column[0][2]
+        found.append(_field_entry(column[0][0], values, encoder))
+        for name, look, chunks in _looks(values, encoder):
+            for chunk in chunks:
+                waiting.append((look, chunk, look.measure(chunk)))
+                if chunk.device == CPU:
+                    _add(waiting)
+                done += _size_of(chunk)
+                report(min(done, total))
+            left.append((found[-1], name, look))
+        if not waiting:
+            _finish(left)
+    _add(waiting)
+    _finish(left)
+    report(total)
+    return Description(title, found)
+
+
+def _add(waiting: list[tuple[Any, Any, list[Tensor]]]) -> None:
+    copies = iter(transfer([tensor for _, _, found in waiting for tensor in found], CPU))
+    for look, chunk, found in waiting:
+        look.add(chunk, [next(copies) for _ in found])
+    waiting.clear()
+
+
+def _finish(left: list[tuple[dict[str, Any], str, Any]]) -> None:
+    for entry, name, look in left:
+        entry.update({name: look.result()} if name else look.result())
+    left.clear()
+
+
+def entries(parts: Sequence[TreeDict[Any]]) -> list[dict[str, Any]]:
+    """What `Description.tolist` returns, without statistics: no value is read."""
+    columns = zip(*map(looked_at, parts), strict=True)
+    return [_field_entry(column[0][0], [value for _, value, _ in column], column[0][2]) for column in columns]
+
+
+def _field_entry(path: Path, values: list[Any], encoder: StringEncoder | None) -> dict[str, Any]:
+    first = values[0]
+    if not isinstance(first, (Tensor, Ragged)):
+        return {"path": [*path], "object": type(first).__name__}
+    rows = sum(map(len, values)) if isinstance(first, Ragged) or first.dim() else None
+    rest = (None, *first.values.shape[1:]) if isinstance(first, Ragged) else () if first.is_nested else first.shape[1:]
+    entry = {"path": [*path], "dtype": dtype_name(first.dtype), "shape": [] if rows is None else [rows, *rest]}
+    return entry if encoder is None else {**entry, "encoder": short(encoder)}
+
+
+def _looks(values: list[Any], encoder: StringEncoder | None) -> Iterator[tuple[str, Any, Iterator[Any]]]:
+    """The name of a result in its entry, what computes it, and the chunks that it takes."""
+    data = [value.values if isinstance(value, Ragged) else value for value in values]
+    if not all(isinstance(one, Tensor) and not not_dense(one) and not one.is_meta for one in data):
+        return
+    is_ragged = isinstance(values[0], Ragged)
+    if is_ragged:
+        rows = sum(map(len, values))
+        yield "lengths", _Numbers(rows), chain.from_iterable(map(_lengths, values))
+    if encoder is None:
+        yield "", _Numbers(sum(one.numel() for one in data)), chain.from_iterable(map(_flat, data))
+        return
+    is_text = is_ragged and data[0].dim() == 1 and encoder.code_ndim != 0
+    code_ndim = data[0].dim() - 1 if encoder.code_ndim is None else encoder.code_ndim
+    shape = () if is_text or not code_ndim else max(tuple(one.shape[-code_ndim:]) for one in data)
+    yield "", _Strings(encoder, shape, is_text), chain.from_iterable(map(_row_chunks, values if is_text else data))
+
+
+def _limit(value: Any) -> int:
+    return _ON_HOST if value.device == CPU else _ON_DEVICE
+
+
+def _size_of(value: Any) -> int:
+    return value.values.nbytes + value.offsets.nbytes if isinstance(value, Ragged) else value.nbytes
+
+
+def _flat(value: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor in chunks."""
+    value, most = value.detach(), _limit(value)
+    if value.nbytes <= most or value.is_contiguous():
+        yield from value.reshape(-1).split(most // value.itemsize)
+    elif len(value) == 1:
+        yield from _flat(value[0])
+    else:
+        for part in value.split(max(1, most * len(value) // value.nbytes)):
+            yield from _flat(part)
+
+
+def _row_chunks(value: Any) -> Iterator[Any]:
+    """The rows of a field of strings in chunks."""
+    if isinstance(value, Tensor) and not value.dim():
+        yield value
+        return
+    step = max(1, _limit(value) * len(value) // max(1, _size_of(value)))
+    for start in range(0, len(value), step):
+        yield value[start : start + step]
+
+
+def _lengths(value: Ragged) -> Iterator[Tensor]:
+    step = _limit(value) // 8
+    return (value.offsets[start : start + step + 1].diff() for start in range(0, len(value), step))
+
+
+def find(d: TreeDict[Any], function: Callable[[Tensor], Tensor]) -> dict[Any, Tensor]:
+    """The rows where a function holds, by field. See `DeviceDict.find`."""
+    masks: dict[Any, Tensor] = {}
+    failed: list[tuple[Path, Exception]] = []
+    found_fields = fields(d)
+    for path, _, value, encoder, _ in found_fields:
+        if encoder is not None or not isinstance(value, (Tensor, Ragged)):
+            continue
+        data = value.values if isinstance(value, Ragged) else value
+        try:
+            found: Any = function(data)
+        except Exception as error:  # a function may take some dtypes and shapes only
+            if is_out_of_memory(error):
+                raise
+            failed.append((path, error))
+            continue
+        if not isinstance(found, Tensor) or found.dtype is not torch.bool or found.shape[:1] != data.shape[:1]:
+            raise TypeError(
+                f"{dotted(path)}: expected a bool tensor for {described(data)}, got {described(found)}; give find a "
+                "function such as torch.isnan"
+            )
+        mask = found.flatten(1).any(1) if found.dim() > 1 else found.reshape(-1)
+        masks[path if len(path) > 1 else next(iter(path))] = (
+            _any_in_row(mask, value) if isinstance(value, Ragged) else mask
+        )
+    if found_fields and not masks:
+        path, error = failed[0] if failed else (found_fields[0].path, TypeError("it has no numbers"))
+        raise TypeError(f"{dotted(path)}: find can call the function for no field; the error is: {error}") from error
+    found_rows = [mask.nonzero().flatten() for mask in transfer(list(masks.values()), CPU)]
+    return {key: rows for key, rows in zip(masks, found_rows, strict=True) if len(rows)}
+
+
+def _any_in_row(mask: Tensor, value: Ragged) -> Tensor:
+    before = F.pad(mask.cumsum(0), (1, 0))[value.offsets.long()]
+    return before.diff() > 0
