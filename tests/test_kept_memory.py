@@ -207,7 +207,7 @@ def test_five_hundred_labels_keep_no_image(workers: int) -> None:
 
 @pytest.mark.parametrize("fields", [1, 4, 9])
 def test_large_fields_of_a_worker_are_a_quarter_of_the_segments(fields: int) -> None:
-    (batch,) = DataLoader(Images(20, fields), 20, num_workers=1, collate_fn=collate)
+    (batch,) = DataLoader(Images(40, fields), 40, num_workers=1, collate_fn=collate)
     segments = {t.untyped_storage().data_ptr() for key, t in batch.items() if t.is_shared()}
     assert len(segments) == -(-fields // 4) and not batch["label"].is_shared() and not excess(batch)
     assert batch["box"][3].tolist() == [3.0] * 4 and (batch["image0"][7] == 7).all()

@@ -200,7 +200,7 @@ class Wide(Dataset[Any]):
         return {"x": torch.full((self.count,), float(index)), "y": torch.full((self.count,), float(index))}
 
 
-BY_VALUE = 512 << 10
+BY_VALUE = 1 << 20
 """The documented size in bytes up to which a batch is sent by value."""
 
 

@@ -478,7 +478,7 @@ class TestByValue:
         assert (d["torch.float32"] == 9).all() and again.is_packed and again["torch.bool"].is_shared()
 
     def test_what_is_large_is_shared(self) -> None:
-        d = DeviceDict({"x": torch.ones(200_000), "y": torch.ones(2000)})
+        d = DeviceDict({"x": torch.ones(400_000), "y": torch.ones(2000)})
         again = pickle.loads(ForkingPickler.dumps(d))
         assert again == d and not small(d) and d["x"].is_shared() and not d["y"].is_shared()
 

@@ -70,7 +70,7 @@ def collate(
     """Stack the samples into one batch: every field along a new first dimension.
 
     Pass `collate` to DataLoader as ``collate_fn``, with options through ``functools.partial``. A worker process sends a
-    batch of up to 512 KiB by value. Of a larger batch, fields above 64 KiB are made in shared memory, up to four fields
+    batch of up to 1 MiB by value. Of a larger batch, fields above 64 KiB are made in shared memory, up to four fields
     of about one size in a segment. A field that you keep keeps at most 64 KiB, or four times its own bytes, alive.
 
     Args:

@@ -15,16 +15,17 @@ from .dtypes import FOREACH_DTYPES
 from .layout import ALIGNMENT, SMALL, Layout
 from .write import copies
 
-BY_VALUE = 512 << 10
-"""The largest buffer in bytes that is faster through a pipe, by value, than in shared memory.
+BY_VALUE = 1 << 20
+"""The largest sum in bytes that costs less through a pipe, by value, than in shared memory.
 
-Time by value / time in shared memory, for batches of 12 fields from 2 workers (``bench_loader.py``):
+Processor time by value / in shared memory, for batches of 12 fields from a worker (``bench_loader.py``):
 
-====== ====== ======= ======= ===== =====
-16 KiB 64 KiB 256 KiB 512 KiB 1 MiB 2 MiB
-====== ====== ======= ======= ===== =====
-0.41   0.54   0.64    0.65    1.15  1.57
-====== ====== ======= ======= ===== =====
+============== ====== ======= ======= ===== =====
+process        64 KiB 256 KiB 512 KiB 1 MiB 2 MiB
+============== ====== ======= ======= ===== =====
+both           0.52   0.28    0.37    0.60  0.61
+the receiver   -      0.38    0.47    0.59  1.36
+============== ====== ======= ======= ===== =====
 """
 HUGE = 32 << 20
 """Larger new buffers on the CPU use huge pages: `rows[indices]` of 36 to 120 MB takes 0.2 to 0.3 of the time. The C

@@ -154,7 +154,7 @@ def for_process(values: list[Any], device: torch.device | None) -> Contents:
     if device is not CPU or not can_pack(device):
         return _in_storages(values, device)
     found = arrange(tensors, sent=True)
-    blocks = [layout for layout in found.blocks if not buffer_of(tensors, layout).untyped_storage().is_shared()]
+    blocks = [layout for layout in found.blocks if not tensors[layout.members[0]].untyped_storage().is_shared()]
     groups = [
         (spec, tuple([i for i in group if not (nbytes_of(spec) and tensors[i].untyped_storage().is_shared())]))
         for spec, group in found.groups
