@@ -113,38 +113,40 @@ class _Numbers:
         x = _comparable(given)
         if not len(x):
             return []
-        if x.dtype is torch.int64:  # two halves, since the sum may need more than 64 bits
-            high = x >> 32
-            sums = [high.sum(), (x - (high << 32)).sum()]
-        else:
-            sums = [x.sum(dtype=torch.float64 if x.is_floating_point() else torch.int64)]
+        total = x.sum() if x.is_floating_point() else x.sum(dtype=torch.int64)
         nonzero = (given.view(torch.int64) if given.dtype is torch.uint64 else x).count_nonzero()
-        return [*torch.aminmax(x), nonzero, x[:: self.step].clone(), *sums]
+        return [*torch.aminmax(x), nonzero, x[:: self.step].clone(), total]
 
     def add(self, given: Tensor, found: list[Tensor]) -> None:
         """Add a chunk. ``found``: the result of `measure`, on the host."""
         self.count += len(given)
-        self.zero += len(given) - int(found[2]) if found else 0
-        if found and not (isfinite(found[0].item()) and isfinite(found[1].item())):
-            x = _comparable(given)
-            self.nan += int(x.isnan().sum())
-            given = x[x.isfinite()]
-            found = transfer(self.measure(given), CPU)
         if not found:
             return
-        self.finite += len(given)
+        low, high, nonzero, total = (found[i].item() for i in (0, 1, 2, 4))
+        self.zero += len(given) - int(nonzero)
+        finite, sample = len(given), found[3]
+        if not (isfinite(low) and isfinite(high)):
+            low, high, total, nan, inf = (one.item() for one in transfer(_without_nan(_comparable(given)), CPU))
+            self.nan += int(nan)
+            finite, sample = finite - int(nan) - int(inf), sample[sample.isfinite()]
+            if not finite:
+                return
+        self.finite += finite
         shift = 2**63 if given.dtype is torch.uint64 else 0
-        sums: list[Any]
-        low, high, *sums = (one.item() for one in (*found[:2], *found[4:]))
         self.ends += [low + shift, high + shift]
-        self.sample.append(found[3].to(torch.float64) + shift)
-        if len(sums) == 2:
-            self.sum += (sums[0] << 32) + sums[1] + shift * len(given)
-        elif isfinite(sums[0]):
-            self.sum += Fraction(sums[0])
+        self.sample.append(sample.to(torch.float64) + shift)
+        largest = max(abs(low), abs(high))
+        if isinstance(total, int):
+            if largest * len(given) >= 2**63:  # two halves, since the sum has more than 64 bits
+                x = _comparable(given)
+                upper = x >> 32
+                total = (int(upper.sum()) << 32) + int((x - (upper << 32)).sum())
+            self.sum += total + shift * len(given)
+        elif isfinite(total):
+            self.sum += Fraction(total)
         else:
-            scale = max(abs(low), abs(high))
-            self.sum += Fraction((given / scale).sum().item()) * Fraction(scale)
+            x = _comparable(given).nan_to_num(0, 0, 0) / largest
+            self.sum += Fraction(x.sum(dtype=torch.float64).item()) * Fraction(largest)
 
     def result(self) -> dict[str, Any]:
         if not self.count:
@@ -161,6 +163,16 @@ class _Numbers:
         return {**ends, **shares, "histogram": bins.bincount(minlength=_BINS).tolist()}
 
 
+def _without_nan(x: Tensor) -> list[Tensor]:
+    """Of the finite numbers the least, the largest and the sum; the counts of NaN and of infinities."""
+    inf = float("inf")
+    numbers = x.nan_to_num(0, 0, 0)
+    # Masks and indices take much longer than `nan_to_num`, so what it makes nonzero is counted.
+    nonzero = numbers.count_nonzero()
+    counts = [x.nan_to_num(*ones).count_nonzero() - nonzero for ones in ((1, 0, 0), (0, 1, 1))]
+    return [x.nan_to_num(inf, inf, inf).amin(), x.nan_to_num(-inf, -inf, -inf).amax(), numbers.sum(), *counts]
+
+
 def _comparable(given: Tensor) -> Tensor:
     """Numbers of a dtype whose kernels order and add them, without a loss. uint64 is shifted by 2**63."""
     if given.dtype is torch.uint64:
@@ -169,7 +181,9 @@ def _comparable(given: Tensor) -> Tensor:
         return given.to(torch.complex128).abs()
     if given.is_floating_point():
         return given if given.itemsize >= 4 else given.float()
-    return given.view(torch.uint8) if given.dtype is torch.bool else given.long() if given.itemsize in (2, 4) else given
+    if given.dtype is torch.bool:
+        return given.view(torch.uint8)
+    return given.long() if given.dtype in (torch.uint16, torch.uint32) else given
 
 
 class _Strings:
