@@ -65,7 +65,7 @@ def title_of(d: TreeDict[Any]) -> str:
 def _title(d: TreeDict[Any], found: list[Entry]) -> str:
     """What the whole dict is."""
     tensors = d._tensors()
-    values = [entry[2:] for entry in found if not isinstance(entry[2], TreeDict)]
+    values = [entry for entry in found if not isinstance(entry[2], TreeDict)]
     said = [
         "no device yet" if d._device is None else str(d._device),
         *([] if (rows := _row_count(values)) is None else [counted(rows, "row")]),
@@ -86,7 +86,7 @@ def _title(d: TreeDict[Any], found: list[Entry]) -> str:
 def _row_count(fields: list[Any]) -> int | None:
     """The number of rows of the fields with tensors, if they agree on it."""
     counts: set[int | None] = set()
-    for value, encoder in fields:
+    for _, _, value, encoder in fields:
         if isinstance(value, Tensor):
             code = 0 if encoder is None else encoder.code_ndim or 0  # the dimensions of one string
             counts.add(value.shape[0] if not value.is_nested and value.dim() > code else None)

@@ -158,4 +158,6 @@ def components(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def nbytes(tensor: Tensor) -> int:
     """The size of a tensor's elements in bytes. For a sparse or jagged tensor, the size of its parts."""
-    return sum(part.numel() * part.element_size() for part in components(tensor))
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor.nbytes
+    return sum(part.nbytes for part in components(tensor))
