@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -180,3 +181,30 @@ def test_every_new_tensor_names_its_device(module: str) -> None:
 def test_three_dependencies_and_no_more() -> None:
     required = importlib.metadata.requires("tensordict_lite") or []
     assert sorted(r for r in required if "extra" not in r) == ["numpy", "torch>=2.7", "typing-extensions>=4.13"]
+
+
+def functions_in(path: Path) -> dict[str, set[str]]:
+    """The words of each function of a module, and of the methods of its classes, by name."""
+    text = path.read_text(encoding="utf-8")
+    body, lines = ast.parse(text).body, text.splitlines()
+    nodes = [*body, *(inner for node in body if isinstance(node, ast.ClassDef) for inner in node.body)]
+    return {
+        node.name: set(re.findall(r"\w+", "\n".join(lines[node.lineno : node.end_lineno])))
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_every_test_checks_something() -> None:
+    """It asserts, expects an error, or uses a function that does, of its module or of a module of helpers."""
+    files = [path for path in Path(__file__).parent.rglob("*.py") if "golden" not in path.parts]
+    modules = {path: functions_in(path) for path in files}
+    helpers = {
+        name: words for path in files if not path.name.startswith("test_") for name, words in modules[path].items()
+    }
+    for path, functions in modules.items():
+        known, checks, found = {**helpers, **functions}, {"assert", "raise", "raises", "warns"}, 0
+        while len(checks) > found:
+            found = len(checks)
+            checks |= {name for name, words in known.items() if checks & words}
+        assert not [name for name in functions if name.startswith("test") and name not in checks], path.name
