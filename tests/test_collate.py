@@ -169,7 +169,7 @@ class TestCollate:
                 TypeError,
                 "collate takes samples that are mappings, sample 1 is a tuple; torch's default_collate",
             ),
-            ([{"x": 1}, {"x": None}], TypeError, "sample 1: 'x' is NoneType, expected a tensor"),
+            ([{"x": 1}, {"x": None}], TypeError, "sample 1: 'x': expected a tensor"),
             ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has an int, sample 0 has a str"),
             (
                 [{"x": np.zeros(2)}, {"x": np.zeros(3)}],

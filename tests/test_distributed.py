@@ -171,7 +171,7 @@ def errors(rank: int, world: int) -> None:
         "expected float32[2]"
     )
     told = text(lambda: d_.all_reduce(DeviceDict({"x": 1.0} if rank else {"x": 1.0, "z": {"y": 1}})), RuntimeError)
-    assert told.endswith("rank 1 differs from rank 0: 'z.y' is not there, expected int64[]")
+    assert told.endswith("rank 1 differs from rank 0: 'z.y': expected int64[], got no field")
     told = text(lambda: d_.all_reduce(sample(0), "mean"), RuntimeError)
     assert told == f"rank {rank}: 's' is torch.uint8: integers have no mean; convert it to float first"
     assert text(lambda: d_.all_reduce(DeviceDict({"b": True})), RuntimeError).endswith(
@@ -241,7 +241,7 @@ def errors(rank: int, world: int) -> None:
     elif rank == 1:
         assert "rank 0 could not send: TypeError: 'n.o'" in text(lambda: d_.recv(0), RuntimeError)
         told = text(lambda: d_.recv(0, like=sample(0).drop("i")), ValueError)
-        assert told == "rank 1: rank 0 sent a schema that differs from like=: 'i' is int64[2], expected nothing there"
+        assert told == "rank 1: rank 0 sent a schema that differs from like=: 'i': expected no field, got int64[2]"
         assert "the message is not from tensordict_lite" in text(lambda: d_.recv(0), RuntimeError)
         assert text(lambda: d_.recv(0, cls=Typed), TypeError).startswith("Typed has no field 'y'")
     again(rank, world, kept)

@@ -331,8 +331,8 @@ class TestAttributes:
 
 class TestObjects:
     NONE = (
-        "'x' is NoneType, expected a tensor, number, NumPy array, list of numbers, string, list of strings or mapping; "
-        'leave the key out, or build with objects="keep" to keep it as it is, on the host'
+        "'x': expected a tensor, number, NumPy array, list of numbers, string, list of strings or mapping, "
+        'got a NoneType; leave the key out, or build with objects="keep" to keep it as it is, on the host'
     )
 
     def test_the_way_out_of_none_is_open(self) -> None:
@@ -349,7 +349,7 @@ class TestObjects:
         refused(ValueError, "objects is 'error' or 'keep', got 'kept'", lambda: collate([{"x": 1}], objects=bad))
 
     def test_a_module_has_a_state(self) -> None:
-        with pytest.raises(TypeError, match=r"Store its state_dict\(\)$"):
+        with pytest.raises(TypeError, match=r"store its state_dict\(\)$"):
             DeviceDict({"m": torch.nn.Linear(1, 1)})
 
 

@@ -244,8 +244,8 @@ class TestPolicyItself:
             (
                 {"encoders": {1: A}},
                 TypeError,
-                "encoders= maps keys, which are str, to encoders; got the key 1. "
-                "A key's encoder serves that key in nested dicts too",
+                "encoders= maps keys, which are str, to encoders; got the key 1; "
+                "a key's encoder serves that key in nested dicts too",
             ),
         ],
     )

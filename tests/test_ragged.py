@@ -173,24 +173,36 @@ class TestClass:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"values": 3}, r"^'values' is an int, expected a dense tensor \[total, \.\.\.\]: the values of all rows$"),
-            ({"values": torch.tensor(3)}, r"^'values' is int64\[\], expected a dense tensor"),
-            ({"values": torch.ones(6).to_sparse()}, "^'values' is .*, expected a dense tensor"),
-            ({"values": {"a": 1}}, "^'values' is a mapping, expected a dense tensor"),
-            ({"offsets": [0.0, 6.0]}, r"^'offsets' is float32\[2\], expected int32 or int64 \[rows \+ 1\]$"),
-            ({"offsets": torch.tensor([0, 6], dtype=torch.int16)}, r"^'offsets' is int16\[2\], expected int32"),
-            ({"offsets": [[0, 6]]}, r"^'offsets' is int64\[1, 2\], expected int32 or int64"),
-            ({"offsets": None}, "^'offsets' is a NoneType, expected int32 or int64"),
+            (
+                {"values": 3},
+                r"^'values': expected a dense tensor \[total, \.\.\.\], the values of all rows, got an int$",
+            ),
+            ({"values": torch.tensor(3)}, r"^'values': expected a dense tensor"),
+            ({"values": torch.ones(6).to_sparse()}, "^'values': expected a dense tensor"),
+            ({"values": {"a": 1}}, "^'values': expected a dense tensor"),
+            ({"offsets": [0.0, 6.0]}, r"^'offsets': expected int32 or int64 \[rows \+ 1\], got float32\[2\]$"),
+            (
+                {"offsets": torch.tensor([0, 6], dtype=torch.int16)},
+                r"^'offsets': expected int32 or int64 \[rows \+ 1\], got int16\[2\]$",
+            ),
+            ({"offsets": [[0, 6]]}, r"^'offsets': expected int32 or int64"),
+            ({"offsets": None}, "^'offsets': expected int32 or int64"),
             (
                 {"offsets": torch.ones(0).int()},
-                r"^'offsets' is empty, expected \[rows \+ 1\] offsets: \[0\] for no rows$",
+                r"^'offsets': expected \[rows \+ 1\] offsets, got none; for no rows give \[0\]$",
             ),
-            ({"offsets": [1, 6]}, "^'offsets' starts at 1, expected 0$"),
-            ({"offsets": [0, 7]}, "^'offsets' ends at 7, expected 6, the number of values$"),
-            ({"offsets": [0]}, "^'offsets' ends at 0, expected 6, the number of values$"),
-            ({"offsets": [0, 4, 3, 6]}, "^'offsets' falls from 4 to 3 at row 1, expected ascending offsets$"),
-            ({"offsets": [0, -(1 << 63), 6]}, "^'offsets' falls from 0 to -9223372036854775808 at row 0"),
-            ({"offsets": [0, (1 << 32) + 1, 6]}, "^'offsets' falls from 4294967297 to 6 at row 1"),
+            ({"offsets": [1, 6]}, "^'offsets': expected 0 as the first, got 1$"),
+            ({"offsets": [0, 7]}, "^'offsets': expected 6 as the last, the number of values, got 7$"),
+            ({"offsets": [0]}, "^'offsets': expected 6 as the last, the number of values, got 0$"),
+            ({"offsets": [0, 4, 3, 6]}, "^'offsets': expected ascending offsets, got 3 after 4 at row 1$"),
+            (
+                {"offsets": [0, -(1 << 63), 6]},
+                "^'offsets': expected ascending offsets, got -9223372036854775808 after 0 at row 0",
+            ),
+            (
+                {"offsets": [0, (1 << 32) + 1, 6]},
+                "^'offsets': expected ascending offsets, got 6 after 4294967297 at row 1",
+            ),
         ],
     )
     def test_invalid_rows(self, change: Any, message: str) -> None:
@@ -499,7 +511,7 @@ class TestWholeDicts:
                 d.fill_({"r": wrong})
         broken = longer.with_values(longer.values)
         broken.offsets = torch.tensor([0, 4, 3], dtype=torch.int32)
-        with fails(ValueError, "^'r': 'offsets' falls from 4 to 3 at row 1"):
+        with fails(ValueError, "^'r': 'offsets': expected ascending offsets, got 3 after 4 at row 1"):
             d.fill_({"r": broken})
         assert d["r"] == longer and d["r"].max_length == 3
 
@@ -843,7 +855,7 @@ class TestAssignment:
             (2, ["a", "b", "c"], "^'r' is a field of numbers, got strings; encode them first$"),
             (2, {"a": 1}, "^'r' is ragged; its rows cannot be set from a mapping$"),
             (2, torch.ones(3, device="meta"), "^'r' is on meta"),
-            (2, None, "^'r' is NoneType"),
+            (2, None, "^'r': expected a tensor, .*, got a NoneType"),
         ],
     )
     def test_a_value_that_does_not_fit_changes_nothing(self, index: Any, given: Any, message: str) -> None:

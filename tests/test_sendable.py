@@ -508,5 +508,5 @@ class TestByValue:
     @pytest.mark.parametrize("data", [b"", b"abc", bytes(1000)])
     def test_bytes_that_do_not_fit_are_refused(self, data: bytes) -> None:
         function, (text, classes, encoders, device, ((_, specs),), leaves) = DeviceDict._sent(packed())
-        with pytest.raises(ValueError, match=rf"a buffer of a pickled dict has {len(data)} bytes, expected"):
+        with pytest.raises(ValueError, match=rf"a buffer of a pickled dict: expected \d+ bytes, got {len(data)}"):
             function(text, classes, encoders, device, [(data, specs)], leaves)

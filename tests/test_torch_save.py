@@ -120,8 +120,8 @@ class TestTorchSave:
     @pytest.mark.parametrize(
         ("value", "policy", "message"),
         [
-            (1.5, {}, r'^\'n\.o\' is float, expected .*; convert it first, or build with objects="keep"'),
-            ([torch.ones(1)], {"objects": "keep"}, r"^'n\.o' is a list that holds a tensor at \[0\]"),
+            (1.5, {}, r'^\'n\.o\': expected .*, got a float; convert it first, or build with objects="keep"'),
+            ([torch.ones(1)], {"objects": "keep"}, r"^'n\.o': expected .*, got a list that holds a tensor at \[0\]"),
             ({"a": 1}, {"objects": "keep"}, "^not a valid file or pickle: a tensor is missing$"),
         ],
     )
@@ -164,10 +164,10 @@ class TestTorchSave:
             (4, [], "a tensor is missing"),
             (4, [1], "the buffers of a pickled dict are damaged"),
             (4, [(torch.zeros(2), ())], "the storage of a packed dict is damaged"),
-            (4, [(torch.zeros(2, dtype=torch.uint8), ())], "a buffer of a pickled dict has 2 bytes, expected 0"),
+            (4, [(torch.zeros(2, dtype=torch.uint8), ())], "a buffer of a pickled dict: expected 0 bytes, got 2"),
             (4, [(torch.zeros(2, dtype=torch.uint8), None)], "the layout of a pickled dict is damaged"),
             (4, [(torch.zeros(2, dtype=torch.uint8), [3])], "the layout of a pickled dict is damaged"),
-            (4, [(torch.zeros(2, dtype=torch.uint8), [])], "a buffer of a pickled dict has 2 bytes, expected 0"),
+            (4, [(torch.zeros(2, dtype=torch.uint8), [])], "a buffer of a pickled dict: expected 0 bytes, got 2"),
             (5, (), "the data of the dict is damaged"),
             (5, [0], "a tensor is missing"),
             (5, [0, 1, 2, "x"], "a tensor is missing"),

@@ -262,45 +262,48 @@ class Holder:
 
 
 REFUSED = {
-    "None": (None, f"'n.x' is NoneType, expected {ACCEPTED}; leave the key out, {KEEP}"),
-    "object": (object(), f"'n.x' is object, expected {ACCEPTED}; convert it first, {KEEP}"),
-    "bytes": (b"ab", f"'n.x' is bytes, expected {ACCEPTED}; convert it first, {KEEP}"),
-    "bytearray": (bytearray(b"ab"), f"'n.x' is bytearray, expected {ACCEPTED}; convert it first, {KEEP}"),
-    "set": ({1, 2}, f"'n.x' is set, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "None": (None, f"'n.x': expected {ACCEPTED}, got a NoneType; leave the key out, {KEEP}"),
+    "object": (object(), f"'n.x': expected {ACCEPTED}, got an object; convert it first, {KEEP}"),
+    "bytes": (b"ab", f"'n.x': expected {ACCEPTED}, got a bytes; convert it first, {KEEP}"),
+    "bytearray": (bytearray(b"ab"), f"'n.x': expected {ACCEPTED}, got a bytearray; convert it first, {KEEP}"),
+    "set": ({1, 2}, f"'n.x': expected {ACCEPTED}, got a set; convert it first, {KEEP}"),
     "list of None": (
         [1, None],
-        f"'n.x' is list of NoneType, int, expected {ACCEPTED}; fill missing values first, {KEEP}",
+        f"'n.x': expected {ACCEPTED}, got a list of NoneType, int; fill missing values first, {KEEP}",
     ),
     "list of dicts": (
         [{"a": 1}],
-        f"'n.x' is list of dict, expected {ACCEPTED}; convert it to numbers or strings, {KEEP}",
+        f"'n.x': expected {ACCEPTED}, got a list of dict; convert it to numbers or strings, {KEEP}",
     ),
     "datetimes": (
         np.array(["2020-01-01"], dtype="M8[D]"),
-        f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}",
+        f"'n.x': expected {ACCEPTED}, got an array of dtype datetime64[D]; convert it first, {KEEP}",
     ),
     "datetime": (
         np.datetime64("2020-01-01"),
-        f"'n.x' is array of dtype datetime64[D], expected {ACCEPTED}; convert it first, {KEEP}",
+        f"'n.x': expected {ACCEPTED}, got an array of dtype datetime64[D]; convert it first, {KEEP}",
     ),
     "records": (
         np.zeros(1, dtype=[("a", "i4")]),
-        f"'n.x' is array of dtype [('a', '<i4')], expected {ACCEPTED}; convert it first, {KEEP}",
+        f"'n.x': expected {ACCEPTED}, got an array of dtype [('a', '<i4')]; convert it first, {KEEP}",
     ),
-    "bytes array": (np.array([b"a"]), f"'n.x' is array of dtype |S1, expected {ACCEPTED}; convert it first, {KEEP}"),
+    "bytes array": (
+        np.array([b"a"]),
+        f"'n.x': expected {ACCEPTED}, got an array of dtype |S1; convert it first, {KEEP}",
+    ),
     "longdouble": (
         np.ones(1, np.longdouble),
-        f"'n.x' is array of dtype {np.dtype(np.longdouble)}, expected {ACCEPTED}; convert it first, {KEEP}",
+        f"'n.x': expected {ACCEPTED}, got an array of dtype {np.dtype(np.longdouble)}; convert it first, {KEEP}",
     ),
     "list of tensors": (
         [torch.ones(1), torch.ones(1)],
-        f"'n.x' is a list that holds a tensor at [0], which would escape the device rule; expected {ACCEPTED}. "
-        "Join it with torch.stack or pad_sequence, or store it as a mapping",
+        f"'n.x': expected {ACCEPTED}, got a list that holds a tensor at [0], which would escape the device rule; "
+        "join it with torch.stack or pad_sequence, or store it as a mapping",
     ),
     "tensor deep in a list": (
         [[1.0, torch.ones(())]],
-        f"'n.x' is a list that holds a tensor at [0][1], which would escape the device rule; expected "
-        f"{ACCEPTED}. Join it with torch.stack or pad_sequence, or store it as a mapping",
+        f"'n.x': expected {ACCEPTED}, got a list that holds a tensor at [0][1], which would escape the device rule; "
+        "join it with torch.stack or pad_sequence, or store it as a mapping",
     ),
 }
 
@@ -319,17 +322,17 @@ def test_what_is_refused_with_its_message(value: Any, message: str) -> None:
     [
         (
             [[1, 2], [3]],
-            r"^'x': item \[1\] has length 1, expected 2: nested lists must be rectangular; to keep the lengths, store "
-            r"Ragged\.from_rows\(rows\), or give collate ragged=\['x'\]; to fill the shorter ones up, give collate "
-            r"pad=\{'x': 0\}$",
+            r"^'x': item \[1\]: expected a length of 2, got 1; nested lists must be rectangular; to keep the lengths, "
+            r"store Ragged\.from_rows\(rows\), or give collate ragged=\['x'\]; to fill the shorter ones up, give "
+            r"collate pad=\{'x': 0\}$",
         ),
         (
             [[[1, 2], [3, 4]], [[5, 6], (7,)]],
-            r"^'x': item \[1\]\[1\] has length 1, expected 2: nested lists must be rectangular$",
+            r"^'x': item \[1\]\[1\]: expected a length of 2, got 1; nested lists must be rectangular$",
         ),
-        ([1, [2]], r"^'x': item \[1\] is a list, expected a number: nested lists must be rectangular$"),
-        ([[1], [2], 3], r"^'x': item \[2\] is a number, expected a list: nested lists must be rectangular$"),
-        ([[1.5], []], r"^'x': item \[1\] has length 0, expected 1: nested lists must be rectangular; to keep"),
+        ([1, [2]], r"^'x': item \[1\]: expected a number, got a list; nested lists must be rectangular$"),
+        ([[1], [2], 3], r"^'x': item \[2\]: expected a list, got a number; nested lists must be rectangular$"),
+        ([[1.5], []], r"^'x': item \[1\]: expected a length of 1, got 0; nested lists must be rectangular; to keep"),
         (2**70, r"^'x': int64 cannot hold 1180591620717411303424; store float\(value\), or str\(value\)$"),
         (
             [[1], [-(2**63) - 1]],
@@ -452,7 +455,7 @@ class TestOtherLibraries:
                 raise RuntimeError("no")
 
         with pytest.raises(
-            TypeError, match=re.escape("'x' is Odd, expected " + ACCEPTED + "; pass numpy.asarray(value), ")
+            TypeError, match=re.escape("'x': expected " + ACCEPTED + ", got an Odd; pass numpy.asarray(value), ")
         ):
             DeviceDict({"x": Odd()})
         assert isinstance(DeviceDict[Any]({"x": Odd()}, objects="keep")["x"], Odd)
@@ -624,9 +627,9 @@ class TestPolicy:
                 {"encoders": {("a", "b"): Utf8()}},
                 TypeError,
                 "encoders= maps keys, which are str, to encoders; got the key "
-                "('a', 'b'). A key's encoder serves that key in nested dicts too",
+                "('a', 'b'); a key's encoder serves that key in nested dicts too",
             ),
-            ({"encoders": {"a": 3}}, TypeError, "an encoder has encode and decode, or is a callable; got int: 3"),
+            ({"encoders": {"a": 3}}, TypeError, "an encoder has encode and decode, or is a callable; got an int: 3"),
         ],
     )
     def test_bad_options(self, options: Any, error: type[Exception], message: str) -> None:
@@ -689,7 +692,7 @@ def test_every_array_of_ints_is_an_index(index: np.ndarray[Any, Any]) -> None:
 
 def test_an_array_of_records_is_refused() -> None:
     array = np.zeros(3, [("a", np.float32)])
-    message = r"^'x' is array of dtype \[\('a', '<f4'\)\], expected a tensor, .*; convert it first, or build with"
+    message = r"^'x': expected a tensor, .*, got an array of dtype \[\('a', '<f4'\)\]; convert it first, or build with"
     with pytest.raises(TypeError, match=message):
         DeviceDict({"x": array})
     assert DeviceDict({"x": array}, objects="keep")["x"] is array
@@ -722,10 +725,10 @@ class TestHostValues:
             (
                 [[], [1, 2]],
                 ValueError,
-                r"'x': item \[1\] has length 2, expected 0: nested lists must be rectangular",
+                r"'x': item \[1\]: expected a length of 0, got 2; nested lists must be rectangular",
             ),
-            ([np.array([1.5]), ["a"]], TypeError, "'x' is list of ndarray, str, expected a tensor"),
-            ([np.array(1), None], TypeError, "'x' is list of NoneType, ndarray, expected a tensor"),
+            ([np.array([1.5]), ["a"]], TypeError, "'x': expected a tensor"),
+            ([np.array(1), None], TypeError, "'x': expected a tensor"),
             (np.ma.array([1, 999], mask=[0, 1]), TypeError, r"'x' is a masked array, .* use \.filled\(value\)"),  # pyright: ignore[reportArgumentType, reportCallIssue]
             ([10**400, 0.5], ValueError, "'x': expected numbers that torch can hold"),
         ],
@@ -763,7 +766,7 @@ def test_a_nested_device_dict_decides_the_device_and_moves_with_the_rest(device:
 
 def test_columns_with_missing_values_are_named() -> None:
     pandas = pytest.importorskip("pandas")
-    with pytest.raises(TypeError, match=r"^'x' is list of .*; fill missing values first"):
+    with pytest.raises(TypeError, match=r"^'x': expected a tensor, .*, got a list of .*; fill missing values first"):
         DeviceDict({"x": pandas.Series([1, None], dtype="Int64")})
     kept: Any = DeviceDict({"x": pandas.Series([1, None], dtype="Int64")}, objects="keep")
     assert kept["x"].isna().tolist() == [False, True]
@@ -774,7 +777,9 @@ def test_arrow_tables_and_columns() -> None:
     arrow = pytest.importorskip("pyarrow")
     d = DeviceDict(arrow.table({"x": [1.0, 2.0], "s": ["a", "b"], "i": arrow.chunked_array([[1], [2]])}))
     assert d["x"].tolist() == [1, 2] and d.decode("s") == ["a", "b"] and d["i"].tolist() == [1, 2]
-    with pytest.raises(TypeError, match=r"^'x' is list of NoneType, float.*; fill missing values first"):
+    with pytest.raises(
+        TypeError, match=r"^'x': expected a tensor, .*, got a list of NoneType, float.*; fill missing values first"
+    ):
         DeviceDict({"x": arrow.array([1.0, None])})
     twice = arrow.Table.from_arrays([arrow.array([1]), arrow.array([2])], names=["a", "a"])
     with pytest.raises(ValueError, match=r"^the table has two columns 'a'; rename one$"):

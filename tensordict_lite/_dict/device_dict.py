@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Never, Self, Unpack
 
 from .._encoders.protocol import StringEncoder, as_given
-from .._errors import Path, dotted, refuse_deeper, with_path
+from .._errors import Path, described, dotted, refuse_deeper, with_path
 from .._files import safetensors
 from .._files.atomic_write import FilePath
 from .._look.describe import Description, find, statistics
@@ -1369,8 +1369,8 @@ class DeviceDict(TreeDict[V]):
                 return
             if inner is not _MISSING:
                 raise TypeError(
-                    f"{dotted((*at, path[0]))} is a {type(inner).__name__}, expected a nested dict to put "
-                    f"{dotted((*at, *path))} into; delete or rename it first"
+                    f"{dotted((*at, path[0]))}: expected a nested dict to put {dotted((*at, *path))} into, got "
+                    f"{described(inner)}; delete or rename it first"
                 )
             for part in reversed(path[1:]):
                 value = {part: value}

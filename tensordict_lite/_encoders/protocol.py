@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._errors import Path, dotted, dtype_name
+from .._errors import Path, described, dotted, dtype_name
 
 Codes = Tensor | Mapping[str, Tensor]
 
@@ -155,8 +155,8 @@ def as_encoder(given: object) -> StringEncoder:
     if callable(given) or _has_both(given):
         return WrappedEncoder(given)
     raise TypeError(
-        f"an encoder has encode and decode, or is a callable; got {type(given).__name__}: {given!r}. "
-        "Use Utf8(), Vocabulary(tokens), Hashing(buckets) or Tokenizer(hf_tokenizer)"
+        f"an encoder has encode and decode, or is a callable; got {described(given)}: {given!r}; "
+        "use Utf8(), Vocabulary(tokens), Hashing(buckets) or Tokenizer(hf_tokenizer)"
     )
 
 
@@ -263,10 +263,11 @@ def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
         size = len(level[0])
         for i, item in enumerate(level):
             if not isinstance(item, (list, tuple)):
-                raise TypeError(f"item {_place(i, shape)} is {type(item).__name__}, expected a list of {size}")
+                raise TypeError(f"item {_place(i, shape)}: expected a list of {size}, got {described(item)}")
             if len(item) != size:
                 raise ValueError(
-                    f"item {_place(i, shape)} has length {len(item)}, expected {size}: nested lists must be rectangular"
+                    f"item {_place(i, shape)}: expected a length of {size}, got {len(item)}; nested lists must be "
+                    "rectangular"
                 )
         level = list(chain.from_iterable(level))
         shape = (*shape, size)
@@ -275,7 +276,7 @@ def flatten_strings(value: Any) -> tuple[list[str], tuple[int, ...]]:
             if not isinstance(item, str):
                 hint = "; fill missing values first" if item is None or item != item else ""
                 raise TypeError(
-                    f"item {_place(i, shape)} is {type(item).__name__}, expected str as for the others{hint}"
+                    f"item {_place(i, shape)}: expected a str as for the others, got {described(item)}{hint}"
                 )
     return level, shape
 
@@ -306,13 +307,13 @@ def _with_leading(encoder: StringEncoder, codes: Any, strings: list[str], shape:
     """Validate a tensor of codes, and replace its first dimension by ``shape``."""
     if not isinstance(codes, Tensor):
         raise TypeError(
-            f"{short(encoder)}.encode gave {type(codes).__name__}, expected a Tensor or a mapping of tensors "
-            "(wrap a Hugging Face tokenizer in Tokenizer)"
+            f"{short(encoder)}.encode: expected a Tensor or a mapping of tensors, got {described(codes)}; wrap a "
+            "Hugging Face tokenizer in Tokenizer"
         )
     if codes.ndim == 0 or codes.shape[0] != len(strings):
         raise TypeError(
-            f"{short(encoder)}.encode gave shape {list(codes.shape)} for {len(strings)} strings; "
-            f"the first dimension must be {len(strings)}"
+            f"{short(encoder)}.encode: expected a first dimension of {len(strings)}, that of the strings, got shape "
+            f"{list(codes.shape)}"
         )
     return codes.reshape((*shape, *codes.shape[1:]))
 

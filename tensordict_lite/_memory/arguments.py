@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import described
 from .device import DeviceLike, parse
 from .dtypes import CASTABLE, DTYPES
 
@@ -55,27 +56,27 @@ def to(  # Python's own errors about arguments show this name
         if rest:
             copy = rest.pop(0)
         if rest:
-            raise TypeError(f"to() got {len(args)} positional arguments; expected {_FORMS}")
+            raise TypeError(f"to(): expected {_FORMS}, got {len(args)} positional arguments")
     for name, flag in (("non_blocking", non_blocking), ("copy", copy)):
         if not isinstance(flag, bool):
-            raise TypeError(f"to() got {flag!r} for {name}, which is True or False; expected {_FORMS}")
+            raise TypeError(f"to(): expected True or False for {name}, got {flag!r}; write {_FORMS}")
     if other is not None:
         if not _has_device(other):
-            raise TypeError(f"to() got other={type(other).__name__}; expected {_FORMS}")
+            raise TypeError(f"to(): expected a tensor or a dict as other=, got {described(other)}; write {_FORMS}")
         device = _once(device, other.device, "device")
         if isinstance(other, Tensor) and other.dtype in CASTABLE:
             dtype = _once(dtype, other.dtype, "dtype")  # an integer tensor gives only its device
     if dtype is not None:
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"to() got {dtype!r} for the dtype; expected {_FORMS}")
+            raise TypeError(f"to(): expected a torch.dtype as the dtype, got {dtype!r}; write {_FORMS}")
         if dtype not in CASTABLE:
             raise TypeError(
-                f"to() casts floating-point and complex tensors, to a dtype of that kind; got {dtype}. "
-                f"To cast every tensor use .map(lambda t: t.to({dtype}))"
+                f"to(): expected a floating-point or complex dtype, which casts tensors of that kind, got {dtype}; "
+                f"to cast every tensor use .map(lambda t: t.to({dtype}))"
             )
     if device is not None and not isinstance(device, torch.device):
         if not isinstance(device, (str, int)) or isinstance(device, bool):
-            raise TypeError(f"to() got {device!r} of type {type(device).__name__}; expected {_FORMS}")
+            raise TypeError(f"to(): expected a device, got {described(device)}: {device!r}; write {_FORMS}")
         device = parse(device)
     return device, dtype, non_blocking, copy
 
@@ -88,5 +89,5 @@ def _has_device(value: Any) -> bool:
 def _once(before: Any, given: Any, name: str) -> Any:
     """The argument ``name``. Raises ``TypeError`` if the call gives it twice, by position and by keyword."""
     if before is not None and given is not None:
-        raise TypeError(f"to() got the {name} twice, {before!r} and {given!r}; expected {_FORMS}")
+        raise TypeError(f"to(): expected one {name}, got {before!r} and {given!r}; write {_FORMS}")
     return before if given is None else given

@@ -47,18 +47,22 @@ def cat_offsets(offsets: Sequence[Tensor], totals: Sequence[int]) -> Tensor:
 def problem_of(values: Any, offsets: Any) -> str:
     """Why these are not the values and offsets of rows, from dtypes and shapes alone. ``""`` if they may be."""
     if not isinstance(values, Tensor) or not is_dense(values) or not values.dim():
-        return f"'values' is {described(values)}, expected a dense tensor [total, ...]: the values of all rows"
+        return f"'values': expected a dense tensor [total, ...], the values of all rows, got {described(values)}"
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
-        return f"'offsets' is {described(offsets)}, expected int32 or int64 [rows + 1]"
-    return "" if len(offsets) else "'offsets' is empty, expected [rows + 1] offsets: [0] for no rows"
+        return f"'offsets': expected int32 or int64 [rows + 1], got {described(offsets)}"
+    return "" if len(offsets) else "'offsets': expected [rows + 1] offsets, got none; for no rows give [0]"
 
 
 def problem_of_ends(values: Tensor, offsets: Tensor) -> str:
     """Why the first or the last offset is wrong, or ``""``. On an accelerator it synchronizes."""
     first, last = int(offsets[0]), int(offsets[-1])
     if first:
-        return f"'offsets' starts at {first}, expected 0"
-    return "" if last == len(values) else f"'offsets' ends at {last}, expected {len(values)}, the number of values"
+        return f"'offsets': expected 0 as the first, got {first}"
+    return (
+        ""
+        if last == len(values)
+        else f"'offsets': expected {len(values)} as the last, the number of values, got {last}"
+    )
 
 
 def problem_of_lengths(offsets: Tensor) -> str:
@@ -67,9 +71,7 @@ def problem_of_lengths(offsets: Tensor) -> str:
     if not falls.any():
         return ""
     row = int(falls.nonzero()[0])
-    return (
-        f"'offsets' falls from {int(offsets[row])} to {int(offsets[row + 1])} at row {row}, expected ascending offsets"
-    )
+    return f"'offsets': expected ascending offsets, got {int(offsets[row + 1])} after {int(offsets[row])} at row {row}"
 
 
 class Selection(NamedTuple):

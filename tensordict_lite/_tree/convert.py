@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import Codes, StringEncoder, encode_nested, flatten_strings
-from .._errors import DEPTH, Path, TooDeep, dotted, dtype_name, with_path
+from .._errors import DEPTH, Path, TooDeep, described, dotted, dtype_name, with_path
 from .columns import column_values
 from .policy import Policy
 
@@ -22,7 +22,7 @@ _STRING_KINDS = "UT"  # NumPy's fixed-width and variable-width strings
 _NUMBER_KINDS = "biufc"
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _TOO_DEEP = f"is nested more than {DEPTH} levels deep"
-_JOIN = "Join it with torch.stack or pad_sequence, or store it as a mapping"
+_JOIN = "join it with torch.stack or pad_sequence, or store it as a mapping"
 _ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
 
 
@@ -103,14 +103,14 @@ def _from_array(
             return _sequence(items, device, policy, path, value, dtype)
         return _strings(items, policy, path) if isinstance(items, str) else keep_object(value, policy, path)
     if kind not in _NUMBER_KINDS:
-        return keep_object(value, policy, path, f"array of dtype {array.dtype}")
+        return keep_object(value, policy, path, f"an array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise TypeError(f"{dotted(path)} is a masked array, which a tensor would unmask; use .filled(value)")
     floating = policy.dtype if kind == "f" and dtype is None else None  # a write to a field casts to its dtype
     try:
         return Converted(array_tensor(array, device, floating))
     except TypeError:
-        return keep_object(value, policy, path, f"array of dtype {array.dtype}")
+        return keep_object(value, policy, path, f"an array of dtype {array.dtype}")
 
 
 def array_tensor(array: np.ndarray[Any, Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -162,8 +162,8 @@ def _unequal(value: Any, path: Path) -> str:
                 continue
             if length is None or lengths[0] is None:
                 kinds = ["a list", "a number"] if length is not None else ["a number", "a list"]
-                return f"item {where} is {kinds[0]}, expected {kinds[1]}: nested lists must be rectangular"
-            found = f"item {where} has length {length}, expected {lengths[0]}: nested lists must be rectangular"
+                return f"item {where}: expected {kinds[1]}, got {kinds[0]}; nested lists must be rectangular"
+            found = f"item {where}: expected a length of {lengths[0]}, got {length}; nested lists must be rectangular"
             key = path[-1]
             way_out = (
                 f"; to keep the lengths, store Ragged.from_rows(rows), or give collate ragged=[{key!r}]; to fill the "
@@ -248,7 +248,7 @@ def _refuse_odd_strings(value: Any, path: Path, at: str = "") -> None:
     strings = [i for i, item in enumerate(value) if isinstance(item, str)]
     if 0 < len(strings) < sum(isinstance(item, _NUMBERS) for item in value):
         where, odd = f"{at}[{strings[0]}]", value[strings[0]]
-        raise TypeError(f"{dotted(path)}: item {where} is the str {odd!r:.60}, expected a number as for the others")
+        raise TypeError(f"{dotted(path)}: item {where}: expected a number as for the others, got the str {odd!r:.60}")
     for i, item in enumerate(value):
         if isinstance(item, (list, tuple)):
             _refuse_odd_strings(item, path, f"{at}[{i}]")
@@ -284,14 +284,14 @@ def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None)
     except TooDeep:
         raise ValueError(f"{dotted(path)} is a {type(value).__name__} that {_TOO_DEEP}; flatten it first") from None
     if tensor_at is not None:
-        join = "Store its state_dict()" if isinstance(value, torch.nn.Module) else _JOIN
+        join = "store its state_dict()" if isinstance(value, torch.nn.Module) else _JOIN
         raise TypeError(
-            f"{dotted(path)} is a {type(value).__name__} that holds a tensor at {tensor_at}, which would escape the "
-            f"device rule; expected {_ACCEPTED}. {join}"
+            f"{dotted(path)}: expected {_ACCEPTED}, got {described(value)} that holds a tensor at {tensor_at}, "
+            f"which would escape the device rule; {join}"
         )
     if policy.objects == "keep":
         return Converted(value)
-    what = what or type(value).__name__
+    what = what or described(value)
     if value is None:
         way_out = "leave the key out"
     elif isinstance(value, (list, tuple)):
@@ -304,7 +304,7 @@ def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None)
     else:
         way_out = "convert it first"
     raise TypeError(
-        f"{dotted(path)} is {what}, expected {_ACCEPTED}; "
+        f"{dotted(path)}: expected {_ACCEPTED}, got {what}; "
         f'{way_out}, or build with objects="keep" to keep it as it is, on the host'
     )
 

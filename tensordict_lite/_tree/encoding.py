@@ -363,7 +363,7 @@ def _apart(part: Any) -> Iterable[Any]:
     sizes = [_layout_of(specs)[0].nbytes for specs in part[1]]
     starts = [0, *accumulate(map(aligned, sizes))]
     if len(memory) != starts[-1]:
-        raise ValueError(f"a buffer of a pickled dict has {len(memory)} bytes, expected {starts[-1]}")
+        raise ValueError(f"a buffer of a pickled dict: expected {starts[-1]} bytes, got {len(memory)}")
     for start, nbytes, specs in zip(starts, sizes, part[1], strict=False):
         out = new_buffer(nbytes, CPU)
         out.numpy()[...] = memory[start : start + nbytes]
@@ -383,7 +383,7 @@ def _add_fields(out: dict[int, Tensor], part: Any) -> Tensor:
     nbytes = buffer.untyped_storage().nbytes()
     if nbytes not in (layout.nbytes, layout.end, aligned(layout.end + 1)):  # earlier versions wrote the last two
         raise ValueError(
-            f"a buffer of a pickled dict has {nbytes} bytes, expected {layout.nbytes}; pass the buffers to "
+            f"a buffer of a pickled dict: expected {layout.nbytes} bytes, got {nbytes}; pass the buffers to "
             "pickle.loads in the order in which they were made"
         )
     # Other programs and mapped files may give misaligned memory, and kernels would crash.

@@ -85,8 +85,8 @@ class Policy:
             for key in encoders:
                 if not isinstance(key, str):
                     raise TypeError(
-                        f"encoders= maps keys, which are str, to encoders; got the key {key!r}. "
-                        "A key's encoder serves that key in nested dicts too"
+                        f"encoders= maps keys, which are str, to encoders; got the key {key!r}; "
+                        "a key's encoder serves that key in nested dicts too"
                     )
             changes["encoders"] = {**self.encoders, **{k: as_encoder(e) for k, e in encoders.items()}}
         elif encoders is not None:

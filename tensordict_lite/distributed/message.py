@@ -120,8 +120,8 @@ class Header:
         mine, theirs = self._fields(), other._fields()
         for path in [*theirs, *mine]:
             if mine.get(path) != theirs.get(path):
-                expected = theirs.get(path, "nothing there")
-                return f"{dotted(path)} is {mine.get(path, 'not there')}, expected {expected}"
+                expected, got = (fields.get(path, "no field") for fields in (theirs, mine))
+                return f"{dotted(path)}: expected {expected}, got {got}"
         return ""
 
     def strict_difference(self, other: Header) -> str:

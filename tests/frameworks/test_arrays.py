@@ -21,7 +21,7 @@ def test_arrays_of_jax_are_shared() -> None:
     assert collate([{"x": array}, {"x": array}])["x"].shape == (2, 4)
     assert collate([{"x": array[:1]}, {"x": array}], pad={"x": 0})["x"].tolist() == [[0, 0, 0, 0], [0, 1, 2, 3]]
     assert jax.numpy.from_dlpack(d["x"]).tolist() == [0, 1, 2, 3]
-    with pytest.raises(TypeError, match=r"^'key' is PRNGKeyArray, expected .*; pass numpy\.asarray\(value\), "):
+    with pytest.raises(TypeError, match=r"^'key': expected .*, got a PRNGKeyArray; pass numpy\.asarray\(value\), "):
         DeviceDict({"key": jax.random.key(0)})
 
 

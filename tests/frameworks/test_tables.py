@@ -77,7 +77,7 @@ class TestPandas:
         ("make", "message"),
         [
             (lambda pd: {"s": ["x", None]}, "'s': item [1] is"),
-            (lambda pd: {"n": pd.array([1, None], dtype="Int64")}, "'n' is list of NAType, int"),
+            (lambda pd: {"n": pd.array([1, None], dtype="Int64")}, "'n': expected a tensor, "),
             (lambda pd: {"d": pd.to_datetime(["2020-01-01"])}, "'d' is array of dtype datetime64"),
             (lambda pd: {0: [1]}, "keys are str, got 0 of type int; use '0'"),
         ],
@@ -118,7 +118,9 @@ class TestArrow:
             assert given.column(0).to_pylist() == [1, 2]
         with pytest.raises(ValueError, match=r"^the table has two columns 'a'; rename one$"):
             DeviceDict(pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]))
-        with pytest.raises(TypeError, match=r"^'a' is list of NoneType, int, .*; fill missing values first"):
+        with pytest.raises(
+            TypeError, match=r"^'a': expected a tensor, .*, got a list of NoneType, int; fill missing values first"
+        ):
             DeviceDict(pa.table({"a": [1, None]}))
         assert np.array_equal(DeviceDict({"x": pa.array([1.0, 2.0])})["x"].numpy(), [1.0, 2.0])
 
