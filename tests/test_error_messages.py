@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import pickle
@@ -18,6 +19,7 @@ from checks import check_invariants
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import tensordict_lite
 from tensordict_lite import (
     DeviceDict,
     MissingKeyError,
@@ -496,3 +498,29 @@ def test_errors_about_arguments_name_public_classes() -> None:
                     messages.append(str(error))
     assert len(messages) > 40
     assert not [text for text in messages if re.search(r"TreeDict|\b_\w+\(|tensordict_lite\._", text)]
+
+
+PACKAGE = Path(tensordict_lite.__file__).parent
+
+
+def messages(module: Path) -> list[str]:
+    """The text of each error that a module raises, with ``{}`` for what is computed."""
+    raised = [
+        node.exc for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))) if isinstance(node, ast.Raise)
+    ]
+    first = [one.args[0] for one in raised if isinstance(one, ast.Call) and one.args]
+    parts = [one.values if isinstance(one, ast.JoinedStr) else [one] for one in first]
+    texts = ["".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in one) for one in parts]
+    return [text for text in texts if text != "{}"]
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_message_has_one_form(module: Path) -> None:
+    """``path: expected X, got Y; way out``, or ``function takes X, got Y; way out``: one sentence without a period."""
+    for text in messages(module):
+        assert not re.search(r"[^.]\.$|[^.?]\. [A-Z]|\n", text), (
+            f"one sentence, and a semicolon before the way out: {text}"
+        )
+        assert not re.search(r"\b(is|are|has|gave|got) [^;]*, expected ", text), f"first expected, then got: {text}"
+        assert not re.search(r": expected (?!.*, (got |\{\}))", text), f"after expected, say what came: {text}"
+        assert text.count("; ") < 3, f"one way out: {text}"

@@ -117,7 +117,7 @@ class TestErrors:
                 {"x": torch.ones(3, 3)},
                 ValueError,
                 r"'x' is float32\[2, 3\] in this DeviceDict, got float32\[3, 3\]; "
-                "fill_ casts and broadcasts nothing. For a last batch that is smaller, give the loader drop_last=True",
+                "fill_ casts and broadcasts nothing; for a last batch that is smaller, give the loader drop_last=True",
             ),
             (
                 {"x": torch.ones(3)},

@@ -95,8 +95,8 @@ class _Filling:
             raise ValueError(f"{where} is {reason}; fill_ copies dense tensors")
         if value.dtype is not target.dtype or value.shape != target.shape:
             raise ValueError(
-                f"{where} is {_shown(target)} in {self.name}, got {_shown(value)}; fill_ casts and broadcasts nothing. "
-                "For a last batch that is smaller, give the loader drop_last=True"
+                f"{where} is {_shown(target)} in {self.name}, got {_shown(value)}; fill_ casts and broadcasts nothing; "
+                "for a last batch that is smaller, give the loader drop_last=True"
             )
         if not plain(target) and (reason := refusal(target, "fill_")):
             raise RuntimeError(f"{where} {reason}")
