@@ -235,9 +235,9 @@ class TestClass:
 
         d: Any = DeviceDict({"n": {"r": ragged()}})
         for offsets, message in (
-            ([0, 4, 3, 6], "'offsets' falls from 4 to 3 at row 1, expected ascending offsets"),
-            ([1, 6], "'offsets' starts at 1, expected 0"),
-            ([0, 5], "'offsets' ends at 5, expected 6, the number of values"),
+            ([0, 4, 3, 6], "'offsets': expected ascending offsets, got 3 after 4 at row 1"),
+            ([1, 6], "'offsets': expected 0 as the first, got 1"),
+            ([0, 5], "'offsets': expected 6 as the last, the number of values, got 5"),
         ):
             calls: list[Callable[[Any], Any]] = [
                 lambda wrong: d.update(n={"r": wrong}),
