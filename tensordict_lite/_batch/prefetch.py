@@ -108,7 +108,12 @@ class prefetch(Generic[B]):
         self.max_bytes = max_bytes
         self.slots = slots
         self._handed_over: _State | None = None  # the loader's state at the last batch; None: ask the loader
-        self._watch = Watch(self.device, False, None)
+
+    _watch: Watch | None = None
+    """The times of the last pass."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_watch"}
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -142,7 +147,8 @@ class prefetch(Generic[B]):
         >>> batches.report().batches
         2
         """
-        return self._watch.report(data_loader(self.loader))
+        watch = self._watch or Watch(self.device, False, None)
+        return watch.report(data_loader(self.loader))
 
     def _state_dict(self) -> Any:
         return self._source.state_dict() if self._handed_over is None else self._handed_over()
@@ -169,14 +175,14 @@ class prefetch(Generic[B]):
     def _begin(self, timed: bool = False) -> Watch:
         """A pass begins."""
         self._handed_over = None
-        self._watch = Watch(self.device, timed, self._watch.journey)
+        self._watch = Watch(self.device, timed, None if self._watch is None else self._watch.journey)
         return self._watch
 
     def _explain(self, error: Exception, moving: bool) -> None:
         """Add to an error which batch it is from. ``moving``: the loader gave the batch."""
         if isinstance(self._source, OrderedLoader):
             self._source.explain(error, moving)
-        else:
+        elif self._watch is not None:
             add_note(error, f"batch {self._watch.arrivals - moving} of this pass over prefetch")
 
     def _in_turn(self, slots: _Slots | None) -> Iterator[B]:
