@@ -143,3 +143,29 @@ def test_tables(kind: str, nested: bool, tmp_path: Path) -> None:
     parts = table(made, nested, tmp_path / "parts", 2)
     assert read(whole, nested) == made.rows == read(cat(parts), nested)
     assert read(JoinedRows(parts)[INDEX], nested) == [made.rows[i] for i in INDEX]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_iterate_over_many_rows(kind: str, grad: bool) -> None:
+    """Iteration makes the views of 64 rows at once."""
+    made = KINDS[kind]
+    rows = made.rows * 30
+    with torch.set_grad_enabled(grad):
+        got = [row["x"] for row in made.dict(rows, nested=False).rows]
+    if kind in ("numbers", "rows of numbers", "bools"):
+        assert [one.tolist() for one in got] == rows
+    elif kind.startswith("ragged"):
+        assert list(map(len, got)) == [len(row.encode() if isinstance(row, str) else row) for row in rows]
+    assert len(got) == len(rows) and (kind != "objects" or got == rows)
+
+
+def test_a_kept_list_of_another_length_belongs_to_all_rows() -> None:
+    names = [("a", 1), ("b", 2)]
+    d: Any = DeviceDict({"x": [1, 2, 3], "names": names}, objects="keep")
+    assert d.rows[1:]["names"] is names is d.rows[[0, 1]]["names"] is d.rows[0]["names"]
+    assert [row["names"] for row in d.rows] == [names] * 3 == [row["names"] for row in d.rows.tolist()]
+    with pytest.raises(ValueError, match=r"^'names' is a kept object and not one per row, so rows cannot set it"):
+        d.rows[1:] = {"x": [0, 0], "names": [1, 2]}
+    d.rows[1:] = {"x": [0, 0], "names": names}
+    assert d["x"].tolist() == [1, 0, 0] and d["names"] is names
