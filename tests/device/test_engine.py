@@ -651,7 +651,7 @@ class TestReport:
             for number, _ in enumerate(batches, 1):
                 assert batches.report().batches == number
         assert stream.in_time and strict.counts().waits == 0 and strict.counts().event_waits == 31
-        assert len(batches._watch.idle.pending) <= 3
+        assert batches._watch and len(batches._watch.idle.pending) <= 3
 
     def test_the_device_works_while_the_host_waits(self) -> None:
         """On the host, all time goes to waiting for the loader. On the device, most of it is the step."""
@@ -674,6 +674,7 @@ class TestReport:
         for _ in ahead:
             torch.ops.strict.busy(0.004, D0)
         torch.accelerator.synchronize(0)
+        assert ahead._watch
         host = ahead._watch.seconds
         assert host[0] > 0.6 * sum(host), "the host launches a step and waits for the loader"
         for report in (in_time.report(), ahead.report()):
