@@ -222,7 +222,7 @@ def _from_each_device(
     tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None, non_blocking: bool, copy: bool
 ) -> list[Tensor]:
     """Make one transfer from each device that has some of the tensors."""
-    if dtype is None and not copy and all([tensor.device == device for tensor in tensors]):
+    if dtype is None and not copy and {tensor.device for tensor in tensors} <= {device}:
         return list(tensors)  # as the batches of a loader on the CPU are
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
