@@ -9,8 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from tensordict_lite import DeviceDict, JoinedRows, Ragged, RowWriter, Utf8, Vocabulary, cat, collate, load, stack
+from tensordict_lite import (
+    DeviceDict,
+    JoinedRows,
+    Ragged,
+    RowWriter,
+    StringEncoder,
+    Utf8,
+    Vocabulary,
+    cat,
+    collate,
+    load,
+    stack,
+)
 
 ROWS = 6
 Rows = list[Any]
@@ -28,6 +41,20 @@ class Kind:
         return DeviceDict({"number": number, **({"n": {"x": value}} if nested else {"x": value})}, **self.options)
 
 
+class Parts(StringEncoder):
+    """Codes in a nested dict: eight bytes, and the length."""
+
+    def encode(self, strings: Any) -> Any:
+        codes = Utf8(8).encode(strings)
+        return {"bytes": F.pad(codes, (0, 8 - codes.shape[1])), "length": torch.tensor(list(map(len, strings)))}
+
+    def decode(self, codes: Any) -> list[str]:
+        return Utf8(8).decode(codes["bytes"])
+
+
+PARTS = Parts()
+
+
 def ragged_strings(rows: Rows) -> Any:
     return collate([{"x": row} for row in rows], ragged=["x"])["x"] if rows else Ragged(torch.zeros(0).byte(), [0])
 
@@ -38,6 +65,7 @@ KINDS = {
     "bools": Kind([True, False, True, True, False, False]),
     "strings": Kind(["Ada", "Bo", "", "Grace", "é", "Bo"]),
     "vocabulary": Kind(["a", "b", "a", "c", "b", "a"], encoders={"x": Vocabulary(["a", "b", "c"])}),
+    "codes in a nested dict": Kind(["Ada", "Bo", "", "Grace", "é", "Bo"], encoders={"x": PARTS}),
     "lists of strings": Kind([["a", "bc"], ["", "d"]] * 3),
     "ragged": Kind([[1, 2], [], [3], [4, 5, 6], [7], []], Ragged.from_rows),
     "ragged boxes": Kind([[[1.0, 2.0]] * n for n in (1, 2, 3, 1, 2, 4)], Ragged.from_rows),
@@ -136,7 +164,7 @@ def test_write(kind: str, index: Any, places: Any, nested: bool) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "objects"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("objects", "codes in a nested dict")])
 def test_tables(kind: str, nested: bool, tmp_path: Path) -> None:
     made = KINDS[kind]
     (whole,) = table(made, nested, tmp_path / "whole", 1)

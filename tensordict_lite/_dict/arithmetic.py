@@ -20,7 +20,7 @@ from .._memory.dense import is_dense
 from .._memory.device import intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES, dtype_of
 from .._memory.write import FOREACH_CLASSES, Call, Risky, overlap_partly, plain, refusal, unlike, write_all
-from .._tree.fields import data_paths, fields, paired
+from .._tree.fields import data_paths, fields, refuse_other_trees, value_at
 from .._tree.kinds import KEPT, RAGGED
 from .._tree.tree import TreeDict, data_in, data_of
 from .._tree.walk import only_tensors
@@ -50,9 +50,11 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
     if flat and [tensor.device for tensor in values].count(device) == len(values):
         return values
     found: list[Any] = []
-    for field, theirs in paired(d, other, "the other mapping", f"this {type(d).__name__}"):
+    refuse_other_trees(d, other, "the other mapping", f"this {type(d).__name__}")
+    for field in fields(d):
         if field.kind is KEPT:
             continue
+        theirs = value_at(other, field.path)
         if device is not None and theirs.device != device:
             _refuse_device(field.path, device, theirs.device)
         if field.kind is RAGGED:

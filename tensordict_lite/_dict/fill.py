@@ -18,7 +18,7 @@ from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._memory.write import Call, copies, overlap, plain, refusal, share_memory, write_all
-from .._tree.fields import fields, paired
+from .._tree.fields import fields, refuse_other_trees
 from .._tree.kinds import KEPT, RAGGED, fit_codes
 from .._tree.ragged import Lengths, Ragged, validated
 from .._tree.tree import TreeDict, builtin_dict
@@ -54,12 +54,14 @@ class _Filling:
         """The lengths of rows, and the new ones, by the index of their offsets in `targets`."""
 
     def add_dict(self, d: TreeDict[Any], other: TreeDict[Any]) -> None:
-        encoders = {field.path: field.encoder for field in fields(other)}
-        for field, value in paired(d, other, "the given mapping", self.name):
+        refuse_other_trees(d, other, "the given mapping", self.name)
+        given = {field.path: field for field in fields(other)}
+        for field in fields(d):
+            value = given[field.path].value
             if field.kind is KEPT:
                 self.objects.append(partial(builtin_dict.__setitem__, field.owner, field.path[-1], value))
                 continue
-            agree(field.encoder, encoders[field.path], field.path)
+            agree(field.encoder, given[field.path].encoder, field.strings)
             if field.kind is RAGGED:
                 self.add_ragged(field.value, value, field.encoder, field.path)
             else:

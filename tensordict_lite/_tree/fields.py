@@ -84,30 +84,33 @@ def refuse_ragged(d: TreeDict[Any], reason: str) -> None:
         raise TypeError(f"{dotted(path)} is ragged{reason}")
 
 
-def paired(
-    d: TreeDict[Any], other: Mapping[str, Any], name: str, owner: str, at: Path = ()
-) -> Iterator[tuple[Field, Any]]:
-    """Every field of ``d``, and what another tree has there.
+def refuse_other_trees(d: TreeDict[Any], other: Mapping[str, Any], name: str, owner: str, at: Path = ()) -> None:
+    """Raise ``ValueError`` unless another tree has the keys of ``d``, and ``TypeError`` for a value of another kind.
 
-    ``name``, ``owner``: the names of ``other`` and ``d`` in messages. Raises ``ValueError`` for other keys, and
-    ``TypeError`` for a value of another kind.
+    ``name``, ``owner``: the names of ``other`` and ``d`` in messages.
     """
-    refuse_other_keys(d, other, at, name, owner)
+    if list(d) != list(other):
+        refuse_other_keys(d, other, at, name, owner)
     for key, value in d.items():
-        field, given = field_of(d, key, at), other[key]
-        wanted = next((kind for kind in (Tensor, Ragged, Mapping) if isinstance(value, kind)), None)
-        if isinstance(given, (Tensor, Ragged, Mapping)) if wanted is None else not isinstance(given, wanted):
+        given = other[key]
+        if type(value) is Tensor and type(given) is Tensor:
+            continue
+        wanted = next((kind for kind in _NAMES if isinstance(value, kind)), None)
+        if isinstance(given, tuple(_NAMES)) if wanted is None else not isinstance(given, wanted):
             expected = "an object" if wanted is None else _NAMES[wanted]
-            way_out = (
-                "; DeviceDict(...) makes tensors of numbers"
-                if wanted is Tensor and not isinstance(given, (Ragged, Mapping))
-                else ""
-            )
-            raise TypeError(f"{dotted(field.path)}: expected {expected}, got {described(given)} in {name}{way_out}")
+            is_host = wanted is Tensor and not isinstance(given, (Ragged, Mapping))
+            way_out = "; DeviceDict(...) makes tensors of numbers" if is_host else ""
+            where = dotted((*at, key))
+            raise TypeError(f"{where}: expected {expected}, got {described(given)} in {name}{way_out}")
         if isinstance(value, TreeDict):
-            yield from paired(value, cast(Any, given), name, owner, field.path)
-        else:
-            yield field, given
+            refuse_other_trees(value, cast(Any, given), name, owner, (*at, key))
+
+
+def value_at(tree: Any, path: Path) -> Any:
+    """What is at a path that exists."""
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 _NAMES = {Tensor: "a tensor", Ragged: "a Ragged", Mapping: "a mapping"}
