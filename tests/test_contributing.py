@@ -29,6 +29,7 @@ def test_every_common_change_has_its_tests() -> None:
     changes = page("CONTRIBUTING.md").split("\n## Common changes\n")[1].split("\n## ")[0]
     assert re.findall(r"^### (.*)$", changes, re.M) == [
         "Add a string encoder",  # TestAddAStringEncoder
+        "Add a kind of field",  # test_kinds.py
         "Add an option of the constructor",  # TestAddAnOption, test_option_paths.py
         "Measure again",  # test_figures.py
         "Add a method",  # TestAddAMethod, test_option_paths.py, test_docs.py

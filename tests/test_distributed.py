@@ -167,8 +167,8 @@ def errors(rank: int, world: int) -> None:
     kept = DeviceDict({"n": {"o": object}}, objects="keep")
     told = text(lambda: d_.all_reduce(DeviceDict({"x": torch.ones(2 + (rank == 1)), "y": 1.0})), RuntimeError)
     assert (
-        told == f"rank {rank}: all_reduce needs one schema, and rank 1 differs from rank 0: 'x' is float32[3], "
-        "expected float32[2]"
+        told == f"rank {rank}: all_reduce needs one schema, and rank 1 differs from rank 0: 'x': expected float32[2], "
+        "got float32[3]"
     )
     told = text(lambda: d_.all_reduce(DeviceDict({"x": 1.0} if rank else {"x": 1.0, "z": {"y": 1}})), RuntimeError)
     assert told.endswith("rank 1 differs from rank 0: 'z.y': expected int64[], got no field")

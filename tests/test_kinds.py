@@ -24,6 +24,8 @@ from tensordict_lite import (
     load,
     stack,
 )
+from tensordict_lite._tree import kinds
+from tensordict_lite._tree.fields import fields
 
 ROWS = 6
 Rows = list[Any]
@@ -197,3 +199,9 @@ def test_a_kept_list_of_another_length_belongs_to_all_rows() -> None:
         d.rows[1:] = {"x": [0, 0], "names": [1, 2]}
     d.rows[1:] = {"x": [0, 0], "names": names}
     assert d["x"].tolist() == [1, 0, 0] and d["names"] is names
+
+
+def test_every_kind_of_the_package_is_here() -> None:
+    seen = {type(field.kind) for made in KINDS.values() for field in fields(made.dict(made.rows, nested=True))}
+    known = {kind for kind in vars(kinds).values() if isinstance(kind, type) and issubclass(kind, kinds.Kind)}
+    assert seen == known - {kinds.Kind}

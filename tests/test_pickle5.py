@@ -405,7 +405,7 @@ class TestFallsBack:
 
     def test_a_forking_pickler_shares_memory_that_is_shared_or_large(self) -> None:
         for protocol in (4, 5):
-            for d in (flat().share_memory_(), DeviceDict({"k0": torch.rand(1 << 18)})):
+            for d in (flat().share_memory_(), DeviceDict({"k0": torch.rand(1 << 19)})):
                 again: Any = pickle.loads(ForkingPickler.dumps(d, protocol))
                 again["k0"].fill_(3)
                 assert d["k0"][0] == 3
