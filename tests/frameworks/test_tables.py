@@ -76,9 +76,9 @@ class TestPandas:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda pd: {"s": ["x", None]}, "'s': item [1] is"),
+            (lambda pd: {"s": ["x", None]}, "'s': item [1]: expected a str"),
             (lambda pd: {"n": pd.array([1, None], dtype="Int64")}, "'n': expected a tensor, "),
-            (lambda pd: {"d": pd.to_datetime(["2020-01-01"])}, "'d' is array of dtype datetime64"),
+            (lambda pd: {"d": pd.to_datetime(["2020-01-01"])}, "'d': expected a tensor, "),
             (lambda pd: {0: [1]}, "keys are str, got 0 of type int; use '0'"),
         ],
     )
