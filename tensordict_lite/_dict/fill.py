@@ -36,8 +36,9 @@ def fill_(d: D, other: Any, non_blocking: bool) -> D:
         given._device = None
         insert(given, other)
     filling = _Filling(f"this {type(d).__name__}")
-    filling.add_dict(d, given)
-    filling.run(d._device, given._device, non_blocking)
+    with torch.no_grad():
+        filling.add_dict(d, given)
+        filling.run(d._device, given._device, non_blocking)
     return d
 
 
@@ -47,6 +48,8 @@ class _Filling:
     def __init__(self, name: str) -> None:
         self.name = name  # of the dict that is filled, for messages
         self.targets: list[Tensor] = []
+        self.fast: list[bool] = []
+        """Whether the targets are `plain`."""
         self.values: list[Tensor] = []
         self.objects: list[Call] = []
         """What else changes: kept objects, and the lengths of the longest rows of ragged fields."""
@@ -84,6 +87,10 @@ class _Filling:
 
     def refuse_overlap(self) -> None:
         """Raise ``ValueError`` for offsets in the memory of another field: a write there would make them invalid."""
+        offsets = [lengths.offsets for _, lengths, _ in self.lengths.values()]
+        others = [target for i, target in enumerate(self.targets) if i not in self.lengths]
+        if len(offsets) < 2 and not share_memory(offsets, others):
+            return
         for i, (path, lengths, _) in self.lengths.items():
             if any(j != i and overlap(lengths.offsets, target) for j, target in enumerate(self.targets)):
                 raise ValueError(
@@ -100,8 +107,10 @@ class _Filling:
                 f"{where} is {_shown(target)} in {self.name}, got {_shown(value)}; fill_ casts and broadcasts nothing; "
                 "for a last batch that is smaller, give the loader drop_last=True"
             )
-        if not plain(target) and (reason := refusal(target, "fill_")):
+        fast = plain(target)
+        if not fast and (reason := refusal(target, "fill_")):
             raise RuntimeError(f"{where} {reason}")
+        self.fast.append(fast)
         self.targets.append(target)
         self.values.append(value.detach())
 
@@ -115,11 +124,10 @@ class _Filling:
         # between the fields may be memory of other tensors.
         late = non_blocking and device != CPU
         values = transfer(values, device, non_blocking=late, source=source)
-        with torch.no_grad():
-            fast = [plain(target) for target in targets]
-            calls = copies(list(compress(targets, fast)), list(compress(values, fast)))
-            odd = [(target, None, partial(target.copy_, value)) for target, value in zip(targets, values, strict=True)]
-            write_all([*calls, *self.objects], list(compress(odd, map(not_, fast))))
+        fast = self.fast
+        calls = copies(list(compress(targets, fast)), list(compress(values, fast)))
+        odd = [(target, None, partial(target.copy_, value)) for target, value in zip(targets, values, strict=True)]
+        write_all([*calls, *self.objects], list(compress(odd, map(not_, fast))))
 
 
 def _shown(tensor: Tensor) -> str:
