@@ -232,7 +232,7 @@ def speed() -> Rows:
     (_, *heads), *times = IN_README()
     ours, plain, _, peer = kept()[-1][1:]
     memory = ["kept labels of 20 batches (KB)", ours, plain, peer]
-    return [["operation", *(head.removesuffix(" (µs)") for head in heads)], *times, memory]
+    return [["operation, µs", *(head.removesuffix(" (µs)") for head in heads)], *times, memory]
 
 
 def ranks() -> Rows:
