@@ -131,6 +131,7 @@ class Rows(Dataset[D]):
         """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""
         d = self._dict
         found, flat, count = _rows_of(d)
+        nested = not flat and [field.path for field in found] != [(key,) for key in d]
         for start in range(0, count, _ROWS_AT_ONCE):
             part = range(start, min(start + _ROWS_AT_ONCE, count))
             if flat:
@@ -138,7 +139,11 @@ class Rows(Dataset[D]):
             else:
                 columns = [field.kind.each(field.value, part, count) for field in found]
             for row in zip(*columns, strict=True):
-                yield d._with_leaves(iter(row), d._device)
+                yield (
+                    d._with_leaves(iter(row), d._device)
+                    if nested
+                    else d._new(zip(d, row, strict=True), d._device, d._policy)
+                )
 
     def batches(
         self,
