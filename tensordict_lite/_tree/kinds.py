@@ -193,7 +193,7 @@ class DenseKind(Kind):
         value, shape = rows.values.detach(), field.value.shape[1:]
         lead = value.dim() - len(shape)
         if lead not in (0, 1) or value.shape[lead:] != shape:
-            raise ValueError(f"{dotted(field.path)}: {_expected_rows('...', shape)}, got {described(value)}")
+            raise ValueError(f"{dotted(field.path)}: {_expected_rows(shape)}, got {described(value)}")
         return [value if lead else value.unsqueeze(0)], value.shape[0] if lead else None
 
 
@@ -419,15 +419,16 @@ def _refuse_write(path: Path, tensor: Tensor) -> None:
         raise RuntimeError(f"{dotted(path)} {reason}")
 
 
-def _expected_rows(first: str, shape: Sequence[int]) -> str:
+def _expected_rows(shape: Sequence[object]) -> str:
+    """What a field with rows of this shape takes."""
     row = ", ".join(map(str, shape))
-    return f"expected rows [{', '.join([first, *map(str, shape)])}] or one row [{row}]"
+    return f"expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}]"
 
 
 def _fitting(column: Tensor, values: Tensor, path: Path, what: str = "got") -> Tensor:
     if values.dim() != column.dim() or values.shape[1:] != column.shape[1:]:
-        row = ", ".join(["*", *map(str, column.shape[1:])])
-        raise ValueError(f"{dotted(path)}: expected rows [..., {row}] or one row [{row}], {what} {described(values)}")
+        expected = _expected_rows(["*", *column.shape[1:]])
+        raise ValueError(f"{dotted(path)}: {expected}, {what} {described(values)}")
     return values
 
 
