@@ -26,6 +26,7 @@ MAX_DIMENSIONS = 64
 """The most dimensions that torch's operations accept."""
 
 _strided = torch.strided
+_NEVER_CONJUGATE = frozenset(dtype for dtype in PACKABLE if not dtype.is_complex)
 _storage_offset: Callable[[Tensor], Any] = Tensor.storage_offset
 _data_ptr = Tensor.data_ptr
 
@@ -62,8 +63,7 @@ def packable(t: Tensor) -> bool:
         type(t) is Tensor
         and t.layout is _strided
         and not (t.requires_grad or t.is_nested or t.is_neg())
-        and (dtype := t.dtype) in PACKABLE
-        and not (dtype.is_complex and t.is_conj())
+        and (t.dtype in _NEVER_CONJUGATE or (t.dtype in PACKABLE and not t.is_conj()))
     )
 
 

@@ -211,6 +211,8 @@ class Reader:
         self.paths, self.numbers = _numbered(self.root)
         count = len(self.numbers) if count is None else count
         if sorted(self.numbers) != list(range(count)):
+            if len(set(self.numbers)) != len(self.numbers):
+                invalid("its tree contains a tensor twice")
             invalid(f"its tree does not contain each of the {count} tensors exactly once")
 
     @property
@@ -279,28 +281,27 @@ def _ragged(key: str, entry: list[Any]) -> RaggedNode:
 
 def _numbered(root: Node) -> tuple[list[Path], list[int]]:
     """The path and the number of each leaf, in the order of the tree."""
-    found: dict[int, Path] = {}
+    paths: list[Path] = []
+    numbers: list[int] = []
     offsets: set[int] = set()
-
-    def add(path: Path, number: int) -> None:
-        if number in found:
-            invalid("its tree contains a tensor twice")
-        found[number] = path
 
     def walk(node: Node, at: Path) -> None:
         for key, one in node.items():
             if type(one) is int:
-                add((*at, key), one)
+                paths.append((*at, key))
+                numbers.append(one)
             elif type(one) is Node:
                 walk(one, (*at, key))
             else:
-                add((*at, key, "values"), one.values)
+                paths.append((*at, key, "values"))
+                numbers.append(one.values)
                 if one.offsets not in offsets:
-                    add((*at, key, "offsets"), one.offsets)
                     offsets.add(one.offsets)
+                    paths.append((*at, key, "offsets"))
+                    numbers.append(one.offsets)
 
     walk(root, ())
-    return list(found.values()), list(found)
+    return paths, numbers
 
 
 def read_text(text: str) -> Reader:
