@@ -165,10 +165,10 @@ def for_process(values: list[Any], device: torch.device | None) -> Contents:
     slices, _ = _slices(tensors, [group for group in groups if nbytes_of(group[0]) > limit])
     parts = _buffers(tensors, [layout for layout in found.blocks if layout not in together], slices)
     carried: list[Part] = [(buffer, layout.saved) for layout, buffer in parts]
-    joined = [*together, *lay_out_apart(tuple([group for group in groups if nbytes_of(group[0]) <= limit]))]
+    joined = _buffers(tensors, together, [group for group in groups if nbytes_of(group[0]) <= limit])
     if joined:
-        carried.append((_joined_buffers(tensors, joined, blocks), [layout.saved for layout in joined]))
-    return carried, _leaves(values, tensors, [*parts, *[(layout, None) for layout in joined]])
+        carried.append((_concatenated([buffer for _, buffer in joined]), [layout.saved for layout, _ in joined]))
+    return carried, _leaves(values, tensors, [*parts, *joined])
 
 
 def _slices(tensors: list[Tensor], groups: Iterable[Group]) -> tuple[list[Group], list[Group]]:
@@ -193,19 +193,15 @@ def _buffers(tensors: list[Tensor], blocks: Iterable[Layout], groups: Iterable[G
     return parts
 
 
-def _joined_buffers(tensors: list[Tensor], layouts: Sequence[Layout], blocks: Sequence[Layout]) -> Any:
-    """Buffers, one after the other: bytes, or shared memory if that is faster. ``blocks`` need not be gathered."""
-    nbytes = sum([aligned(layout.nbytes) for layout in layouts])
-    memory = shared_buffer(nbytes) if nbytes > BY_VALUE else torch.zeros(nbytes, dtype=torch.uint8, device=CPU)
-    start = 0
-    for layout in layouts:
-        into = memory[start : start + layout.nbytes]
-        if layout in blocks:
-            into.copy_(buffer_of(tensors, layout))
-        else:
-            copy_into(into, layout, tensors)
-        start += aligned(layout.nbytes)
-    return memory if nbytes > BY_VALUE else memory.numpy().tobytes()
+def _concatenated(buffers: list[Tensor]) -> Any:
+    """Buffers on the CPU, one after the other: bytes, or shared memory if that is faster."""
+    arrays = [buffer.numpy() for buffer in buffers]
+    nbytes = sum(map(len, arrays))
+    if nbytes <= BY_VALUE:
+        return b"".join(cast(Any, arrays))
+    memory = shared_buffer(nbytes)
+    np.concatenate(arrays, out=memory.numpy())
+    return memory
 
 
 def _leaves(
@@ -361,7 +357,7 @@ def _apart(part: Any) -> Iterable[Any]:
     given = materialize(part[0])
     memory = _storage_of(given).numpy() if isinstance(given, Tensor) else _as_array(given)
     sizes = [_layout_of(specs)[0].nbytes for specs in part[1]]
-    starts = [0, *accumulate(map(aligned, sizes))]
+    starts = [0, *accumulate(sizes)]
     if len(memory) != starts[-1]:
         raise ValueError(f"a buffer of a pickled dict: expected {starts[-1]} bytes, got {len(memory)}")
     for start, nbytes, specs in zip(starts, sizes, part[1], strict=False):
