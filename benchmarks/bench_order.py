@@ -27,7 +27,8 @@ import torch
 from harness import Case, Prepare, Run, folder, main
 from torch.utils.data import BatchSampler, RandomSampler
 
-from tensordict_lite import BatchOrder, RowWriter, load
+from tensordict_lite import BatchOrder, load
+from tensordict_lite.tables import RowWriter
 
 OURS, BY_HAND = "BatchOrder", "by hand"
 ROWS, WORLD, TOKENS = 2_000_000, 8, 32_768

@@ -20,7 +20,8 @@ import torch
 from harness import OURS, PEER, Case, Fields, Prepare, folder, main, optional, statement, statements
 from torch import Tensor
 
-from tensordict_lite import DeviceDict, RowWriter, collate, load
+from tensordict_lite import DeviceDict, collate, load
+from tensordict_lite.tables import RowWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import packed

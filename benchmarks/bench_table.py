@@ -25,7 +25,8 @@ from containers import TensorDict, as_tensordict, images, length
 from harness import OURS, Case, Fields, Helpers, Prepare, Run, folder, main, optional, same_values, statement
 from torch.utils.data import ConcatDataset
 
-from tensordict_lite import RowWriter, add_column, collate, join_parts, load, load_parts, verify
+from tensordict_lite import collate, load
+from tensordict_lite.tables import RowWriter, add_column, join_parts, load_parts, verify
 
 h5py = optional("h5py")
 datasets = optional("datasets")

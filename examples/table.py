@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
-from tensordict_lite import DeviceDict, RowWriter, Utf8, Vocabulary, collate, load
+from tensordict_lite import DeviceDict, Utf8, Vocabulary, collate, load
+from tensordict_lite.tables import RowWriter
 
 HERE = Path(__file__).parent
 NAMES = ["horizontal", "vertical", "rising", "falling"]

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from tensordict_lite import DeviceDict, Ragged, RowWriter, Vocabulary, load_parts
+from tensordict_lite import DeviceDict, Ragged, Vocabulary
+from tensordict_lite.tables import RowWriter, load_parts
 
 SPECIES = Vocabulary(["Adelie", "Chinstrap", "Gentoo"])
 

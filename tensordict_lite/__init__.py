@@ -4,15 +4,13 @@ from . import unpickle as unpickle  # pickles and files of `torch.save` call fun
 from ._batch.collate import collate
 from ._batch.containers import to_device, to_numpy
 from ._batch.join import cat, stack
+from ._batch.joined_rows import JoinedRows
 from ._batch.order import BatchOrder
 from ._batch.pad import Pad
-from ._batch.parts import JoinedRows, join_parts, load_parts
 from ._batch.prefetch import prefetch
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load, save
-from ._dict.row_writer import RowWriter
 from ._dict.schema import field
-from ._dict.tables import add_column, drop_column, repair, verify
 from ._dict.typed import TypedDeviceDict
 from ._encoders.builtin import Hashing, Utf8, Vocabulary
 from ._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, register_encoder
@@ -42,14 +40,7 @@ __all__ = [
     # files
     "save",
     "load",
-    "RowWriter",
-    "load_parts",
     "JoinedRows",
-    "join_parts",
-    "verify",
-    "repair",
-    "add_column",
-    "drop_column",
     "InvalidFileError",
     # between processes
     "view_read_only",

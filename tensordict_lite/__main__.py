@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._batch.parts import JoinedRows, load_parts
+from ._batch.joined_rows import JoinedRows
 from ._dict.device_dict import DeviceDict
 from ._dict.io import load
-from ._dict.tables import verify
 from ._encoders.builtin import Utf8
 from ._errors import InvalidFileError
 from ._look.describe import entries
@@ -27,9 +26,11 @@ from ._look.page import as_text, one_line
 from ._look.tree import looked_at
 from ._look.values import rows_page
 from ._memory.device import CPU
-from ._tables.format import INDEX, PART
 from ._tree.missing import closest
 from ._tree.policy import Policy
+from .tables.format import INDEX, PART
+from .tables.parts import load_parts
+from .tables.verify import verify
 
 _ABOUT = """Show what is in a safetensors file, a table, a folder with the parts of a table, or a file of torch.save.
 Reads headers and single numbers only, unless an option asks for more."""

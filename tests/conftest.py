@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import tensordict_lite
+from tensordict_lite.tables import RowWriter
 
 torch.set_num_threads(1)
 # Processes of the start method "forkserver" get torch with the fork. To import it in each takes longer than most tests.
@@ -87,7 +88,7 @@ def torch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
             if function := getattr(request.module, name, None):
                 monkeypatch.setattr(request.module, name, on_the_simulated_device(function))
         for owner, names in (
-            (tensordict_lite.RowWriter, ("__init__", "write", "flush", "close")),
+            (RowWriter, ("__init__", "write", "flush", "close")),
             (tensordict_lite.JoinedRows, ("__getitem__", "__getitems__")),
         ):
             for name in names:

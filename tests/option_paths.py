@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, default_collate
 from tensordict_lite import (
     DeviceDict,
     Ragged,
-    RowWriter,
     TypedDeviceDict,
     Vocabulary,
     cat,
@@ -36,6 +35,7 @@ from tensordict_lite import (
     stack,
     to_device,
 )
+from tensordict_lite.tables import RowWriter
 
 LETTERS = Vocabulary(["a", "b"])
 OPTION: Any = {"tag": "kept"} if __name__ == "__main__" else {}

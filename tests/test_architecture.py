@@ -26,16 +26,17 @@ ORDER = [
     *inside("_memory", "dtypes device arguments layout write buffer dense packed compare ragged row_copies cast"),
     *inside("_memory", "staging transfer mapped"),
     *inside("_encoders", "protocol builtin tokenizer"),
-    *inside("_tree", "missing policy columns pytree convert row_index ragged kinds walk compare tree fields"),
+    *inside("_tree", "missing policy frames pytree convert row_index ragged kinds walk compare tree fields"),
     *inside("_tree", "manifest encoding sendable"),
     *inside("_look", "page tree values progress describe"),
     *inside("_files", "atomic_write safetensors"),
-    *inside("_tables", "format reader checksums folder writer"),
+    *inside("tables", "format reader"),  # all that the core needs, when it loads a table
     *inside("_dict", "arguments insert row_values row_assignment by_value windows rows arithmetic fill"),
-    *inside("_dict", "torch_functions device_dict schema typed row_writer tables io"),
+    *inside("_dict", "torch_functions device_dict schema typed io"),
     "unpickle",
-    *inside("_batch", "pad join make_fields collate containers shuffle visits order ordered_loader parts report"),
+    *inside("_batch", "pad join make_fields collate containers shuffle visits order ordered_loader joined_rows report"),
     "_batch.prefetch",
+    *inside("tables", "folder verify table writer parts columns __init__"),
     *inside("distributed", "message channel verbs __init__"),
     "__init__",
     "__main__",
@@ -176,6 +177,16 @@ def test_every_new_tensor_names_its_device(module: str) -> None:
     for node in nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in CONSTRUCTORS}:
             assert id(node) in asked or "device" in {option.arg for option in node.keywords}, ast.unparse(node)
+
+
+def test_only_loading_a_table_imports_tables(tmp_path: Path) -> None:
+    program = (
+        "import sys, tensordict_lite as t; found = lambda: any('.tables' in m for m in sys.modules)\n"
+        "t.DeviceDict({'x': [1]}).save('d.safetensors'); t.load('d.safetensors'); before = found()\n"
+        "try:\n    t.load('.')\nexcept IsADirectoryError:\n    print(before, found())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_three_dependencies_and_no_more() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensordict_lite import DeviceDict, Ragged, RowWriter, StringEncoder, Vocabulary, register_encoder
+from tensordict_lite import DeviceDict, Ragged, StringEncoder, Vocabulary, register_encoder
+from tensordict_lite.tables import RowWriter
 
 main: Any = importlib.import_module("tensordict_lite.__main__").main
 

@@ -29,28 +29,22 @@ from tensordict_lite import (
     JoinedRows,
     Pad,
     Ragged,
-    RowWriter,
     TypedDeviceDict,
     Utf8,
     Vocabulary,
-    add_column,
     cat,
     collate,
-    drop_column,
     encoder_from_json,
     encoder_to_json,
-    join_parts,
     load,
-    load_parts,
     prefetch,
-    repair,
     save,
     stack,
     to_device,
     to_numpy,
-    verify,
     view_read_only,
 )
+from tensordict_lite.tables import RowWriter, add_column, drop_column, join_parts, load_parts, repair, verify
 from tensordict_lite.unpickle import Rows
 
 META = torch.device("meta")

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensordict_lite import DeviceDict, RowWriter, Vocabulary, collate, load
+from tensordict_lite import DeviceDict, Vocabulary, collate, load
+from tensordict_lite.tables import RowWriter
 
 
 def test_the_tree() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tensordict_lite
-from tensordict_lite import DeviceDict, distributed
+from tensordict_lite import DeviceDict, distributed, tables
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -31,7 +31,7 @@ def _public() -> list[tuple[str, Any]]:
         for name, member in own.items()
         if not name.startswith("_") and hasattr(DeviceDict, name)
     ]
-    return names + methods
+    return names + methods + [(name, getattr(tables, name)) for name in tables.__all__]
 
 
 @pytest.mark.parametrize(("name", "member"), _public(), ids=lambda value: value if isinstance(value, str) else "")
@@ -60,8 +60,10 @@ def test_every_public_name_has_an_entry_in_the_reference() -> None:
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     for name in tensordict_lite.__all__:
         assert f"\n::: tensordict_lite.{name}\n" in text, name
+    for name in tables.__all__:
+        assert f"\n::: tensordict_lite.tables.{name}\n" in text, name
     table = text[: text.index("\n## Options")]
-    assert all(f"`{name}`" in table for name in [*tensordict_lite.__all__, "Rows"])
+    assert all(f"`{name}`" in table for name in [*tensordict_lite.__all__, *tables.__all__, "Rows"])
     methods = {name for name, _ in _public() if "." in name}
     groups = text[text.index("## Methods of a DeviceDict") : text.index("## Functions of torch")]
     inherited = {name for name in methods if hasattr(dict, name.removeprefix("DeviceDict."))}

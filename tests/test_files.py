@@ -29,7 +29,6 @@ from tensordict_lite import (
     Hashing,
     InvalidFileError,
     Ragged,
-    RowWriter,
     StringEncoder,
     Utf8,
     Vocabulary,
@@ -37,6 +36,7 @@ from tensordict_lite import (
     register_encoder,
     save,
 )
+from tensordict_lite.tables import RowWriter
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402

@@ -11,21 +11,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tensordict_lite import (
-    DeviceDict,
-    JoinedRows,
-    Ragged,
-    RowWriter,
-    StringEncoder,
-    Utf8,
-    Vocabulary,
-    cat,
-    collate,
-    load,
-    stack,
-)
+from tensordict_lite import DeviceDict, JoinedRows, Ragged, StringEncoder, Utf8, Vocabulary, cat, collate, load, stack
 from tensordict_lite._tree import kinds
 from tensordict_lite._tree.fields import fields
+from tensordict_lite.tables import RowWriter
 
 ROWS = 6
 Rows = list[Any]

@@ -22,7 +22,6 @@ from tensordict_lite import (
     Hashing,
     JoinedRows,
     Ragged,
-    RowWriter,
     StringEncoder,
     TypedDeviceDict,
     Utf8,
@@ -32,6 +31,7 @@ from tensordict_lite import (
     prefetch,
 )
 from tensordict_lite._look import describe as describe_module
+from tensordict_lite.tables import RowWriter
 
 HOSTILE = ["<script>", "a\nb", "\x1b[31mred", "\u202egnp.exe", "", "tab\t"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tensordict_lite
-from tensordict_lite import DeviceDict, distributed, unpickle
+from tensordict_lite import DeviceDict, distributed, tables, unpickle
 
 ROOT = Path(__file__).parent.parent
 LIST = Path(__file__).parent / "public_api.txt"
@@ -47,7 +47,9 @@ def public() -> list[str]:
     rows = DeviceDict({"x": [1.0]}).rows
     names |= {"Rows": type(rows), "Windows": type(rows.windows({"x": range(1)}))}
     names |= {"Report": type(tensordict_lite.prefetch([], "cpu").report())}
-    names |= {f"distributed.{name}": getattr(distributed, name) for name in sorted(distributed.__all__)}
+    for module in (distributed, tables):
+        prefix = module.__name__.rpartition(".")[2]
+        names |= {f"{prefix}.{name}": getattr(module, name) for name in sorted(module.__all__)}
     names |= {
         f"unpickle.{name}": value
         for name, value in sorted(vars(unpickle).items())

@@ -31,7 +31,6 @@ from tensordict_lite import (
     DeviceMismatchError,
     JoinedRows,
     Ragged,
-    RowWriter,
     StringEncoder,
     Tokenizer,
     TypedDeviceDict,
@@ -44,6 +43,7 @@ from tensordict_lite import (
     stack,
     to_device,
 )
+from tensordict_lite.tables import RowWriter
 
 LENGTHS = [2, 0, 3, 1]
 ROWS = [[0, 1], [], [2, 3, 4], [5]]

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tensordict_lite import DeviceDict, Ragged, RowWriter, StringEncoder, Utf8, Vocabulary, collate, load
+from tensordict_lite import DeviceDict, Ragged, StringEncoder, Utf8, Vocabulary, collate, load
+from tensordict_lite.tables import RowWriter
 
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 DTYPES = [torch.bool, *UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib
 import json
 import os
 import pickle
@@ -33,24 +34,19 @@ from tensordict_lite import (
     DeviceDict,
     Hashing,
     InvalidFileError,
-    RowWriter,
     TypedDeviceDict,
     Utf8,
     Vocabulary,
-    add_column,
     cat,
     collate,
-    drop_column,
     load,
-    repair,
     save,
-    verify,
 )
 from tensordict_lite._memory import row_copies  # pyright: ignore[reportPrivateUsage]
-from tensordict_lite._tables import checksums as table_checksums
-from tensordict_lite._tables import folder as table_folder
-from tensordict_lite._tables import reader as table_reader
-from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite.tables import RowWriter, add_column, drop_column, repair, verify
+from tensordict_lite.tables import folder as table_folder
+from tensordict_lite.tables import reader as table_reader
+from tensordict_lite.tables import table as table_writer
 
 sys.path.insert(0, str(GOLDEN))
 import make  # pyright: ignore[reportMissingImports]
@@ -418,7 +414,7 @@ class TestRefused:
                 said = r"is open in a RowWriter, add_column or drop_column, in this process or another; close it, or "
                 with pytest.raises(BlockingIOError, match=rf"{said}wait for it$"):
                     RowWriter(tmp_path / "t", **options)
-            program = f"from tensordict_lite import RowWriter; RowWriter({str(tmp_path / 't')!r}, append=True)"
+            program = f"from tensordict_lite.tables import RowWriter; RowWriter({str(tmp_path / 't')!r}, append=True)"
             done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
             assert "BlockingIOError" in done.stderr
         RowWriter(tmp_path / "t", append=True).close()
@@ -627,10 +623,10 @@ class TestReaders:
         folder = tmp_path / "t"
         program = f"""
 import torch
-from tensordict_lite import RowWriter
-from tensordict_lite._tables import folder as table_folder
-from tensordict_lite._tables import reader as table_reader
-from tensordict_lite._tables import writer as table_writer
+from tensordict_lite.tables import RowWriter
+from tensordict_lite.tables import folder as table_folder
+from tensordict_lite.tables import reader as table_reader
+from tensordict_lite.tables import table as table_writer
 table_writer.BUFFER = 20_000
 with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}) as writer:
     while len(writer) < 60_000:
@@ -1080,7 +1076,7 @@ def test_an_interrupt_between_any_two_lines(
 
         def trace(frame: Any, event: str, _: Any) -> Any:
             nonlocal lines
-            if "tensordict_lite/_tables/" not in frame.f_code.co_filename or frame.f_code.co_name in (
+            if "tensordict_lite/tables/" not in frame.f_code.co_filename or frame.f_code.co_name in (
                 "_write_all",
                 "release",
                 "close",
@@ -1239,7 +1235,8 @@ class TestModes:
                 with RowWriter(folder, like=sample(), checksums=True, mode="overwrite") as writer:
                     writer.write(sample(5, 7))
 
-        for module, name, read in ((table_reader, "_map_field", load), (table_checksums, "_verify_column", verify)):
+        table_verify = importlib.import_module("tensordict_lite.tables.verify")
+        for module, name, read in ((table_reader, "_map_field", load), (table_verify, "_verify_column", verify)):
             for at in (1, 2, 4):
                 shutil.rmtree(folder, ignore_errors=True)
                 with RowWriter(folder, like=sample(), checksums=True) as writer:

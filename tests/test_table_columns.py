@@ -21,25 +21,11 @@ from safetensors import safe_open
 from test_encoders import Words
 from torch import Tensor
 
-from tensordict_lite import (
-    DeviceDict,
-    InvalidFileError,
-    Ragged,
-    RowWriter,
-    Tokenizer,
-    TypedDeviceDict,
-    Utf8,
-    Vocabulary,
-    add_column,
-    drop_column,
-    load,
-    load_parts,
-    repair,
-    verify,
-)
-from tensordict_lite._dict import tables as dict_tables  # pyright: ignore[reportPrivateUsage]
-from tensordict_lite._tables import folder as table_folder  # pyright: ignore[reportPrivateUsage]
-from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite import DeviceDict, InvalidFileError, Ragged, Tokenizer, TypedDeviceDict, Utf8, Vocabulary, load
+from tensordict_lite.tables import RowWriter, add_column, drop_column, load_parts, repair, verify
+from tensordict_lite.tables import columns as table_columns
+from tensordict_lite.tables import folder as table_folder
+from tensordict_lite.tables import table as table_writer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
@@ -509,7 +495,7 @@ def test_a_table_that_a_writer_left_is_repaired_first(tmp_path: Path) -> None:
 def change(folder: Path, seed: int) -> None:
     """Add and drop columns for ever."""
     table_writer.BUFFER = 20_000
-    dict_tables._RANGE = 50_000
+    table_columns._RANGE = 50_000
     choose = random.Random(seed)
     while True:
         found = [key for key in load(folder) if key.startswith("new")]
@@ -553,7 +539,7 @@ def test_it_is_killed_at_any_moment(tmp_path: Path) -> None:
 
 
 def test_verify_names_the_column_and_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dict_tables, "_RANGE", 80)
+    monkeypatch.setattr(table_columns, "_RANGE", 80)
     folder = written(tmp_path / "t")
     add_column(folder, "y", [[[n] * 5] for n in range(COUNT)])  # a range has two rows of 40 bytes
     add_column(folder, "r", [["é" * n] for n in range(COUNT)], ragged=True)

@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tensordict_lite import DeviceDict, RowWriter, Utf8, load
-from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite import DeviceDict, Utf8, load
+from tensordict_lite.tables import RowWriter
+from tensordict_lite.tables import table as table_writer
 
 # `TIMES=500 pytest tests/test_table_crash.py` for more.
 TIMES = int(os.environ.get("TIMES", "25"))

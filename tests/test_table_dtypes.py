@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tensordict_lite import DeviceDict, Ragged, RowWriter, add_column, load
+from tensordict_lite import DeviceDict, Ragged, load
+from tensordict_lite.tables import RowWriter, add_column
 
 pytestmark = [
     pytest.mark.usefixtures("torch_mode"),

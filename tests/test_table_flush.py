@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensordict_lite import RowWriter, load
-from tensordict_lite._tables import folder as table_folder  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite import load
+from tensordict_lite.tables import RowWriter
+from tensordict_lite.tables import folder as table_folder
 
 LIKE = {f"c{i}": torch.zeros(1, 4) for i in range(5)}
 
@@ -298,7 +299,7 @@ def test_an_interrupt_after_the_index_is_replaced_keeps_its_rows(
 
 FORGOTTEN = """
 import multiprocessing, sys
-from tensordict_lite import RowWriter
+from tensordict_lite.tables import RowWriter
 
 def work(folder, how):
     global writer
@@ -339,7 +340,7 @@ def test_a_writer_that_nobody_closed(tmp_path: Path, method: str, how: str) -> N
 
 def test_a_process_that_exits_can_close_its_writer(tmp_path: Path) -> None:
     program = (
-        "import atexit, sys, torch\nfrom tensordict_lite import RowWriter\n"
+        "import atexit, sys, torch\nfrom tensordict_lite.tables import RowWriter\n"
         "writer = RowWriter(sys.argv[1], like={'x': [0], 'y': [0]})\n"
         "writer.write({'x': [1, 2], 'y': [3, 4]})\natexit.register(writer.close)\n"
     )

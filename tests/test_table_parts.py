@@ -10,21 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tensordict_lite import (
-    BatchOrder,
-    DeviceDict,
-    JoinedRows,
-    Ragged,
-    RowWriter,
-    Vocabulary,
-    collate,
-    join_parts,
-    load,
-    load_parts,
-    repair,
-    verify,
-)
-from tensordict_lite._tables.writer import TableWriter
+from tensordict_lite import BatchOrder, DeviceDict, JoinedRows, Ragged, Vocabulary, collate, load
+from tensordict_lite.tables import RowWriter, join_parts, load_parts, repair, verify
+from tensordict_lite.tables.table import TableWriter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),

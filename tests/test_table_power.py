@@ -22,21 +22,12 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors import safe_open
 
-from tensordict_lite import (
-    InvalidFileError,
-    RowWriter,
-    add_column,
-    drop_column,
-    join_parts,
-    load,
-    repair,
-    verify,
-)
-from tensordict_lite._batch import parts  # pyright: ignore[reportPrivateUsage]
-from tensordict_lite._dict import tables as dict_tables  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite import InvalidFileError, load
 from tensordict_lite._files import atomic_write  # pyright: ignore[reportPrivateUsage]
-from tensordict_lite._tables import folder as table_folder  # pyright: ignore[reportPrivateUsage]
-from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite.tables import RowWriter, add_column, drop_column, join_parts, parts, repair, verify
+from tensordict_lite.tables import columns as table_columns
+from tensordict_lite.tables import folder as table_folder
+from tensordict_lite.tables import table as table_writer
 
 CHOICES = int(os.environ.get("CHOICES", "3"))
 """How many states of the disk are tried for each moment."""
@@ -333,7 +324,7 @@ def test_overwrite(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.Monke
 
 def new_columns(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = recorder.root / "t"
-    monkeypatch.setattr(dict_tables, "_RANGE", 900)
+    monkeypatch.setattr(table_columns, "_RANGE", 900)
 
     def batches(key: str, count: int) -> Iterator[Any]:
         for first in range(0, count, 3):

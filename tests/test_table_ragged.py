@@ -24,19 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tensordict_lite import (
-    DeviceDict,
-    InvalidFileError,
-    Ragged,
-    RowWriter,
-    TypedDeviceDict,
-    Utf8,
-    Vocabulary,
-    cat,
-    collate,
-    load,
-)
-from tensordict_lite._tables import writer as table_writer  # pyright: ignore[reportPrivateUsage]
+from tensordict_lite import DeviceDict, InvalidFileError, Ragged, TypedDeviceDict, Utf8, Vocabulary, cat, collate, load
+from tensordict_lite.tables import RowWriter
+from tensordict_lite.tables import table as table_writer
 
 pytestmark = pytest.mark.usefixtures("torch_mode")
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensordict_lite import InvalidFileError, RowWriter, add_column, load, repair, verify
+from tensordict_lite import InvalidFileError, load
+from tensordict_lite.tables import RowWriter, add_column, repair, verify
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),

@@ -19,13 +19,13 @@ from tensordict_lite import (
     DeviceDict,
     MissingKeyError,
     Ragged,
-    RowWriter,
     TypedDeviceDict,
     Vocabulary,
     collate,
     load,
     prefetch,
 )
+from tensordict_lite.tables import RowWriter
 
 OFFSETS = st.lists(st.integers(-4, 4), min_size=1, max_size=4)
 

@@ -29,11 +29,10 @@ from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.dtypes import CASTABLE
 from .._memory.packed import can_pack, is_packed, map_storages, pack
 from .._memory.transfer import clone_tensors, transfer
-from .._tables.reader import read_table
 from .._tree import encoding, sendable
-from .._tree.columns import RaggedColumn, arrow_items, pandas_items
 from .._tree.compare import equal_trees
 from .._tree.fields import data_paths, kind_of, refuse_ragged, tolist
+from .._tree.frames import RaggedColumn, arrow_items, pandas_items
 from .._tree.kinds import KEPT, Field
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
@@ -1204,6 +1203,8 @@ class DeviceDict(TreeDict[V]):
             raise TypeError("load takes one path; cat([load(path) for path in paths]) joins the dicts of several files")
         where = CPU if device is None else resolve(device)
         if os.path.isdir(path):
+            from ..tables.reader import read_table  # noqa: PLC0415  (only here does the core need tables)
+
             out = read_table(cls, path, where, keys, encoders, rows)
         elif rows is None:
             out = safetensors.read_file(cls, path, where, keys, encoders)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._encoders.protocol import Codes, StringEncoder, encode_nested, flatten_strings
 from .._errors import DEPTH, Path, TooDeep, described, dotted, dtype_name, with_path
-from .columns import column_values
+from .frames import column_values
 from .policy import Policy
 
 _SCALARS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFloat)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import Path, described, dotted, refuse_deeper
 from .._memory.device import CPU
-from .columns import table_columns
+from .frames import table_columns
 from .missing import no_key
 from .ragged import Ragged
 

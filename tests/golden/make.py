@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from tensordict_lite import DeviceDict, Hashing, Ragged, RowWriter, Tokenizer, Utf8, Vocabulary
+from tensordict_lite import DeviceDict, Hashing, Ragged, Tokenizer, Utf8, Vocabulary
+from tensordict_lite.tables import RowWriter
 
 HERE = Path(__file__).parent
 

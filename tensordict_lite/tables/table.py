@@ -31,10 +31,10 @@ from .._tree.manifest import Leaves, Manifest, Reader, describe, without
 from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
-from .checksums import checksum_line
 from .folder import NEW_INDEX, TableFolder, opened, write_bytes
 from .format import INDEX, OFFSETS, ROWS, Column, Extent, TableIndex, checksums_name, choose_names, index_text
 from .reader import check_size, count_values, missing_file
+from .verify import checksum_line
 
 BUFFER = 4 << 20
 """The size in bytes of all buffers of a writer together."""
@@ -410,9 +410,30 @@ def empty_dict(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encod
     return fields, [index.columns[i] for i in reader.numbers]
 
 
-def repair_table(path: FilePath) -> None:
-    """Remove what a crash left in a table, and make each column a safetensors file."""
-    with table_at_rest(path, repair=True):
+def repair(folder: FilePath) -> None:
+    """Remove what a crash left in a table, and make each column a safetensors file again. Needs ``safetensors``.
+
+    The table keeps the rows of the last ``flush``. `load` reads a table without it, and the next `RowWriter` does the
+    same when it is closed. Other programs read the columns only then.
+
+    Raises: `InvalidFileError` if flushed rows are missing; ``BlockingIOError`` if a writer is open;
+    ``FileNotFoundError`` or ``IsADirectoryError`` if there is no table; ``ImportError`` without safetensors;
+    ``OSError``.
+    Cost: writes 4 KiB for each column, and reads the offsets of ragged fields. Waits for the disk.
+
+    >>> import os, tempfile
+    >>> from tensordict_lite import load
+    >>> from tensordict_lite.tables import RowWriter, repair
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with RowWriter(folder, like={"x": [0]}) as writer:
+    ...         writer.write({"x": [1, 2]})
+    ...     with open(f"{folder}/x.safetensors", "ab") as file:
+    ...         _ = file.write(bytes(100))  # rows that were not flushed
+    ...     repair(folder)
+    ...     os.path.getsize(f"{folder}/x.safetensors"), load(f"{folder}/x.safetensors")["x"]
+    (4112, tensor([1, 2]))
+    """
+    with table_at_rest(folder, repair=True):
         pass
 
 

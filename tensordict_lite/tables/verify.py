@@ -80,13 +80,36 @@ def _refuse_changed(file: BufferedReader, column: Column, length: int, ranges: S
         invalid(f"the checksums of {column.file!r} cover {covered} of its {length} rows")
 
 
-def verify_table(path: FilePath) -> None:
-    """Read a whole table, and raise ``InvalidFileError`` for the first damage."""
-    library, folder, _ = reading(path, None, None)
-    folder = os.path.abspath(folder)
-    os.stat(folder)  # raises if there is no folder
-    with invalid_file(folder, library.SafetensorError, RuntimeError, LookupError, AttributeError):
-        of_one_table(folder, partial(_verify, folder))
+def verify(folder: FilePath) -> None:
+    """Read a whole table, and raise `InvalidFileError` for the first damage. Needs ``safetensors``.
+
+    A table of ``RowWriter(checksums=True)`` is compared with its checksums: the error names the column and the rows
+    that have changed. For every table, `verify` validates the schema, the sizes of the files, the offsets of ragged
+    columns, and the headers of a table at rest. `load` does not read the rows or the checksums.
+
+    Raises: `InvalidFileError` for the first damage; ``FileNotFoundError`` or ``IsADirectoryError`` if there is no
+    table; ``ImportError`` without safetensors; ``OSError``.
+    Cost: with checksums, reads every byte of the table. Without, reads the headers and the offsets.
+
+    >>> import tempfile
+    >>> from tensordict_lite.tables import RowWriter, verify
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with RowWriter(folder, like={"x": [0.0]}, checksums=True) as writer:
+    ...         writer.write({"x": [1.0, 2.0]})
+    ...     verify(folder)
+    ...     with open(f"{folder}/x.safetensors", "r+b") as file:
+    ...         _ = file.seek(4097), file.write(b"?")
+    ...     try:
+    ...         verify(folder)
+    ...     except ValueError as error:
+    ...         print(str(error).partition(": ")[2])
+    not a valid file: rows 0 to 1 of the column 'x' have changed: 'x.safetensors' is damaged
+    """
+    library, name, _ = reading(folder, None, None)
+    name = os.path.abspath(name)
+    os.stat(name)  # raises if there is no folder
+    with invalid_file(name, library.SafetensorError, RuntimeError, LookupError, AttributeError):
+        of_one_table(name, partial(_verify, name))
 
 
 def _verify(folder: str, index: TableIndex) -> None:

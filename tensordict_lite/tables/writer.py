@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from .._dict.arguments import ragged_keys
+from .._dict.device_dict import DeviceDict
+from .._dict.row_values import IN_A_TABLE, fitted
+from .._dict.rows import Rows
 from .._encoders.protocol import agree
 from .._errors import Path, described, dotted, dtype_name
 from .._files.atomic_write import FilePath
 from .._memory.dense import is_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
-from .._tables.writer import TableWriter, create_table, is_table, open_table
 from .._tree.fields import fields as fields_in
 from .._tree.fields import ragged_paths
 from .._tree.missing import missing_key, refuse_unknown_encoders
@@ -26,10 +29,7 @@ from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, data_in
 from .._tree.walk import Items, as_dict
-from .arguments import ragged_keys
-from .device_dict import DeviceDict
-from .row_values import IN_A_TABLE, fitted
-from .rows import Rows
+from .table import TableWriter, create_table, is_table, open_table
 
 _LIKE = "the batch that RowWriter got as like="
 
@@ -82,7 +82,8 @@ class RowWriter:
     Cost: 4 MiB of memory for buffers (more for rows over 4 MiB), allocated at the first `write`.
 
     >>> import tempfile
-    >>> from tensordict_lite import RowWriter, Utf8, load
+    >>> from tensordict_lite import Utf8, load
+    >>> from tensordict_lite.tables import RowWriter
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     first = DeviceDict({"x": [1.0, 2.0], "name": ["Ada", "Bo"]}, encoders={"name": Utf8(8)})
     ...     with RowWriter(f"{folder}/people", like=first) as writer:
@@ -169,7 +170,7 @@ class RowWriter:
         Collect many single rows first, and write ``collate(rows)``: a call for each row takes longer.
 
         >>> import tempfile
-        >>> from tensordict_lite import RowWriter
+        >>> from tensordict_lite.tables import RowWriter
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with RowWriter(folder, like={"x": [[1.0, 2.0]]}) as writer:
         ...         writer.write({"x": [1.0, 2.0, 3.0]})
@@ -190,7 +191,8 @@ class RowWriter:
         each row.
 
         >>> import tempfile
-        >>> from tensordict_lite import RowWriter, load
+        >>> from tensordict_lite import load
+        >>> from tensordict_lite.tables import RowWriter
         >>> with tempfile.TemporaryDirectory() as folder, RowWriter(folder, like={"x": [0]}) as writer:
         ...     writer.write({"x": [1, 2]})
         ...     writer.flush()
@@ -207,7 +209,7 @@ class RowWriter:
         Raises: the errors of `flush`; the table is released even then. Cost: as `flush`.
 
         >>> import tempfile
-        >>> from tensordict_lite import RowWriter
+        >>> from tensordict_lite.tables import RowWriter
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     writer = RowWriter(folder, like={"x": [0]})
         ...     writer.write({"x": [1, 2]})

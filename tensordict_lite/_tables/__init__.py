@@ -1,1 +1,0 @@
-"""Save dicts and load them: safetensors files, tables, ``torch.save`` files, and the manifest that they share."""
