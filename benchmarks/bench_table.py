@@ -233,12 +233,12 @@ def take_half(rank: int, mib: int) -> None:
 
 def write_half(path: Path) -> None:
     for part, half in HALVES.items():
-        write_ours(path, half, part=part)
+        write_ours(path, half, part=part, parts=2)
 
 
 def write_parts(path: Path, whole: Fields) -> None:
     for part in range(2):
-        write_ours(path, {key: value.chunk(2)[part] for key, value in whole.items()}, part=part)
+        write_ours(path, {key: value.chunk(2)[part] for key, value in whole.items()}, part=part, parts=2)
 
 
 def others(mib: int) -> list[Case]:

@@ -30,7 +30,7 @@ def write(folder: str, count: int = 10_000) -> None:
         fields |= {"species": [SPECIES.tokens[i] for i in kind]}
         fields |= {"weighings": Ragged.from_rows([torch.full((1 + i,), 4.0 + i) for i in kind])}
         batch = DeviceDict(fields, encoders={"species": SPECIES})
-        with RowWriter(folder, like=batch, part=part) as writer:
+        with RowWriter(folder, like=batch, part=part, parts=2) as writer:
             writer.write(batch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from tensordict_lite import (
     Vocabulary,
     save,
 )
+from tensordict_lite.tables.format import sealed
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Write a forged ``table.json``, with the checksum that it should have."""
+    index = {key: value for key, value in index.items() if key != "crc32"}
+    (folder / "table.json").write_text(sealed(json.dumps(index, separators=(",", ":"))))
+
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 compiles = pytest.mark.skipif(

@@ -75,7 +75,7 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_parts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
-        table("parts", part=rank, checksums=True)
+        table("parts", part=rank, parts=2, checksums=True)
     assert main(["parts"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("JoinedRows(12 rows of 2 ") and "mapped from parts/part-00000" in out

@@ -85,7 +85,7 @@ def written(path: Path) -> Path:
 
 def in_parts(folder: Path) -> Path:
     for part in range(2):
-        with RowWriter(folder, like={"x": torch.zeros(1, 3)}, part=part) as writer:
+        with RowWriter(folder, like={"x": torch.zeros(1, 3)}, part=part, parts=2) as writer:
             writer.write({"x": torch.ones(2, 3)})
     return folder
 

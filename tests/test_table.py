@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 from checks import check_invariants
-from files import DTYPES, GOLDEN
+from files import DTYPES, GOLDEN, write_index
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -737,10 +737,10 @@ whole["x"].zero_()
         with RowWriter(tmp_path / "t", like={"x": torch.zeros(1, 1 << 20, dtype=torch.uint8)}) as writer:
             writer.write({"x": torch.ones(1, 1 << 20, dtype=torch.uint8)})
         rows = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 2 >> 20
-        column, index = tmp_path / "t" / "x.safetensors", tmp_path / "t" / "table.json"
+        column = tmp_path / "t" / "x.safetensors"
         with open(column, "r+b") as file:  # a file with a hole
             file.truncate(4096 + (rows << 20))
-        index.write_text(index.read_text().replace('"rows":1,', f'"rows":{rows},'))
+        edited(tmp_path / "t", lambda index: index.update(rows=rows))
         RowWriter(tmp_path / "t", append=True).close()  # writes the header
         table = load(tmp_path / "t")
         assert len(table.rows) == rows and table["x"][0, -1] == 1 and table["x"][-1, 0] == 0
@@ -859,7 +859,7 @@ class TestFullDisk:
 def edited(folder: Path, change: Any) -> None:
     index = json.loads((folder / "table.json").read_text())
     change(index)
-    (folder / "table.json").write_text(json.dumps(index, separators=(",", ":")))
+    write_index(folder, index)
 
 
 def refused(folder: Path, message: str) -> None:
@@ -879,10 +879,13 @@ class TestDamaged:
             (lambda i: i.update(rows=-1), "damaged"),
             (lambda i: i.update(rows=True), "damaged"),
             (
-                lambda i: i.update(version=2),
-                "its version is 2, and this package reads version 1; update the package",
+                lambda i: i.update(version=3),
+                "its version is 3, and this package reads version 2; update the package",
             ),
             (lambda i: i.pop("version"), "has no version"),
+            (lambda i: i.update(version=1), "has other fields than"),
+            (lambda i: i.update(part={"number": 2, "of": 2}), "the number of the part in its table.json is damaged"),
+            (lambda i: i.update(part=1), "the number of the part in its table.json is damaged"),
             (lambda i: i.update(more=1), "has other fields than"),
             (lambda i: i.update(columns=[]), "it has no columns"),
             (lambda i: i["columns"].pop(), "tree does not contain each of the 3 tensors exactly once"),
@@ -952,8 +955,9 @@ class TestDamaged:
         folder = written(tmp_path / "t", sample(rows))
         victim = tmp_path / "victim"
         shutil.copy(folder / name, victim)  # it passes every other check
-        with open(victim, "ab") as file:
-            file.write(b" " * 100)
+        if name != "table.json":
+            with open(victim, "ab") as file:
+                file.write(b" " * 100)
         before = victim.read_bytes()
         (folder / name).unlink()
         replace(folder / name, victim)
@@ -1126,16 +1130,23 @@ def test_an_interrupt_between_any_two_lines(
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_the_golden_tables(tmp_path: Path) -> None:
     made = make.table()
-    table = load(GOLDEN / make.TABLE)
-    assert table == made and table.encoders == made.encoders and table.decode("name") == ["Ada", "Bo"]
-    ragged = load(GOLDEN / make.RAGGED)
-    assert ragged.decode("text") == ["Ada", "", "é"] and ragged["n"].tolist() == {
-        "ids": [[1, 2], [], [3]],
-        "box": [[[0.5]], [], [[1], [2]]],
-    }
+    for version in (1, 2):
+        shutil.copytree(GOLDEN / f"table-{version}", tmp_path / "old")
+        table = load(tmp_path / "old")
+        assert table == made and table.encoders == made.encoders and table.decode("name") == ["Ada", "Bo"]
+        with RowWriter(tmp_path / "old", append=True) as writer:
+            writer.write(made)
+        verify(tmp_path / "old")
+        assert load(tmp_path / "old") == cat([made, made])
+        shutil.rmtree(tmp_path / "old")
+        ragged = load(GOLDEN / f"ragged-{version}")
+        assert ragged.decode("text") == ["Ada", "", "é"] and ragged["n"].tolist() == {
+            "ids": [[1, 2], [], [3]],
+            "box": [[[0.5]], [], [[1], [2]]],
+        }
     make.save_table(tmp_path)
     for name in (make.TABLE, make.RAGGED):
-        edited(tmp_path / name, lambda index: [column.pop("id") for column in index["columns"]])  # they are random
+        edited(tmp_path / name, lambda index: [column.update(id="") for column in index["columns"]])  # they are random
         assert len(list((tmp_path / name).iterdir())) == len(list((GOLDEN / name).iterdir()))
         for path in (GOLDEN / name).iterdir():
             assert (tmp_path / name / path.name).read_bytes() == path.read_bytes()

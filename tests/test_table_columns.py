@@ -248,7 +248,7 @@ def test_a_table_with_an_encoder_that_load_does_not_build(tmp_path: Path) -> Non
 
 def test_parts(tmp_path: Path) -> None:
     for part in range(2):
-        written(tmp_path, part=part)
+        written(tmp_path, part=part, parts=2)
     for part, d in enumerate(load_parts(tmp_path).parts):
         add_column(tmp_path / f"part-{part:05}", "y", (batch["x"] + 100 * part for batch in d.rows.batches(3)))
     joined = load_parts(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tensordict_lite import BatchOrder, DeviceDict, JoinedRows, Ragged, Vocabulary, collate, load
-from tensordict_lite.tables import RowWriter, join_parts, load_parts, repair, verify
+from tensordict_lite.tables import RowWriter, add_column, drop_column, join_parts, load_parts, repair, verify
 from tensordict_lite.tables.table import TableWriter
 
 pytestmark = [
@@ -36,7 +37,7 @@ def written(folder: Path) -> Path:
     first = 0
     for part, size in enumerate(SIZES):
         encoders = {"s": Vocabulary(["cat", "dog"])}
-        with RowWriter(folder, like=LIKE, ragged=["text"], part=part, encoders=encoders) as writer:
+        with RowWriter(folder, like=LIKE, ragged=["text"], part=part, parts=len(SIZES), encoders=encoders) as writer:
             if size:
                 writer.write(rows(first, size))
         first += size
@@ -117,7 +118,7 @@ def test_one_table_of_the_parts(tmp_path: Path) -> None:
 
 def test_the_largest_width_of_strings(tmp_path: Path) -> None:
     for part, name in enumerate(["a", "wide", "be"]):
-        with RowWriter(tmp_path / "parts", like={"n": {"s": [name]}}, part=part) as writer:
+        with RowWriter(tmp_path / "parts", like={"n": {"s": [name]}}, part=part, parts=3) as writer:
             writer.write({"n": {"s": [name]}})
     join_parts(tmp_path / "parts", tmp_path / "whole")
     assert load(tmp_path / "whole")["n"].decode("s") == ["a", "wide", "be"]
@@ -154,7 +155,7 @@ def test_a_failed_join_leaves_nothing(
 def test_parts_of_other_dtypes(tmp_path: Path, ours: str, theirs: str, ragged: bool) -> None:
     for part, dtype in enumerate((ours, ours, theirs)):
         batch = {"n": {"x": torch.ones(2 + part, 1, dtype=getattr(torch, dtype))}}
-        with RowWriter(tmp_path / "parts", like=batch, ragged=["x"] * ragged, part=part) as writer:
+        with RowWriter(tmp_path / "parts", like=batch, ragged=["x"] * ragged, part=part, parts=3) as writer:
             writer.write(batch)
     sizes = ("4", "2") if ragged else ("4, 1", "2, 1")
     message = (
@@ -175,7 +176,8 @@ def test_parts_of_other_dtypes(tmp_path: Path, ours: str, theirs: str, ragged: b
 @pytest.mark.parametrize("parts", [([[], []], [[LARGE], [1]]), ([[LARGE], [1]], [[], []])])
 def test_a_part_without_values_does_not_decide_the_dtype(tmp_path: Path, parts: Any) -> None:
     for number, rows in enumerate(parts):
-        with RowWriter(tmp_path / "parts", like={"x": rows, "s": ["", ""]}, ragged=["x", "s"], part=number) as writer:
+        like = {"x": rows, "s": ["", ""]}
+        with RowWriter(tmp_path / "parts", like=like, ragged=["x", "s"], part=number, parts=2) as writer:
             writer.write({"x": rows, "s": ["a", "bc"]})
     join_parts(tmp_path / "parts", tmp_path / "whole")
     for found in (load(tmp_path / "whole"), load_parts(tmp_path / "parts")[:]):
@@ -214,9 +216,109 @@ def test_a_folder_of_parts_is_no_table(tmp_path: Path) -> None:
 
 
 def test_errors(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no parts; RowWriter\(folder, part=0\) writes one$"):
+    with pytest.raises(FileNotFoundError, match=r"has no parts; RowWriter\(folder, part=0, parts=1\) writes one$"):
         load_parts(tmp_path)
-    wrong: tuple[Any, ...] = (-1, True, "0")
-    for part in wrong:
-        with pytest.raises(ValueError, match=r"^part= of RowWriter is a number from 0 on, such as a rank, got "):
-            RowWriter(tmp_path, like=LIKE, part=part)
+    wrong: list[tuple[Any, Any]] = [(-1, 2), (True, 2), ("0", 2), (2, 2), (0, None), (None, 1), (0, 0), (0, 2.0)]
+    for part, parts in wrong:
+        with pytest.raises(ValueError, match=r"^RowWriter takes part= and parts= together, .*; got part=.* and parts="):
+            RowWriter(tmp_path, like=LIKE, part=part, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda f: shutil.rmtree(f / "part-00001"), FileNotFoundError, r"has 3 of 4 parts; part 1 is missing$"),
+        (lambda f: shutil.rmtree(f / "part-00003"), FileNotFoundError, r"has 3 of 4 parts; part 3 is missing$"),
+        (
+            lambda f: (f / "part-00001").rename(f / "part-1"),
+            ValueError,
+            r"part-1' is no part, whose name is 'part-00001'; remove or rename it$",
+        ),
+        (
+            lambda f: shutil.copytree(f / "part-00001", f / "part-000001"),
+            ValueError,
+            r"part-000001' is no part, whose name is 'part-00001'; remove or rename it$",
+        ),
+        (
+            lambda f: shutil.copytree(f / "part-00001", f / "part-00004"),
+            ValueError,
+            r"part-00004' is part 1 of 4, and no part 4 of 4; remove the parts of other runs$",
+        ),
+        (
+            lambda f: [RowWriter(f, like=LIKE, mode="overwrite", part=i, parts=2).close() for i in range(2)],
+            ValueError,
+            r"part-00002' is part 2 of 4, and no part 2 of 2; remove the parts of other runs$",
+        ),
+        (
+            lambda f: RowWriter(f / "part-00000", like=LIKE, mode="overwrite").close(),
+            ValueError,
+            r"part-00001' is part 1 of 4, and no part 1 of 0|part-00000' is no part, and no part 0 of",
+        ),
+    ],
+)
+def test_parts_that_are_no_run(tmp_path: Path, change: Any, error: type[Exception], message: str) -> None:
+    change(written(tmp_path / "parts"))
+    for call in (lambda: load_parts(tmp_path / "parts"), lambda: join_parts(tmp_path / "parts", tmp_path / "whole")):
+        with pytest.raises(error, match=message):
+            call()
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_part_keeps_its_number(tmp_path: Path) -> None:
+    folder = written(tmp_path / "parts")
+    part = folder / "part-00002"
+    with RowWriter(part, append=True) as writer:
+        writer.write(rows(40, 1))
+    with RowWriter(folder, append=True, part=2, parts=4) as writer:
+        writer.write(rows(41, 1))
+    encoders = {"s": Vocabulary(["cat", "dog"])}
+    with RowWriter(folder, like=LIKE, ragged=["text"], mode="append", part=2, parts=4, encoders=encoders) as writer:
+        writer.write(rows(42, 1))
+    repair(part)
+    add_column(part, "y", [[1] * 10])
+    drop_column(part, "y")
+    assert load_parts(folder).column("x")[-4:].tolist() == [40, 41, 42, 11]
+    message = r"part-00002' is part 2 of 4, and RowWriter got part=2, parts=3; give the number of parts that it has"
+    with pytest.raises(ValueError, match=message):
+        RowWriter(folder, append=True, part=2, parts=3)
+    RowWriter(folder / "part-00004", like=LIKE).close()
+    with pytest.raises(ValueError, match=r"part-00004' is no part, and RowWriter got part=4, parts=5; give "):
+        RowWriter(folder, like=LIKE, mode="append", part=4, parts=5)
+
+
+def test_columns_of_all_parts(tmp_path: Path) -> None:
+    found, whole = load_parts(written(tmp_path)), rows(0, sum(SIZES))
+    assert found.column("x").tolist() == whole["x"] and found.column(("n", "s")).tolist() == [0, 1] * 6
+    assert DeviceDict({"text": found.column("text")}).decode("text") == whole["text"]
+    assert isinstance(found.column("text"), Ragged) and isinstance(found.column("n"), DeviceDict)
+    assert plain(found[found.column("x") % 5 == 1]) == expected([1, 6, 11])
+    with pytest.raises(KeyError, match=r"'txt'.*did you mean 'text'"):
+        found.column("txt")
+
+
+def test_progress(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def note(done: int, total: int) -> None:
+        calls.append((done, total))
+
+    folder = written(tmp_path / "parts")
+    load_parts(folder, progress=note)
+    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    calls.clear()
+    join_parts(folder, tmp_path / "whole", progress=note)
+    assert calls == [(4, 12), (11, 12), (12, 12)]
+    calls.clear()
+    add_column(tmp_path / "whole", "y", ([[n]] for n in range(12)), progress=note)
+    assert calls == [(n + 1, 12) for n in range(12)]
+    for checksums in (False, True):
+        with RowWriter(tmp_path / f"{checksums}", like={"x": [0]}, checksums=checksums) as writer:
+            writer.write({"x": range(300_000)})
+        calls.clear()
+        verify(tmp_path / f"{checksums}", progress=note)
+        size = 4096 + 8 * 300_000
+        assert calls[-1] == (size, size) and calls == sorted(calls) and (len(calls) > 2) == checksums
+    with pytest.raises(TypeError, match="progress= is a function of"):
+        verify(folder / "part-00000", progress=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ZeroDivisionError):
+        verify(folder / "part-00000", progress=lambda done, total: 1 // 0)

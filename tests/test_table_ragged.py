@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from checks import check_invariants
+from files import write_index
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -423,7 +424,7 @@ def overwrite(folder: Path, name: str, position: int, number: int) -> None:
 
 
 def refused(folder: Path, index: Any, message: str) -> None:
-    (folder / "table.json").write_text(json.dumps(index))
+    write_index(folder, index)
     for call in (lambda: load(folder), lambda: RowWriter(folder, append=True)):
         with pytest.raises(InvalidFileError, match=message):
             call()
@@ -508,7 +509,7 @@ class TestDamaged:
             refused(folder, index, "'text' is not described as a ragged field: by the numbers of its tensors and ")
         index = json.loads(whole)
         index["manifest"]["root"]["items"][0][1][2] = 1 << 40  # not trusted: found anew
-        (folder / "table.json").write_text(json.dumps(index))
+        write_index(folder, index)
         assert load(folder)["text"].max_length == 6
         for entry, message in (
             ([1, 0, 6], "'text': 'offsets': expected int32 or int64 .*, got uint8"),  # the columns in the wrong places

@@ -12,11 +12,13 @@ from torch.utils.data import Dataset
 
 from .._dict.device_dict import DeviceDict
 from .._dict.rows import Rows
+from .._errors import Path
 from .._look.describe import Description, statistics
 from .._look.progress import Progress
 from .._tree.fields import fields
 from .._tree.ragged import Ragged
 from .._tree.row_index import row_index
+from .._tree.walk import as_path
 from .join import cat, decided_values, raise_mismatch
 
 
@@ -28,6 +30,7 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
     - ``rows[mask]``, ``rows[indices]``, ``rows[8:16]``: a dict with copies of these rows. It has the class of the first
       dict.
     - ``DataLoader(rows, batch_size)``: one copy of the rows of a batch from each dict that has some of them.
+    - ``rows.column("label")``: a field over all dicts, so ``rows[rows.column("label") == 3]`` filters.
     - ``rows.parts``: the dicts. A ragged field without values gets the dtype that it has in the others.
 
     Args:
@@ -113,6 +116,21 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         """Yield every row, as ``rows[i]`` returns it."""
         for d in self.parts:
             yield from d.rows
+
+    def column(self, key: str | Path) -> Any:
+        """Join a field of all dicts: a tensor, a `Ragged`, or a nested dict, with all rows.
+
+        Args:
+            key: a key, or a path into nested dicts.
+
+        Raises: ``KeyError`` for a missing key. Cost: a copy of the field.
+
+        >>> from tensordict_lite import DeviceDict, JoinedRows
+        >>> rows = JoinedRows([DeviceDict({"x": [1, 2]}), DeviceDict({"x": [3]})])
+        >>> rows.column("x"), rows[rows.column("x") > 1]["x"]
+        (tensor([1, 2, 3]), tensor([2, 3]))
+        """
+        return cat([d.select(key) for d in self.parts])[as_path(key)]
 
     def describe(self, progress: Progress = None) -> Description:
         """Statistics of each field over all dicts, as `DeviceDict.describe` returns them.

@@ -14,6 +14,7 @@ from .._dict.device_dict import DeviceDict
 from .._dict.rows import Rows
 from .._errors import Path, described, dotted
 from .._files.atomic_write import FilePath
+from .._look.progress import Progress, reporter
 from .._tree.fields import fields as fields_in
 from .._tree.missing import missing_key, refuse_unknown_encoders, rows_hint
 from .._tree.policy import Encoders, Policy
@@ -34,6 +35,7 @@ def add_column(
     *,
     ragged: bool = False,
     encoders: Encoders | None = None,
+    progress: Progress = None,
 ) -> None:
     """Add a column to a table: values that you compute from its rows later, such as embeddings or labels.
 
@@ -52,6 +54,7 @@ def add_column(
         encoders: the encoder of the new strings, or encoders by key. None: the encoder that the table has for this key,
             else ``Utf8()``, whose width is that of the first batch. Like `load`, it needs the encoders of other columns
             that `load` does not build, such as `Tokenizer`.
+        progress: a function of (done, total) that counts rows, or True for a bar of ``tqdm``.
 
     Raises: ``ValueError`` if the table has the key, if the batches have more or fewer rows than the table, and for a
     batch that does not fit, as `RowWriter.write`; ``TypeError`` for a whole column in the place of ``batches``, and for
@@ -87,6 +90,7 @@ def add_column(
         added, at = fields, ()
         while path[len(at)] in added:
             added, at = added[path[len(at)]], path[: len(at) + 1]
+        report = reporter(progress, index.rows, "row")
         writer: TableWriter | None = None
         first, values = _first_with_values(batches)
         try:
@@ -106,6 +110,7 @@ def add_column(
                     raise _other_rows(path, index.rows, f"{writer.rows} or more")
                 if writer.has_checksums:
                     writer.sync(_RANGE)
+                report(writer.rows)
             if writer is None:
                 raise ValueError(f"{dotted(path)}: there is no batch; the first batch gives the dtype and the shape")
             if writer.rows < index.rows:

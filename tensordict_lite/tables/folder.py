@@ -4,8 +4,8 @@ Each step is on the disk before the next step that relies on it. So a power fail
 
 - The rows are on the disk before ``table.json`` counts them.
 - The names of new files are on the disk before ``table.json`` names the files.
-- ``table.json`` lists the files that the table does not use yet or any more: ``unused``. Another writer removes them if
-  this writer is killed.
+- ``table.json`` lists the files that the table does not use yet or any more, see `format`. Another writer removes them
+  if this writer is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from io import FileIO
 
 from .._files.atomic_write import FilePath, replace_file, sync_file, sync_folder
 from .._files.safetensors import invalid_file
-from .format import INDEX, TableIndex, index_head, index_text, read_index
+from .format import INDEX, TableIndex, index_head, index_text, read_index, sealed
 
 try:
     import fcntl
@@ -126,26 +126,18 @@ class TableFolder:
         self.rows = index.rows
         return index
 
-    def write_index(
-        self, text: str, rows: int, unused: Sequence[str] | None, checksums: tuple[str, int] | None
-    ) -> None:
+    def write_index(self, index: TableIndex, text: str | None = None) -> None:
         """Replace ``table.json``, and flush it to disk, with the names of all files.
 
-        Args:
-            text: the result of `index_text`.
-            unused: the files that the table does not use. None: the table is at rest.
-            checksums: the file with the checksums, and the number of its bytes that count.
+        ``text``: the result of `index_text`, if it is known.
         """
-        head = index_head(rows, self._writer, unused, checksums)
+        head = index_head(index, self._writer)
+        whole = sealed(head + (text or index_text(index.columns, index.manifest)))
         self._heads.add(head)
         self.remove(NEW_INDEX)
-        replace_file(self.at(INDEX), self.at(NEW_INDEX), [f"{head}{text}".encode()], self.descriptor, self._sync)
+        replace_file(self.at(INDEX), self.at(NEW_INDEX), [whole.encode()], self.descriptor, self._sync)
         self.sync_names()
-        self._heads, self.rows = {head}, rows
-
-    def rewrite_index(self, index: TableIndex, unused: Sequence[str] | None) -> None:
-        """Replace ``table.json`` by ``index``. ``unused``: see `write_index`."""
-        self.write_index(index_text(index.columns, index.manifest), index.rows, unused, index.checksums)
+        self._heads, self.rows = {head}, index.rows
 
     def remove_unused(self, names: Sequence[str]) -> None:
         """Remove the files that ``table.json`` lists as unused, durably."""

@@ -8,6 +8,15 @@ A column file has room for a safetensors header, and the rows follow. While a wr
 
 A ragged field has two columns: the values of all rows, one row after the other, and the offsets, int64. Row ``i`` has
 the values from ``offsets[i]`` to ``offsets[i + 1]``. So the row count alone says how many values the table has.
+
+The folder is in one of three states:
+
+- At rest: each file of a column ends with its last row and has a header, and there are no other files.
+- Being written: ``table.json`` has the entry ``open``, with the number of the writer and the ``unused`` files. The
+  table does not use these files yet, or not any more. After a kill the folder stays in this state, and the next writer
+  or `repair` removes the unused files.
+- Damaged: everything else. ``table.json`` ends with its own CRC-32, so a reader finds each changed bit of it. `load`
+  finds missing files and rows, and `verify` finds changed rows.
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ import errno
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -34,7 +44,10 @@ from .._tree.manifest import invalid, refuse_other_version
 
 INDEX = "table.json"
 """The file with the schema and the row count."""
-TABLE_VERSION = 1
+TABLE_VERSION = 2
+"""Version 1 has no checksum of ``table.json``, and says nothing about parts."""
+_SUM = ',"crc32":'
+"""The last entry of ``table.json``: the CRC-32 of the text before it."""
 _PAGE = 4096
 """The size of a header in bytes is a multiple of this."""
 _DIGITS = 19
@@ -42,8 +55,8 @@ _DIGITS = 19
 has this many digits."""
 _FILE = re.compile(r"\w[\w.~-]{0,150}\.(safetensors|jsonl)", re.ASCII)
 
-PART = re.compile(r"part-(\d{5,})")
-"""The name of a folder with a part: see `RowWriter`."""
+PART = re.compile(r"part-(\d+)")
+"""The name of a folder with a part, see `part_name`."""
 
 ROWS, VALUES, OFFSETS = "rows", "values", "offsets"
 """What a column has: a row for each row of the table, or the values or the offsets of a ragged field."""
@@ -112,18 +125,28 @@ class TableIndex(NamedTuple):
     rows: int
     columns: list[Column]
     manifest: Any
-    unused: list[str]
-    """The files in the folder that the table does not use, if a writer is open or was killed."""
+    unused: list[str] | None
+    """None: the table is at rest. Else it is being written, and does not use these files in its folder."""
     checksums: tuple[str, int] | None
     """The file with the checksums, and the number of its bytes that count."""
-    at_rest: bool
-    """Whether every file has a header. False while a writer is open, and after it was killed."""
+    part: tuple[int, int] | None
+    """The number of this part, and how many parts there are. None: the table is no part."""
 
     @property
     def files(self) -> list[str]:
         """The names of all files of the table, except ``table.json``."""
         files = [column.file for column in self.columns]
         return files if self.checksums is None else [*files, self.checksums[0]]
+
+
+def part_name(number: int) -> str:
+    """The name of the folder with a part: see `RowWriter`."""
+    return f"part-{number:05}"
+
+
+def described_part(part: tuple[int, int] | None) -> str:
+    """A part in an error: see `TableIndex.part`."""
+    return "no part" if part is None else f"part {part[0]} of {part[1]}"
 
 
 def checksums_name(used: Iterable[str]) -> str:
@@ -145,17 +168,21 @@ def choose_names(names: Sequence[str], used: Iterable[str] = ()) -> list[str]:
     return files
 
 
-def index_head(rows: int, writer: str, unused: Sequence[str] | None, checksums: tuple[str, int] | None) -> str:
-    """The start of ``table.json``, up to the columns.
-
-    ``writer``, ``unused``: the writer that is open, and the files that the table does not use. None: it is at rest.
-    """
-    data: dict[str, Any] = {"version": TABLE_VERSION, "rows": rows}
-    if checksums is not None:
-        data["checksums"] = {"file": checksums[0], "bytes": checksums[1]}
-    if unused is not None:
-        data["open"] = {"writer": writer, "unused": list(unused)}
+def index_head(index: TableIndex, writer: str) -> str:
+    """The start of ``table.json``, up to the columns. ``writer``: the number of the writer that is open."""
+    data: dict[str, Any] = {"version": TABLE_VERSION, "rows": index.rows}
+    if index.part is not None:
+        data["part"] = dict(zip(("number", "of"), index.part, strict=True))
+    if index.checksums is not None:
+        data["checksums"] = {"file": index.checksums[0], "bytes": index.checksums[1]}
+    if index.unused is not None:
+        data["open"] = {"writer": writer, "unused": index.unused}
     return f'{json.dumps(data, separators=(",", ":"))[:-1]},"columns":'
+
+
+def sealed(text: str) -> str:
+    """The text of ``table.json`` with its own checksum."""
+    return f"{text[:-1]}{_SUM}{zlib.crc32(text[:-1].encode())}}}"
 
 
 def index_text(columns: Sequence[Column], manifest: Any) -> str:
@@ -189,8 +216,13 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     if is_too_long(text):
         invalid(f"its {INDEX} is too long")
     data: Any = json.loads(text)
-    refuse_other_version(data, TABLE_VERSION, f"its {INDEX}")
-    if set(data) - {"open", "checksums"} != {"version", "rows", "columns", "manifest"}:
+    optional = {"open", "checksums"}
+    if not isinstance(data, dict) or data.get("version") != 1:
+        refuse_other_version(data, TABLE_VERSION, f"its {INDEX}")
+        if sealed(f"{text.rpartition(_SUM)[0]}}}") != text:
+            invalid(f"its {INDEX} has changed: it does not have its checksum")
+        optional |= {"part", "crc32"}
+    if set(data) - optional != {"version", "rows", "columns", "manifest"}:
         invalid(f"its {INDEX} has other fields than version, rows, columns and manifest")
     rows, listed = data["rows"], data["columns"]
     if type(rows) is not int or not 0 <= rows < 1 << 63 or not isinstance(listed, list):
@@ -198,10 +230,11 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     columns = [_read_column(entry) for entry in listed]
     if not columns:
         invalid("it has no columns")
-    unused = _unused(data["open"]) if "open" in data else []
+    unused = _unused(data["open"]) if "open" in data else None
     checksums = _checksums(data["checksums"]) if "checksums" in data else None
-    index = TableIndex(rows, columns, data["manifest"], unused, checksums, "open" not in data)
-    files = [file.casefold() for file in (*index.files, *index.unused)]
+    part = _part(data["part"]) if "part" in data else None
+    index = TableIndex(rows, columns, data["manifest"], unused, checksums, part)
+    files = [file.casefold() for file in (*index.files, *(unused or []))]
     if len(set(files)) != len(files):
         invalid("two columns have the same file")
     kinds = [column.kind for column in columns]
@@ -224,6 +257,13 @@ def _checksums(entry: Any) -> tuple[str, int]:
     if set(given) != {"file", "bytes"} or type(nbytes) is not int or nbytes < 0:
         invalid(f"the checksums in its {INDEX} are not described by file and bytes")
     return _file_and_name(given["file"], "")[0], nbytes
+
+
+def _part(entry: Any) -> tuple[int, int]:
+    number, of = (entry.get("number"), entry.get("of")) if isinstance(entry, dict) else (None, None)
+    if type(number) is not int or type(of) is not int or not 0 <= number < of:
+        invalid(f"the number of the part in its {INDEX} is damaged")
+    return number, of
 
 
 def _read_column(entry: Any) -> Column:

@@ -8,12 +8,16 @@ from typing import Any, cast
 
 from .._batch.join import cat, decided_values
 from .._batch.joined_rows import JoinedRows
+from .._dict.device_dict import DeviceDict
 from .._dict.io import load
 from .._errors import Path
 from .._files.atomic_write import FilePath
+from .._files.safetensors import invalid_file
+from .._look.progress import Progress, reporter
 from .._tree.fields import ragged_paths
 from .._tree.policy import Encoders
-from .format import PART
+from .format import PART, described_part, part_name
+from .reader import index_of
 from .writer import RowWriter
 
 _WRITTEN_AT_ONCE = 1 << 16
@@ -21,7 +25,11 @@ _WRITTEN_AT_ONCE = 1 << 16
 
 
 def load_parts(
-    folder: FilePath, *, keys: Sequence[str | Path] | None = None, encoders: Encoders | None = None
+    folder: FilePath,
+    *,
+    keys: Sequence[str | Path] | None = None,
+    encoders: Encoders | None = None,
+    progress: Progress = None,
 ) -> JoinedRows:
     """Load the parts that `RowWriter` wrote with ``part=``, in the order of their numbers, as one dataset.
 
@@ -29,28 +37,56 @@ def load_parts(
         folder: the folder of the parts.
         keys: load these keys and paths only.
         encoders: encoders that replace those of the tables, as for `load`.
+        progress: a function of (done, total), called after each part, or True for a bar of ``tqdm``.
 
-    Raises: ``FileNotFoundError`` if the folder has no part; the errors of `load` and of `JoinedRows`.
+    Raises: ``FileNotFoundError`` if the folder has no part, or if a part is missing; ``ValueError`` for a folder that
+    is no part of the same run; the errors of `load` and of `JoinedRows`.
     Cost: as `load` for each part. Nothing is copied.
 
     >>> import tempfile
     >>> from tensordict_lite.tables import RowWriter, load_parts
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for rank in range(2):
-    ...         with RowWriter(folder, like={"x": [0]}, part=rank) as writer:
+    ...         with RowWriter(folder, like={"x": [0]}, part=rank, parts=2) as writer:
     ...             writer.write({"x": [10 * rank, 10 * rank + 1]})
     ...     load_parts(folder)[[3, 0]]["x"]
     tensor([11,  0])
     """
-    name = os.fsdecode(folder)
-    found = {int(match[1]): match[0] for match in map(PART.fullmatch, os.listdir(name)) if match}
-    if not found:
-        raise FileNotFoundError(f"{name!r} has no parts; RowWriter(folder, part=0) writes one")
-    paths = [os.path.join(name, found[number]) for number in sorted(found)]
-    return JoinedRows([load(path, keys=keys, encoders=encoders) for path in paths])
+    paths = _part_folders(os.fsdecode(folder))
+    report = reporter(progress, len(paths), "part")
+    dicts: list[DeviceDict[Any]] = []
+    for path in paths:
+        dicts.append(load(path, keys=keys, encoders=encoders))
+        report(len(dicts))
+    return JoinedRows(dicts)
 
 
-def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None = None) -> None:
+def _part_folders(folder: str) -> list[str]:
+    """The folders of all parts of one run. Raises the errors of `load_parts`."""
+    names = [name for name in os.listdir(folder) if PART.fullmatch(name)]
+    if not names:
+        raise FileNotFoundError(f"{folder!r} has no parts; RowWriter(folder, part=0, parts=1) writes one")
+    names.sort(key=lambda name: (int(name[5:]), name))
+    total = 0
+    for name in names:
+        number, path = int(name[5:]), os.path.join(folder, name)
+        if name != part_name(number):
+            raise ValueError(f"{path!r} is no part, whose name is {part_name(number)!r}; remove or rename it")
+        with invalid_file(path):
+            found = index_of(path).part
+        total = total or (found[1] if found else 0)
+        if found != (number, total):
+            raise ValueError(
+                f"{path!r} is {described_part(found)}, and no part {number} of {total}; remove the parts of other runs"
+            )
+    if missing := set(range(total)) - {int(name[5:]) for name in names}:
+        raise FileNotFoundError(f"{folder!r} has {len(names)} of {total} parts; part {min(missing)} is missing")
+    return [os.path.join(folder, name) for name in names]
+
+
+def join_parts(
+    folder: FilePath, table: FilePath, *, encoders: Encoders | None = None, progress: Progress = None
+) -> None:
     """Write one table with the rows of all parts of a folder, in the order of their numbers. The parts stay.
 
     A column of strings gets the largest width of the parts.
@@ -59,6 +95,7 @@ def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None =
         folder: the folder of the parts.
         table: the folder of the new table, which must be new or empty. Its rows become visible at once.
         encoders: the encoders that `load` does not build, such as `Tokenizer`.
+        progress: a function of (done, total) that counts rows, or True for a bar of ``tqdm``.
 
     Raises: the errors of `load_parts` and of `RowWriter`. After an error there is no new table.
     Cost: reads and writes every row once.
@@ -68,23 +105,25 @@ def join_parts(folder: FilePath, table: FilePath, *, encoders: Encoders | None =
     >>> from tensordict_lite.tables import RowWriter, join_parts
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for rank in range(2):
-    ...         with RowWriter(f"{folder}/parts", like={"x": [0]}, part=rank) as writer:
+    ...         with RowWriter(f"{folder}/parts", like={"x": [0]}, part=rank, parts=2) as writer:
     ...             writer.write({"x": [rank]})
     ...     join_parts(f"{folder}/parts", f"{folder}/whole")
     ...     load(f"{folder}/whole")["x"]
     tensor([0, 1])
     """
-    parts = load_parts(folder, encoders=encoders).parts
+    rows = load_parts(folder, encoders=encoders)
+    report = reporter(progress, len(rows), "row")
     made = not os.path.exists(table)
-    like = cat([d.rows[:0] for d in parts])
+    like = cat([d.rows[:0] for d in rows.parts])
     for path in ragged_paths(like):
-        values = decided_values([d[path] for d in cast("list[Any]", parts)])[0]
+        values = decided_values([d[path] for d in cast("list[Any]", rows.parts)])[0]
         like[path] = like[path].with_values(values[:0])
     writer = RowWriter(table, like=like)
     try:
-        for d in parts:
+        for d in rows.parts:
             for batch in d.rows.batches(_WRITTEN_AT_ONCE):
                 writer.write(batch)
+                report(len(writer))
         writer.close()
     except BaseException:
         writer._table.undo(made)

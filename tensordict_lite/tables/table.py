@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import add, gt, mul, sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,21 +40,34 @@ BUFFER = 4 << 20
 """The size in bytes of all buffers of a writer together."""
 
 
+class State(NamedTuple):
+    """How far the rows of a writer have come. It is replaced as a whole, as an interrupt may come at any step."""
+
+    appended: Extent
+    """All rows, those in the buffers included."""
+    written: Extent
+    """The rows in the files."""
+    summed: Extent
+    """The rows that have a checksum."""
+    sums: int
+    """The number of bytes of the checksums."""
+    durable: int
+    """The number of rows that survive a crash. 0 until this table has replaced another."""
+
+
 class TableWriter:
     """Appends rows to a table. One writer at a time, in one process.
 
     Args:
         folder: the folder of the table.
         columns: the columns to write, in the order of the tensors of `append`.
-        index: the table: the rows that ``columns`` have, the columns of the table, its manifest and its checksums.
-        replaced: the files of the table that this table replaces.
+        index: what ``table.json`` shall say, with the rows that ``columns`` have. The first `flush` removes the unused
+            files, such as those of a table that this table replaces.
     """
 
-    def __init__(
-        self, folder: TableFolder, columns: Sequence[Column], index: TableIndex, replaced: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: TableFolder, columns: Sequence[Column], index: TableIndex) -> None:
         self._folder, self.folder = folder, folder.path
-        self._columns = columns
+        self._columns, self._index = columns, index
         self._offsets = [i for i, column in enumerate(columns) if column.kind == OFFSETS]
         """The indices of the columns with offsets. The column before such a column has the values."""
         self.files = index._replace(columns=list(columns)).files
@@ -66,29 +79,30 @@ class TableWriter:
         row = sum(size for i, size in enumerate(self._sizes) if i not in ragged)
         self._rooms = [max(1, share // max(1, size if i in ragged else row)) for i, size in enumerate(self._sizes)]
         self._buffers: list[Tensor] = []
-        self._unused = replaced
-        """The files to remove when `flush` has replaced ``table.json``."""
+        self._unused = index.unused
         extent = Extent(index.rows, tuple([column.length(index.rows) for column in columns]))
-        self._summed = index.checksums, Extent(index.rows, (0,) * len(columns))
-        """The checksums, and the extent that they cover."""
-        self._extents = (extent, extent)
-        """The extent with the rows in the buffers, and the extent of the rows in the files. Both are set in one step,
-        since an interrupt may come between any two steps."""
+        sums = 0 if index.checksums is None else index.checksums[1]
+        self._state = State(extent, extent, Extent(index.rows, (0,) * len(columns)), sums, 0)
         self.closed = False
 
     @property
     def rows(self) -> int:
         """The number of rows, including rows that are not flushed."""
-        return self._extents[0].rows
+        return self._state.appended.rows
 
     @property
     def pending(self) -> int:
-        """The number of rows that no `flush` has made visible. All of them before this table has replaced another."""
-        return self.rows - (0 if self._unused else self._folder.rows)
+        """The number of rows that no `flush` has made visible."""
+        return self.rows - self._state.durable
 
     @property
     def has_checksums(self) -> bool:
-        return self._summed[0] is not None
+        return self._index.checksums is not None
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """The number of this part, and how many parts there are."""
+        return self._index.part
 
     @property
     def is_usable(self) -> bool:
@@ -103,7 +117,8 @@ class TableWriter:
         copied or written before the call returns.
         """
         self.refuse_unusable()
-        extent, written = self._extents
+        state = self._state
+        extent, written = state.appended, state.written
         for i in self._offsets:
             tensors[i] = tensors[i].cumsum(0).add_(extent.lengths[i - 1])
         added = [tensor.shape[0] for tensor in tensors] if self._offsets else [count] * len(tensors)
@@ -117,7 +132,7 @@ class TableWriter:
                 if direct:
                     for i, tensor in enumerate(tensors):
                         self._write(i, extent.lengths[i], tensor.to(self._columns[i].dtype))
-                    self._extents = after, after
+                    self._state = state._replace(appended=after, written=after)
                     return
         if not self._buffers:
             with torch.inference_mode(False):  # a later call outside inference mode cannot write to inference tensors
@@ -130,14 +145,14 @@ class TableWriter:
             for buffer, start, first, number in zip(self._buffers, written.lengths, extent.lengths, added, strict=True)
         ]
         torch._foreach_copy_(into, tensors)
-        self._extents = after, written
+        self._state = state._replace(appended=after, written=written)
 
     def sync(self, least: int = 0) -> None:
         """Flush rows and their checksums to disk, and show none of them.
 
         ``least``: do nothing for fewer bytes of rows that lack a checksum. Raises ``OSError``.
         """
-        after, before = self._extents[0], self._summed[1]
+        after, before = self._state.appended, self._state.summed
         if sum(map(mul, self._sizes, map(sub, after.lengths, before.lengths))) >= least:
             with self._folder.explained():
                 self._folder.refuse_other_writer()
@@ -165,28 +180,29 @@ class TableWriter:
             self._write_buffers()
             if at_rest:
                 self._finish()
-            elif self.rows == self._folder.rows and not self._unused:
+            elif not self.pending and not self._unused:
                 return
             self._folder.sync_files(self._write_checksums)
             if self._unused or not at_rest:
-                self._write_index(self._unused)
-                self._folder.remove_unused(self._unused)
-                self._unused = ()
+                self._write_index(self._unused or [])
+                self._folder.remove_unused(self._unused or [])
+                self._unused = []
             if at_rest:
                 self._write_index(None)
 
     def _write_checksums(self) -> None:
         """Write the checksums of the rows that were written to the files since the last call."""
-        checksums, before = self._summed
-        after = self._extents[0]
-        if checksums is not None and after.rows != before.rows:
-            name, at = checksums
-            line = checksum_line(self._folder.files, self._columns, before, after)
-            self._folder.append_checksums(line, at)
-            self._summed = (name, at + len(line)), after
+        state = self._state
+        if self.has_checksums and state.appended.rows != state.summed.rows:
+            line = checksum_line(self._folder.files, self._columns, state.summed, state.appended)
+            self._folder.append_checksums(line, state.sums)
+            self._state = state._replace(summed=state.appended, sums=state.sums + len(line))
 
-    def _write_index(self, unused: Sequence[str] | None) -> None:
-        self._folder.write_index(self._text, self.rows, unused, self._summed[0])
+    def _write_index(self, unused: list[str] | None) -> None:
+        sums = self._index.checksums and (self._index.checksums[0], self._state.sums)
+        index = self._index._replace(rows=self.rows, unused=unused, checksums=sums)
+        self._folder.write_index(index, self._text)
+        self._state = self._state._replace(durable=self.rows)
 
     def release(self) -> None:
         """Let another writer open the table. Rows that are not flushed are lost."""
@@ -198,7 +214,7 @@ class TableWriter:
         """Release the table as the last `flush` left it, at rest. Returns the number of rows that it lacks."""
         if self.closed:
             return 0
-        rows, kept = self.rows, self.rows - self.pending
+        rows, kept = self.rows, self._state.durable
         self.release()
         # For example, another writer may open the table first.
         with suppress(OSError, InvalidFileError), table_at_rest(self.folder, repair=True) as (_, index):
@@ -213,18 +229,19 @@ class TableWriter:
         """
         # First, so that a crash leaves a table.
         if old is None:
-            self._write_index(())
+            self._write_index([])
         else:
-            self._folder.rewrite_index(old, [*self._new_files(old), *old.unused])
+            self._folder.write_index(old._replace(unused=[*self._new_files(old), *(old.unused or [])]))
         self._create_columns()
 
-    def open(self, unused: Sequence[str] = ()) -> None:
-        """Open the table, and remove the files that the last writer did not use.
+    def open(self) -> None:
+        """Open the table, and remove its unused files.
 
         Raises `InvalidManifest` if flushed rows are missing.
         """
         if self.rows:
             self._open_columns()
+        unused, self._unused = self._unused or [], []
         self._write_index(unused)
         self._folder.remove_unused(unused)
         if not self.rows:  # the files may be missing
@@ -236,8 +253,8 @@ class TableWriter:
             file = self._folder.open(column.file, "x+b")
             self._folder.files.append(file)
             file.truncate(column.end(column.length(0)))  # the offset 0 of the first row
-        if self._summed[0] is not None:
-            name, at = self._summed[0]
+        if self._index.checksums is not None:
+            name, at = self._index.checksums
             self._folder.checksums = self._folder.open(name, "r+b" if at else "x+b")
         self._folder.sync_names()
 
@@ -252,7 +269,7 @@ class TableWriter:
             if self.is_usable:
                 self._folder.refuse_other_writer()
                 self._folder.remove_unused(self._new_files(old))
-                self._folder.rewrite_index(old, None)
+                self._folder.write_index(old._replace(unused=None))
         self.release()
 
     def _new_files(self, old: TableIndex) -> list[str]:
@@ -262,26 +279,27 @@ class TableWriter:
         for column in self._columns:
             with missing_file(column.file):
                 self._folder.files.append(self._folder.open(column.file))
-        lengths = list(self._extents[0].lengths)
+        lengths = list(self._state.appended.lengths)
         for i in self._offsets:
             column = self._columns[i]
             path = os.path.join(self.folder, column.file)
             lengths[i - 1] = count_values(self._folder.files[i], path, column, lengths[i])
         for file, column, length in zip(self._folder.files, self._columns, lengths, strict=True):
             check_size(file, column, length)
-        if self._summed[0] is not None:
-            with missing_file(self._summed[0][0]):
-                self._folder.checksums = self._folder.open(self._summed[0][0])
+        if self._index.checksums is not None:
+            name, _ = self._index.checksums
+            with missing_file(name):
+                self._folder.checksums = self._folder.open(name)
         extent = Extent(self.rows, tuple(lengths))
-        self._extents = extent, extent
-        self._summed = self._summed[0], extent
+        self._state = self._state._replace(appended=extent, written=extent, summed=extent)
 
     def _write_buffers(self) -> None:
-        extent, written = self._extents
+        state = self._state
+        extent, written = state.appended, state.written
         if extent is not written:
             for i, buffer in enumerate(self._buffers):
                 self._write(i, written.lengths[i], buffer[: extent.lengths[i] - written.lengths[i]])
-            self._extents = extent, extent
+            self._state = state._replace(written=extent)
 
     def undo(self, made: bool, old: TableIndex | None = None) -> None:
         """Remove the files of this new table, and release it. ``old``: the table that it would have replaced.
@@ -305,7 +323,7 @@ class TableWriter:
 
     def _finish(self) -> None:
         """Write the header of each file, and remove the bytes after its rows, which a crash or a failed write left."""
-        for file, column, length in zip(self._folder.files, self._columns, self._extents[0].lengths, strict=True):
+        for file, column, length in zip(self._folder.files, self._columns, self._state.appended.lengths, strict=True):
             file.truncate(column.end(length))
             file.seek(0)
             write_bytes(file, column.header(length))
@@ -327,13 +345,15 @@ def is_table(path: FilePath) -> bool:
     return os.path.exists(os.path.join(os.fsdecode(path), INDEX))
 
 
-def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, checksums: bool = False) -> TableWriter:
+def create_table(
+    path: FilePath, d: TreeDict[Any], overwrite: bool, checksums: bool, part: tuple[int, int] | None
+) -> TableWriter:
     """Create a table without rows, for the fields of ``d``, in a new or empty folder.
 
     The first dimension of a field counts rows. A ragged field becomes two columns.
 
     ``overwrite``: the folder may have a table. The new table replaces it at the first `flush`. ``checksums``: keep
-    checksums of the rows.
+    checksums of the rows. ``part``: see `TableIndex`.
 
     Raises ``FileExistsError`` if the folder is not empty, and the errors of `DeviceDict.save`.
     """
@@ -347,10 +367,10 @@ def create_table(path: FilePath, d: TreeDict[Any], overwrite: bool = False, chec
             old = folder.read_index()
         else:
             _refuse_unless_empty(folder.path)
-        used = [*old.files, *old.unused] if old else []
+        used = [*old.files, *(old.unused or [])] if old else []
         columns = _new_columns(d, leaves, used)
         sums = (checksums_name(used), 0) if checksums else None
-        writer = TableWriter(folder, columns, TableIndex(0, columns, manifest, [], sums, False), used)
+        writer = TableWriter(folder, columns, TableIndex(0, columns, manifest, used, sums, part))
         try:
             writer.create(old)
         except BaseException:
@@ -392,7 +412,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
         refuse_unknown_encoders(encoders, fields, "this table")
         writer = TableWriter(folder, columns, index)
         with invalid_file(folder.path, RuntimeError):
-            writer.open(index.unused)
+            writer.open()
     return writer, fields
 
 
@@ -445,12 +465,12 @@ def table_at_rest(path: FilePath, repair: bool = False) -> Generator[tuple[Table
         index = folder.read_index()
         with invalid_file(folder.path, RuntimeError):
             Reader(index.manifest, len(index.columns))
-            if repair or not index.at_rest:
+            if repair or index.unused is not None:
                 writer = TableWriter(folder, index.columns, index)
-                writer.open(index.unused)
+                writer.open()
                 writer.publish(at_rest=True)
                 folder.close_files()
-        yield folder, index._replace(unused=[], at_rest=True)
+        yield folder, index._replace(unused=None)
         folder.close()
 
 
@@ -481,9 +501,9 @@ def drop_columns(folder: TableFolder, index: TableIndex, path: Path) -> None:
         raise ValueError(f"{dotted(path)} has the last columns of this table; remove the folder {folder.path!r}")
     left = index._replace(columns=columns, manifest=manifest)
     unused = [index.columns[i].file for i in reader.numbers]
-    folder.rewrite_index(left, unused)
+    folder.write_index(left._replace(unused=unused))
     folder.remove_unused(unused)
-    folder.rewrite_index(left, None)
+    folder.write_index(left)
 
 
 def _require_same_encoders(fields: TreeDict[Any], manifest: Manifest) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from io import BufferedReader, FileIO
 from typing import Any
 
 from .._files.atomic_write import FilePath
 from .._files.safetensors import invalid_file, open_regular, reading
+from .._look.progress import Progress, reporter
 from .._tree.manifest import Reader, invalid
 from .format import INDEX, OFFSETS, Column, Extent, TableIndex
 from .reader import check_size, count_values, missing_file, of_one_table
@@ -24,10 +25,16 @@ _READ_SIZE = 1 << 20
 """The number of bytes that are read at a time."""
 
 
-def checksum(file: BufferedReader | FileIO, column: Column, first: int, last: int) -> int:
+def checksum(
+    file: BufferedReader | FileIO,
+    column: Column,
+    first: int,
+    last: int,
+    report: Callable[[int], None] = lambda at: None,
+) -> int:
     """The CRC-32 of rows in a file, from ``first`` up to ``last``, as the system reads them now.
 
-    Raises `InvalidManifest` if the file ends before the rows do.
+    ``report``: called with each position in the file. Raises `InvalidManifest` if the file ends before the rows do.
     """
     at, end = column.end(first), column.end(last)
     value, buffer = 0, memoryview(bytearray(min(_READ_SIZE, end - at)))
@@ -38,6 +45,7 @@ def checksum(file: BufferedReader | FileIO, column: Column, first: int, last: in
             invalid(f"{column.file!r} ends before its row {last}")
         value = zlib.crc32(buffer[:count], value)
         at += count
+        report(at)
     return value
 
 
@@ -67,25 +75,32 @@ def _read_checksums(file: BufferedReader, nbytes: int) -> dict[str, list[Range]]
     return found
 
 
-def _refuse_changed(file: BufferedReader, column: Column, length: int, ranges: Sequence[Range]) -> None:
+def _refuse_changed(
+    file: BufferedReader, column: Column, length: int, ranges: Sequence[Range], report: Callable[[int], None]
+) -> None:
     """Raise `InvalidManifest` for the first range of rows in a file that does not have its checksum."""
     covered = 0
     for start, end, first, last, value in ranges:
         if first != covered or last < first:
             invalid(f"the checksums of {column.file!r} do not follow each other")
         covered = last
-        if checksum(file, column, first, last) != value:
+        if checksum(file, column, first, last, report) != value:
             invalid(f"rows {start} to {end - 1} of the column {column.name!r} have changed: {column.file!r} is damaged")
     if covered != length:
         invalid(f"the checksums of {column.file!r} cover {covered} of its {length} rows")
 
 
-def verify(folder: FilePath) -> None:
+def verify(folder: FilePath, *, progress: Progress = None) -> None:
     """Read a whole table, and raise `InvalidFileError` for the first damage. Needs ``safetensors``.
 
     A table of ``RowWriter(checksums=True)`` is compared with its checksums: the error names the column and the rows
     that have changed. For every table, `verify` validates the schema, the sizes of the files, the offsets of ragged
-    columns, and the headers of a table at rest. `load` does not read the rows or the checksums.
+    columns, and the headers of a table at rest. `load` does not read the rows or the checksums. A writer may append
+    meanwhile.
+
+    Args:
+        folder: the folder of the table. The folder of a part is a table too.
+        progress: a function of (done, total) that counts bytes, or True for a bar of ``tqdm``.
 
     Raises: `InvalidFileError` for the first damage; ``FileNotFoundError`` or ``IsADirectoryError`` if there is no
     table; ``ImportError`` without safetensors; ``OSError``.
@@ -108,14 +123,17 @@ def verify(folder: FilePath) -> None:
     library, name, _ = reading(folder, None, None)
     name = os.path.abspath(name)
     os.stat(name)  # raises if there is no folder
-    with invalid_file(name, library.SafetensorError, RuntimeError, LookupError, AttributeError):
-        of_one_table(name, partial(_verify, name))
+    try:
+        with invalid_file(name, library.SafetensorError, RuntimeError, LookupError, AttributeError):
+            of_one_table(name, partial(_verify, name, progress))
+    except _ProgressError as error:
+        raise error.args[0] from None
 
 
-def _verify(folder: str, index: TableIndex) -> None:
+def _verify(folder: str, progress: Progress, index: TableIndex) -> None:
     """Raise the error for the first damage of the table in a folder."""
     Reader(index.manifest, len(index.columns))
-    if not index.rows and not index.at_rest:  # its files may be missing
+    if not index.rows and index.unused is not None:  # its files may be missing
         return
     ranges: dict[str, list[Range]] | None = None
     if index.checksums is not None:
@@ -125,22 +143,47 @@ def _verify(folder: str, index: TableIndex) -> None:
     columns: list[Column] = []
     for column in index.columns:  # the offsets of a ragged field come before its values
         columns.insert(len(columns) - (column.kind == OFFSETS), column)
-    values = 0
+    sizes: list[int] = []
     for column in columns:
-        values = _verify_column(folder, index, column, column.length(index.rows, values), ranges)
+        with missing_file(column.file):
+            sizes.append(os.path.getsize(os.path.join(folder, column.file)))
+    values = done = 0
+    report: Callable[[int], None] | None = None
+
+    def reported(at: int) -> None:
+        nonlocal report
+        try:
+            report = report or reporter(progress, sum(sizes))
+            report(done + at)
+        except Exception as error:
+            raise _ProgressError(error) from None
+
+    for column, size in zip(columns, sizes, strict=True):
+        values = _verify_column(folder, index, column, column.length(index.rows, values), ranges, reported)
+        done += size
+        reported(0)
+
+
+class _ProgressError(BaseException):
+    """An error of ``progress=``, and not of the table."""
 
 
 def _verify_column(
-    folder: str, index: TableIndex, column: Column, length: int, ranges: dict[str, list[Range]] | None
+    folder: str,
+    index: TableIndex,
+    column: Column,
+    length: int,
+    ranges: dict[str, list[Range]] | None,
+    report: Callable[[int], None],
 ) -> int:
     """Verify a file of a table, which has ``length`` rows. Returns the number of values that its offsets give, or 0."""
     path = os.path.join(folder, column.file)
     with missing_file(column.file), open_regular(path) as file:
         check_size(file, column, length)
-        if index.at_rest:
+        if index.unused is None:
             _refuse_other_header(file, column, length)
         if ranges is not None and index.rows:
-            _refuse_changed(file, column, length, ranges.get(column.file, []))
+            _refuse_changed(file, column, length, ranges.get(column.file, []), report)
         return count_values(file, path, column, length) if column.kind == OFFSETS else 0
 
 

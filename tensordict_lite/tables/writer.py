@@ -29,6 +29,7 @@ from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, data_in
 from .._tree.walk import Items, as_dict
+from .format import described_part, part_name
 from .table import TableWriter, create_table, is_table, open_table
 
 _LIKE = "the batch that RowWriter got as like="
@@ -69,6 +70,7 @@ class RowWriter:
             table that has checksums keeps them.
         part: the number of a part, for several writers at the same time, such as the ranks of a job. The table of the
             part is a folder inside ``folder``. `load_parts` reads all parts as one dataset.
+        parts: the number of all parts, with ``part``. Each part stores it, so that `load_parts` finds a missing part.
         encoders: with ``like``, its string encoders, as in `DeviceDict`. With ``append``, the encoders that `load` does
             not build, such as `Tokenizer`. Strings that are encoded keep their encoder, so no other encoder is taken.
 
@@ -113,12 +115,18 @@ class RowWriter:
         mode: Literal["append", "overwrite"] | None = None,
         checksums: bool = False,
         part: int | None = None,
+        parts: int | None = None,
         encoders: Encoders | None = None,
     ) -> None:
-        if part is not None:
-            if type(part) is not int or part < 0:
-                raise ValueError(f"part= of RowWriter is a number from 0 on, such as a rank, got {part!r}")
-            folder = os.path.join(os.fsdecode(folder), f"part-{part:05}")
+        numbers = None
+        if part is not None or parts is not None:
+            if type(part) is not int or type(parts) is not int or not 0 <= part < parts:
+                raise ValueError(
+                    "RowWriter takes part= and parts= together, such as a rank and the number of ranks, with "
+                    f"0 <= part < parts; got part={part!r} and parts={parts!r}"
+                )
+            numbers = part, parts
+            folder = os.path.join(os.fsdecode(folder), part_name(part))
         keys = ragged_keys(ragged, "RowWriter")
         if mode not in (None, "append", "overwrite"):
             raise ValueError(f"RowWriter takes mode='append' or mode='overwrite', got {mode!r}")
@@ -133,17 +141,22 @@ class RowWriter:
         given, new = (None, None) if like is None else _no_rows(like, encoders, keys)
         if new is None or (mode == "append" and is_table(folder)):
             self._table, fields = open_table(folder, DeviceDict, encoders)
-            if given is not None and new is not None:
-                try:
+            try:
+                if numbers is not None and self._table.part != numbers:
+                    raise ValueError(
+                        f"{self._table.folder!r} is {described_part(self._table.part)}, and RowWriter got "
+                        f"part={part}, parts={parts}; give the number of parts that it has, or write to another folder"
+                    )
+                if given is not None and new is not None:
                     _refuse_other_fields(fields, new, given)
                     if checksums and not self._table.has_checksums:
                         raise ValueError("this table has no checksums; only a new table can start them")
-                except BaseException:
-                    self._table.close()
-                    raise
+            except BaseException:
+                self._table.close()
+                raise
         else:
             fields = new
-            self._table = create_table(folder, new, overwrite=mode == "overwrite", checksums=checksums)
+            self._table = create_table(folder, new, mode == "overwrite", checksums, numbers)
         self._fields: TreeDict[Any] = fields
         # At the end of the process that made the writer. `atexit` does not run in the children of multiprocessing.
         Finalize(self, _close_forgotten, (self._table,), exitpriority=0)

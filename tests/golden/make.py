@@ -98,11 +98,11 @@ def table() -> DeviceDict:
     return DeviceDict(data, encoders=encoders, dtype=torch.float64)
 
 
-TABLE, RAGGED = "table-1", "ragged-1"
+TABLE, RAGGED = "table-2", "ragged-2"
 
 
 def save_table(folder: Path) -> None:
-    with RowWriter(folder / TABLE, like=table()) as writer:
+    with RowWriter(folder / TABLE, like=table(), checksums=True) as writer:
         writer.write(table())
     like = {"text": [""], "n": {"ids": [[0]], "box": [[[0.5]]]}}
     with RowWriter(folder / RAGGED, like=like, ragged=["text", "ids", ("n", "box")]) as writer:
