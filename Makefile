@@ -67,7 +67,7 @@ check: .venv/tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))"; then \
-		echo $(BIN)/pyright; $(BIN)/pyright && $(BIN)/pyright -p tests; \
+		echo $(BIN)/pyright; $(BIN)/pyright && $(BIN)/pyright -p tests --threads 2; \
 	else \
 		echo "pyright is left out on Python 3.10: see the Makefile"; \
 	fi
@@ -121,13 +121,10 @@ bench-gpu:
 	$(PYTHON) benchmarks/bench_loader.py --json $(RESULTS)/loader-gpu.json
 	-$(PYTHON) benchmarks/plot.py $(RESULTS)/loader-gpu.json $(RESULTS)/loader-gpu.svg
 
-# The tables and charts of README.md and docs/performance.md, from the committed results. Nothing is measured.
+# The tables of the pages and the chart of README.md, from the committed results. Nothing is measured. `make docs` draws
+# the other charts.
 figures: .venv/tests
 	$(BIN)/python benchmarks/figures.py
-	$(BIN)/python benchmarks/plot.py benchmarks/results/peers-cpu.json docs/charts/peers-cpu.svg
-	$(BIN)/python benchmarks/plot.py benchmarks/results/transfer-cpu.json docs/charts/transfer-cpu.svg
-	$(BIN)/python benchmarks/plot.py benchmarks/results/loader-cpu.json docs/charts/loader-cpu.svg
-	$(BIN)/python benchmarks/plot.py benchmarks/results/rows-cpu.json docs/charts/rows-cpu.svg
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -90,20 +90,26 @@ def themed(svg: str) -> str:
     return svg.replace(" <defs>", f" {style}\n <defs>", 1)
 
 
+def draw(source: Path, target: Path) -> None:
+    """Draw the results in a JSON file. The suffix of the target says of which kind the picture is."""
+    pyplot.rcParams.update({"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK})
+    pyplot.rcParams.update({"xtick.color": INK, "figure.facecolor": PAPER, "axes.facecolor": PAPER})
+    pyplot.rcParams.update({"svg.hashsalt": "results", "svg.fonttype": "none"})  # equal results give equal files
+    figure = chart(json.loads(source.read_text(encoding="utf-8")))
+    if target.suffix == ".svg":
+        figure.savefig(drawn := StringIO(), format="svg", metadata={"Date": None})
+        target.write_text(themed(drawn.getvalue()), encoding="utf-8")
+    else:
+        figure.savefig(target)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the results of a benchmark.")
     parser.add_argument("json", type=Path, help="what the benchmark wrote")
     parser.add_argument("out", type=Path, help="the picture; its suffix says of which kind")
     args = parser.parse_args()
-    pyplot.rcParams.update({"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK})
-    pyplot.rcParams.update({"xtick.color": INK, "figure.facecolor": PAPER, "axes.facecolor": PAPER})
-    pyplot.rcParams.update({"svg.hashsalt": "results", "svg.fonttype": "none"})  # equal results give equal files
-    figure = chart(json.loads(args.json.read_text()))
-    if args.out.suffix == ".svg":
-        figure.savefig(drawn := StringIO(), format="svg", metadata={"Date": None})
-        args.out.write_text(themed(drawn.getvalue()), encoding="utf-8")
-    else:
-        figure.savefig(args.out)
+    draw(args.json, args.out)
 
 
 if __name__ == "__main__":

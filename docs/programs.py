@@ -1,14 +1,17 @@
-"""Pages of the site that are no files of `docs`: the programs and notebooks in `examples`, and the changelog.
+"""What the site has beside the files of `docs`: the programs and notebooks in `examples`, the changelog, the charts.
 
 The links of the repository become links of the site, and a page with Markdown that was not rendered is a warning.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import posixpath
 import re
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,10 @@ from mkdocs.structure.files import File, Files
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LINK = re.compile(r"\]\(\.\./examples/([\w/]+)\.(py|ipynb)\)")
 CHANGELOG = Path(__file__).parent.parent / "CHANGELOG.md"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+plot: Any = importlib.import_module("plot")
+CHART = re.compile(r"<!-- chart: (\w+), (.*) -->")
 BACK = "[Back to the gallery]({}gallery.md)\n"
 # What a page counts in a search: the changelog has every word, and a program with plain dicts shows what to avoid.
 BOOST = {"changelog": 0.2, "examples/plain_": 0.1, "examples/": 0.7}
@@ -42,12 +49,22 @@ def notebook(path: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def chart(name: str) -> str:
+    """The chart of the committed results."""
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = Path(folder, "chart.svg")
+        plot.draw(BENCHMARKS / "results" / f"{name}-cpu.json", drawn)
+        return drawn.read_text(encoding="utf-8")
+
+
 def on_files(files: Files, config: Any) -> Files:
     for path in sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("notebooks/*.ipynb")]):
         content = notebook(path) if path.suffix == ".ipynb" else program(path)
         page = path.relative_to(EXAMPLES.parent).with_suffix(".md").as_posix()
         files.append(File.generated(config, page, content=content))
     files.append(File.generated(config, "changelog.md", content=CHANGELOG.read_text(encoding="utf-8")))
+    for name, _ in CHART.findall((EXAMPLES.parent / "docs" / "performance.md").read_text(encoding="utf-8")):
+        files.append(File.generated(config, f"charts/{name}-cpu.svg", content=chart(name)))
     return files
 
 
@@ -56,6 +73,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     name = page.file.src_uri
     page.meta.setdefault("search", {"boost": next((BOOST[start] for start in BOOST if name.startswith(start)), 1)})
     to_root = posixpath.relpath(".", posixpath.dirname(name) or ".")
+    markdown = CHART.sub(r"[![\2](charts/\1-cpu.svg)](charts/\1-cpu.svg)", markdown)
     return LINK.sub(rf"]({to_root}/examples/\1.md)", markdown).replace("](../CHANGELOG.md)", "](changelog.md)")
 
 
