@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,28 @@ import torch
 from checks import check_invariants
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import on_ranks
 
 from tensordict_lite import (
     DeviceDict,
     Hashing,
+    JoinedRows,
     StringEncoder,
     Tokenizer,
     Utf8,
     Vocabulary,
     cat,
     collate,
+    distributed,
     encoder_from_json,
     encoder_to_json,
     load,
     register_encoder,
+    stack,
 )
+from tensordict_lite.tables import RowWriter
 
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8)
-SIM = torch.device("sim", 0)
 
 
 class Tokens(Vocabulary):
@@ -68,10 +73,14 @@ class Words:
 ENCODERS: list[Any] = [
     Utf8(),
     Utf8(40),
-    Vocabulary(["a", "b"]),
-    Vocabulary(["a", "<unk>"], unknown="<unk>"),
+    Vocabulary(["ba", "ab", "c"]),
+    Vocabulary(["c", "ab", "<unk>", "ba"], unknown="<unk>"),
     Hashing(8, 3),
 ]
+ONE_WAY = {Hashing}
+"""The encoders that cannot decode."""
+STRINGS = ["ab", "c", "ab", "ba"]
+"""Strings that every encoder in `ENCODERS` takes. Backwards, and in another order, they are others."""
 
 
 class TestRoundTrips:
@@ -299,6 +308,103 @@ class TestErrors:
             DeviceDict(encoders=Utf8)
         with pytest.raises(TypeError, match=r"got the one string 'abc'; for its characters use list\(\)"):
             Vocabulary("abc")
+
+
+def strings_of(d: Any) -> list[Any]:
+    """The strings of the field; the codes of each string if its encoder is one way."""
+    if type(d.encoders["s"]) not in ONE_WAY:
+        return d.decode("s")
+    with pytest.raises(TypeError, match=r"^'s': .* is one way and cannot be decoded"):
+        d.decode("s")
+    return d["s"].tolist()
+
+
+def batch_of(encoder: Any, strings: list[Any], **options: Any) -> Any:
+    """A batch with a row for each item. An item is a string, or a list of strings with ``ragged`` or ``pad``."""
+    if options:
+        return collate([{"s": one} for one in strings], encoders={"s": encoder}, **options)
+    return DeviceDict({"s": strings}, encoders={"s": encoder})
+
+
+def through_a_table(encoder: Any, strings: list[Any], folder: Path, **options: Any) -> Any:
+    """Two writes, read back. The first one has the longest string, which decides the width."""
+    like = batch_of(encoder, strings, **options)
+    with RowWriter(folder, like=like) as writer:
+        writer.write(like.rows[:2])
+        writer.write({"s": strings[2:]})
+    return load(folder)
+
+
+LISTS = [["ab"], [], ["c", "ba"], ["ab"]]
+EVERY: dict[str, Callable[[Any, Path], Any]] = {
+    "insert": lambda encoder, _: batch_of(encoder, STRINGS),
+    "one by one": lambda encoder, _: stack([batch_of(encoder, [one]).rows[0] for one in STRINGS]),
+    "nested lists": lambda encoder, _: batch_of(encoder, [STRINGS[:2], STRINGS[2:]]).rows.flatten(),
+    "cat": lambda encoder, _: cat([batch_of(encoder, STRINGS[i : i + 1]) for i in range(4)]),
+    "collate": lambda encoder, _: collate([{"s": one} for one in STRINGS], encoders={"s": encoder}),
+    "joined": lambda encoder, _: JoinedRows([batch_of(encoder, STRINGS[:2]), batch_of(encoder, STRINGS[2:])])[:],
+    "write rows": lambda encoder, _: written(batch_of(encoder, ["ba", *STRINGS[1:]])),
+    "sort": lambda encoder, _: batch_of(encoder, STRINGS).rows.sort_by("s"),
+    "pickle": lambda encoder, _: pickle.loads(pickle.dumps(batch_of(encoder, STRINGS))),
+    "table": lambda encoder, folder: through_a_table(encoder, STRINGS, folder),
+    "ragged": lambda encoder, _: batch_of(encoder, LISTS, ragged=["s"]),
+    "ragged cat": lambda encoder, _: cat([batch_of(encoder, [one], ragged=["s"]) for one in LISTS]),
+    "ragged rows": lambda encoder, _: batch_of(encoder, LISTS, ragged=["s"]).rows[[0, 1, 2, 3]],
+    "ragged table": lambda encoder, folder: through_a_table(encoder, LISTS, folder, ragged=["s"]),
+    "pad": lambda encoder, _: batch_of(encoder, LISTS, pad={"s": 0}),
+    "unpadded": lambda encoder, _: batch_of(encoder, STRINGS, ragged=["s"]),
+    "unpadded rows": lambda encoder, _: batch_of(encoder, STRINGS, ragged=["s"]).rows[1:].rows[[0, 1, 2]],
+    "unpadded table": lambda encoder, folder: through_a_table(encoder, STRINGS, folder, ragged=["s"]),
+}
+"""What each encoder goes through, and comes back from with the strings that went in."""
+
+
+def written(d: Any) -> Any:
+    d.rows[:1] = {"s": STRINGS[:1]}
+    return d
+
+
+def expected_strings(encoder: Any, way: str) -> list[Any]:
+    """The strings after a way of `EVERY`; the codes of each string if the encoder is one way."""
+
+    def one(string: str) -> Any:
+        return encoder.encode([string]).tolist()[0] if type(encoder) in ONE_WAY else string
+
+    if way == "sort":
+        return [one(string) for string in sorted(STRINGS, key=lambda string: encoder.encode([string]).tolist())]
+    given: list[Any] = LISTS if way.startswith(("ragged", "pad")) else STRINGS[way == "unpadded rows" :]
+    return [one(item) if isinstance(item, str) else list(map(one, item)) for item in given]
+
+
+def every_way(folder: Path) -> Iterator[Any]:
+    """Each encoder on each of its ways. Only strings with a dimension of codes are stored without padding."""
+    for encoder in ENCODERS:
+        for way, do in EVERY.items():
+            if encoder.code_ndim or not way.startswith("unpadded"):
+                yield encoder, way, do(encoder, folder / f"{encoder!r}-{way}")
+
+
+def all_ways_on_ranks(rank: int, folder: Path) -> None:
+    for encoder, way, d in every_way(folder / str(rank)):
+        for received in (distributed.broadcast(d if rank == 0 else None), distributed.all_gather(d)[1 - rank]):
+            assert seen(received, way) == expected_strings(encoder, way), (encoder, way)
+
+
+def seen(d: Any, way: str) -> list[Any]:
+    """The strings that a way of `EVERY` gives, without what ``pad`` put behind them."""
+    rows = strings_of(d)
+    return [row[: len(given)] for row, given in zip(rows, LISTS, strict=True)] if way == "pad" else rows
+
+
+class TestEveryEncoder:
+    def test_the_strings_come_back(self, tmp_path: Path) -> None:
+        for encoder, way, d in every_way(tmp_path):
+            assert seen(d, way) == expected_strings(encoder, way), (encoder, way)
+            assert d.encoders["s"] == encoder
+
+    @pytest.mark.ranks
+    def test_the_strings_come_back_from_another_rank(self, tmp_path: Path) -> None:
+        on_ranks(all_ways_on_ranks, tmp_path)
 
 
 class TestEncoderValues:
