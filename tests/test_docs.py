@@ -86,7 +86,7 @@ def test_all_is_exactly_what_is_public() -> None:
     assert public == set(tensordict_lite.__all__)
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -162,12 +162,14 @@ def test_the_pages_show_the_tree_as_it_is() -> None:
     shown = repr(state).replace("(sim:0", "(cuda:0")  # a number on a device is not read
     assert shown in (ROOT / "docs" / "storing.md").read_text(encoding="utf-8")
     samples = [{"image": torch.rand(3, 8, 8), "label": i % 3, "name": f"img_{i}"} for i in range(64)]
-    shown = repr(tensordict_lite.collate(samples)).replace("(cpu", "(cuda:0")
-    assert shown in (ROOT / "README.md").read_text(encoding="utf-8")
+    batch = tensordict_lite.collate(samples)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert repr(batch).replace("(cpu", "(cuda:0") in readme
+    assert repr(batch.rows) in readme
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 1000
 
 
 def test_links_between_pages_lead_somewhere() -> None:

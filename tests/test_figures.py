@@ -56,7 +56,7 @@ def test_a_changed_number_is_noticed() -> None:
 def test_every_table_is_on_a_page_and_every_marker_has_a_table() -> None:
     names = [name for page in PAGES for _, name, _ in figures.MARKED.findall(page.read_text(encoding="utf-8"))]
     assert sorted(names) == sorted(figures.TABLES)
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         if page not in PAGES:
             assert "<!-- figures" not in page.read_text(encoding="utf-8"), f"{page.name} is not in PAGES"
 
@@ -64,7 +64,7 @@ def test_every_table_is_on_a_page_and_every_marker_has_a_table() -> None:
 def test_no_measured_number_stands_outside_a_table() -> None:
     """Times and ratios stand in tables made of the results. A new result would make a number in the text wrong."""
     measured = re.compile(r"\d+ ?(x our|x faster|times (as|our|their|faster)|µs|ms|%)(?!\w)")
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for line in text.splitlines():
             assert line.startswith("|") or not measured.search(re.sub(r"`[^`]*`", "", line)), f"{page.name}: {line}"
