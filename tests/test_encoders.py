@@ -135,6 +135,12 @@ class TestRoundTrips:
         assert d["l"].shape == (0, 4) and d.decode("l") == [] and d["v"].dtype == torch.int64 and d.decode("v") == []
         assert d["p"].dtype == torch.float32, "an empty list at a key without an encoder is numbers, as in torch"
 
+    def test_strings_without_padding_may_start_anywhere(self) -> None:
+        codes, lengths = Utf8().encode_ragged(["ab", "é", ""])
+        ends = torch.tensor([0, *lengths.cumsum(0).tolist()])
+        assert Utf8().decode_ragged(codes, ends) == ["ab", "é", ""]
+        assert Utf8().decode_ragged(codes, ends[1:]) == ["é", ""]
+
 
 class TestErrors:
     @pytest.mark.parametrize(

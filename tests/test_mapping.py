@@ -371,6 +371,8 @@ class TestEquality:
         assert d == {"x": torch.ones(2), "n": {"y": torch.tensor(3)}} and {"x": torch.ones(2)} != d
         for other in (
             {"x": torch.ones(2)},
+            {"x": torch.ones(2), "n": {"y": torch.tensor(3)}, "z": torch.tensor(0)},
+            {"x": torch.ones(2), "n": {"y": torch.tensor(3), "z": torch.tensor(0)}},
             {"x": torch.ones(2), "m": {"y": torch.tensor(3)}},
             {"x": torch.ones(2).double(), "n": {"y": torch.tensor(3)}},
             {"x": torch.ones(2, 1), "n": {"y": torch.tensor(3)}},

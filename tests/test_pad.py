@@ -392,6 +392,13 @@ class TestSeveralDimensions:
             assert torch.equal(inside, image) and int(real.sum()) == height * width
             assert torch.equal(padded[:, real], image.flatten(1)) and bool((padded[:, ~real] == -1).all())
 
+    def test_one_other_dimension(self) -> None:
+        """The lengths and the mask are those of one dimension, whichever it is."""
+        pad = Pad(0, lengths="n", mask="real", dims=(1,))
+        batch = collate([{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 3)}], pad={"x": pad})
+        assert batch["x"].tolist() == [[[1, 0, 0]] * 2, [[1] * 3] * 2]
+        assert batch["n"].tolist() == [1, 3] and batch["real"].tolist() == [[True, False, False], [True] * 3]
+
     @pytest.mark.parametrize("given", [torch.ones, np.ones], ids=["tensors", "arrays"])
     def test_the_first_dimensions(self, given: Any) -> None:
         batch = collate([{"x": given((2, 3, 1))}, {"x": given((1, 4, 1))}], pad={"x": Pad(0, dims=2)})

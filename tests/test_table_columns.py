@@ -289,6 +289,7 @@ ERRORS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     ((), [], {}, KeyError, "a path needs at least one key, got ()"),
     ("y", [], {}, ValueError, "'y': there is no batch; the first batch gives the dtype and the shape"),
     ("y", [[1, 2], [3]], {}, ValueError, "'y': the table has 7 rows, and the batches have 3; the table is unchanged"),
+    ("y", [[1, 2], [3] * 4], {}, ValueError, "'y': the table has 7 rows, and the batches have 6; the table is unch"),
     ("y", [[1]] * 8, {}, ValueError, "'y': the table has 7 rows, and the batches have 8 or more; the table is unch"),
     ("y", [[1] * 9], {}, ValueError, "'y': the table has 7 rows, and the batches have 9 or more; the table is unch"),
     (

@@ -273,7 +273,7 @@ class Padded(NamedTuple):
     def extras(self) -> dict[str, np.ndarray[Any, Any]]:
         """The new fields that the `Pad` names, by key."""
         lengths = np.array(self.sizes, np.int64)
-        lengths = lengths[0] if self.pad.dims == 1 else lengths.T.copy()
+        lengths = lengths[0] if len(self.axes) == 1 else lengths.T.copy()
         return {key: lengths if option == "lengths" else self.mask() for key, option in self.pad._extras.items()}
 
 
