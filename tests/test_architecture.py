@@ -26,7 +26,7 @@ ORDER = [
     *inside("_memory", "dtypes device arguments layout write buffer dense packed compare ragged row_copies cast"),
     *inside("_memory", "staging transfer mapped"),
     *inside("_encoders", "protocol builtin tokenizer"),
-    *inside("_tree", "missing policy frames pytree convert row_index ragged kinds walk compare tree fields"),
+    *inside("_tree", "missing policy frames pytree convert row_index ragged alike kinds walk compare tree fields"),
     *inside("_tree", "manifest encoding sendable"),
     *inside("_look", "page tree values progress describe"),
     *inside("_files", "atomic_write safetensors"),

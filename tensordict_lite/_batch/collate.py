@@ -29,14 +29,15 @@ from .._memory.layout import FieldSpec
 from .._memory.packed import can_pack, packable
 from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
+from .._tree.alike import differ_in_length, raise_mismatch, widened
 from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
 from .._tree.walk import NO_EXPORTS, as_shared, refuse_key, tensors_in
-from .join import differ_in_length, merged_policy, raise_mismatch, values_by_key
+from .join import merged_policy, values_by_key
 from .make_fields import make_fields, whole
-from .pad import Pad, Padded, Pads, raise_encoded, refuse_nested, require_fit, require_known, widened
+from .pad import Pad, Padded, Pads, raise_encoded, refuse_nested, require_fit, require_known
 
 D = TypeVar("D", bound=DeviceDict[Any])
 PadLike = Mapping[Any, float | Pad]

@@ -15,11 +15,12 @@ from .._dict.rows import Rows
 from .._errors import Path
 from .._look.describe import Description, statistics
 from .._look.progress import Progress
+from .._tree.alike import decided_values, raise_mismatch
 from .._tree.fields import fields
 from .._tree.ragged import Ragged
 from .._tree.row_index import row_index
 from .._tree.walk import as_path
-from .join import cat, decided_values, raise_mismatch
+from .join import cat
 
 
 class JoinedRows(Dataset[DeviceDict[Any]]):

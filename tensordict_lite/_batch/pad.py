@@ -287,17 +287,6 @@ def _filled_up(tensor: Tensor, dim: int, length: int, pad: Pad) -> Tensor:
     return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], dim)
 
 
-def widened(values: Sequence[Tensor], encoder: object) -> Sequence[Tensor] | None:
-    """The codes of strings, padded to the largest width. None if they cannot be padded or have one width already."""
-    number = padding(encoder, *values)
-    if number is None or any(codes.is_nested for codes in values):
-        return None
-    widths = [codes.shape[-1] for codes in values]
-    return (
-        None if len(set(widths)) == 1 else tuple([_filled_up(codes, -1, max(widths), Pad(number)) for codes in values])
-    )
-
-
 def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[TreeDict[Any]]:
     """Pad the second dimension of the fields in ``pads`` to one length, before `cat` joins the dicts.
 

@@ -31,9 +31,9 @@ from .._memory.packed import can_pack, is_packed, map_storages, pack
 from .._memory.transfer import clone_tensors, transfer
 from .._tree import encoding, sendable
 from .._tree.compare import equal_trees
-from .._tree.fields import data_paths, kind_of, refuse_ragged, tolist
+from .._tree.fields import data_paths, refuse_ragged, tolist
 from .._tree.frames import RaggedColumn, arrow_items, pandas_items
-from .._tree.kinds import KEPT, Field
+from .._tree.kinds import KEPT, Field, kind_of
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
 from .._tree.ragged import Ragged

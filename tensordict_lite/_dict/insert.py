@@ -19,14 +19,15 @@ from .._memory.device import canonical
 from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.convert import Converted, convert
+from .._tree.kinds import KEPT, NESTED, Home, Misplaced, kind_of
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
-from .._tree.ragged import Made, Ragged, validated
+from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, dicts_of, field_encoder, kind_nested
 from .._tree.walk import NO_EXPORTS, all_on, as_shared, leaves, refuse_key
 
-Moved = tuple[Mapping[int, Tensor], Made]
-"""Copies on the device of the dict, by the ``id`` of the given tensor; and lengths of rows with their copies."""
+_HOST = NO_EXPORTS - {Tensor, dict}
+"""Types of values that are converted, or kept."""
 
 
 def insert(
@@ -99,7 +100,7 @@ def _prepare(
     """Convert all values. Return the converted items, their device, and the encoder of each field of strings."""
     device = d._device
     target = device
-    moved: Moved = ({}, {})
+    copies: Mapping[int, Tensor] = {}
     moves = consent or d._policy.on_mismatch == "move"
     if moves or device is None:  # collect all tensors: to find the device, and to move them in one transfer
         tensors: list[Tensor] = []
@@ -110,10 +111,10 @@ def _prepare(
         target = canonical(torch.empty(0).device) if device is None else device
         if moves:
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
-            moved = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True)), {}
+            copies = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True))
     try:
-        staged, encoders = _convert_items(d, data, cast(torch.device, target), moved, at)
-    except _Misplaced as misplaced:
+        staged, encoders = _convert_items(d, data, Home(cast(torch.device, target), copies, {}), at)
+    except Misplaced as misplaced:
         raise _mismatch(d, data, at, *misplaced.args) from None
     if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
         device = target
@@ -128,44 +129,43 @@ def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[
     refuse_deeper(at)
     out = {key: value if type(value) in NO_EXPORTS else as_shared(value, (*at, key)) for key, value in data.items()}
     for key, value in out.items():
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, (Ragged, TreeDict)):
+        if type(value) in _HOST:
+            continue
+        if isinstance(value, TreeDict):
             tensors += value._tensors()
         elif isinstance(value, Mapping):
             out[key] = _snapshot(value, (*at, key), tensors)
+        else:
+            tensors += kind_of(value).tensors(value)
     return out
 
 
 def _convert_items(
-    d: TreeDict[Any], data: Mapping[str, Any], target: torch.device, moved: Moved, at: Path
+    d: TreeDict[Any], data: Mapping[str, Any], home: Home, at: Path
 ) -> tuple[dict[str, Any], dict[str, StringEncoder]]:
-    """Convert every value to ``target``. Return the converted items and the encoder of each field of strings."""
+    """Convert every value. Return the converted items and the encoder of each field of strings."""
     staged: dict[str, Any] = {}
     encoders: dict[str, StringEncoder] = {}
     for key, given in list(data.items()):  # a list, because an encoder may change the mapping
         if not isinstance(key, str):
             refuse_key(key, at)
-        value = given if type(given) in NO_EXPORTS else as_shared(given, (*at, key))
-        if isinstance(value, Tensor):
-            staged[key] = value if value.device == target else _moved(value, target, moved, (*at, key))
-        elif isinstance(value, Ragged):
-            parts = value._tensors()
-            if any(part.device != target for part in parts):
-                value = value._rebuilt((_moved(part, target, moved, (*at, key)) for part in parts), moved[1])
-            # Unknown lengths are those of an attribute or of pytree, which validate nothing.
-            staged[key] = value if value._lengths.longest is not None else validated(value, (*at, key))
-        elif isinstance(value, Mapping):
-            staged[key] = _insert_nested(d, value, target, moved, (*at, key))
-        elif d._has_fields and (rows := _ragged_rows(d, value, target, (*at, key))) is not None:
+        value, kind = given, KEPT
+        if type(given) not in _HOST:
+            value = as_shared(given, (*at, key))
+            kind = kind_of(value)
+        if kind is NESTED:
+            staged[key] = _insert_nested(d, value, home, (*at, key))
+        elif kind is not KEPT:
+            staged[key] = kind.placed(value, home, (*at, key))
+        elif d._has_fields and (rows := _ragged_rows(d, value, home.device, (*at, key))) is not None:
             staged[key], encoder = rows
             if encoder is not None:
                 encoders[key] = encoder
         else:
-            stored, encoder = convert_for(d, value, target, (*at, key))
+            stored, encoder = convert_for(d, value, home.device, (*at, key))
             if encoder is not None:
                 encoders[key] = encoder
-                stored = place_codes(d, stored, target, (*at, key))
+                stored = place_codes(d, stored, home.device, (*at, key))
             staged[key] = stored
     return staged, encoders
 
@@ -199,19 +199,6 @@ def _ragged_rows(
     return Ragged(values, offsets_of(list(lengths)).to(target)), encoder if codes else None
 
 
-def _moved(tensor: Tensor, target: torch.device, moved: Moved, path: Path) -> Tensor:
-    """A tensor, or its copy on the device of the dict. Raises `_Misplaced` if it was not moved."""
-    if tensor.device == target:
-        return tensor
-    if id(tensor) in moved[0]:
-        return moved[0][id(tensor)]
-    raise _Misplaced(path, tensor, target)
-
-
-class _Misplaced(Exception):
-    """A tensor is not on the device of the dict. The arguments: its path, the tensor and the device of the dict."""
-
-
 def _mismatch(
     d: TreeDict[Any], data: Mapping[str, Any], at: Path, path: Path, tensor: Tensor, expected: torch.device
 ) -> DeviceMismatchError:
@@ -242,21 +229,21 @@ def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) 
     return nested
 
 
-def _insert_nested(d: TreeDict[Any], value: Mapping[str, Any], target: torch.device, moved: Moved, path: Path) -> Any:
+def _insert_nested(d: TreeDict[Any], value: Mapping[str, Any], home: Home, path: Path) -> Any:
     """Convert a mapping to a nested dict. A `DeviceDict` keeps its encoders and the policy of its class."""
     refuse_deeper(path)
     kind: Any = type(value)
     given = value._policy if isinstance(value, TreeDict) else None
     cls, policy = kind_nested(type(d), path[-1], kind, given, value, d._policy)
-    nested: Any = cls._new((), target, policy)
+    nested: Any = cls._new((), home.device, policy)
     validated = cls is kind  # a second validation would reject a row of a typed batch, which lost its batch dimension
     data = nested._given(value, path) if nested._has_fields and not validated else value
-    staged, encoders = _convert_items(nested, data, target, moved, path)
+    staged, encoders = _convert_items(nested, data, home, path)
     if validated:
-        TreeDict._commit(nested, staged, target, encoders)
+        TreeDict._commit(nested, staged, home.device, encoders)
         return nested
     try:
-        nested._commit(staged, target, encoders)
+        nested._commit(staged, home.device, encoders)
     except (TypeError, ValueError) as error:
         raise with_path(error, path) from error
     return nested

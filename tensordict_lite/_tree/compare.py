@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from .._memory.compare import equal as exactly
-from .ragged import Ragged
+from .kinds import kind_of
 
 
 def equal_trees(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tensor, Tensor], bool]) -> bool:
@@ -27,30 +25,8 @@ def equal_trees(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tens
             equal = same(x, y)
         elif isinstance(x, Mapping) and isinstance(y, Mapping):
             equal = equal_trees(x, y, same)
-        elif isinstance(x, Ragged) and isinstance(y, Ragged):
-            equal = exactly(x.offsets, y.offsets) and same(x.values, y.values)
-        elif isinstance(x, Tensor):
-            equal = _equals_tensor(y, x)
-        elif isinstance(y, Tensor):
-            equal = _equals_tensor(x, y)
         else:
-            equal = x is y or _same_object(x, y)
+            equal = kind_of(x).equal(x, y, same)
         if not equal:
             return False
     return True
-
-
-def _equals_tensor(value: object, tensor: Tensor) -> bool:
-    """Whether the ``__eq__`` of an object returns True for a tensor, as that of ``unittest.mock.ANY`` does.
-
-    NumPy is not asked: it would copy the tensor from the device.
-    """
-    kind: Any = type(value)
-    return not isinstance(value, (np.ndarray, np.generic)) and kind.__eq__(value, tensor) is True
-
-
-def _same_object(x: Any, y: Any) -> bool:
-    """Whether two kept objects are equal. An array of results, as of pandas, must be True everywhere."""
-    if any(isinstance(value, np.ndarray) for value in (x, y)):
-        return np.array_equal(x, y)  # == would broadcast
-    return bool(np.all(x == y))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
 from .._errors import Path, described, dotted, with_path
-from .kinds import CODES, CODES_PART, DENSE, KEPT, RAGGED, Field, Kind
+from .kinds import CODES, CODES_PART, DENSE, RAGGED, Field, kind_of
 from .missing import refuse_other_keys
 from .ragged import Ragged
 from .tree import TreeDict, builtin_dict, data_in, field_encoder
@@ -39,15 +39,6 @@ def field_of(d: TreeDict[Any], key: str, at: Path = ()) -> Field:
     """One field. ``at``: the path of ``d``. A nested dict of codes is a field of strings."""
     value, encoder = builtin_dict.__getitem__(d, key), field_encoder(d, key)
     return Field((*at, key), d, value, encoder, kind_of(value, encoder))
-
-
-def kind_of(value: object, encoder: StringEncoder | None = None) -> Kind:
-    """The kind of a value of a dict. A nested dict has the kind of codes."""
-    if isinstance(value, Tensor):
-        return DENSE if encoder is None else CODES
-    if isinstance(value, Ragged):
-        return RAGGED
-    return CODES if isinstance(value, TreeDict) else KEPT
 
 
 def tolist(d: TreeDict[Any], count: int | None = None, at: Path = ()) -> dict[str, Any]:

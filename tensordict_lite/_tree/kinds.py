@@ -14,17 +14,19 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, encode_ragged, padding, short
 from .._errors import DEPTH, Path, TooDeep, described, dotted, dtype_name, is_out_of_memory, with_path
 from .._memory.cast import out_of_range
+from .._memory.compare import equal as exactly
 from .._memory.dense import is_dense
 from .._memory.dtypes import as_bits
+from .._memory.ragged import cat_offsets
 from .._memory.row_copies import take_rows
 from .._memory.write import Call, refusal
+from .alike import can_cat, decided_values, fill_width, raise_mismatch, widened
 from .convert import find_tensor
-from .ragged import Known, Ragged
+from .ragged import Known, Lengths, Made, Ragged, validated
 
 
 class Field(NamedTuple):
@@ -87,6 +89,38 @@ class Written:
     """The number of rows of the dict."""
 
 
+class Join(NamedTuple):
+    """How the values of fields are joined: see `Kind.join`."""
+
+    verb: str
+    """``"stack"`` or ``"cat"``."""
+    call: Callable[..., Tensor]
+    dim: int
+    known: dict[tuple[int, ...], Lengths]
+    """The joined lengths of ragged fields, by the ids of the lengths. Fields of the same lengths share them."""
+
+
+class Home(NamedTuple):
+    """Where the values of an insert go."""
+
+    device: torch.device
+    copies: Mapping[int, Tensor]
+    """Copies on the device, by the ``id`` of the given tensor."""
+    made: Made
+
+    def tensor(self, given: Tensor, path: Path) -> Tensor:
+        """A tensor, or its copy on the device. Raises `Misplaced` if it was not copied."""
+        if given.device == self.device:
+            return given
+        if id(given) in self.copies:
+            return self.copies[id(given)]
+        raise Misplaced(path, given, self.device)
+
+
+class Misplaced(Exception):
+    """A tensor is not on the device of the dict. The arguments: its path, the tensor and the device of the dict."""
+
+
 Target = tuple[Tensor, Any, Tensor]
 """A tensor to write to, the index of its elements if it is not that of the rows, and the values."""
 
@@ -134,6 +168,22 @@ class Kind:
     def columns(self, field: Field, rows: Fitted) -> tuple[list[Tensor], int | None]:
         """The tensors for the columns of a table, and the number of rows; None without a dimension for the rows."""
         raise NotImplementedError
+
+    def tensors(self, value: Any) -> list[Tensor]:
+        """The tensors of a value."""
+        return []
+
+    def placed(self, value: Any, home: Home, path: Path) -> Any:
+        """A value that an insert stores: itself, or with copies on the device of the dict."""
+        return value
+
+    def join(self, values: Sequence[Any], encoder: StringEncoder | None, path: Path, how: Join) -> Any:
+        """Join the values of several dicts, which are all of this kind. Raises an error that names the field."""
+        raise NotImplementedError
+
+    def equal(self, ours: Any, theirs: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
+        """Whether a value equals any other. ``same`` compares tensors."""
+        return _equals_tensor(ours, theirs) if isinstance(theirs, Tensor) else _same_object(ours, theirs)
 
 
 class DenseKind(Kind):
@@ -196,6 +246,18 @@ class DenseKind(Kind):
             raise ValueError(f"{dotted(field.path)}: {_expected_rows(shape)}, got {described(value)}")
         return [value if lead else value.unsqueeze(0)], value.shape[0] if lead else None
 
+    def tensors(self, value: Any) -> list[Tensor]:
+        return [value]
+
+    def placed(self, value: Any, home: Home, path: Path) -> Any:
+        return home.tensor(value, path)
+
+    def join(self, values: Sequence[Any], encoder: StringEncoder | None, path: Path, how: Join) -> Any:
+        return _join_tensors(values, encoder, path, how, how.dim)
+
+    def equal(self, ours: Any, theirs: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
+        return same(ours, theirs) if isinstance(theirs, Tensor) else _equals_tensor(theirs, ours)
+
 
 class CodesKind(DenseKind):
     """Codes of strings: a tensor, or a nested dict of them. A string has the dimensions of its code."""
@@ -210,6 +272,20 @@ class CodesKind(DenseKind):
     def tolist(self, field: Field, count: int | None) -> Any:
         assert field.encoder is not None
         return decode_nested(field.encoder, field.value)
+
+    def join(self, values: Sequence[Any], encoder: StringEncoder | None, path: Path, how: Join) -> Any:
+        """The last dimension of codes that can be padded holds one string, so it is none to join along."""
+        first, dim = values[0], how.dim
+        if any(codes.dtype != first.dtype for codes in values):  # torch would promote codes
+            raise_mismatch(values, path, "dict", may_differ=lambda codes, first: codes.dtype == first.dtype)
+        if padding(encoder, first) is not None:
+            dims = first.dim() - 1 + (how.verb == "stack")
+            if not -dims <= dim < dims:
+                raise IndexError(
+                    f"{dotted(path)}: strings of {first.dim() - 1} dimensions have no dim={dim} to {how.verb} along"
+                )
+            dim %= dims
+        return _join_tensors(values, encoder, path, how, dim)
 
 
 class CodesPartKind(DenseKind):
@@ -311,6 +387,37 @@ class RaggedKind(Kind):
         assert rows.lengths is not None
         return [rows.values.detach(), rows.lengths], None if rows.is_one else len(rows.lengths)
 
+    def tensors(self, value: Any) -> list[Tensor]:
+        return value._tensors()
+
+    def placed(self, value: Any, home: Home, path: Path) -> Any:
+        parts = value._tensors()
+        if any(part.device != home.device for part in parts):
+            value = value._rebuilt((home.tensor(part, path) for part in parts), home.made)
+        # Unknown lengths are those of an attribute or of pytree, which validate nothing.
+        return value if value._lengths.longest is not None else validated(value, path)
+
+    def join(self, values: Sequence[Any], encoder: StringEncoder | None, path: Path, how: Join) -> Any:
+        """The rows of all, one field after the other."""
+        if how.verb == "stack" or how.dim:
+            hint = "cat([...]) joins the rows" if how.verb == "stack" else "cat along dim=0"
+            raise ValueError(
+                f"{dotted(path)} is ragged: its rows differ in length, so they have no other dimension; {hint}"
+            )
+        parts = decided_values(values)
+        joined = _join_tensors(parts, encoder, path, how, 0)
+        ids = tuple([id(field._lengths) for field in values])
+        if ids not in how.known:
+            longest = [field._lengths.longest for field in values]
+            offsets = cat_offsets([field.offsets for field in values], list(map(len, parts)))
+            how.known[ids] = Lengths(offsets, None if None in longest else max(longest))
+        return Ragged._new(joined, how.known[ids])
+
+    def equal(self, ours: Any, theirs: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
+        if not isinstance(theirs, Ragged):
+            return super().equal(ours, theirs, same)
+        return exactly(ours.offsets, theirs.offsets) and same(ours.values, theirs.values)
+
 
 class KeptKind(Kind):
     """A kept object. A list with as many items as there are rows has an item for each row."""
@@ -350,8 +457,60 @@ class KeptKind(Kind):
         pairs = zip(index.tolist(), list(given), strict=True) if isinstance(index, Tensor) else [(index, given)]
         return [partial(kept.__setitem__, i, item) for i, item in pairs]
 
+    def join(self, values: Sequence[Any], encoder: StringEncoder | None, path: Path, how: Join) -> Any:
+        are_rows = how.verb == "cat" and all(isinstance(value, list) for value in values)
+        return [item for value in values for item in value] if are_rows else list(values)
+
 
 DENSE, CODES, CODES_PART, RAGGED, KEPT = DenseKind(), CodesKind(), CodesPartKind(), RaggedKind(), KeptKind()
+NESTED = Kind()
+"""A nested dict, whose fields have kinds of their own."""
+
+
+def kind_of(value: object, encoder: object = None) -> Kind:
+    """The kind of a value of a dict. A nested dict with an encoder has the kind of codes."""
+    if isinstance(value, Tensor):
+        return DENSE if encoder is None else CODES
+    if isinstance(value, Ragged):
+        return RAGGED
+    if isinstance(value, Mapping):
+        return NESTED if encoder is None else CODES
+    return KEPT
+
+
+def _join_tensors(values: Sequence[Tensor], encoder: object, path: Path, how: Join, dim: int) -> Tensor:
+    """Tensors joined by torch; codes of several widths are padded. Raises an error that names the first misfit."""
+    try:
+        return how.call(values, dim)
+    except IndexError as error:  # the dimension does not exist
+        raise IndexError(f"{dotted(path)}: {error}") from error
+    except (RuntimeError, TypeError) as error:
+        if how.verb == "cat" and not values[0].dim():
+            raise ValueError(
+                f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
+            ) from error
+        wide = widened(values, encoder)
+        if wide is not None:
+            return how.call(wide, dim)
+        raise_mismatch(values, path, "dict", error, "", partial(can_cat, along=dim) if how.verb == "cat" else None)
+
+
+def _equals_tensor(value: object, tensor: Tensor) -> bool:
+    """Whether the ``__eq__`` of an object returns True for a tensor, as that of ``unittest.mock.ANY`` does.
+
+    NumPy is not asked: it would copy the tensor from the device. So no number equals a tensor.
+    """
+    kind: Any = type(value)
+    return not isinstance(value, (np.ndarray, np.generic)) and kind.__eq__(value, tensor) is True
+
+
+def _same_object(x: Any, y: Any) -> bool:
+    """Whether two kept objects are equal. An array of results, as of pandas, must be True everywhere."""
+    if x is y:
+        return True
+    if any(isinstance(value, np.ndarray) for value in (x, y)):
+        return np.array_equal(x, y)  # == would broadcast
+    return bool(np.all(x == y))
 
 
 def _plain(tensor: Tensor) -> Any:
@@ -404,7 +563,7 @@ def fit_codes(field: Tensor, value: Tensor, encoder: object, path: Path) -> Tens
             f"{dotted(path)}: a string takes {given} codes of {short(encoder)}, the rows of this field have {width}; "
             "shorten the string, or make the field anew, wide enough for it"
         )
-    return F.pad(value, (0, width - given), value=number)
+    return fill_width(value, width, number)
 
 
 def refuse_rows(path: Path, what: str, given: Any, value: Any, how: Fit) -> NoReturn:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._errors import Path, described, dotted, refuse_deeper
 from .._memory.device import CPU
 from .frames import table_columns
+from .kinds import kind_of
 from .missing import no_key
 from .ragged import Ragged
 
@@ -116,12 +117,8 @@ def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
     found: list[Tensor] = []
     for key, given in data.items():  # not `leaves`: torch.compile cannot trace the generator
         value = as_shared(given, (*at, key))
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, Ragged):
-            found += value._tensors()
-        elif isinstance(value, Mapping):
-            found += tensors_in(value, (*at, key))
+        is_nested = isinstance(value, Mapping)
+        found += tensors_in(value, (*at, key)) if is_nested else kind_of(value).tensors(value)
     return found
 
 

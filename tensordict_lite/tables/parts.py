@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, cast
 
-from .._batch.join import cat, decided_values
+from .._batch.join import cat
 from .._batch.joined_rows import JoinedRows
 from .._dict.device_dict import DeviceDict
 from .._dict.io import load
@@ -14,6 +14,7 @@ from .._errors import Path
 from .._files.atomic_write import FilePath
 from .._files.safetensors import invalid_file
 from .._look.progress import Progress, reporter
+from .._tree.alike import decided_values
 from .._tree.fields import ragged_paths
 from .._tree.policy import Encoders
 from .format import PART, described_part, part_name
