@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tensordict_lite import DeviceDict, Vocabulary
+from tensordict_lite import DeviceDict, Utf8, Vocabulary
 
 
-class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"])}):
+class Batch(DeviceDict, objects="keep", encoders={"s": Vocabulary(["a", "b", "c"]), "name": Utf8(), "file": Utf8()}):
     """At module level, as what is pickled must be."""
 
 

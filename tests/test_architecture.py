@@ -26,8 +26,8 @@ ORDER = [
     *inside("_memory", "dtypes device arguments layout write buffer dense packed compare ragged row_copies cast"),
     *inside("_memory", "staging transfer mapped"),
     *inside("_encoders", "protocol builtin tokenizer"),
-    *inside("_tree", "missing policy frames pytree convert row_index ragged alike kinds walk compare tree fields"),
-    *inside("_tree", "manifest encoding sendable"),
+    *inside("_tree", "missing policy frames pytree convert row_index ragged alike inside kinds walk compare tree"),
+    *inside("_tree", "fields manifest encoding sendable"),
     *inside("_look", "page tree values progress describe"),
     *inside("_files", "atomic_write safetensors"),
     *inside("tables", "format reader"),  # all that the core needs, when it loads a table

@@ -116,7 +116,7 @@ class TestMap:
             d.map(torch.add, other)
 
     def test_kept_objects_stay_and_typed_dicts_are_validated(self) -> None:
-        d = DeviceDict({"x": 1.0, "o": object}, objects="keep")
+        d = DeviceDict({"x": torch.tensor(1.0), "o": object}, objects="keep")
         assert d.map(torch.add, {"x": torch.ones(()), "o": 3})["o"] is object
         with pytest.raises(TypeError, match=r"^'o': expected an object, got float32\[1\] in the other mapping$"):
             d.map(torch.add, {"x": torch.ones(()), "o": torch.ones(1)})
@@ -752,8 +752,8 @@ class TestToList:
     def test_every_kind(self) -> None:
         d = DeviceDict(
             {
-                "loss": 0.5,
-                "n": {"ids": [[1, 2]], "ok": True},
+                "loss": torch.tensor(0.5),
+                "n": {"ids": torch.tensor([[1, 2]]), "ok": torch.tensor(True)},
                 "name": ["Ada", "Bo"],
                 "kind": "b",
                 "o": None,

@@ -192,7 +192,7 @@ class TestGroupsOfSeveralKeys:
 class TestTolist:
     def test_a_dict_for_each_row(self, device: torch.device) -> None:
         d = DeviceDict(
-            {"s": ["a", "b"], "n": {"x": [[1, 2], [3, 4]], "e": {}}, "k": [None, "k"], "all": {1}},
+            {"s": ["a", "b"], "n": {"x": torch.tensor([[1, 2], [3, 4]]), "e": {}}, "k": [None, "k"], "all": {1}},
             objects="keep",
             device=device,
         )

@@ -160,7 +160,7 @@ def test_a_tensor_alone(device: torch.device) -> None:
 
 
 def test_device_dicts_inside(device: torch.device) -> None:
-    d = DeviceDict({"x": [1.0], "n": {"e": {}}, "o": None}, objects="keep")
+    d = DeviceDict({"x": torch.ones(1), "n": {"e": {}}, "o": None}, objects="keep")
     moved = to_device([d, DeviceDict()], device)
     check_invariants(moved[0])
     assert moved[0].device == moved[0]["n", "e"].device == moved[1].device == device and d.device == torch.device("cpu")

@@ -154,7 +154,8 @@ class TestAddAMethod:
         assert lines <= 15, "the method is a docstring and a few lines"
 
     @pytest.mark.parametrize(
-        "name", [name for name in PUBLIC if name.endswith("_") and name not in ("requires_grad_", "share_memory_")]
+        "name",
+        [name for name in PUBLIC if name.endswith("_") and name not in ("requires_grad_", "share_memory_", "to_")],
     )
     def test_in_place_it_changes_all_fields_or_none(self, name: str) -> None:
         d = DeviceDict({"x": torch.ones(2), "n": {"y": torch.ones(1).expand(2)}, "z": torch.ones(2)})

@@ -22,7 +22,7 @@ def test_the_tree() -> None:
         {
             "image": torch.zeros(2, 3, dtype=torch.uint8),
             "species": ["a", "b"],
-            "obs": {"q": 1.0, "deep": {"e": {}}},
+            "obs": {"q": torch.tensor(1.0), "deep": {"e": {}}},
             "id": object,
         },
         encoders={"species": Vocabulary(["a", "b"])},
@@ -189,7 +189,7 @@ def test_wide_things_fit_in_80_columns() -> None:
     )
     lines = repr(d).splitlines()
     assert all(columns(line) <= 80 for line in lines)
-    assert lines[0].startswith("AAAAAAAAAAAAAAAAAA…AAA") and lines[0].endswith("A(cpu, 5 fields, 21 B)")
+    assert lines[0].startswith("AAAAAAAAAAAAAAAAAA…AAA") and lines[0].endswith("A(cpu, 5 fields, 20 B)")
     assert lines[1].startswith("├─ kkkk") and "…" in lines[1] and "float32[1, 1" in lines[1]
     assert sum("level" in line for line in lines) == 62, "a deep key keeps its name"
 

@@ -77,7 +77,7 @@ def everywhere(world: int, said: str) -> Told:
 def cannot_be_sent(rank: int, world: int) -> None:
     good = sample(0)
     refused: list[tuple[Any, str]] = [
-        (DeviceDict({"o": object}, objects="keep"), "'o': kept objects cannot be sent"),
+        (DeviceDict({"o": object}, objects="keep"), "'o': kept values without a JSON form cannot be sent"),
         (DeviceDict({"x": torch.ones(2, device="meta")}), "a dict on meta has no values to send"),
         (7, "takes a DeviceDict on"),
     ]

@@ -242,7 +242,7 @@ class TestErrors:
     )
     def test_decoding(self, key: str, error: type[Exception], message: str) -> None:
         d = DeviceDict(
-            {"v": ["a"], "h": ["a"], "f": ["a"], "x": [1.5], "o": None},
+            {"v": ["a"], "h": ["a"], "f": ["a"], "x": torch.tensor([1.5]), "o": None},
             objects="keep",
             encoders={"v": Vocabulary(["a", "b"]), "h": Hashing(4), "f": lambda strings: torch.zeros(len(strings))},
         )

@@ -96,7 +96,7 @@ class TestStackAndCat:
 
     def test_no_tensor_hides_in_a_list_of_objects(self) -> None:
         with pytest.raises(ValueError, match=r"'o': dict 1 has int64\[\], dict 0 has a NoneType"):
-            stack([Batch({"o": None}), Batch({"o": 3})])
+            stack([Batch({"o": None}), Batch({"o": torch.tensor(3)})])
         assert stack([Batch({"o": None}), Batch({"o": None}, device="meta")])["o"] == [None, None]
 
     def test_out_of_memory_stays_that(self) -> None:

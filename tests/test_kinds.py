@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,13 +182,20 @@ def test_iterate_over_many_rows(kind: str, grad: bool) -> None:
     assert len(got) == len(rows) and (kind != "objects" or got == rows)
 
 
-def test_a_kept_list_of_another_length_belongs_to_all_rows() -> None:
-    names = [("a", 1), ("b", 2)]
-    d: Any = DeviceDict({"x": [1, 2, 3], "names": names}, objects="keep")
+def test_a_kept_list_has_an_item_for_each_row_and_a_tuple_belongs_to_all() -> None:
+    wrong = DeviceDict({"x": torch.zeros(3), "n": {"names": ["a", "b"]}}, objects="keep")
+    message = re.escape(
+        "'n.names': expected a kept list with an item for each of the 3 rows, got 2; make it a tuple to keep it whole"
+    )
+    for use in (lambda: len(wrong.rows), lambda: wrong.rows[0], wrong.rows.tolist):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            use()
+    names = (("a", 1), ("b", 2))
+    d: Any = DeviceDict({"x": torch.tensor([1, 2, 3]), "names": names}, objects="keep")
     assert d.rows[1:]["names"] is names is d.rows[[0, 1]]["names"] is d.rows[0]["names"]
     assert [row["names"] for row in d.rows] == [names] * 3 == [row["names"] for row in d.rows.tolist()]
     with pytest.raises(ValueError, match=r"^'names' is a kept object and not one per row, so rows cannot set it"):
-        d.rows[1:] = {"x": [0, 0], "names": [1, 2]}
+        d.rows[1:] = {"x": [0, 0], "names": (1, 2)}
     d.rows[1:] = {"x": [0, 0], "names": names}
     assert d["x"].tolist() == [1, 0, 0] and d["names"] is names
 

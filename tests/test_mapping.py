@@ -521,7 +521,7 @@ class TestShaping:
         assert DeviceDict.unflatten(d.flatten("/"), "/") == d
 
     def test_map(self, device: torch.device) -> None:
-        d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}, "o": None}, objects="keep")
+        d = DeviceDict({"x": [1.0, 2.0], "n": {"y": [3.0]}})
         assert d.map(torch.sum)["n", "y"].item() == 3.0
         moved = d.map(lambda t: t.to(device))
         assert moved.device == device and moved["n"].device == device

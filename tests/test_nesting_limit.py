@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from tensordict_lite import (
     DeviceDict,
+    DeviceMismatchError,
     TypedDeviceDict,
     collate,
     load,
@@ -203,14 +204,14 @@ class TestHostValues:
     @pytest.mark.parametrize("make", [lambda v: [v], lambda v: (v, None), Node, lambda v: {"k": v, 1: Node}])
     def test_kept_objects(self, make: Any) -> None:
         kept = chain(make, DEPTH - 2, {1, "a"})
-        d = DeviceDict({"n": {"x": [kept]}}, objects="keep")
+        d = DeviceDict({"n": {"x": [kept]}}, objects="keep", device="cpu")
         assert d["n", "x"][0] is kept
         assert under(100, lambda: pickle.loads(pickle.dumps(d)) == copy.deepcopy(d) == d) and repr(d)
         for levels in (DEPTH + 1, 3000):
             with pytest.raises(ValueError, match=rf"^'n\.x' is a list that {DEEPER}; flatten it first$"):
                 d["n", "x"] = [chain(make, levels, {1, "a"})]
-        with pytest.raises(TypeError, match="holds a tensor at"):
-            d["n", "x"] = [chain(make, DEPTH - 2, torch.ones(1))]
+        with pytest.raises(DeviceMismatchError, match=r"^'n\.x\[0\].*' is on meta, this DeviceDict is on cpu; "):
+            d["n", "x"] = [chain(make, DEPTH - 2, torch.ones(1, device="meta"))]
         assert d["n", "x"][0] is kept
 
     def test_lists_in_many_places_are_looked_at_once(self) -> None:

@@ -296,14 +296,10 @@ class TestRows:
                 "'meta' is a kept object and not one per row, so rows cannot set it; pass the same object",
             ),
             (
-                {"o": [torch.ones(1)]},
-                TypeError,
-                "'o' is a kept list, which holds no tensors; the given value holds a tensor at [0]",
-            ),
-            (
-                {"o": torch.ones(1)},
-                TypeError,
-                "'o' is a kept list, which holds no tensors; the given value is a tensor",
+                {"o": [torch.ones(1, device="meta")]},
+                DeviceMismatchError,
+                "'o' is on meta, this DeviceDict is on cpu; move it with .to('cpu'), or build with "
+                'on_mismatch="move"',
             ),
         ],
     )

@@ -408,7 +408,7 @@ class TestRollouts:
         zeros = d.new_zeros(3)
         assert not zeros["x"].requires_grad and type(zeros["y"]) is Tensor and not zeros["x"].any()
         with pytest.raises(TypeError, match=r"^'n.o' is a kept type, which has no zero; drop it first$"):
-            Kept({"x": 1, "n": {"o": object}}).new_zeros(2)
+            Kept({"x": torch.tensor(1), "n": {"o": object}}).new_zeros(2)
         nested = DeviceDict(
             {"n": {"b": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)}}
         )

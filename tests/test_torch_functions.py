@@ -80,7 +80,7 @@ class TestTable:
         assert torch.zeros_like(named).decode("s") == ["a", "a"]  # room for strings, as in a buffer
         with pytest.raises(TypeError, match=r"^'s' holds encoded strings, which torch\.ones_like would change"):
             torch.ones_like(named)
-        kept = torch.zeros_like(DeviceDict({"x": 1.0, "o": object}, objects="keep"))
+        kept = torch.zeros_like(DeviceDict({"x": torch.tensor(1.0), "o": object}, objects="keep"))
         assert kept["o"] is object and kept["x"] == 0 and torch.zeros_like(DeviceDict()) == {}
 
     def test_comparing(self) -> None:
@@ -124,7 +124,7 @@ class TestTable:
         with pytest.raises(IndexError, match=r"^'n\.y' has 1 dimensions, no dim=1 to chunk along$"):
             torch.chunk(d, 2, dim=1)
         with pytest.raises(TypeError, match=r"^'o' is a list, which torch\.unbind cannot cut; use d\.rows\.split"):
-            torch.unbind(DeviceDict({"x": [1.0], "o": [object]}, objects="keep"))
+            torch.unbind(DeviceDict({"x": torch.ones(1), "o": [object]}, objects="keep"))
 
     def test_clone_and_detach(self) -> None:
         d = sample()

@@ -819,10 +819,12 @@ class TestSurvival:
         for d in (
             collate([{"x": 1.0, "meta": m} for m in metas], cls=Kept),
             stack([Kept(x=1.0, meta=m) for m in metas]),
-            cat([Kept(x=[1.0], meta=m) for m in metas]),
+            cat([Kept(x=[1.0], meta=[m]) for m in metas]),
         ):
             d.x = torch.zeros(2)
             assert d.meta == metas and type(d)(dict(d)).meta == metas and d.rows[1].meta is metas[1]
+        with pytest.raises(ValueError, match=r"^'meta': expected one kept value in all dicts, got namespace\(i=1\) in"):
+            cat([Kept(x=[1.0], meta=m) for m in metas])
         with pytest.raises(TypeError, match=r"^Kept\.meta: expected SimpleNamespace, got a list"):
             Kept(x=1, meta=[metas[0], {1}])
         with pytest.raises(TypeError, match=r"^Kept\.x: expected Tensor, got a list$"):

@@ -179,11 +179,11 @@ class TestWrittenToMeanwhile:
         d: DeviceDict[Any] = DeviceDict(objects="keep")
 
         class Items(dict[str, Any]):
-            def items(self) -> Any:
+            def values(self) -> Any:
                 d["other"] = torch.ones(1, device=SIM)
-                return super().items()
+                return super().values()
 
-        d["o"] = [Items()]  # looked through for tensors
+        d["o"] = [Items(x=1)]  # looked through for tensors
         check_invariants(d)
         assert d.device == SIM
 
@@ -197,7 +197,7 @@ class TestWrittenToMeanwhile:
         with pytest.raises(DeviceMismatchError, match=r"^'x' is on cpu"):
             d.update(pairs())
         check_invariants(d)
-        d = DeviceDict(objects="keep")
+        d = DeviceDict()
         one = Reentrant(lambda: d.update(other=torch.ones(1, device=SIM)))
         with pytest.raises(DeviceMismatchError, match="was written to while 'x'"):
             d["x"] = [np.ones(2), one]

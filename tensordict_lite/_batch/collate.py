@@ -19,7 +19,7 @@ from torch.utils.data._utils import collate as torch_collate  # PyTorch document
 
 from .._dict.arguments import ragged_keys
 from .._dict.device_dict import DeviceDict
-from .._dict.insert import convert_for, insert, place_codes
+from .._dict.insert import convert_for, insert, is_kept, place_codes
 from .._dict.rows import Rows
 from .._encoders.protocol import encode_ragged, padding
 from .._errors import Path, described, device_mismatch, dotted, dtype_name, refuse_deeper, with_path
@@ -82,7 +82,8 @@ def collate(
         cls: the class of the batch, and of plain dicts nested in it. Its options apply to every sample. With
             ``on_mismatch="move"`` all tensors move to the device of the first sample.
         encoders: as for `DeviceDict`.
-        objects: as for `DeviceDict`: ``"keep"`` keeps None and other objects, as a list with one item per sample.
+        objects: as for `DeviceDict`. With ``"keep"``, a value that is neither a tensor, an array, a number nor a
+            mapping with str keys becomes a list with one item per sample.
         pad: fill values for fields whose samples differ in their first dimension: ``{"input_ids": 0}``. Shorter samples
             are padded as by ``torch.nn.utils.rnn.pad_sequence``. A `Pad` in place of the number can pad on the left, to
             a multiple or in several dimensions, and add lengths or a mask. A key stands for the fields of that name at
@@ -246,7 +247,7 @@ class _Walk:
         Each field gets a placeholder first, which keeps the order of the keys.
         """
         cls: Any = type(batch)
-        count = self.count
+        count, keeps = self.count, batch._policy.objects == "keep"
         if cls._has_fields:
             samples = list(map(cls._drop_none, samples))
             self.ragged |= {(*at, key) for key in samples[0] if cls._declares_ragged(key)}
@@ -262,6 +263,9 @@ class _Walk:
             kind: Any = type(values[0])
             if list(map(type, values)).count(kind) != count:
                 kind = None
+            if keeps and _are_kept(batch, path, values) and not (chooses and self.may_differ(path)):
+                self.keep(batch, path, values)
+                continue
             methods = _DIFFERENT if chooses and self.may_differ(path) else _METHODS
             encoder = methods.get(kind, _Walk.others)(self, batch, path, values)
             if encoder is not None:
@@ -368,6 +372,12 @@ class _Walk:
         if False in are_strings and any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds):
             return self.one_by_one(batch, path, values)
         return self.together(batch, path, values)
+
+    def keep(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> None:
+        """A list with one item for each sample. An insert applies the rule for devices to the tensors in it."""
+        holder = DeviceDict[Any]._new((), self.device, batch._policy)
+        insert(holder, {path[-1]: list(values)}, at=path[:-1])
+        builtin_dict.__setitem__(batch, path[-1], holder[path[-1]])
 
     def by_function(
         self, batch: DeviceDict[Any], path: Path, values: Sequence[Any], functions: Sequence[Any]
@@ -678,6 +688,18 @@ class _Walk:
         raise_mismatch(values, path, "sample", error, hint, differ_in_length if self.may_differ(path) else None)
 
 
+def _are_kept(batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> bool:
+    """Whether ``objects="keep"`` makes a list of the samples of a field: they are neither numbers nor arrays."""
+    if all(map(_stacks, values)) or any(map(_registered, values)):
+        return False
+    return all(is_kept(batch, path[-1], value) for value in values)
+
+
+def _stacks(value: Any) -> bool:
+    """Whether a batch has numbers for such samples, also with ``objects="keep"``, as torch's ``default_collate``."""
+    return isinstance(value, _STACKED) or (isinstance(value, np.ndarray) and value.dtype in _NUMPY_DTYPES)
+
+
 def _store(owner: Any, name: str, value: Tensor) -> None:
     """Put a tensor into a dict, a `Ragged` or a `Lengths`."""
     if isinstance(owner, dict):
@@ -686,6 +708,7 @@ def _store(owner: Any, name: str, value: Tensor) -> None:
         setattr(owner, name, value)
 
 
+_STACKED = (bool, int, float, complex, np.bool_, np.number)
 _METHODS: Mapping[Any, Callable[..., Any]] = {
     Tensor: _Walk.tensors,
     dict: _Walk.nested,

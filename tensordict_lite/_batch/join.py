@@ -50,8 +50,8 @@ def cat(
 ) -> DeviceDict[Any]:
     """Concatenate every field of the dicts with ``torch.cat``, along the dimension ``dim``.
 
-    The rules are those of `stack`. In addition, kept lists are concatenated, and so are the rows of ragged fields. A
-    ragged field without values takes the dtype of the others.
+    The rules are those of `stack`. In addition, kept lists and arrays are concatenated, and so are the rows of ragged
+    fields. Other kept values must be equal, and stay. A ragged field without values takes the dtype of the others.
 
     Args:
         dicts: as for `stack`.

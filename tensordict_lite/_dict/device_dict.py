@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
@@ -29,15 +30,17 @@ from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.dtypes import CASTABLE
 from .._memory.packed import can_pack, is_packed, map_storages, pack
 from .._memory.transfer import clone_tensors, transfer
+from .._memory.write import Call, write_all
 from .._tree import encoding, sendable
 from .._tree.compare import equal_trees
 from .._tree.fields import data_paths, refuse_ragged, tolist
 from .._tree.frames import RaggedColumn, arrow_items, pandas_items
+from .._tree.inside import move_itself, numpy_inside, stay
 from .._tree.kinds import KEPT, Field, kind_of
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict, V, builtin_dict
+from .._tree.tree import TreeDict, V, builtin_dict, dicts_of
 from .._tree.walk import Items, as_dict, as_path, components, leaves, nbytes, only_tensors, refuse_key
 from . import arithmetic, by_value, torch_functions
 from .fill import fill_
@@ -58,8 +61,8 @@ class DeviceDict(TreeDict[V]):
 
     **Dict**: ``d[key]``, ``d[path]``, ``get``, ``pop``, ``setdefault``, ``update``, ``|``, ``|=``, ``==``, ``copy``,
     ``fromkeys``, `select`, `drop`, `map`, `flatten`, `unflatten`, `to_dict`, `tolist`, `allclose`, ``nbytes``.
-    **Device**: ``device``, ``is_cuda``, `to`, `cpu`, `cuda`, `numpy`, `pin_memory`, `is_pinned`, `share_memory_`,
-    `record_stream`, `pack`, ``is_packed``.
+    **Device**: ``device``, ``is_cuda``, `to`, `to_`, `cpu`, `cuda`, `numpy`, `pin_memory`, `is_pinned`,
+    `share_memory_`, `record_stream`, `pack`, ``is_packed``.
     **Tensor**: `half`, `float`, `double`, `bfloat16`, `detach`, `clone`, `new_zeros`, `new_empty`, `requires_grad_`,
     `contiguous`.
     **Arithmetic**: `zero_`, `add_`, `sub_`, `mul_`, `div_`, `lerp_`, `copy_`, `fill_`, `total_norm`, and functions of
@@ -94,9 +97,10 @@ class DeviceDict(TreeDict[V]):
             ones, keep their encoder.
         on_mismatch: ``"error"``: a tensor on another device raises. ``"move"``: the tensor is moved to the device of
             the dict.
-        objects: ``"error"``: an object of any other type raises. ``"keep"``: the dict keeps the object on the host and
-            never moves it. An object that holds a tensor still raises. Standard containers, dataclasses and modules
-            are searched for tensors; attributes of other objects are not.
+        objects: ``"error"``: an object of any other type raises. ``"keep"``: only tensors are tensors. A mapping with
+            str keys becomes a nested dict, a key with an encoder of its own is encoded, and every other value is kept
+            as it is given. Tensors in kept lists, tuples, mappings and dataclasses follow the rule for devices and
+            move with the dict; an object with a method ``to(device)`` is moved by it, on a ``copy.copy``.
         dtype: the dtype of tensors that are created from floating-point host values. Tensors are never cast.
 
     A class can declare options: ``class Batch(DeviceDict, on_mismatch="move")``. Class options survive frameworks that
@@ -538,7 +542,9 @@ class DeviceDict(TreeDict[V]):
                 to MPS always blocks.
             copy: True: copy every tensor, also if nothing changes.
 
-        Returns: a new dict with the same keys and policy, or ``self`` if nothing changes. Kept objects are not moved.
+        Returns: a new dict with the same keys and policy, or ``self`` if nothing changes. Tensors in kept containers
+        move too, and so do kept objects with a method ``to(device)`` of their own; an error of such a method has a note
+        with the key.
         As in ``nn.Module.to``, a dtype must be floating-point or complex and casts only such tensors. So ids and masks
         keep their dtypes.
 
@@ -566,11 +572,36 @@ class DeviceDict(TreeDict[V]):
         stays = device is None or device == self._device
         if stays and dtype is None and not copy:
             return self
-        tensors, flat = self._tensors_and_kind()
+        tensors, flat = self._tensors_and_kind(kept=True)
         moved = transfer(tensors, None if stays else device, dtype, non_blocking, copy, self._device)
         if stays and not copy and all(map(is_, tensors, moved)):
             return self
-        return self._replace_tensors(moved, self._device if stays else device, flat)
+        if stays or device is None:
+            return self._replace_tensors(moved, self._device, flat, stay)
+        return self._replace_tensors(
+            moved, device, flat, partial(move_itself, device=device, non_blocking=non_blocking)
+        )
+
+    def to_(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or cast this dict in place, as `to` does to a copy. Returns ``self``.
+
+        For code that calls ``batch.to(device)`` as a statement. The nested dicts stay the same objects; the tensors are
+        replaced by those that `to` returns. Arguments, waits and cost are those of `to`.
+
+        Raises the errors of `to`. This dict is then unchanged.
+
+        >>> d = DeviceDict({"x": [0.5], "n": {"y": 1}})
+        >>> inner = d["n"]
+        >>> d.to_("meta") is d, d.device, inner.device
+        (True, device(type='meta'), device(type='meta'))
+        """
+        moved = self.to(*args, **kwargs)
+        calls: list[Call] = []
+        for old, new in zip(dicts_of(self), dicts_of(moved), strict=True):
+            items = {key: value for key, value in new.items() if not isinstance(value, TreeDict)}
+            calls += [partial(builtin_dict.update, old, items), partial(setattr, old, "_device", new._device)]
+        write_all(calls)
+        return self
 
     def cpu(self) -> Self:
         """``to("cpu")``. The result is complete on return and lies in pageable memory.
@@ -620,9 +651,9 @@ class DeviceDict(TreeDict[V]):
         >>> d = DeviceDict({"x": 1.0})
         >>> pinned = d.pin_memory() if torch.cuda.is_available() else d
         """
-        tensors = self._tensors()
-        pinned = map_storages(tensors, self._device, pin)
-        return self._replace_tensors([pin(t) for t in tensors] if pinned is None else pinned, self._device)
+        tensors, flat = self._tensors_and_kind(kept=True)
+        pinned = map_storages(tensors, self._device, pin) or [pin(t) for t in tensors]
+        return self._replace_tensors(pinned, self._device, flat, _pinned)
 
     def is_pinned(self) -> bool:
         """Whether all tensors are in pinned memory. False if there are no tensors. Cost: a driver call per tensor.
@@ -630,7 +661,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": 1.0}).is_pinned()
         False
         """
-        tensors = self._tensors()
+        tensors = self._tensors_inside()
         return bool(tensors) and all(tensor.is_pinned() for tensor in tensors)
 
     def share_memory_(self) -> Self:
@@ -643,7 +674,7 @@ class DeviceDict(TreeDict[V]):
         True
         """
         _refuse_any(self, _unshareable)
-        for tensor in self._tensors():
+        for tensor in self._tensors_inside():
             tensor.share_memory_()
         return self
 
@@ -657,7 +688,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict().record_stream(None)
         """
         # The memory of a sparse tensor belongs to its indices and values.
-        record_stream((part for tensor in self._tensors() for part in components(tensor)), stream)
+        record_stream((part for tensor in self._tensors_inside() for part in components(tensor)), stream)
 
     @property
     def is_packed(self) -> bool:
@@ -744,7 +775,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": torch.ones(2, requires_grad=True)}).detach()["x"].requires_grad
         False
         """
-        return self._map_data(Tensor.detach)
+        return self._map_data(Tensor.detach, kept=True)
 
     def clone(self) -> Self:
         """Copy every tensor, as ``Tensor.clone`` does. Autograd records the copies.
@@ -755,8 +786,8 @@ class DeviceDict(TreeDict[V]):
         >>> d.clone()["x"].add_(1) is not None, d["x"]
         (True, tensor([1.]))
         """
-        tensors, flat = self._tensors_and_kind()
-        return self._replace_tensors(clone_tensors(tensors, self._device), self._device, flat)
+        tensors, flat = self._tensors_and_kind(kept=True)
+        return self._replace_tensors(clone_tensors(tensors, self._device), self._device, flat, stay)
 
     def new_zeros(self, *lead: int) -> Self:
         """Create a dict of zeros with the same keys, dtypes, device and encoders.
@@ -1400,6 +1431,11 @@ def _refuse_any(d: TreeDict[Any], reason: Callable[[Tensor], str]) -> None:
             raise RuntimeError(f"{dotted(path)} {said}")
 
 
+def _pinned(value: Any) -> Any:
+    """An object in pinned memory, if it has a method for that, as DataLoader calls it."""
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
+
+
 def _unable_to_require(tensor: Tensor) -> str:
     if not (tensor.dtype in CASTABLE and tensor.is_inference()) or torch.is_inference_mode_enabled():
         return ""
@@ -1431,7 +1467,11 @@ def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
             if isinstance(value, Tensor):
                 out[key] = host_array(value, copy)
             else:
-                out[key] = value.numpy(copy) if isinstance(value, Ragged) else value
+                out[key] = (
+                    value.numpy(copy)
+                    if isinstance(value, Ragged)
+                    else numpy_inside(value, partial(host_array, copy=copy))
+                )
         except TypeError as error:
             raise with_path(error, (*at, key)) from error
     return out

@@ -13,12 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encode_ragged
 from .._errors import DeviceMismatchError, Path, device_mismatch, refuse_deeper, with_path
 from .._memory.device import canonical
 from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
-from .._tree.convert import Converted, convert
+from .._tree.convert import Converted, convert, holds_strings
+from .._tree.inside import nests
 from .._tree.kinds import KEPT, NESTED, Home, Misplaced, kind_of
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
@@ -101,10 +103,11 @@ def _prepare(
     device = d._device
     target = device
     copies: Mapping[int, Tensor] = {}
+    keeps = d._policy.objects == "keep"
     moves = consent or d._policy.on_mismatch == "move"
     if moves or device is None:  # collect all tensors: to find the device, and to move them in one transfer
         tensors: list[Tensor] = []
-        data = _snapshot(data, at, tensors)
+        data = _snapshot(data, at, tensors, keeps)
         if device is None and tensors:
             device = canonical(tensors[0].device)
         # If there is no tensor, host values go to torch's default device.
@@ -113,7 +116,7 @@ def _prepare(
             misplaced = {id(tensor): tensor for tensor in tensors if tensor.device != target}
             copies = dict(zip(misplaced, transfer(list(misplaced.values()), target), strict=True))
     try:
-        staged, encoders = _convert_items(d, data, Home(cast(torch.device, target), copies, {}), at)
+        staged, encoders = _convert_items(d, data, Home(cast(torch.device, target), copies, {}, moves), at)
     except Misplaced as misplaced:
         raise _mismatch(d, data, at, *misplaced.args) from None
     if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
@@ -121,20 +124,24 @@ def _prepare(
     return staged, device, encoders
 
 
-def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor]) -> dict[str, Any]:
+def _snapshot(data: Mapping[str, Any], at: Path, tensors: list[Tensor], keeps: bool) -> dict[str, Any]:
     """Copy ``data`` and its nested mappings into dicts, and append every tensor to ``tensors``.
 
-    Each mapping is read once, because a lazy mapping may return new tensors on every read.
+    Each mapping is read once, because a lazy mapping may return new tensors on every read. ``keeps``: other values may
+    be kept, and hold tensors.
     """
     refuse_deeper(at)
-    out = {key: value if type(value) in NO_EXPORTS else as_shared(value, (*at, key)) for key, value in data.items()}
+    out = {
+        key: value if keeps or type(value) in NO_EXPORTS else as_shared(value, (*at, key))
+        for key, value in data.items()
+    }
     for key, value in out.items():
-        if type(value) in _HOST:
+        if type(value) in _HOST and not keeps:
             continue
         if isinstance(value, TreeDict):
-            tensors += value._tensors()
-        elif isinstance(value, Mapping):
-            out[key] = _snapshot(value, (*at, key), tensors)
+            tensors += value._tensors_inside()
+        elif nests(value) or (isinstance(value, Mapping) and not keeps):
+            out[key] = _snapshot(value, (*at, key), tensors, keeps)
         else:
             tensors += kind_of(value).tensors(value)
     return out
@@ -146,13 +153,17 @@ def _convert_items(
     """Convert every value. Return the converted items and the encoder of each field of strings."""
     staged: dict[str, Any] = {}
     encoders: dict[str, StringEncoder] = {}
+    keeps = d._policy.objects == "keep"
     for key, given in list(data.items()):  # a list, because an encoder may change the mapping
         if not isinstance(key, str):
             refuse_key(key, at)
         value, kind = given, KEPT
+        if keeps and is_kept(d, key, given):
+            staged[key] = KEPT.placed(given, home, (*at, key))
+            continue
         if type(given) not in _HOST:
             value = as_shared(given, (*at, key))
-            kind = kind_of(value)
+            kind = NESTED if isinstance(value, Mapping) else kind_of(value)
         if kind is NESTED:
             staged[key] = _insert_nested(d, value, home, (*at, key))
         elif kind is not KEPT:
@@ -166,8 +177,21 @@ def _convert_items(
             if encoder is not None:
                 encoders[key] = encoder
                 stored = place_codes(d, stored, home.device, (*at, key))
-            staged[key] = stored
+            staged[key] = KEPT.placed(stored, home, (*at, key)) if stored is value else stored
     return staged, encoders
+
+
+def is_kept(d: TreeDict[Any], key: str, value: Any) -> bool:
+    """Whether ``objects="keep"`` keeps a value as it is given.
+
+    Strings with an encoder of their own are encoded, and a declared tensor is made of numbers: both were asked for.
+    """
+    policy, typed = d._policy, cast(Any, d)
+    if policy.objects != "keep" or isinstance(value, (Tensor, Ragged)) or nests(value):
+        return False
+    if key in policy.encoders or (d._has_fields and typed._takes_tensor(key)):
+        return False
+    return policy.default_encoder == Utf8() or not holds_strings(value)
 
 
 def convert_for(d: TreeDict[Any], value: Any, target: torch.device, path: Path) -> Converted:

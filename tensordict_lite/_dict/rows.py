@@ -415,8 +415,10 @@ def _rows_of(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
     counts.discard(None)
     if len(counts) != 1:
         _refuse_fields(d)
-    (count,) = counts
-    return (tensors if flat else found), flat, cast(int, count)
+    count = cast(int, counts.pop())
+    for field in () if flat else found:
+        field.kind.require_rows(field, count)
+    return (tensors if flat else found), flat, count
 
 
 def _refuse_fields(d: TreeDict[Any]) -> NoReturn:

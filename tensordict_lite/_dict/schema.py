@@ -228,7 +228,7 @@ def declared_by(cls: type) -> dict[str, Default | None]:
 
 
 def read_annotations(
-    cls: type, declared: Mapping[str, Default | None], names: Mapping[str, Any]
+    cls: type[TreeDict[Any]], declared: Mapping[str, Default | None], names: Mapping[str, Any]
 ) -> dict[str, DeclaredField]:
     """Evaluate the annotations of the fields that ``cls`` itself declares.
 
@@ -239,7 +239,7 @@ def read_annotations(
     Raises: ``NameError`` while an annotation uses an undefined name; ``TypeError`` for an annotation that a field
     cannot have.
     """
-    annotations = get_annotations(cls)
+    annotations, keeps = get_annotations(cls), cls._class_policy.objects == "keep"
     # `get_type_hints(cls)` would include the bases, and evaluate the annotations of DeviceDict in the wrong module.
     own = SimpleNamespace(__annotations__={name: annotations[name] for name in declared})
     module = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
@@ -252,15 +252,15 @@ def read_annotations(
             "define or import it at the top level of that module, not only under TYPE_CHECKING"
         ) from error
     return {
-        name: _declared_field(f"{cls.__name__}.{name}", hints[name], one is not None and one.is_none)
+        name: _declared_field(f"{cls.__name__}.{name}", hints[name], keeps, one is not None and one.is_none)
         for name, one in declared.items()
     }
 
 
-def _declared_field(where: str, hint: Any, optional: bool = False) -> DeclaredField:
-    """The field of an evaluated annotation."""
+def _declared_field(where: str, hint: Any, keeps: bool, optional: bool = False) -> DeclaredField:
+    """The field of an evaluated annotation. ``keeps``: the class keeps objects of any class."""
     metadata: list[Any] = []
-    kinds = tuple(dict.fromkeys(_kinds(where, hint, metadata)))
+    kinds = tuple(dict.fromkeys(_kinds(where, hint, metadata, keeps)))
     if (NoneType in kinds) != optional and object not in kinds:
         raise TypeError(
             f"{where}: declare an optional field as `{where.split('.')[-1]}: ... | None = None`; "
@@ -291,7 +291,7 @@ def _declared_field(where: str, hint: Any, optional: bool = False) -> DeclaredFi
         plain=None if shaped is None else _plain_shape(shaped),
         dtypes=dtypes,
         encoder=encoders[0] if encoders else None,
-        values=_declared_field(where, Union[values]) if values else None,  # noqa: UP007  (of a tuple)
+        values=_declared_field(where, Union[values], keeps) if values else None,  # noqa: UP007  (of a tuple)
     )
 
 
@@ -311,7 +311,7 @@ def _plain_shape(kind: Any) -> PlainShape | None:
     return PlainShape(_dtypes(kind), tuple(int(dim) if dim.isdecimal() else dim for dim in dims))
 
 
-def _kinds(where: str, hint: Any, metadata: list[Any]) -> Iterator[Any]:
+def _kinds(where: str, hint: Any, metadata: list[Any], keeps: bool) -> Iterator[Any]:
     """Yield the classes that an annotation accepts, and append what stands in ``Annotated`` to ``metadata``.
 
     ``where``: the class and field, for messages.
@@ -319,26 +319,28 @@ def _kinds(where: str, hint: Any, metadata: list[Any]) -> Iterator[Any]:
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         for alternative in get_args(hint):
-            yield from _kinds(where, alternative, metadata)
+            yield from _kinds(where, alternative, metadata, keeps)
     elif origin is Annotated:
         metadata += hint.__metadata__
-        yield from _kinds(where, get_args(hint)[0], metadata)
+        yield from _kinds(where, get_args(hint)[0], metadata, keeps)
     elif isinstance(hint, TypeVar):
         bound = object if isinstance(hint.__bound__, (NoneType, ForwardRef)) else hint.__bound__
-        yield from _kinds(where, bound, metadata)
-    elif origin in (list, tuple) and {str, bool, int, float, complex}.issuperset({*get_args(hint)} - {...}):
+        yield from _kinds(where, bound, metadata, keeps)
+    elif (
+        not keeps and origin in (list, tuple) and {str, bool, int, float, complex}.issuperset({*get_args(hint)} - {...})
+    ):
         raise TypeError(f"{where}: lists of strings and numbers are stored as tensors; annotate it as Tensor")
     elif hasattr(hint, "__value__"):  # `type Image = ...`
-        yield from _kinds(where, hint.__value__, metadata)
+        yield from _kinds(where, hint.__value__, metadata, keeps)
     elif hasattr(hint, "__supertype__"):  # a NewType
-        yield from _kinds(where, hint.__supertype__, metadata)
+        yield from _kinds(where, hint.__supertype__, metadata, keeps)
     elif hint is Any:
         yield object
     else:
-        yield _kind(where, hint if origin is None else origin)
+        yield _kind(where, hint if origin is None else origin, keeps)
 
 
-def _kind(where: str, kind: Any) -> Any:
+def _kind(where: str, kind: Any, keeps: bool) -> Any:
     """A class of an annotation, if a field can have it. Raises ``TypeError`` otherwise."""
     if not isinstance(kind, type):
         raise TypeError(
@@ -349,13 +351,13 @@ def _kind(where: str, kind: Any) -> Any:
         raise TypeError(
             f"{where}: arrays are stored as tensors; annotate it as {kind.__name__.split('[')[0]}[Tensor, ...]"
         )
-    if issubclass(kind, _STORED_AS_TENSORS):
+    if issubclass(kind, _STORED_AS_TENSORS) and not keeps:
         raise TypeError(f"{where}: values of {kind.__name__} are stored as tensors; annotate it as Tensor")
     try:
         isinstance(None, kind)
     except TypeError as error:
         raise TypeError(f"{where}: {kind.__name__} cannot be checked at run time: {error}") from error
-    if issubclass(kind, Mapping) and not _is_tree(kind):
+    if issubclass(kind, Mapping) and not _is_tree(kind) and not keeps:
         raise TypeError(f"{where}: mappings are stored as DeviceDicts; annotate it as a DeviceDict or TypedDeviceDict")
     return kind
 

@@ -65,7 +65,8 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     - ``Annotated[Tensor, Utf8()]``: strings, and their codes, with this encoder.
     - another `TypedDeviceDict` class: a nested dict. A mapping is converted to that class.
     - ``DeviceDict``: a nested dict with any fields.
-    - any other class: an object of that class, or a list of them in a batch. The class needs ``objects="keep"``.
+    - any other class: an object of that class, or a list of them in a batch. The class needs ``objects="keep"``. So
+      ``split: str``, ``size: tuple[int, int]`` and ``hidden: tuple[Tensor, ...]`` are checked by their outer class.
     - ``... | None = None``: an optional field. While the field is absent, it reads as None and is not a key. Setting it
       to None deletes it.
     - ``... = field(default=...)`` or ``field(default_factory=...)``: a field with a default. See `field`.
@@ -228,6 +229,11 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             except TypeError as error:
                 raise (with_path(error, at) if at else error) from None
         return given
+
+    def _takes_tensor(self, key: str) -> bool:
+        """Whether a field is declared as a tensor or a `Ragged`, and as nothing else."""
+        field = self._schema().fields.get(key)
+        return field is not None and all(issubclass(kind, (Tensor, Ragged)) for kind in field.classes)
 
     def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
         """The declared dtype for a field of Python numbers; None if it is the dtype of ``stored``, their tensor."""

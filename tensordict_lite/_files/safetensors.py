@@ -129,7 +129,7 @@ def refuse_unwritable(leaves: Sequence[tuple[Path, Any]], way_out: str = "d.drop
     if kept:
         paths = ", ".join(repr(path if len(path) > 1 else next(iter(path))) for path in kept)
         raise TypeError(
-            f"{', '.join(map(dotted, kept))}: kept objects cannot be saved, only tensors; {way_out.format(paths)}"
+            f"{', '.join(map(dotted, kept))}: kept values without a JSON form cannot be saved; {way_out.format(paths)}"
         )
     for path, tensor in leaves:
         if reason := not_dense(tensor):

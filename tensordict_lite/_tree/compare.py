@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .inside import nests
 from .kinds import kind_of
 
 
@@ -23,8 +24,8 @@ def equal_trees(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tens
         y = b[key]
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             equal = same(x, y)
-        elif isinstance(x, Mapping) and isinstance(y, Mapping):
-            equal = equal_trees(x, y, same)
+        elif nests(x) and nests(y):
+            equal = equal_trees(x, y, same)  # pyright: ignore[reportArgumentType]  (both nest)
         else:
             equal = kind_of(x).equal(x, y, same)
         if not equal:

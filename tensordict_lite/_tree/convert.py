@@ -254,6 +254,19 @@ def _refuse_odd_strings(value: Any, path: Path, at: str = "") -> None:
             _refuse_odd_strings(item, path, f"{at}[{i}]")
 
 
+def holds_strings(value: Any) -> bool:
+    """Whether a value is a string, an array of strings, or a nested list of strings only."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in _STRING_KINDS
+    if not isinstance(value, (list, tuple)):
+        return isinstance(value, str)
+    try:
+        kinds = _item_types(value)
+    except TooDeep:
+        return False
+    return bool(kinds) and all(issubclass(kind, str) for kind in kinds)
+
+
 def holds_numbers(value: Any) -> bool:
     """Whether a value is a Python number, or a nested list of Python numbers only."""
     return isinstance(value, _SCALARS) or _item_types(value) <= {int, float}
@@ -279,6 +292,8 @@ def _item_types(value: Iterable[Any]) -> set[type]:
 
 def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None) -> Converted:
     """Keep an object if the policy allows it, else raise ``TypeError``. ``what``: names the object in the message."""
+    if policy.objects == "keep":
+        return Converted(value)
     try:
         tensor_at = find_tensor(value)
     except TooDeep:
@@ -289,8 +304,6 @@ def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None)
             f"{dotted(path)}: expected {_ACCEPTED}, got {described(value)} that holds a tensor at {tensor_at}, "
             f"which would escape the device rule; {join}"
         )
-    if policy.objects == "keep":
-        return Converted(value)
     what = what or described(value)
     if value is None:
         way_out = "leave the key out"
@@ -307,6 +320,19 @@ def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None)
         f"{dotted(path)}: expected {_ACCEPTED}, got {what}; "
         f'{way_out}, or build with objects="keep" to keep it as it is, on the host'
     )
+
+
+def refuse_tensor_in_cycle(value: object, path: Path) -> None:
+    """Raise ``ValueError`` for a kept container that cannot be moved: it is too deep, or holds itself and a tensor."""
+    try:
+        tensor_at = find_tensor(value)
+    except TooDeep:
+        raise ValueError(f"{dotted(path)} is a {type(value).__name__} that {_TOO_DEEP}; flatten it first") from None
+    if tensor_at is not None:
+        raise ValueError(
+            f"{dotted(path)}: expected a container that does not hold itself, got {described(value)} that does, with a "
+            f"tensor at {tensor_at}; store the tensor under a key of its own"
+        )
 
 
 def find_tensor(value: object) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, encode_ragged, padding, short
-from .._errors import DEPTH, Path, TooDeep, described, dotted, dtype_name, is_out_of_memory, with_path
+from .._errors import Path, TooDeep, described, device_mismatch, dotted, dtype_name, is_out_of_memory, with_path
 from .._memory.cast import out_of_range
 from .._memory.compare import equal as exactly
 from .._memory.dense import is_dense
@@ -25,7 +25,8 @@ from .._memory.ragged import cat_offsets
 from .._memory.row_copies import take_rows
 from .._memory.write import Call, refusal
 from .alike import can_cat, decided_values, fill_width, raise_mismatch, widened
-from .convert import find_tensor
+from .convert import refuse_tensor_in_cycle
+from .inside import children, kept_tensors, move_itself, nests, open_value, path_inside, placed, stay, tensors_of
 from .ragged import Known, Lengths, Made, Ragged, validated
 
 
@@ -107,6 +108,8 @@ class Home(NamedTuple):
     copies: Mapping[int, Tensor]
     """Copies on the device, by the ``id`` of the given tensor."""
     made: Made
+    moves: bool
+    """Whether values on other devices are moved."""
 
     def tensor(self, given: Tensor, path: Path) -> Tensor:
         """A tensor, or its copy on the device. Raises `Misplaced` if it was not copied."""
@@ -131,6 +134,9 @@ class Kind:
     def count(self, field: Field) -> int | None:
         """The number of rows; None for a field that has none. Raises ``IndexError`` for a tensor of one number."""
         return None
+
+    def require_rows(self, field: Field, count: int) -> None:
+        """Raise ``ValueError`` for another number of rows, of a field that does not decide the number."""
 
     def shape(self, value: Any) -> str:
         """The shape, for messages. A field without rows has none."""
@@ -183,7 +189,7 @@ class Kind:
 
     def equal(self, ours: Any, theirs: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
         """Whether a value equals any other. ``same`` compares tensors."""
-        return _equals_tensor(ours, theirs) if isinstance(theirs, Tensor) else _same_object(ours, theirs)
+        return _equals_tensor(ours, theirs) if isinstance(theirs, Tensor) else _same_object(ours, theirs, same)
 
 
 class DenseKind(Kind):
@@ -420,16 +426,26 @@ class RaggedKind(Kind):
 
 
 class KeptKind(Kind):
-    """A kept object. A list with as many items as there are rows has an item for each row."""
+    """A kept object. A list, or an array with dimensions, has an item for each row. All else belongs to all rows."""
 
     def has_rows(self, value: Any, count: int) -> bool:
         """Whether a kept object has an item for each row."""
-        return isinstance(value, list) and len(value) == count
+        return _has_items(value) and len(value) == count
+
+    def require_rows(self, field: Field, count: int) -> None:
+        value: Any = field.value
+        if _has_items(value) and len(value) != count:
+            raise ValueError(
+                f"{dotted(field.path)}: expected a kept {type(value).__name__} with an item for each of the {count} "
+                f"rows, got {len(value)}; make it a tuple to keep it whole"
+            )
 
     def rows(self, value: Any, at: At) -> Any:
         if not self.has_rows(value, at.count):
             return value
-        return [value[i] for i in at.index.tolist()] if isinstance(at.index, Tensor) else value[at.index]
+        if not isinstance(at.index, Tensor):
+            return value[at.index]
+        return [value[i] for i in at.index.tolist()] if isinstance(value, list) else value[at.index.cpu().numpy()]
 
     def each(self, value: Any, part: range, count: int) -> Iterable[Any]:
         return value[part.start : part.stop] if self.has_rows(value, count) else super().each(value, part, count)
@@ -442,24 +458,56 @@ class KeptKind(Kind):
         path, kept, given = field.path, field.value, rows.values
         if not self.has_rows(kept, place.rows):
             return super().target(field, rows, place)
-        if place.lead and not (isinstance(given, list) and len(given) == place.lead[0]):
+        if place.lead and not (isinstance(given, (list, np.ndarray)) and len(given) == place.lead[0]):
             raise ValueError(
                 f"{dotted(path)}: expected a list of {place.lead[0]} objects for these rows, got {given!r:.60}"
             )
-        try:
-            tensor_at = find_tensor(given)
-        except TooDeep:
-            raise ValueError(f"{dotted(path)} is nested more than {DEPTH} levels deep; flatten it first") from None
-        if tensor_at is not None:
-            where = f"holds a tensor at {tensor_at}" if tensor_at else "is a tensor"
-            raise TypeError(f"{dotted(path)} is a kept list, which holds no tensors; the given value {where}")
+        device = field.owner._device
+        for tensor in kept_tensors(given):
+            if tensor.device != device and device is not None:
+                raise device_mismatch(path, device, tensor.device)
         index: Any = place.index
+        if isinstance(kept, np.ndarray):
+            return [partial(kept.__setitem__, index.cpu().numpy() if isinstance(index, Tensor) else index, given)]
         pairs = zip(index.tolist(), list(given), strict=True) if isinstance(index, Tensor) else [(index, given)]
         return [partial(kept.__setitem__, i, item) for i, item in pairs]
 
+    def tensors(self, value: Any) -> list[Tensor]:
+        return kept_tensors(value)
+
+    def placed(self, value: Any, home: Home, path: Path) -> Any:
+        """A container is copied if its tensors move."""
+        found: list[Any] = []
+        try:
+            rebuild = open_value(value, found)
+        except TooDeep:
+            refuse_tensor_in_cycle(value, path)
+            return value
+        tensors = [tensor for item in found for tensor in tensors_of(item)]
+        if rebuild is None or (not home.moves and all(tensor.device == home.device for tensor in tensors)):
+            return value
+        try:
+            parts = [home.tensor(tensor, path) for tensor in tensors]
+        except Misplaced as error:
+            path = path_inside(value, path, lambda tensor: tensor.device != home.device)
+            raise Misplaced(path, *error.args[1:]) from None
+        move = partial(move_itself, device=home.device) if home.moves else stay
+        return rebuild(placed(found, iter(parts), home.device, home.made, move))
+
     def join(self, values: Sequence[Any], encoder: StringEncoder | None, path: Path, how: Join) -> Any:
-        are_rows = how.verb == "cat" and all(isinstance(value, list) for value in values)
-        return [item for value in values for item in value] if are_rows else list(values)
+        if how.verb == "stack":
+            return list(values)
+        if all(isinstance(value, list) for value in values):
+            return [item for value in values for item in value]
+        if all(isinstance(value, np.ndarray) and value.ndim for value in values):
+            return np.concatenate(values)
+        for i, value in enumerate(values):
+            if not _same_object(values[0], value, exactly):
+                raise ValueError(
+                    f"{dotted(path)}: expected one kept value in all dicts, got {value!r:.60} in dict {i} and "
+                    f"{values[0]!r:.60} in dict 0; make it a list with an item for each row"
+                )
+        return values[0]
 
 
 DENSE, CODES, CODES_PART, RAGGED, KEPT = DenseKind(), CodesKind(), CodesPartKind(), RaggedKind(), KeptKind()
@@ -473,7 +521,7 @@ def kind_of(value: object, encoder: object = None) -> Kind:
         return DENSE if encoder is None else CODES
     if isinstance(value, Ragged):
         return RAGGED
-    if isinstance(value, Mapping):
+    if nests(value):
         return NESTED if encoder is None else CODES
     return KEPT
 
@@ -504,10 +552,17 @@ def _equals_tensor(value: object, tensor: Tensor) -> bool:
     return not isinstance(value, (np.ndarray, np.generic)) and kind.__eq__(value, tensor) is True
 
 
-def _same_object(x: Any, y: Any) -> bool:
+def _same_object(x: Any, y: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
     """Whether two kept objects are equal. An array of results, as of pandas, must be True everywhere."""
     if x is y:
         return True
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return same(x, y)
+    if type(x) is type(y) and kept_tensors(x):  # a tensor has no truth value
+        a, b = children(x), children(y)
+        if a is not None and b is not None:
+            pairs = zip(a.values, b.values, strict=False)
+            return list(a.names) == list(b.names) and all(_same_object(one, other, same) for one, other in pairs)
     if any(isinstance(value, np.ndarray) for value in (x, y)):
         return np.array_equal(x, y)  # == would broadcast
     return bool(np.all(x == y))
@@ -564,6 +619,10 @@ def fit_codes(field: Tensor, value: Tensor, encoder: object, path: Path) -> Tens
             "shorten the string, or make the field anew, wide enough for it"
         )
     return fill_width(value, width, number)
+
+
+def _has_items(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def refuse_rows(path: Path, what: str, given: Any, value: Any, how: Fit) -> NoReturn:

@@ -1,14 +1,15 @@
 """The manifest: the structure of a dict as JSON data. Files, tables, messages, pickles and ``torch.save`` contain it.
 
-A manifest contains the tree, the policies and the encoders of the dicts. A number replaces each tensor and each kept
-object. A manifest names registered encoders, but no class and no function. It may be damaged or forged, so `Reader`
-validates every part of a manifest before it uses the part.
+A manifest contains the tree, the policies and the encoders of the dicts, and the kept values that JSON can hold. A
+number replaces each tensor and each other kept object. A manifest names registered encoders, but no class and no
+function. It may be damaged or forged, so `Reader` validates every part of a manifest before it uses the part.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -16,6 +17,7 @@ from types import NoneType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, runs_code
@@ -39,7 +41,8 @@ Instead = Callable[[StringEncoder, "TypeError | None"], Any]
 None if its JSON form runs code."""
 Shape = tuple[Any, ...]
 """A dict without its values: the number of its policy, and its items. An item is the key and the number of a leaf, the
-`Shape` of a nested dict, or for a ragged field the numbers of its values and offsets and its longest row or None."""
+`Shape` of a nested dict, the text of a kept value, or for a ragged field the numbers of its values and offsets and its
+longest row or None."""
 
 
 class InvalidManifest(ValueError):
@@ -113,6 +116,9 @@ class Outline:
             return self._shape_of(value, path)
         number = len(self.values)
         if not isinstance(value, Ragged):
+            if not self._pickled and not isinstance(value, Tensor):
+                with suppress(TypeError, RecursionError):
+                    return json.dumps(_kept_to_json(value))
             self.values.append(value)
             return number
         lengths = value._lengths
@@ -149,8 +155,38 @@ def _text(shape: Shape, policies: str) -> str:
 
 def _tree(shape: Shape) -> dict[str, Any]:
     """The JSON form of a shape."""
-    items = [(key, _tree(one) if type(one) is tuple and len(one) == 2 else one) for key, one in shape[1]]
-    return {"policy": shape[0], "items": items}
+    return {"policy": shape[0], "items": [(key, _item_to_json(one)) for key, one in shape[1]]}
+
+
+def _item_to_json(one: Any) -> Any:
+    if type(one) is str:
+        return {"kept": json.loads(one)}
+    return _tree(one) if type(one) is tuple and len(one) == 2 else one
+
+
+def _kept_to_json(value: Any) -> Any:
+    """The JSON form of a kept value: tuples and dicts are tagged. Raises ``TypeError`` for a value without one."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [_kept_to_json(item) for item in value]
+    if type(value) is tuple:
+        return {"tuple": [_kept_to_json(item) for item in value]}
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _kept_to_json(item) for key, item in value.items()}}
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
+
+
+def _kept_from_json(form: Any) -> Any:
+    if type(form) is list:
+        return [_kept_from_json(item) for item in form]
+    if type(form) is not dict:
+        return form
+    if list(form) == ["tuple"] and type(form["tuple"]) is list:
+        return tuple(_kept_from_json(form["tuple"]))
+    if list(form) == ["dict"] and type(form["dict"]) is dict:
+        return {key: _kept_from_json(item) for key, item in form["dict"].items()}
+    return invalid("a kept value is neither a tuple nor a dict")
 
 
 def encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
@@ -164,13 +200,20 @@ def encoder_entry(encoder: StringEncoder, instead: Instead) -> Any:
 
 
 class Node(dict[str, Any]):
-    """A validated dict of a manifest. Each value is the number of a leaf, a `RaggedNode`, or a node."""
+    """A validated dict of a manifest. Each value is the number of a leaf, a `RaggedNode`, a `KeptNode`, or a node."""
 
     __slots__ = ("policy",)
 
     def __init__(self, policy: int, items: Mapping[str, Any]) -> None:
         super().__init__(items)
         self.policy = policy
+
+
+class KeptNode(NamedTuple):
+    """A kept value of a manifest."""
+
+    form: Any
+    """Its JSON form."""
 
 
 class RaggedNode(NamedTuple):
@@ -264,7 +307,8 @@ class Reader:
             if type(value) is int:
                 items[key] = value
             elif type(value) is dict:
-                items[key] = self._node(value, depth + 1)
+                is_kept = list(value) == ["kept"]
+                items[key] = KeptNode(value["kept"]) if is_kept else self._node(value, depth + 1)
             elif type(value) is list:
                 items[key] = _ragged(key, value)
             else:
@@ -292,7 +336,7 @@ def _numbered(root: Node) -> tuple[list[Path], list[int]]:
                 numbers.append(one)
             elif type(one) is Node:
                 walk(one, (*at, key))
-            else:
+            elif type(one) is RaggedNode:
                 paths.append((*at, key, "values"))
                 numbers.append(one.values)
                 if one.offsets not in offsets:
@@ -349,9 +393,15 @@ class _Builder:
                 items[key] = self._leaf(one)
             elif isinstance(one, RaggedNode):
                 items[key] = self._ragged(one, (*at, key))
+            elif isinstance(one, KeptNode):
+                items[key] = _kept_from_json(one.form)
             else:
                 items[key] = self.dict_of(one, self._nested_class(cls, key), (*at, key), outer)
-        return cls._new(items, self._device, self._policy(node, cls, outer))
+        policy = self._policy(node, cls, outer)
+        kept = [key for key, one in node.items() if isinstance(one, KeptNode)]
+        if kept and policy.objects != "keep":
+            invalid(f'{dotted((*at, kept[0]))} is a kept value; load it into a class with objects="keep"')
+        return cls._new(items, self._device, policy)
 
     def _ragged(self, node: RaggedNode, path: Path) -> Ragged:
         if node.offsets not in self._lengths:
@@ -402,7 +452,7 @@ _RAGGED = Ragged._new(_TENSOR, Lengths(_TENSOR))
 def _names_in(node: Node) -> dict[str, Any]:
     """The keys of a node as a nested dict."""
     return {
-        key: _names_in(one) if isinstance(one, Node) else _TENSOR if type(one) is int else _RAGGED
+        key: _names_in(one) if isinstance(one, Node) else _RAGGED if isinstance(one, RaggedNode) else _TENSOR
         for key, one in node.items()
     }
 
@@ -453,6 +503,8 @@ def _to_json(node: Node, numbers: Mapping[int, int], keys: set[str]) -> dict[str
     for key, one in node.items():
         if isinstance(one, RaggedNode):
             items.append([key, [numbers[one.values], numbers[one.offsets], one.longest]])
+        elif isinstance(one, KeptNode):
+            items.append([key, {"kept": one.form}])
         else:
             items.append([key, numbers[one] if type(one) is int else _to_json(one, numbers, keys)])
     return {"policy": node.policy, "items": items}

@@ -492,10 +492,14 @@ class Ragged:
 
     # --- what the engine sees: in moves, packs, manifests and messages ---
 
+    _holds_tensors = True  # see `open_value`
+
     def _tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
         self._list_tensors(found, set())
         return found
+
+    _tensors_inside = _tensors
 
     def _list_tensors(self, found: list[Tensor], known: set[Lengths]) -> None:
         """Append the values and the offsets to ``found``, and the lengths to ``known``. Shared offsets come once."""

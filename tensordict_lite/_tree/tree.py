@@ -12,12 +12,13 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar, Unpack
 
 from .._encoders.protocol import StringEncoder
-from .._errors import DeviceMismatchError, Path
+from .._errors import DeviceMismatchError, Path, add_note, dotted
 from .._memory.compare import equal
 from .._memory.device import canonical
 from .._memory.dtypes import CASTABLE
 from . import pytree
 from .compare import equal_trees
+from .inside import Move, kept_tensors, place, stay
 from .policy import OPTIONS, Options, Policy, refuse_option
 from .ragged import Lengths, Made, Ragged
 from .walk import leaves, only_tensors
@@ -40,6 +41,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
     """
 
     __slots__ = ("__weakref__", "_device", "_policy")
+    _holds_tensors: ClassVar[bool] = True  # see `open_value`
     _device: torch.device | None  # resolved; None before the first tensor or nested dict; see also `_infer_device`
     _policy: Policy
     _class_options: ClassVar[Mapping[str, Any]]  # the options that this class itself declares, without its bases
@@ -143,8 +145,15 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """Every tensor of the tree, depth first. Ragged fields that share their offsets list them once."""
         return self._tensors_and_kind()[0]
 
-    def _tensors_and_kind(self) -> tuple[list[Tensor], bool]:
-        """Every tensor of the tree, as `_tensors` lists them, and whether all values are plain tensors."""
+    def _tensors_inside(self) -> list[Tensor]:
+        """Every tensor of the tree, also those in kept values."""
+        return self._tensors_and_kind(kept=True)[0]
+
+    def _tensors_and_kind(self, kept: bool = False) -> tuple[list[Tensor], bool]:
+        """Every tensor of the tree, as `_tensors` lists them, and whether all values are plain tensors.
+
+        ``kept``: also the tensors in kept values.
+        """
         if only_tensors(self.values()):
             tensors: list[Any] = list(self.values())
             return tensors, True
@@ -155,6 +164,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 found.append(value)
             elif isinstance(value, Ragged):
                 value._list_tensors(found, known)
+            elif kept:
+                found += kept_tensors(value)
         return found, False
 
     def _leaves(self) -> list[Any]:
@@ -177,38 +188,63 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 items[key] = next(leaves)
         return self._new(items, device, self._policy)
 
-    def _replace_tensors(self, tensors: list[Tensor], device: torch.device | None, flat: bool = False) -> Self:
+    def _replace_tensors(
+        self, tensors: list[Tensor], device: torch.device | None, flat: bool = False, move: Move | None = None
+    ) -> Self:
         """The same tree on ``device`` with other tensors, in the order of `_tensors`. Does not validate them.
 
-        ``flat``: the caller knows that all values are plain tensors.
+        ``flat``: the caller knows that all values are plain tensors. ``move``: the tensors are those of
+        `_tensors_inside`; it moves kept objects that move themselves. None: kept values stay.
         """
         if flat or only_tensors(self.values()):
             return self._new(zip(self, tensors, strict=True), device, self._policy)
-        return self._rebuilt(iter(tensors), device, {})
+        return self._placed(iter(tensors), device, {}, move)
 
-    def _rebuilt(self, tensors: Iterator[Tensor], device: torch.device | None, made: Made) -> Self:
-        """The same tree with the next of ``tensors`` in place of those of `_tensors`. ``made``: see `Made`."""
+    def _placed(
+        self, tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move | None = None
+    ) -> Self:
+        """The same tree with the next of ``tensors``: see `_replace_tensors`. ``made``: see `Made`."""
         out = self._leaves()
         for i, value in enumerate(out):
             if isinstance(value, Tensor):
                 out[i] = next(tensors)
             elif isinstance(value, Ragged):
                 out[i] = value._rebuilt(tensors, made)
+            elif move is not None:
+                try:
+                    out[i] = place(value, tensors, device, made, move)
+                except Exception as error:
+                    add_note(error, f"the kept value is {dotted([path for path, _ in leaves(self)][i])}")
+                    raise
         return self._with_leaves(iter(out), device)
 
-    def _map_data(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same tree with ``function(tensor)`` for each tensor of `data_of`, on the same device."""
-        return self._replace_data(map(function, data_of(self)), self._device)
+    def _map_data(self, function: Callable[[Tensor], Tensor], kept: bool = False) -> Self:
+        """The same tree with ``function(tensor)`` for each tensor of `data_of`, on the same device.
 
-    def _replace_data(self, results: Iterator[Any], device: torch.device | None) -> Self:
-        """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them."""
+        ``kept``: also for the tensors in kept values.
+        """
+        return self._replace_data(map(function, data_of(self)), self._device, function if kept else None)
+
+    def _replace_data(
+        self,
+        results: Iterator[Any],
+        device: torch.device | None,
+        inside: Callable[[Tensor], Tensor] | None = None,
+    ) -> Self:
+        """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them.
+
+        ``inside``: a function for the tensors in kept values. None: these stay.
+        """
         made: Made = {}
         out: list[Any] = []
         for path, value in leaves(self):
             if isinstance(value, Tensor):
                 out.append(next(results))
+            elif isinstance(value, Ragged):
+                out.append(value._with_data(next(results), path, made))
             else:
-                out.append(value._with_data(next(results), path, made) if isinstance(value, Ragged) else value)
+                parts = map(inside, kept_tensors(value)) if inside else None
+                out.append(value if parts is None else place(value, parts, device, {}, stay))
         return self._with_leaves(iter(out), device)
 
     def _infer_device(self, fallback: torch.device | None) -> None:
@@ -218,7 +254,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         moves all tensors. Each nested dict gets the device of its own tensors.
         """
         dicts = dicts_of(self)
-        devices = {tensor.device for tensor in self._tensors()}
+        devices = {tensor.device for tensor in self._tensors_inside()}
         if len(devices) > 1:
             self._device = None
             for nested in dicts[1:]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._errors import Path, described, dotted, refuse_deeper
 from .._memory.device import CPU
 from .frames import table_columns
+from .inside import nests
 from .kinds import kind_of
 from .missing import no_key
 from .ragged import Ragged
@@ -125,7 +126,7 @@ def tensors_in(data: Mapping[str, Any], at: Path = ()) -> list[Tensor]:
 def leaves(data: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The path and value of every leaf, depth first. A leaf is a value that is not a mapping."""
     for key, value in data.items():
-        if isinstance(value, Mapping):
+        if nests(value):
             yield from leaves(value, (*at, key))
         else:
             yield (*at, key), value

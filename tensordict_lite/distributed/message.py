@@ -210,7 +210,7 @@ def _refuse(outline: Outline, unpackable: int = 0) -> NoReturn:
     leaves = outline.leaves()
     kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
     if kept:
-        raise TypeError(f"{', '.join(kept)}: kept objects cannot be sent, only tensors; drop them first")
+        raise TypeError(f"{', '.join(kept)}: kept values without a JSON form cannot be sent; drop them first")
     path, tensor = leaves[unpackable]
     raise TypeError(
         f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} has more "

@@ -49,7 +49,8 @@ def options() -> DeviceDict:
     d = DeviceDict(
         {"colour": ["green", "blue"], "id": ["a", "b"], "text": "free"}, encoders=encoders, dtype=torch.float16
     )
-    d["inner"] = DeviceDict({"name": ["Ada"], "x": 0.5}, encoders=encoders, on_mismatch="move", objects="keep")
+    inner = {"name": ["Ada"], "x": torch.tensor(0.5)}
+    d["inner"] = DeviceDict(inner, encoders=encoders, on_mismatch="move", objects="keep")
     return d
 
 

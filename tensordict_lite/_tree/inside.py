@@ -1,0 +1,246 @@
+"""What lies in kept values and plain containers: tensors at any depth, and objects that move themselves."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from types import NoneType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
+
+from .._errors import DEPTH, Path, TooDeep
+from .ragged import Made, Ragged
+
+Rebuild = Callable[[Iterator[Any]], Any]
+"""Rebuilds a value from replacements, one for each item that `open_value` found in it."""
+Move = Callable[[Any], Any]
+"""Moves an object that moves itself, and returns the result."""
+
+_EMPTY = frozenset((NoneType, bool, int, float, complex, str, bytes, np.ndarray, torch.Size, torch.dtype, torch.device))
+"""Types of values that hold no tensor. A Size is a tuple that must stay one."""
+
+
+class Children(NamedTuple):
+    """The values in a container, and how to build a container like it."""
+
+    names: Sequence[Any]
+    """The keys of a mapping, the names of fields, or indices."""
+    values: Sequence[Any]
+    build: Callable[[list[Any]], Any]
+
+
+def open_value(obj: Any, found: list[Any]) -> Rebuild | None:
+    """Append what can move to ``found``: tensors, ragged fields, `DeviceDict`s, objects with a ``to`` of their own.
+
+    Returns a function that rebuilds ``obj`` once with other items; None if there are none. A container that occurs
+    several times is opened once. Raises ``TooDeep`` for a container that is nested too deep, or that holds itself.
+    """
+    return _open(obj, found, {}, {}, 0)
+
+
+_OPENING: Rebuild = next
+"""In place of how to rebuild a container that is being opened."""
+_Known = dict[int, tuple[Any, Rebuild | None]]
+"""The containers that were opened, by id: the container, which stays alive, and how to rebuild it."""
+
+
+def _open(obj: Any, found: list[Any], known: _Known, made: dict[int, Any], depth: int) -> Rebuild | None:
+    """``made``: the containers that were rebuilt, by the id of the original."""
+    kind = type(obj)
+    if kind in _EMPTY:
+        return None
+    if isinstance(obj, Tensor) or hasattr(kind, "_holds_tensors") or takes_device(kind):
+        found.append(obj)
+        return next
+    if kind in (list, tuple) and _EMPTY.issuperset(map(type, obj)):
+        return None
+    number = id(obj)
+    if number in known and known[number][1] is not _OPENING:
+        return None if known[number][1] is None else lambda _: made[number]
+    inside = children(obj)
+    if inside is None:
+        return None
+    if number in known or depth > DEPTH:
+        raise TooDeep(f"nested more than {DEPTH} levels deep, or holds itself; flatten it first")
+    known[number] = obj, _OPENING
+    parts = [_open(child, found, known, made, depth + 1) for child in inside.values]
+    known[number] = obj, partial(_rebuild, inside, parts, made, number) if any(parts) else None
+    return known[number][1]
+
+
+def _rebuild(
+    inside: Children, parts: list[Rebuild | None], made: dict[int, Any], number: int, results: Iterator[Any]
+) -> Any:
+    pairs = zip(inside.values, parts, strict=True)
+    made[number] = inside.build([child if part is None else part(results) for child, part in pairs])
+    return made[number]
+
+
+@lru_cache(maxsize=256)
+def takes_device(kind: type) -> bool:
+    """Whether objects of a class have a method ``to`` for devices: its first parameter is ``device`` or ``*args``.
+
+    Other libraries convert units or time zones with ``to``. A module stays where it is.
+    """
+    method = getattr(kind, "to", None)
+    if not callable(method) or issubclass(kind, (Module, type)):
+        return False
+    try:
+        first = list(inspect.signature(method).parameters.values())[1:2]
+    except (TypeError, ValueError):  # a function of C without a signature
+        return False
+    return any(one.name == "device" or one.kind is one.VAR_POSITIONAL for one in first)
+
+
+def move_itself(obj: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """Move a copy of an object by its own method ``to``, which may change the object."""
+    one = copy.copy(obj)
+    known = inspect.signature(one.to).parameters if non_blocking else {}
+    asked = "non_blocking" in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    moved = one.to(device, non_blocking=True) if asked else one.to(device)
+    return one if moved is None else moved
+
+
+def nests(value: object) -> bool:
+    """Whether a value of a dict is a nested dict: a mapping with str keys. ``objects="keep"`` keeps other mappings."""
+    return isinstance(value, Mapping) and (
+        hasattr(type(value), "_holds_tensors") or all(isinstance(k, str) for k in value)
+    )
+
+
+def stay(obj: Any) -> Any:
+    """The `Move` that moves nothing."""
+    return obj
+
+
+def children(obj: Any) -> Children | None:
+    """What is in a container: a list, tuple, mapping, dataclass, or a class that is registered with pytree."""
+    kind: Any = type(obj)
+    if kind is list or kind is tuple:
+        return Children(range(len(obj)), obj, kind)
+    if kind is dict:
+        return Children([*obj], [*obj.values()], lambda parts: dict(zip(obj, parts, strict=True)))
+    if isinstance(obj, (type, Module)):
+        return None
+    values, spec = pytree.tree_flatten(obj, is_leaf=lambda one: one is not obj)
+    if len(values) != 1 or values[0] is not obj:
+        return Children(_names(obj, len(values)), values, lambda parts: pytree.tree_unflatten(parts, spec))
+    if isinstance(obj, Mapping):
+        return Children([*obj], [*obj.values()], lambda parts: _mapping(obj, parts))
+    if dataclasses.is_dataclass(obj):
+        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
+        return Children(names, [getattr(obj, name) for name in names], lambda parts: _dataclass(obj, names, parts))
+    if isinstance(obj, list):  # a subclass: pytree treats it as a leaf
+        return Children(range(len(obj)), obj, lambda parts: _list_like(obj, parts))
+    if isinstance(obj, tuple):
+        return Children(_names(obj, len(obj)), obj, getattr(kind, "_make", kind))
+    return None
+
+
+def _names(obj: Any, count: int) -> Sequence[Any]:
+    names = [*obj] if isinstance(obj, Mapping) else getattr(obj, "_fields", None)
+    return names if isinstance(names, (list, tuple)) and len(names) == count else range(count)
+
+
+def _dataclass(obj: Any, names: Sequence[str], values: list[Any]) -> Any:
+    clone = copy.copy(obj)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(clone, name, value)  # works for frozen dataclasses too, without __init__
+    return clone
+
+
+def _mapping(obj: Mapping[Any, Any], values: list[Any]) -> Any:
+    """A mapping of the same class with other values."""
+    items = dict(zip(obj, values, strict=True))
+    if not isinstance(obj, (dict, UserDict)):
+        return type(obj)(items)  # pyright: ignore[reportCallIssue]  (a copy could share state with the original)
+    clone: Any = copy.copy(obj)
+    for key, value in items.items():
+        clone[key] = value
+    if dataclasses.is_dataclass(clone):  # as the outputs of transformers: every item is an attribute too
+        return _dataclass(clone, [name for name in items if hasattr(clone, name)], [*items.values()])
+    return clone
+
+
+def _list_like(obj: list[Any], values: list[Any]) -> Any:
+    clone = copy.copy(obj)
+    clone[:] = values
+    return clone
+
+
+def tensors_of(item: Any) -> list[Tensor]:
+    """The tensors of an item of `open_value`, without those of an object that moves itself."""
+    if isinstance(item, Tensor):
+        return [item]
+    return item._tensors_inside() if hasattr(type(item), "_holds_tensors") else []
+
+
+def kept_tensors(value: Any) -> list[Tensor]:
+    """The tensors of a kept value that move with the dict."""
+    found: list[Any] = []
+    try:
+        open_value(value, found)
+    except TooDeep:  # an insert allows it only without tensors
+        return []
+    return [tensor for item in found for tensor in tensors_of(item)]
+
+
+def place(value: Any, tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move) -> Any:
+    """A kept value with the next of ``tensors`` in place of `kept_tensors`, on ``device``. ``made``: see `Made`."""
+    found: list[Any] = []
+    try:
+        rebuild = open_value(value, found)
+    except TooDeep:
+        return value
+    return value if rebuild is None else rebuild(placed(found, tensors, device, made, move))
+
+
+def placed(
+    found: list[Any], tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move
+) -> Iterator[Any]:
+    """The items of `open_value` with other tensors: see `place`."""
+    for item in found:
+        own = [next(tensors) for _ in tensors_of(item)]
+        if isinstance(item, Tensor):
+            yield own[0]
+        elif isinstance(item, Ragged):
+            yield item._rebuilt(iter(own), made)
+        else:
+            is_dict = hasattr(type(item), "_holds_tensors")
+            yield item._placed(iter(own), device, made, move) if is_dict else move(item)
+
+
+def path_inside(value: Any, path: Path, wanted: Callable[[Tensor], bool]) -> Path:
+    """The path of the first tensor in a value, at ``path``, that is wanted: ``('targets[0]', 'boxes')``."""
+    if isinstance(value, Tensor) or hasattr(type(value), "_holds_tensors"):
+        return path if any(map(wanted, tensors_of(value))) else ()
+    inside = children(value) if kept_tensors(value) else None
+    for name, child in zip(inside.names, inside.values, strict=True) if inside else ():
+        at = (*path, name) if isinstance(name, str) else (*path[:-1], f"{path[-1]}[{name!r}]")
+        if found := path_inside(child, at, wanted):
+            return found
+    return ()
+
+
+def numpy_inside(value: Any, convert: Callable[[Tensor], Any]) -> Any:
+    """A value on the CPU with an array for each tensor, and a plain dict for each `DeviceDict`."""
+    found: list[Any] = []
+    rebuild = open_value(value, found)
+    if rebuild is None:
+        return value
+    arrays: list[Any] = []
+    for item in found:
+        if isinstance(item, Tensor):
+            arrays.append(convert(item))
+        else:
+            arrays.append(item.numpy() if hasattr(type(item), "_holds_tensors") else item)
+    return rebuild(iter(arrays))
