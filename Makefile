@@ -128,6 +128,7 @@ figures: .venv/tests
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	SITE=site $(BIN)/python -m pytest -q tests/test_site.py
 	@echo "The pages are in site: open site/index.html."
 
 # ruff and pyright before each commit, from .venv: nothing is fetched then.

@@ -25,15 +25,16 @@ sys.path.append(str(BENCHMARKS))
 plot: Any = importlib.import_module("plot")
 CHART = re.compile(r"<!-- chart: (\w+), (.*) -->")
 BACK = "[Back to the gallery]({}gallery.md)\n"
-# What a page counts in a search: the changelog has every word, and a program with plain dicts shows what to avoid.
-BOOST = {"changelog": 0.2, "examples/plain_": 0.1, "examples/": 0.7}
+# What a page counts in a search: the changelog and the reference have every word. Programs stay out.
+BOOST = {"changelog": 0.2, "contributors/": 0.3, "reference": 0.5, "gallery": 0.7, "examples/": 0.5}
 log = logging.getLogger("mkdocs.hooks.programs")
 
 
 def program(path: Path) -> str:
     """The code, on a page without a table of contents, so that lines have more room."""
     code = path.read_text(encoding="utf-8")
-    return f"---\nhide: [toc]\n---\n\n# {path.name}\n\n{BACK.format('../')}\n```python\n{code}```\n"
+    head = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n\n"
+    return f"{head}# {path.name}\n\n{BACK.format('../')}\n```python\n{code}```\n"
 
 
 def notebook(path: Path) -> str:

@@ -56,7 +56,7 @@ class TestAddAStringEncoder:
         name = cls.__name__
         assert name in tensordict_lite.__all__
         assert f"| `{name}(" in page("docs/strings.md"), "add a row to the table of encoders"
-        assert f"::: tensordict_lite.{name}\n" in page("docs/reference.md")
+        assert f"::: tensordict_lite.{name}\n" in page("docs/reference/strings.md")
         if cls is not Tokenizer:  # has tests of its own
             assert cls in map(type, ENCODERS), "add an instance to ENCODERS"
             assert encoder_to_json(next(one for one in ENCODERS if type(one) is cls))["name"] == cls.name

@@ -58,10 +58,12 @@ def test_the_example_of_distributed_runs() -> None:
 
 def test_every_public_name_has_an_entry_in_the_reference() -> None:
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    parts = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
     for name in tensordict_lite.__all__:
-        assert f"\n::: tensordict_lite.{name}\n" in text, name
+        assert f"\n::: tensordict_lite.{name}\n" in parts, name
     for name in tables.__all__:
-        assert f"\n::: tensordict_lite.tables.{name}\n" in text, name
+        # griffe finds the module of this name, not the function.
+        assert f"\n::: tensordict_lite.tables.{'verify.verify' if name == 'verify' else name}\n" in parts, name
     table = text[: text.index("\n## Options")]
     assert all(f"`{name}`" in table for name in [*tensordict_lite.__all__, *tables.__all__, "Rows"])
     methods = {name for name, _ in _public() if "." in name}

@@ -75,7 +75,8 @@ class BatchOrder(Sampler[list[int]]):
         shuffle: True: all rows in random order. An int n: blocks of n rows in random order, and the rows of each 8
             blocks in random order, for a table that is larger than the memory.
         seed: the seed of the random order.
-        rank, world: this rank, and the number of ranks. Give both, or neither in a program of one process.
+        rank: this rank. Give ``world`` too, or neither in a program of one process.
+        world: the number of ranks.
         drop_last: leave out the last step, unless every rank gets ``size`` rows. Otherwise all ranks share the last
             rows, and differ by at most one batch. With ``tokens``, the step that takes the last row is left out.
 
@@ -145,10 +146,15 @@ class BatchOrder(Sampler[list[int]]):
         Args:
             orders: a `BatchOrder` of each dataset. Its size, tokens and ``drop_last`` are not used.
             weights: the shares of the rows of each order. Their sum may be any number.
-            size, tokens, padded, longer, rank, world, drop_last: as for `BatchOrder`. With ``tokens``, each order has
-                the ``lengths`` of its dataset.
+            size: as for `BatchOrder`.
+            tokens: as for `BatchOrder`. Each order has the ``lengths`` of its dataset.
+            padded: as for `BatchOrder`.
+            longer: as for `BatchOrder`.
             stop: an epoch ends with ``"first"`` when one order has given all its rows, with ``"all"`` when each has.
                 Until then, an order that has given all its rows begins its next epoch.
+            rank: as for `BatchOrder`.
+            world: as for `BatchOrder`.
+            drop_last: as for `BatchOrder`.
 
         Raises: ``TypeError`` or ``ValueError`` for an invalid argument, and for an order with ranks of its own.
         Cost: 9 bytes for each turn until the shares repeat, at most 262,144: other weights are rounded to this.

@@ -520,15 +520,15 @@ class DeviceDict(TreeDict[V]):
     @overload
     def to(
         self,
-        device: DeviceLike | None = ...,
-        dtype: torch.dtype | None = ...,
-        non_blocking: bool = ...,
-        copy: bool = ...,
+        device: DeviceLike | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+        copy: bool = False,
     ) -> Self: ...
     @overload
-    def to(self, dtype: torch.dtype, non_blocking: bool = ..., copy: bool = ...) -> Self: ...
+    def to(self, dtype: torch.dtype, non_blocking: bool = False, copy: bool = False) -> Self: ...
     @overload
-    def to(self, other: Tensor | TreeDict[Any], non_blocking: bool = ..., copy: bool = ...) -> Self: ...
+    def to(self, other: Tensor | TreeDict[Any], non_blocking: bool = False, copy: bool = False) -> Self: ...
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move this dict to a device, cast it to a dtype, or both.
 

@@ -84,7 +84,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     Args:
         data: a mapping or an iterable of pairs, for frameworks that rebuild a dict as ``type(d)({...})``. Type checkers
             reject this argument; use `from_dict` instead.
-        fields: the fields, by keyword, and the options of `DeviceDict`.
+        given: the fields, by keyword, and the options of `DeviceDict`.
 
     Raises: ``TypeError`` that names the class and the field, if a field is missing, unknown or of another kind, or if a
     required field is deleted; ``ValueError`` for a wrong dtype or shape; the errors of `DeviceDict`. The dict is
@@ -175,8 +175,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
         Args:
             data: the fields, for example parsed JSON. Python numbers take the declared floating-point dtype of a field.
-            device: as for the constructor.
-            options: as for the constructor.
+            device: as for the constructor. So are the options.
 
         Raises: the errors of the constructor. Cost: that of the constructor.
 
