@@ -115,7 +115,7 @@ class _Numbers:
             return []
         total = x.sum() if x.is_floating_point() else x.sum(dtype=torch.int64)
         nonzero = _nonzero(given.view(torch.int64) if given.dtype is torch.uint64 else x)
-        return [x.amin(), x.amax(), nonzero, x[:: self.step].clone(), total]
+        return [*x.aminmax(), nonzero, x[:: self.step].clone(), total]
 
     def add(self, given: Tensor, found: list[Tensor]) -> None:
         """Add a chunk. ``found``: the result of `measure`, on the host."""
@@ -126,21 +126,21 @@ class _Numbers:
         self.zero += len(given) - int(nonzero)
         finite, sample = len(given), found[3]
         if not (isfinite(low) and isfinite(high)):
-            low, high, total, nan, inf = (one.item() for one in transfer(_without_nan(_comparable(given)), CPU))
-            self.nan += int(nan)
-            finite, sample = finite - int(nan) - int(inf), sample[sample.isfinite()]
+            ends, [total, kept, not_inf] = _without_nan(_comparable(given))
+            self.nan += int(not_inf - kept)
+            finite, sample = finite - int(nonzero - kept), sample[sample.isfinite()]
             if not finite:
                 return
+            low, high = ends
         self.finite += finite
         shift = 2**63 if given.dtype is torch.uint64 else 0
         self.ends += [low + shift, high + shift]
         self.sample.append(sample.to(torch.float64) + shift)
         largest = max(abs(low), abs(high))
         if isinstance(total, int):
-            if largest * len(given) >= 2**63:  # two halves, since the sum has more than 64 bits
-                x = _comparable(given)
-                upper = x >> 32
-                total = (int(upper.sum()) << 32) + int((x - (upper << 32)).sum())
+            if largest * len(given) >= 2**63:  # the sum has more than 64 bits, of which a float has the upper ones
+                upper = _comparable(given).sum(dtype=torch.float64).item()
+                total += round((upper - total) / 2**64) << 64
             self.sum += total + shift * len(given)
         elif isfinite(total):
             self.sum += Fraction(total)
@@ -164,18 +164,24 @@ class _Numbers:
 
 
 def _nonzero(x: Tensor) -> Tensor:
-    # Not of the numbers themselves: `count_nonzero` takes 20 times as long if some are zero or NaN.
-    return x.bool().count_nonzero()
+    """The count of the numbers that are not zero. It takes a third of the time of ``count_nonzero``."""
+    ones = x.bool()
+    whole = len(ones) // 1024
+    # 128 numbers of eight bytes, whose bytes are 0 or 1: no byte of the sum overflows.
+    bytewise = ones[: 1024 * whole].view(torch.int64).view(whole, 128).sum(1)
+    return bytewise.view(torch.uint8).sum(dtype=torch.int64) + ones[1024 * whole :].sum()
 
 
-def _without_nan(x: Tensor) -> list[Tensor]:
-    """Of the finite numbers the least, the largest and the sum; the counts of NaN and of infinities."""
-    inf = float("inf")
+def _without_nan(x: Tensor) -> tuple[list[float], list[float]]:
+    """Of the finite numbers the least and the largest; and their sum, the counts of nonzero ones and of these and NaN."""
     numbers = x.nan_to_num(0, 0, 0)
     # Masks and indices take much longer than `nan_to_num`, so what it makes nonzero is counted.
-    nonzero = _nonzero(numbers)
-    counts = [_nonzero(x.nan_to_num(*ones)) - nonzero for ones in ((1, 0, 0), (0, 1, 1))]
-    return [x.nan_to_num(inf, inf, inf).amin(), x.nan_to_num(-inf, -inf, -inf).amax(), numbers.sum(), *counts]
+    found = [*numbers.aminmax(), numbers.sum(), _nonzero(numbers), _nonzero(x.nan_to_num(1, 0, 0))]
+    low, high, *rest = (one.item() for one in transfer(found, CPU))
+    if low == 0 or high == 0:  # maybe for a NaN
+        ends = [x.nan_to_num(end, end, end) for end in (float("inf"), float("-inf"))]
+        low, high = (one.item() for one in transfer([ends[0].amin(), ends[1].amax()], CPU))
+    return [low, high], rest
 
 
 def _comparable(given: Tensor) -> Tensor:
