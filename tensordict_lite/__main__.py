@@ -48,10 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.rows is not None and given.rows < 0:
         parser.error(f"--rows takes a number of rows, got {given.rows}")
+    bar = not given.json and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
     status = 0
     for path in given.path:
         try:
-            print(_verified(path, given.json) if given.verify else _look_at(path, given))
+            print(_verified(path, given.json, bar) if given.verify else _look_at(path, given, bar))
         except (InvalidFileError, OSError, LookupError, ValueError, TypeError, ImportError) as error:
             said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             reason = (error.args[0] if isinstance(error, KeyError) else said).replace(f"{path}: ", "").splitlines()[0]
@@ -60,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _verified(path: str, as_json: bool) -> str:
+def _verified(path: str, as_json: bool, bar: bool) -> str:
     """Raises ``InvalidFileError`` for damage."""
     if os.path.isdir(path):
         found = sorted(filter(PART.fullmatch, os.listdir(path)))
         for folder in [os.path.join(path, name) for name in found] or [path]:
-            verify(folder)
+            verify(folder, progress=bar)
         said = "no damage found"
     elif _is_archive(path):
         _opened(path)
@@ -79,13 +80,12 @@ def _verified(path: str, as_json: bool) -> str:
     return json.dumps({"path": path, "verified": said}) if as_json else f"{one_line(path)}: {said}"
 
 
-def _look_at(path: str, given: argparse.Namespace) -> str:
+def _look_at(path: str, given: argparse.Namespace, bar: bool) -> str:
     opened = _opened(path)
     parts = [_chosen(d, given.key) for d in (opened.parts if isinstance(opened, JoinedRows) else [opened])]
     whole: Any = JoinedRows(parts) if isinstance(opened, JoinedRows) else parts[0]
     described: Any = None
     if given.describe:
-        bar = not given.json and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
         described = whole.describe(progress=bar)
     rows = whole if isinstance(whole, JoinedRows) else whole.rows
     first: Any = None if given.rows is None else rows[: given.rows]

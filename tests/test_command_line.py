@@ -73,7 +73,7 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [json.loads(line)["fields"][0]["mean"] for line in lines] == [2.5, 2.5]
 
 
-def test_parts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(2):
         table("parts", part=rank, parts=2, checksums=True)
     assert main(["parts"]) == 0
@@ -84,6 +84,10 @@ def test_parts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "DeviceDict.rows(12): the first 7" in out and "\n6  0 " in out and "float32[12]" in out
     assert main(["parts", "--verify"]) == 0
     assert capsys.readouterr().out == "parts: no damage found\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.stderr, "isatty", lambda: True)
+        assert main(["parts", "--verify"]) == 0
+    assert "%|" in capsys.readouterr().err
     with open("parts/part-00001/x.safetensors", "r+b") as file:
         file.seek(4097)
         file.write(b"?")

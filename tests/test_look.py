@@ -334,6 +334,8 @@ def test_other_objects_say_their_size_and_their_place(tmp_path: Path) -> None:
     assert repr(loader).startswith(
         "prefetch(DataLoader, cpu, 2 batches ahead, BatchOrder(10 rows, batches of 4, epoch 0))"
     )
+    next(iter(loader))
+    assert "2 batches ahead, batch 1, BatchOrder" in repr(loader)
     assert repr(prefetch([1, 2], "cpu", slots=3)).startswith("prefetch(list, cpu, 3 slots)")
     with RowWriter(tmp_path / "t", like=rows[:1]) as writer:
         writer.write(rows[:3])
@@ -341,7 +343,7 @@ def test_other_objects_say_their_size_and_their_place(tmp_path: Path) -> None:
         writer.flush()
         assert repr(writer) == f"RowWriter({str(tmp_path / 't')!r}, 3 rows)"
     assert repr(writer) == f"RowWriter({str(tmp_path / 't')!r}, 3 rows, closed)"
-    assert repr(JoinedRows([rows, rows])) == "JoinedRows(20 rows of 2 dicts)"
+    assert repr(JoinedRows([rows, rows])) == "JoinedRows(20 rows of 2 dicts, 160 B)"
 
 
 class TestFind:

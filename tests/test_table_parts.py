@@ -59,7 +59,7 @@ def expected(index: list[int]) -> dict[str, Any]:
 
 def test_any_index(tmp_path: Path) -> None:
     found = load_parts(written(tmp_path))
-    assert len(found) == 12 and repr(found) == "JoinedRows(12 rows of 4 dicts)" and len(found.parts) == 4
+    assert len(found) == 12 and repr(found).startswith("JoinedRows(12 rows of 4 dicts, ") and len(found.parts) == 4
     for i in (0, 3, 4, 10, 11, -1, -12):
         assert found[i]["x"].item() == i % 12 and found[i].decode("text") == "é" * (i % 12 % 4)
     assert [row["x"].item() for row in found] == list(range(12))

@@ -15,11 +15,12 @@ from .._dict.rows import Rows
 from .._errors import Path
 from .._look.describe import Description, statistics
 from .._look.progress import Progress
+from .._look.tree import size
 from .._tree.alike import decided_values, raise_mismatch
 from .._tree.fields import fields
 from .._tree.ragged import Ragged
 from .._tree.row_index import row_index
-from .._tree.walk import as_path
+from .._tree.walk import as_path, nbytes
 from .join import cat
 
 
@@ -146,7 +147,8 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         return self._ends[part - 1] if part else 0
 
     def __repr__(self) -> str:
-        return f"JoinedRows({len(self)} rows of {len(self.parts)} dicts)"
+        total = size(sum(nbytes(tensor) for part in self.parts for tensor in part._tensors()))
+        return f"JoinedRows({len(self)} rows of {len(self.parts)} dicts, {total})"
 
 
 def _fit_one_table(value: torch.Tensor, first: torch.Tensor) -> bool:
