@@ -264,6 +264,10 @@ class TestDescribe:
         text, tags = load(tmp_path / "t").describe().tolist()
         assert (text["longest"], text["most"], text["distinct"]) == ("ä" * 40, "b", 2)
         assert (tags["most"], tags["share"], tags["lengths"]["max"]) == ("y", 10 / 11, 9)
+        alone = r.describe()
+        assert repr(alone).startswith("Ragged(cpu, 3 rows, int64, 32 values)\n")
+        [whole], [found] = DeviceDict({"values": r}).describe().tolist(), alone.tolist()
+        assert found == whole
 
     def test_joined_rows_are_one_table(self) -> None:
         parts = [{"x": [1.0, 2.0], "s": ["a", "b"]}, {"x": [6.0], "s": ["long"]}, {"x": torch.zeros(0), "s": ["a"][:0]}]

@@ -122,7 +122,8 @@ class prefetch(Generic[B]):
         order = f", {self._source.order!r}" if isinstance(self._source, OrderedLoader) else ""
         ahead = f"{self.slots} slots" if self.slots else f"{self.depth} batches ahead"
         at = f", batch {self._watch.batches}" if self._watch is not None else ""
-        return f"prefetch({type(self.loader).__name__}, {self.device}, {ahead}{at}{order}); report() says where time goes"
+        what = f"{type(self.loader).__name__}, {self.device}, {ahead}{at}{order}"
+        return f"prefetch({what}); report() says where time goes"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:  # unpickling asks before the attributes are there

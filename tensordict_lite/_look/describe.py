@@ -20,6 +20,7 @@ from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._tree.fields import fields
+from .._tree.policy import Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict
 from .._tree.walk import nbytes
@@ -173,7 +174,7 @@ def _nonzero(x: Tensor) -> Tensor:
 
 
 def _without_nan(x: Tensor) -> tuple[list[float], list[float]]:
-    """Of the finite numbers the least and the largest; and their sum, the counts of nonzero ones and of these and NaN."""
+    """The ends of the finite numbers; their sum, the count of nonzero ones, and the count of these and NaN."""
     numbers = x.nan_to_num(0, 0, 0)
     # Masks and indices take much longer than `nan_to_num`, so what it makes nonzero is counted.
     found = [*numbers.aminmax(), numbers.sum(), _nonzero(numbers), _nonzero(x.nan_to_num(1, 0, 0))]
@@ -269,6 +270,12 @@ def statistics(parts: Sequence[TreeDict[Any]], title: str, progress: Progress = 
     _finish(left)
     report(total)
     return Description(title, found)
+
+
+def of_ragged(ragged: Ragged, progress: Progress) -> Description:
+    """Statistics of one ragged field. See `Ragged.describe`."""
+    d: TreeDict[Any] = TreeDict._new({"values": ragged}, ragged.device, Policy())
+    return statistics([d], repr(ragged), progress)
 
 
 def _add(waiting: list[tuple[Any, Any, list[Tensor]]]) -> None:

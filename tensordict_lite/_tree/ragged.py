@@ -532,6 +532,19 @@ class Ragged:
             return NotImplemented
         return equal(self.offsets, other.offsets) and equal(self.values, other.values)
 
+    def describe(self, progress: Any = None) -> Any:
+        """Statistics of the values, and of the lengths of the rows.
+
+        Returns a `Description`, and takes the argument of `DeviceDict.describe`, which shows the strings of codes too.
+
+        Cost: reads every value once, in chunks. One synchronization on an accelerator.
+
+        >>> Ragged.from_rows([[1, 2], [3]]).describe().tolist()[0]["mean"]
+        2.0
+        """
+        look: Any = importlib.import_module("tensordict_lite._look.describe")  # above this module
+        return look.of_ragged(self, progress)
+
     def __repr__(self) -> str:
         if not (isinstance(self.values, Tensor) and isinstance(self.offsets, Tensor)):  # pyright: ignore
             return f"Ragged({self.values!r}, {self.offsets!r})"
