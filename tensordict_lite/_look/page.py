@@ -57,7 +57,7 @@ def width(text: str) -> int:
 
 def shorten(text: str, limit: int) -> str:
     """The text within ``limit`` columns, without its middle."""
-    if len(text) <= limit and width(text) <= limit:
+    if len(text) <= limit and (text.isascii() or width(text) <= limit):
         return text
     start, end = text[:limit], text[-limit:]
     while width(start) > limit // 2:
@@ -75,18 +75,20 @@ def as_text(page: Page, limit: int = 80) -> str:
         widths[0] += len(line.branch)
     sizes = [max(column) for column in zip_longest(*table, fillvalue=0)]
     if sum(sizes) + 2 * len(sizes) > limit + 2:
-        sizes = _narrowed(sizes, limit)
-    more = page.more + (max(map(len, table), default=0) - len(sizes))
+        kept = _narrowed(sizes, limit)
+        more = page.more + len(sizes) - len(kept)
+        sizes = [*kept]
+        narrow: list[Line] = []
+        for cells, branch, _ in lines:
+            sizes[0] = kept[0] - len(branch)
+            narrow.append(Line([*map(shorten, cells, sizes)], branch))
+        return as_text(Page(page.title, (), narrow, shows_head=False, more=more), limit)
     out = [shorten(page.title, limit)]
-    for line, widths in zip(lines, table, strict=True):
-        text, gap = line.branch, ""
-        for cell, size, wide in zip(line.cells, sizes, widths, strict=False):
-            # The branch of a cell that is too wide is in its size.
-            text += gap + (cell if wide <= size else shorten(cell, size - len(text) * (not gap)))
-            gap = " " * (size - wide + 2) if wide <= size else "  "
-        out.append(text.rstrip())
-    if more:
-        out.append(f"… {more} more fields")
+    for (cells, branch, _), widths in zip(lines, table, strict=True):
+        padded = [cell + " " * (size - wide + 2) for cell, size, wide in zip(cells, sizes, widths, strict=False)]
+        out.append(f"{branch}{''.join(padded)}".rstrip())
+    if page.more:
+        out.append(f"… {page.more} more fields")
     return "\n".join(out)
 
 

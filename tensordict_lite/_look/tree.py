@@ -18,7 +18,7 @@ from .._memory.packed import is_packed
 from .._tree.fields import fields
 from .._tree.kinds import CODES_PART
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict, data_of, field_encoder
+from .._tree.tree import TreeDict, field_encoder
 from .._tree.walk import nbytes
 from .page import Line, Page, one_line, shorten
 
@@ -78,12 +78,12 @@ def _title(d: TreeDict[Any], found: list[Entry]) -> str:
     if tensors and all(tensor._is_view() for tensor in tensors):
         said.append("views")
     title = f"{shorten(one_line(type(d).__name__), _NAME)}({', '.join(said)}"
-    if folder := _folder(data_of(d)):
+    if folder := _folder(values):
         title += f", mapped from {shorten(one_line(folder), max(12, 64 - len(title)))}"
     return f"{title})"
 
 
-def _row_count(fields: list[Any]) -> int | None:
+def _row_count(fields: list[Entry]) -> int | None:
     """The number of rows of the fields with tensors, if they agree on it."""
     counts: set[int | None] = set()
     for _, _, value, encoder in fields:
@@ -95,11 +95,12 @@ def _row_count(fields: list[Any]) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _folder(tensors: list[Tensor]) -> str:
+def _folder(values: list[Entry]) -> str:
     """The folder of the table that has all of the values, from the current folder on; an empty string if none has."""
     first = ""
-    for tensor in tensors:
-        path = file_of(tensor)
+    for _, _, value, _ in values:
+        data = value.values if isinstance(value, Ragged) else value
+        path = file_of(data) if isinstance(data, Tensor) else ""
         if not path or dirname(path) != (first := first or dirname(path)):
             return ""
     with suppress(OSError):  # the current folder was removed

@@ -116,7 +116,8 @@ def may_lie_together(tensors: Sequence[Tensor]) -> bool:
 
 def is_packed(tensors: Sequence[Tensor], device: torch.device | None, alone: bool = True) -> bool:
     """Whether the packable tensors, all on ``device``, fill one storage. ``alone``: also if there is only one."""
-    return can_pack(device) and _fill_one_storage(tensors, arrange(tensors), alone)
+    may_be = alone or may_lie_together(tensors)
+    return may_be and can_pack(device) and _fill_one_storage(tensors, arrange(tensors), alone)
 
 
 def _fill_one_storage(tensors: Sequence[Tensor], found: Arrangement, alone: bool) -> bool:
