@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,14 +117,17 @@ class TestRows:
                 "x": torch.tensor([1.0, 2.0]),
                 "file": ["a.png", None],
                 "all": {1},
+                "crop": np.array([1.5, 2.0], np.float32),
+                "map": np.zeros((2, 3)),
                 "r": Ragged.from_rows([torch.zeros(0, 4)] * 2),
             },
             objects="keep",
         )
         assert cells(d) == [
-            ["0", "1", "a.png", "object set", "float32[0, 4]"],
-            ["1", "2", "None", "object set", "float32[0, 4]"],
+            ["0", "1", "a.png", "object set", "1.5", "ndarray float64[3]", "float32[0, 4]"],
+            ["1", "2", "None", "object set", "2", "ndarray float64[3]", "float32[0, 4]"],
         ]
+        assert "map   ndarray float64[2, 3]\n" in repr(d)
         empty = DeviceDict({"r": Ragged(torch.zeros(0), torch.zeros(3, dtype=torch.int32))})
         assert cells(empty) == [["0", "[]"], ["1", "[]"]]
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from os.path import dirname
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,6 +135,8 @@ def kind(value: Any) -> str:
         return f"{dtype_name(value.dtype)}[{shape}] of {total} values"
     if isinstance(value, TreeDict):
         return "" if value else "(empty)"
+    if isinstance(value, np.ndarray):
+        return f"ndarray {shorten(one_line(f'{value.dtype}{[*value.shape]}'), _NAME)}"
     return f"object {shorten(one_line(type(value).__name__), _NAME)}"
 
 

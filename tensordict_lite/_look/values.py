@@ -10,6 +10,7 @@ from functools import partial
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.dtypes import as_bits
 from .._memory.transfer import transfer
+from .._tree.kinds import KEPT
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict
 from .page import Line, Page, Picture, one_line, shorten
@@ -59,14 +61,7 @@ def _cells_of_column(value: Any, encoder: StringEncoder | None, shown: int, coun
     if isinstance(value, Ragged):
         return _ragged_column(value, encoder, shown)
     if not isinstance(value, Tensor):
-        return (
-            [],
-            lambda _: (
-                [_object_cell(one) for one in value[:shown]]
-                if isinstance(value, list)
-                else [_object_cell(value)] * shown
-            ),
-        )
+        return [], lambda _: [_object_cell(one) for one in KEPT.each(value, range(shown), count)]
     if not_dense(value) or value.is_meta:
         return [], lambda _: [f"{dtype_name(value.dtype)}[…]"] * shown
     value = value.detach()[:shown]
@@ -136,6 +131,7 @@ def cell(value: Any) -> str:
 
 
 def _object_cell(value: Any) -> str:
+    value = value.item() if isinstance(value, np.generic) else value
     return cell(value) if isinstance(value, (str, bool, int, float, complex, type(None))) else kind(value)
 
 
