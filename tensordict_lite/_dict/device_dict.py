@@ -926,7 +926,7 @@ class DeviceDict(TreeDict[V]):
             progress: a function that is called with the bytes done and the total, or True for a bar of tqdm.
 
         Cost: reads every value once, in chunks of at most 64 MiB. On an accelerator the kernels run there, strings are
-        copied to the host, and one synchronization is needed; another one for each chunk with NaN or infinities.
+        copied to the host, and one synchronization is needed; one to three more for each chunk with NaN or infinities.
 
         >>> DeviceDict({"x": [0.0, 1.0, 2.0, float("nan")], "name": ["Ada", "Bo", "Bo", "Cy"]}).describe()
         DeviceDict(cpu, 4 rows, 2 fields, 28 B)

@@ -127,9 +127,9 @@ class _Numbers:
         self.zero += len(given) - int(nonzero)
         finite, sample = len(given), found[3]
         if not (isfinite(low) and isfinite(high)):
-            ends, [total, kept, not_inf] = _without_nan(_comparable(given))
-            self.nan += int(not_inf - kept)
-            finite, sample = finite - int(nonzero - kept), sample[sample.isfinite()]
+            ends, total, nan, inf = _without_nan(_comparable(given), int(nonzero))
+            self.nan += nan
+            finite, sample = finite - nan - inf, sample[sample.isfinite()]
             if not finite:
                 return
             low, high = ends
@@ -173,16 +173,22 @@ def _nonzero(x: Tensor) -> Tensor:
     return bytewise.view(torch.uint8).sum(dtype=torch.int64) + ones[1024 * whole :].sum()
 
 
-def _without_nan(x: Tensor) -> tuple[list[float], list[float]]:
-    """The ends of the finite numbers; their sum, the count of nonzero ones, and the count of these and NaN."""
-    numbers = x.nan_to_num(0, 0, 0)
-    # Masks and indices take much longer than `nan_to_num`, so what it makes nonzero is counted.
-    found = [*numbers.aminmax(), numbers.sum(), _nonzero(numbers), _nonzero(x.nan_to_num(1, 0, 0))]
-    low, high, *rest = (one.item() for one in transfer(found, CPU))
+def _without_nan(x: Tensor, nonzero: int) -> tuple[list[float], float, int, int]:
+    """The ends and the sum of the finite numbers; the counts of NaN and of infinities. ``nonzero``: of all numbers."""
+
+    def measured(*numbers: Tensor) -> list[Any]:
+        found = [(*one.aminmax(), one.sum(), _nonzero(one)) for one in numbers]
+        return [one.item() for one in transfer([*chain.from_iterable(found)], CPU)]
+
+    # Masks and indices take much longer than `nan_to_num`.
+    inf = float("inf")
+    low, high, total, kept = measured(x.nan_to_num(0, inf, -inf))
+    finite = kept
+    if not (isfinite(low) and isfinite(high)):
+        low, high, total, finite = measured(x.nan_to_num(0, 0, 0))
     if low == 0 or high == 0:  # maybe for a NaN
-        ends = [x.nan_to_num(end, end, end) for end in (float("inf"), float("-inf"))]
-        low, high = (one.item() for one in transfer([ends[0].amin(), ends[1].amax()], CPU))
-    return [low, high], rest
+        low, *_, high, _, _ = measured(x.nan_to_num(inf, inf, inf), x.nan_to_num(-inf, -inf, -inf))
+    return [low, high], total, nonzero - kept, kept - finite
 
 
 def _comparable(given: Tensor) -> Tensor:
