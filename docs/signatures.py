@@ -50,6 +50,8 @@ def _rewrite(function: griffe.Function) -> None:
             found[one.name] = one
     if function.overloads and "args" in found:
         found = {one.name: one for overload in function.overloads for one in overload.parameters}
+    if found and [*found.values()][-1].kind is griffe.ParameterKind.positional_only:
+        found["/"] = griffe.Parameter("/", kind=griffe.ParameterKind.positional_only)  # the template leaves it out
     function.parameters = griffe.Parameters(*found.values())
     for one in function.parameters:
         one.function = function

@@ -47,16 +47,14 @@ Parameters = list[tuple[str, str, str]]
 
 
 def listed(signature: inspect.Signature) -> Parameters:
-    """The name, kind and default of each parameter, as a caller may use them. The pages have no ``/`` at the end."""
+    """The name, kind and default of each parameter, as a caller may use them."""
     found: Parameters = []
-    given = list(signature.parameters.values())
-    ends_there = all(one.kind is one.POSITIONAL_ONLY for one in given)
-    for one in given:
+    for one in signature.parameters.values():
         default = "" if one.default is one.empty else re.sub("<object.*>|Ellipsis", "...", repr(one.default))
         if "Options" in str(one.annotation):
             found += [(name, "keyword-only", "None") for name in Options.__annotations__]
         elif one.annotation != "Never":  # there for its error
-            found.append((one.name, "either" if ends_there else one.kind.description, default))
+            found.append((one.name, one.kind.description, default))
     return [(name, "either" if kind == "positional or keyword" else kind, default) for name, kind, default in found]
 
 
