@@ -12,7 +12,7 @@ PARALLEL := -n auto --dist loadgroup
 # The torch of test-torch.
 VERSION ?= 2.15.0
 
-.PHONY: demo demo-ddp demo-table test test-fast coverage test-pythons test-torch test-frameworks test-engines test-device check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp demo-table test test-fast test-tables-long coverage test-pythons test-torch test-frameworks test-engines test-device check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -29,6 +29,11 @@ test: check
 # A quick loop: neither type checks nor the tests that take seconds or start several ranks.
 test-fast: .venv/tests
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not ranks"
+
+# The tests of tables, with many more crashes, interrupts and failures of the disk. It takes about 10 minutes.
+test-tables-long: .venv/tests
+	CHOICES=40 TIMES=300 STEP=1 TRIED=benchmarks/results/trust-cpu.json \
+		$(BIN)/python -m pytest $(PARALLEL) tests/test_table*.py
 
 # Which lines and branches the tests reach, those that run in workers and on ranks included.
 coverage: .venv/tests

@@ -236,9 +236,9 @@ def write_half(path: Path) -> None:
         write_ours(path, half, part=part, parts=2)
 
 
-def write_parts(path: Path, whole: Fields) -> None:
-    for part in range(2):
-        write_ours(path, {key: value.chunk(2)[part] for key, value in whole.items()}, part=part, parts=2)
+def write_parts(path: Path, whole: Fields, parts: int = 2) -> None:
+    for part in range(parts):
+        write_ours(path, {key: value.chunk(parts)[part] for key, value in whole.items()}, part=part, parts=parts)
 
 
 def others(mib: int) -> list[Case]:
@@ -247,14 +247,18 @@ def others(mib: int) -> list[Case]:
     index = torch.randint(length(whole), (BATCH,))
     added = whole["f0"].repeat(1, 4)  # a column of 64 numbers
     processes = cache(partial(Helpers, 2, take_half, mib))
-    table, parts, sure = (folder() / name for name in ("table", "parts", "sure"))
+    table, parts, many, sure = (folder() / name for name in ("table", "parts", "many", "sure"))
     write_ours(table, whole)
     write_parts(parts, whole)
+    write_parts(many, whole, 16)
     write_ours(sure, whole, checksums=True)
 
     open_added = partial(open_ours, keys=["added"])
     writer = seconds(write_ours, open_ours)
-    gather = {OURS: open_parts(parts), "one table": open_ours(table), "ConcatDataset": open_concatenated(parts)}
+    gathers = {
+        name: {OURS: open_parts(path), "one table": open_ours(table), "ConcatDataset": open_concatenated(path)}
+        for name, path in (("256 rows of two parts", parts), ("256 rows of 16 parts", many))
+    }
     digests = {"`zlib.crc32`": zlib.crc32, "`hashlib.sha256`": hashlib.sha256}
     by_hand = "for file in x: digest(file.read_bytes())"
     found: dict[str, dict[str, Prepare]] = {
@@ -266,8 +270,9 @@ def others(mib: int) -> list[Case]:
             OURS: seconds(partial(write_ours, checksums=True), open_ours),
             "without checksums": writer,
         },
-        "256 rows of two parts": {
-            who: statement("gather(index)", gather=one, index=index) for who, one in gather.items()
+        **{
+            name: {who: statement("gather(index)", gather=one, index=index) for who, one in each.items()}
+            for name, each in gathers.items()
         },
         "`join_parts`": {
             OURS: seconds(lambda path, _: join_parts(parts, path), open_ours),

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported, and for every process that a test starts: workers that run side by side share the cores.
@@ -80,9 +84,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("torch_mode", MODES[:1] if slow else MODES, indirect=True)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Write how often the tests tried what they `record_property`, if all passed: see `make test-tables-long`."""
+    if (path := os.environ.get("TRIED")) and not terminalreporter.stats.get("failed"):
+        results = Path(__file__).parent.parent / "benchmarks"
+        sys.path.append(str(results))
+        harness: Any = importlib.import_module("harness")
+        counts = Counter[str]()
+        for report in terminalreporter.stats.get("passed", []):
+            counts.update(dict(report.user_properties))
+        harness.write(Path(path), {**harness.setting([]), "results": dict(sorted(counts.items()))})
+
+
 @pytest.fixture
 def torch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run a test of tables plainly, in inference mode, or with an accelerator as the default device of the package."""
+    request.node.user_properties.append((request.param, 1))
     if request.param == "default device":
         for name in ("add_column", "drop_column", "join_parts", "load", "load_parts", "repair", "verify"):
             if function := getattr(request.module, name, None):

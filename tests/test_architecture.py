@@ -23,7 +23,7 @@ def inside(package: str, names: str) -> list[str]:
 # From the bottom up: a module imports only from modules before it.
 ORDER = [
     "_errors",
-    *inside("_memory", "dtypes device arguments layout write buffer dense packed compare ragged row_copies cast"),
+    *inside("_memory", "dtypes device arguments layout write buffer dense packed compare ragged row_copies spans cast"),
     *inside("_memory", "staging transfer mapped"),
     *inside("_encoders", "protocol builtin tokenizer"),
     *inside("_tree", "missing policy frames pytree convert row_index ragged alike inside kinds walk compare tree"),

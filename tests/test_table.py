@@ -54,6 +54,7 @@ import make  # pyright: ignore[reportMissingImports]
 pytestmark = pytest.mark.usefixtures("torch_mode")
 
 SPECIES = Vocabulary(["cat", "dog"])
+TIMES = int(os.environ.get("TIMES", "100"))
 
 
 class Obs(TypedDeviceDict):
@@ -619,30 +620,32 @@ class TestReaders:
         assert load(tmp_path / "t" / "x.safetensors")["x"].shape == (3, 2)
 
     @pytest.mark.slow
-    def test_loading_beside_a_writer(self, tmp_path: Path) -> None:
+    def test_loading_beside_a_writer(self, tmp_path: Path, record_property: Callable[[str, int], None]) -> None:
         folder = tmp_path / "t"
         program = f"""
 import torch
 from tensordict_lite.tables import RowWriter
-from tensordict_lite.tables import folder as table_folder
-from tensordict_lite.tables import reader as table_reader
 from tensordict_lite.tables import table as table_writer
 table_writer.BUFFER = 20_000
-with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}) as writer:
-    while len(writer) < 60_000:
+with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}, checksums=True) as writer:
+    while len(writer) < {600 * TIMES}:
         i = torch.arange(len(writer), len(writer) + 100)
         writer.write({{"i": i, "j": i[:, None].expand(100, 7)}})
         writer.flush()
 """
         with subprocess.Popen([sys.executable, "-c", program]) as process:
             seen: set[int] = set()
+            loads = 0
             while process.poll() is None:
                 if (folder / "table.json").exists():
                     table = load(folder)
                     i = torch.arange(len(table.rows))
                     assert torch.equal(table["i"], i) and torch.equal(table["j"], i[:, None].expand(-1, 7))
                     seen.add(len(i))
-        assert process.returncode == 0 and len(seen) > 20 and len(load(folder).rows) == 60_000
+                    verify(folder)
+                    loads += 1
+        assert process.returncode == 0 and len(seen) > 20 and len(load(folder).rows) == 600 * TIMES
+        record_property("loads", loads)
 
     @pytest.mark.parametrize("method", ["fork", "forkserver"])
     @pytest.mark.slow

@@ -33,6 +33,7 @@ pytestmark = [
 ]
 
 COUNT = 7
+TIMES = int(os.environ.get("TIMES", "25"))
 LIKE: dict[str, Any] = {"x": [0], "n": {"s": ["a"]}, "text": ["a"]}
 
 
@@ -510,12 +511,13 @@ def change(folder: Path, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_it_is_killed_at_any_moment(tmp_path: Path) -> None:
+def test_it_is_killed_at_any_moment(tmp_path: Path, record_property: Callable[[str, int], None]) -> None:
     """`TIMES=500 pytest tests/test_table_columns.py` for more."""
+    record_property("kills", TIMES)
     folder = tmp_path / "t"
     with RowWriter(folder, like={"x": [0]}, checksums=True) as writer:
         writer.write({"x": torch.arange(100 * COUNT)})
-    for seed in range(int(os.environ.get("TIMES", "25"))):
+    for seed in range(TIMES):
         pid = os.fork()
         if not pid:
             try:

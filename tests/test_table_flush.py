@@ -88,10 +88,10 @@ def test_more_columns_than_threads(tmp_path: Path, synced: list[str], monkeypatc
 
 @on_linux
 def test_without_threads(tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Any) -> None:
+    def refuse(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(table_folder, "start_new_thread", refuse)
     with RowWriter(tmp_path / "t", like=LIKE) as writer:
         writer.write(rows(10))
         writer.flush()
@@ -259,10 +259,15 @@ FAILURES = [full_before, interrupt_before, interrupt_after]
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("failures", [*product(FAILURES, repeat=2), *product(FAILURES, repeat=3)])
 def test_failed_flushes_in_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: Sequence[Callable[..., None]], overwrite: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, int], None],
+    failures: Sequence[Callable[..., None]],
+    overwrite: bool,
 ) -> None:
     """The writer knows each index that may be on the disk, so none is taken for the index of another writer."""
     folder, replace = tmp_path / "t", os.replace
+    record_property("failed flushes", 1)
     if overwrite:
         with RowWriter(folder, like=LIKE) as writer:
             writer.write(rows(3, 2.0))

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from files import DTYPES
 from torch.utils.data import DataLoader
 
-from tensordict_lite import BatchOrder, DeviceDict, JoinedRows, Ragged, Vocabulary, collate, load
+from tensordict_lite import BatchOrder, DeviceDict, JoinedRows, Ragged, Vocabulary, cat, collate, load
 from tensordict_lite.tables import RowWriter, add_column, drop_column, join_parts, load_parts, repair, verify
 from tensordict_lite.tables.table import TableWriter
 
@@ -294,6 +295,63 @@ def test_columns_of_all_parts(tmp_path: Path) -> None:
     assert plain(found[found.column("x") % 5 == 1]) == expected([1, 6, 11])
     with pytest.raises(KeyError, match=r"'txt'.*did you mean 'text'"):
         found.column("txt")
+
+
+SHAPES: list[tuple[int, ...]] = [(), (3,), (16,), (5, 7), (0,), (33,)]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_all_dtypes(tmp_path: Path, shape: tuple[int, ...], mapped: bool) -> None:
+    """Fields of any alignment, with parts without rows: whether one call copies the rows or several."""
+    dicts: list[DeviceDict[Any]] = []
+    for size in (5, 0, 1, 30):
+        values = torch.randint(0, 2, (size, *shape), dtype=torch.uint8)
+        d = DeviceDict({"a": {name: values.to(dtype) for name, dtype in DTYPES.items()}, "b": torch.arange(size)})
+        if mapped:
+            with RowWriter(tmp_path / str(len(dicts)), like=d) as writer:
+                writer.write(d)
+            d = load(tmp_path / str(len(dicts)))
+        dicts.append(d)
+    found, whole = JoinedRows(dicts), cat(dicts)
+    for index in ([35, 0, 5, 5, -1, 6], [], list(range(36)), torch.arange(36) % 2 == 1, slice(3, 9)):
+        assert same(found[index], whole.rows[index])
+    assert (found._spans() is not None) == (shape in SHAPES[:3])
+
+
+def same(a: DeviceDict[Any], b: DeviceDict[Any]) -> bool:
+    """Whether all bytes are equal: torch does not compare every dtype."""
+    assert [*a["a"]] == [*b["a"]] and a["b"].equal(b["b"])
+    return all(
+        one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.flatten().view(torch.uint8).equal(other.flatten().view(torch.uint8))
+        for one, other in zip(a["a"].values(), b["a"].values(), strict=True)
+    )
+
+
+def test_a_field_that_is_replaced_shows(tmp_path: Path) -> None:
+    found = JoinedRows([{"x": [1, 2], "n": {"y": [1, 2]}}, {"x": [3], "n": {"y": [3]}}])
+    assert found[[2, 0]].tolist() == {"x": [3, 1], "n": {"y": [3, 1]}}
+    found.parts[1]["x"] = torch.tensor([30])
+    found.parts[0]["n"]["y"] = torch.tensor([10, 20])
+    found.parts[0]["x"][1] = 20
+    assert found[[2, 1, 0]].tolist() == {"x": [30, 20, 1], "n": {"y": [3, 20, 10]}}
+    found.parts[0]["x"] = found.parts[0]["x"].float().requires_grad_()
+    found.parts[1]["x"] = torch.tensor([5.0])
+    assert found[[2, 0]]["x"].requires_grad == torch.is_grad_enabled()
+    assert pickle.loads(pickle.dumps(found))[[2, 0]]["x"].tolist() == [5.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_sends_rows_of_spans(method: str) -> None:
+    found = JoinedRows([{"x": torch.arange(400.0).view(-1, 4) + i, "y": torch.arange(100)} for i in range(4)])
+    loader = DataLoader(found, 64, num_workers=1, multiprocessing_context=method, collate_fn=collate)
+    for i, batch in enumerate(loader):
+        rows = list(range(64 * i, min(64 * i + 64, 400)))
+        assert batch == found[rows] and found._spans() is not None
 
 
 def test_progress(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,7 +269,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")]
 
 
-def create_flush_append_and_close(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
+def create_flush_append_and_close(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folder = recorder.root / "a" / "t"
     with recorder.recording(monkeypatch):
         writer = RowWriter(folder, like=LIKE, ragged=["text"], checksums=True)
@@ -283,12 +283,7 @@ def create_flush_append_and_close(recorder: Recorder, monkeypatch: pytest.Monkey
             writer.write(rows(23, 5))
             writer.write(rows(28, 2))
         recorder.acknowledged(folder, 30)
-    return folder
-
-
-def test_create_flush_append_and_close(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = create_flush_append_and_close(recorder, monkeypatch)
-    assert replay_all(recorder, [folder], tmp_path, monkeypatch) > 200
+    return [folder]
 
 
 @pytest.mark.parametrize("name", ["sync_files", "sync_names"])
@@ -298,12 +293,12 @@ def test_each_flush_to_disk_is_needed(
     """Without it, some state of the disk has lost rows. So the replay finds such states."""
     with monkeypatch.context() as patch:
         patch.setattr(table_folder.TableFolder, name, lambda *_: None)
-        folder = create_flush_append_and_close(recorder, monkeypatch)
+        folders = create_flush_append_and_close(recorder, monkeypatch)
     with pytest.raises((AssertionError, InvalidFileError)):
-        replay_all(recorder, [folder], tmp_path, monkeypatch)
+        replay_all(recorder, folders, tmp_path, monkeypatch)
 
 
-def overwrite(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
+def overwrite(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folder = recorder.root / "t"
     with recorder.recording(monkeypatch):
         with RowWriter(folder, like=LIKE, ragged=["text"]) as writer:
@@ -315,14 +310,10 @@ def overwrite(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
             recorder.acknowledged(folder, 4)
             writer.write(rows(4, 4))
         recorder.acknowledged(folder, 8)
-    return folder
+    return [folder]
 
 
-def test_overwrite(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert replay_all(recorder, [overwrite(recorder, monkeypatch)], tmp_path, monkeypatch) > 150
-
-
-def new_columns(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
+def new_columns(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folder = recorder.root / "t"
     monkeypatch.setattr(table_columns, "_RANGE", 900)
 
@@ -350,12 +341,7 @@ def new_columns(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Path:
         recorder.acknowledged(folder, 9, ["i", "wide", "words"])
         add_column(folder, "late", batches("late", 9))
         recorder.acknowledged(folder, 9, ["i", "wide", "words", "late"])
-    return folder
-
-
-def test_new_columns(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "PAGE", 2048)
-    assert replay_all(recorder, [new_columns(recorder, monkeypatch)], tmp_path, monkeypatch) > 150
+    return [folder]
 
 
 def parts_and_one_table(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -376,6 +362,19 @@ def parts_and_one_table(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> 
     return folders
 
 
-def test_parts_and_one_table(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "PAGE", 2048)
-    assert replay_all(recorder, parts_and_one_table(recorder, monkeypatch), tmp_path, monkeypatch) > 150
+@pytest.mark.parametrize(
+    ("work", "page"),
+    [(create_flush_append_and_close, 512), (overwrite, 512), (new_columns, 2048), (parts_and_one_table, 2048)],
+)
+def test_any_moment(
+    recorder: Recorder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, int], None],
+    work: Callable[..., list[Path]],
+    page: int,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PAGE", page)
+    states = replay_all(recorder, work(recorder, monkeypatch), tmp_path, monkeypatch)
+    assert states > 150
+    record_property("power", states)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -16,10 +17,12 @@ from .._errors import Path
 from .._look.describe import Description, statistics
 from .._look.progress import Progress
 from .._look.tree import size
+from .._memory.spans import RowSpans
 from .._tree.alike import decided_values, raise_mismatch
 from .._tree.fields import fields
 from .._tree.ragged import Ragged
 from .._tree.row_index import row_index
+from .._tree.tree import TreeDict
 from .._tree.walk import as_path, nbytes
 from .join import cat
 
@@ -52,7 +55,7 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
     def __init__(self, dicts: Iterable[Mapping[str, Any] | Rows[Any]]) -> None:
         found = [d._dict if isinstance(d, Rows) else d for d in dicts]
         self.parts: list[DeviceDict[Any]] = [d if isinstance(d, DeviceDict) else DeviceDict(d) for d in found]
-        cat([d.rows[:0] for d in self.parts])  # raises for another schema
+        self._like = cat([d.rows[:0] for d in self.parts])  # raises for another schema
         for path, _, first, *_ in fields(self.parts[0]):
             values: list[Any] = [d[path] for d in cast("list[Any]", self.parts)]
             if isinstance(first, Ragged):
@@ -65,6 +68,26 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
                 hint = "; the dtypes and dimensions must be equal: convert one of them"
                 raise_mismatch(values, path, "dict", None, hint, _fit_one_table)
         self._ends = list(accumulate(len(d.rows) for d in self.parts))
+        self._known: tuple[list[TreeDict[Any]], list[Any], RowSpans | None] = [], [], None
+
+    def _spans(self) -> RowSpans | None:
+        """The spans over all fields. None if a field has none. A dict may have got other fields since the last call."""
+        nodes, values, spans = self._known
+        if sum(map(len, nodes)) == len(values) > 0 and all(map(is_, chain(*map(dict.values, nodes)), values)):
+            return spans
+        nodes = list[TreeDict[Any]](self.parts)
+        for node in nodes:  # which grows
+            nodes += [value for value in node.values() if isinstance(value, TreeDict)]
+        paths, spans = [[field.path for field in fields(d)] for d in self.parts], None
+        leaves = [[*d._leaves()] for d in self.parts]
+        if paths.count(paths[0]) == len(paths) and all(type(value) is torch.Tensor for value in chain(*leaves)):
+            spans = RowSpans(leaves, [len(d.rows) for d in self.parts])
+            spans = spans if spans.is_whole else None
+        self._known = nodes, [*chain(*map(dict.values, nodes))], spans
+        return spans
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": ([], [], None)}  # the spans are addresses of this process
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -82,7 +105,7 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
             index = range(len(self))[index]
         at = row_index(index, len(self), self.parts[0].device)
         if not isinstance(at, int):
-            return self.__getitems__(at)._dict
+            return self._take(at)
         at += len(self) if at < 0 else 0
         part = bisect_right(self._ends, at)
         return self.parts[part].rows[at - self._ends[part]]  # a negative index of the part
@@ -101,18 +124,24 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         at = row_index(indices, len(self), self.parts[0].device)
         if not isinstance(at, torch.Tensor):
             raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
+        return self._take(at).rows
+
+    def _take(self, at: torch.Tensor) -> DeviceDict[Any]:
+        """Copy rows into a batch."""
+        if (spans := self._spans()) is not None and (taken := spans.take(at)) is not None:
+            return self._like._with_leaves(iter(taken), self._like._device)
         part = torch.bucketize(at, torch.tensor(self._ends, device=at.device), right=True)
         order = part.argsort(stable=True)
         numbers, counts = part[order].unique_consecutive(return_counts=True)
         if len(numbers) < 2:
             number = int(numbers[0]) if len(numbers) else 0
-            return self.parts[number].rows.__getitems__(at - self._start(number))
+            return self.parts[number].rows.__getitems__(at - self._start(number))._dict
         sizes: list[int] = counts.tolist()
         local = at[order].split(sizes)
         joined = cat(
             [self.parts[i].rows[each - self._start(i)] for i, each in zip(numbers.tolist(), local, strict=True)]
         )
-        return joined.rows.__getitems__(order.argsort())
+        return joined.rows.__getitems__(order.argsort())._dict
 
     def __iter__(self) -> Iterator[DeviceDict[Any]]:
         """Yield every row, as ``rows[i]`` returns it."""

@@ -32,14 +32,41 @@ def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | 
     """Copy rows of each tensor for a batch: in a worker process into memory that can be sent."""
     if device is None or not (in_worker_process() and can_pack(device)):
         return take_rows(tensors, index)
+    return _take_into_batch(tensors, [(t, index, True) for t in tensors], len(index), device)
+
+
+Source = tuple[Tensor, Tensor, bool]
+"""A tensor, the indices there with the elements of some rows, and whether they have the dtype and the shape too."""
+
+
+def take_from(like: Sequence[Tensor], sources: Sequence[Source], count: int) -> list[Tensor]:
+    """Copy ``count`` rows for a batch on the CPU, as `take_batch`.
+
+    ``like``: tensors with the dtypes and the shapes of a row.
+    """
+    if in_worker_process():
+        return _take_into_batch(like, sources, count, CPU)
+    out: list[Tensor] = []
+    for t, (source, at, is_alike) in zip(like, sources, strict=True):
+        taken = source.index_select(0, at)
+        out.append(taken if is_alike else taken.view(t.dtype).view(count, *t.shape[1:]))
+    return out
+
+
+def _take_into_batch(
+    tensors: Sequence[Tensor], sources: Sequence[Source], count: int, device: torch.device
+) -> list[Tensor]:
     specs = [(t.dtype, t.shape[1:], True) if packable(t) else None for t in tensors]
-    layouts = lay_out_batch(tuple(specs), len(index))
+    layouts = lay_out_batch(tuple(specs), count)
     total = sum([layout.nbytes for layout in layouts])
     out = list(tensors)
     for layout in layouts:
         views_of(layout, regions(new_batch_buffer(layout, device, total), layout), out)
-    for i, t in enumerate(tensors):
-        out[i] = _take(t, index) if specs[i] is None else _select_into(out[i], t, index)
+    for i, (source, at, _) in enumerate(sources):
+        if specs[i] is None:
+            out[i] = _take(source, at)
+        else:
+            _select_into(as_bits(out[i]).view(len(at), *source.shape[1:]), source, at)
     return out
 
 

@@ -14,8 +14,8 @@ import errno
 import os
 import secrets
 import stat
+from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
@@ -156,17 +156,39 @@ class TableFolder:
             self.refuse_failed()
 
     def sync_files(self, meanwhile: Callable[[], None]) -> None:
-        """Flush the files to disk, several at the same time. ``meanwhile``: called while the disk works."""
-        descriptors = [file.fileno() for file in self.files]
+        """Flush the files to disk, several at the same time. ``meanwhile``: called while the disk works.
+
+        Plain threads and locks: an interrupt in a `Condition`, as executors use it, can leave it locked for ever.
+        """
+        left = [file.fileno() for file in self.files]
+        errors, running = list[BaseException](), list[LockType]()
+
+        def work(done: LockType | None = None) -> None:
+            try:
+                with suppress(IndexError):
+                    while True:
+                        self._sync(left.pop())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                if done is not None:
+                    done.release()
+
         try:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                flushed = pool.map(self._sync, descriptors)
-                meanwhile()
-                list(flushed)
-        except RuntimeError:  # a process that exits or has too many threads starts none
+            with suppress(RuntimeError):  # a process that exits or has too many threads starts none
+                for _ in range(min(_THREADS, len(left))):
+                    done = allocate_lock()
+                    done.acquire()
+                    start_new_thread(work, (done,))
+                    running.append(done)
             meanwhile()
-            for descriptor in descriptors:
-                self._sync(descriptor)
+            work()
+        finally:
+            left.clear()
+            for done in running:
+                done.acquire()
+        for error in sorted(errors, key=lambda error: isinstance(error, Exception)):  # an interrupt first
+            raise error
 
     def append_checksums(self, line: bytes, at: int) -> None:
         """Write a line to the file with the checksums, from position ``at`` on, and flush it to disk."""
@@ -222,13 +244,13 @@ class TableFolder:
         self.files, self.checksums = [], None
 
     def close(self) -> None:
-        """Close the files, and let another writer open the table."""
+        """Close the files, and let another writer open the table. A later call does what an interrupt left undone."""
         self.close_files()
-        descriptor, self.descriptor = self.descriptor, None
-        if descriptor is not None and fcntl is not None:
+        if self.descriptor is not None and fcntl is not None:
             if self.is_mine:  # forked processes may hold copies of the descriptor, and share its lock
                 with suppress(OSError):
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                    fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            descriptor, self.descriptor = self.descriptor, None
             os.close(descriptor)
 
 

@@ -165,10 +165,9 @@ class TableWriter:
 
     def close(self) -> None:
         """Flush, make each column a safetensors file, and release the table. Raises the errors of `flush`."""
-        if self.closed:
-            return
         try:
-            self.publish(at_rest=True)
+            if not self.closed:
+                self.publish(at_rest=True)
         finally:
             self.release()
 
