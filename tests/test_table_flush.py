@@ -6,11 +6,13 @@ lost data so until 2018. So such an error is final.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -183,9 +185,33 @@ def test_an_error_that_an_interrupt_hides_is_final(tmp_path: Path, monkeypatch: 
             writer.flush()
     with pytest.raises(OSError, match="Input/output error; the table keeps the 0 rows"):
         writer.flush()
-    with pytest.raises(KeyError, match="mine"), writer:  # the error of the block, without another
-        raise KeyError("mine")
+    lost = "10 rows were not flushed, and the table does not have them"
+    with pytest.warns(RuntimeWarning, match=rf"an exception left the block of a RowWriter of .*t': {lost}"):
+        leave_with(KeyError("mine"), writer)
     assert writer._table.closed
+
+
+@on_linux
+def test_a_writer_that_nobody_closed_after_an_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RowWriter(tmp_path / "t", like=LIKE)
+    writer.write(rows(10))
+    writer.flush()
+    writer.write(rows(5))
+    with monkeypatch.context() as patch, suppress(OSError):
+        failing(patch, "/c0.safetensors", OSError(5, "Input/output error"))
+        writer.flush()
+    lost = "5 rows were not flushed, and the table does not have them"
+    del writer  # the error of `failing` has a cycle with it
+    with pytest.warns(RuntimeWarning, match=rf"a RowWriter of .*t' was not closed after an error of the disk: {lost}"):
+        gc.collect()
+    assert len(load(tmp_path / "t").rows) == 10
+
+
+def leave_with(error: Exception, writer: RowWriter) -> None:
+    with pytest.raises(KeyError, match="mine"), writer:
+        raise error
 
 
 @on_linux

@@ -167,7 +167,7 @@ class TableFolder:
             try:
                 with suppress(IndexError):
                     while True:
-                        self._sync(left.pop())
+                        self._sync(left.pop(0))
             except BaseException as error:
                 errors.append(error)
             finally:
@@ -187,8 +187,15 @@ class TableFolder:
             left.clear()
             for done in running:
                 done.acquire()
-        for error in sorted(errors, key=lambda error: isinstance(error, Exception)):  # an interrupt first
-            raise error
+        first = min(
+            errors, key=lambda error: isinstance(error, Exception), default=None
+        )  # an interrupt, if there is one
+        errors.clear()
+        if first is not None:
+            try:
+                raise first
+            finally:
+                del first  # which refers to this frame
 
     def append_checksums(self, line: bytes, at: int) -> None:
         """Write a line to the file with the checksums, from position ``at`` on, and flush it to disk."""

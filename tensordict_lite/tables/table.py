@@ -211,10 +211,11 @@ class TableWriter:
 
     def abandon(self) -> int:
         """Release the table as the last `flush` left it, at rest. Returns the number of rows that it lacks."""
-        if self.closed:
-            return 0
         rows, kept = self.rows, self._state.durable
+        closed, is_usable = self.closed, self.is_usable
         self.release()
+        if closed or not is_usable:
+            return rows - kept if self._folder.is_mine and not closed else 0
         # For example, another writer may open the table first.
         with suppress(OSError, InvalidFileError), table_at_rest(self.folder, repair=True) as (_, index):
             # An interrupt may come after `flush` has replaced `table.json`, and before it returns.

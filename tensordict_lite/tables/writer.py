@@ -244,15 +244,8 @@ class RowWriter:
     def __exit__(self, error: object, *_: object) -> None:
         if error is None:
             self.close()
-        elif not self._table.is_usable:  # the block has raised the error that `close` would raise
-            self._table.release()
-        elif lost := self._table.abandon():
-            warnings.warn(
-                f"an exception left the block of a RowWriter of {self._table.folder!r}: {lost} rows were not flushed, "
-                "and the table does not have them",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        else:
+            _abandon(self._table, "an exception left the block of a RowWriter of {}")
 
     def __del__(self) -> None:
         if (table := getattr(self, "_table", None)) is not None:  # None if the constructor raised an error
@@ -269,10 +262,8 @@ class RowWriter:
 
 def _close_forgotten(table: TableWriter) -> None:
     """Close the table of a writer that nobody closed, and warn."""
-    if table.closed:
-        return
-    if not table.is_usable:
-        table.release()
+    if table.closed or not table.is_usable:
+        _abandon(table, "a RowWriter of {} was not closed after an error of the disk")
         return
     pending = table.pending
     table.close()
@@ -282,6 +273,16 @@ def _close_forgotten(table: TableWriter) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+def _abandon(table: TableWriter, event: str) -> None:
+    """Release a table, and warn if it lacks rows that were written."""
+    if lost := table.abandon():
+        warnings.warn(
+            f"{event.format(repr(table.folder))}: {lost} rows were not flushed, and the table does not have them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def append_rows(table: TableWriter, fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> None:
