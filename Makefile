@@ -30,9 +30,10 @@ test: check
 test-fast: .venv/tests
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not ranks"
 
-# The tests of tables, with many more crashes, interrupts and failures of the disk. It takes about 10 minutes.
+# The tests of tables, with many more crashes, interrupts and failures of the disk. It takes minutes.
 test-tables-long: .venv/tests
-	CHOICES=40 TIMES=300 STEP=1 TRIED=benchmarks/results/trust-cpu.json \
+	@mkdir -p $(RESULTS)
+	CHOICES=40 TIMES=300 STEP=1 TRIED=$(RESULTS)/trust-cpu.json \
 		$(BIN)/python -m pytest $(PARALLEL) tests/test_table*.py
 
 # Which lines and branches the tests reach, those that run in workers and on ranks included.

@@ -21,7 +21,8 @@ from harness import DICT, OURS, PEER, code_lines
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ROOT / "examples"
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "engines", "gallery"))]
+WITH_TABLES = ("performance", "engines", "gallery", "crashes")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in WITH_TABLES)]
 CHART = ROOT / "docs" / "charts" / "loader-bars.svg"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)((?:\|.*\n)*)\n?")
 
@@ -386,10 +387,30 @@ def programs() -> Rows:
     return found
 
 
+TRIED = {
+    "power": ("power failures: a state of the disk after any step of a writer", "a whole flush, whole columns"),
+    "kills": ("`SIGKILL` at a random time", "the rows of the last `flush`, or of the one that was running"),
+    "interrupts": ("`SIGINT` at a random time", "the same"),
+    "bytecodes": ("an interrupt at each bytecode of `flush` and `close`", "a whole flush; the writer goes on"),
+    "full disks": ("a full disk at each call of the system, twice in a row", "all rows, when there is room again"),
+    "failed flushes": ("two or three failed flushes in a row, in any order", "all rows"),
+    "loads": ("`load` and `verify` beside a writer that flushes", "a whole flush, no false alarm"),
+    "inference mode": ("tests of tables in inference mode", "the same as without"),
+    "default device": ("tests of tables with another default device", "the same as without"),
+}
+"""What the tests of tables count, and what is there afterwards."""
+
+
+def trust() -> Rows:
+    counts = results("trust")["results"]
+    rows = [[tried, f"{counts[key]:,}", after] for key, (tried, after) in TRIED.items()]
+    return [["what was tried", "how often", "afterwards"], *rows]
+
+
 TABLES: dict[str, Callable[[], Rows]] = {
     **FROM_RESULTS,
     **{table.__name__: table for table in (descriptors, speed, memory, kept, ranks, tasks, order, outputs)},
-    **{table.__name__: table for table in (slower, programs)},
+    **{table.__name__: table for table in (slower, programs, trust)},
 }
 
 

@@ -1,1 +1,1 @@
-"""Save dicts and load them: safetensors files, tables, ``torch.save`` files, and the manifest that they share."""
+"""Save dicts to safetensors files and load them, and replace files atomically."""
