@@ -3,8 +3,7 @@
     python benchmarks/bench_gallery.py [--quick] [--rounds N] [--only TEXT] [--json PATH]
 
 First parts of the programs. Then whole programs: ``run`` of ``examples/NAME.py`` and of ``examples/plain_NAME.py``,
-after imports. Both must return the same result. The plain program runs twice in each round: the ratio of the two times
-is the noise. All contenders compute with one thread.
+after imports. Both must return the same result. All contenders compute with one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from tensordict_lite import DeviceDict
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
-AGAIN = "dict again"
 CPU = torch.device("cpu")
 # The arguments of `run`: small enough for many rounds. They may name files in an empty folder.
 PROGRAMS: dict[str, Callable[[Path], tuple[Any, ...]]] = {
@@ -82,8 +80,7 @@ def program_case(name: str, run: Callable[[str], tuple[Any, float]]) -> Case:
     def contender(of: str) -> Prepare:
         return lambda _: Run(lambda: run(of)[0], lambda: run(of)[1])
 
-    contenders = {DICT: contender(f"plain_{name}"), OURS: contender(name), AGAIN: contender(f"plain_{name}")}
-    return Case(name, "program", contenders)
+    return Case(name, "program", {DICT: contender(f"plain_{name}"), OURS: contender(name)})
 
 
 @dataclass(frozen=True)

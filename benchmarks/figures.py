@@ -378,12 +378,11 @@ PROGRAMS = {
 def programs() -> Rows:
     """Whole examples beside the same programs with plain dicts: lines of code, and time."""
     head = ["example", "lines with DeviceDict", "lines with plain dicts", "DeviceDict (s)"]
-    found = [[*head, "plain dicts (x)", "noise (x)"]]
+    found = [[*head, "plain dicts (x)"]]
     for label, name in PROGRAMS.items():
         of = line("gallery", name)
-        counts, noise = map(str, lines_of(name)), of["ratios"]["dict again"]
         times = [number(of["medians"][OURS]), f"{of['medians'][DICT] / of['medians'][OURS]:.2f}"]
-        found.append([label, *counts, *times, f"{noise['low']:.2f} to {noise['high']:.2f}"])
+        found.append([label, *map(str, lines_of(name)), *times])
     return found
 
 
