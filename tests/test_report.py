@@ -145,7 +145,7 @@ class TestAdvice:
         assert "each worker copies the 10000 Python objects" in listed
 
     def test_a_slow_step(self) -> None:
-        advice = loop(Samples(8), step=50 * BRIEF).report().advice
+        advice = loop(Samples(8), step=200 * BRIEF).report().advice
         assert advice.endswith(" % of the time; the loader keeps up") and advice.startswith("the step takes ")
 
 
