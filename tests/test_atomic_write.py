@@ -177,7 +177,7 @@ class TestWriting:
             (
                 {"o": object, "n": {"p": {1}}, "x": 1},
                 TypeError,
-                "'o', 'n.p': kept values without a JSON form cannot be saved; d.drop('o', ('n', 'p')).save(path)",
+                "'o', 'n.p': expected what JSON can hold, got a type, a set; d.drop('o', ('n', 'p')).save(path)",
             ),
             (
                 {"n": {"m": torch.ones(1, device="meta")}},

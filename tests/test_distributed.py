@@ -205,15 +205,15 @@ def errors(rank: int, world: int) -> None:
     ):
         told = text(call, RuntimeError)
         assert (
-            told == f"rank {rank}: rank 1 has TypeError: 'n.o': kept values without a JSON form cannot be sent; "
-            "drop them first"
+            told == f"rank {rank}: rank 1 has TypeError: 'n.o': expected what JSON can hold, got a type; "
+            "drop it first, d.drop(('n', 'o'))"
         )
     sparse, hook = (
         DeviceDict({"m": torch.eye(2).to_sparse()}),
         DeviceDict({"s": "a"}, encoders={"s": lambda strings: torch.ones(len(strings))}),
     )
     cases: list[tuple[Any, type[Exception], str]] = [
-        (kept, TypeError, "'n.o': kept values without a JSON form cannot be sent"),
+        (kept, TypeError, "'n.o': expected what JSON can hold, got a type; drop it first, d.drop(('n', 'o'))"),
         (None, TypeError, "broadcast takes a DeviceDict on the rank that sends, got NoneType"),
         (
             sparse,

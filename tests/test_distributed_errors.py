@@ -77,7 +77,7 @@ def everywhere(world: int, said: str) -> Told:
 def cannot_be_sent(rank: int, world: int) -> None:
     good = sample(0)
     refused: list[tuple[Any, str]] = [
-        (DeviceDict({"o": object}, objects="keep"), "'o': kept values without a JSON form cannot be sent"),
+        (DeviceDict({"o": object}, objects="keep"), "'o': expected what JSON can hold, got a type; drop it first"),
         (DeviceDict({"x": torch.ones(2, device="meta")}), "a dict on meta has no values to send"),
         (7, "takes a DeviceDict on"),
     ]
@@ -268,7 +268,7 @@ def frees(rank: int) -> None:
     kept = DeviceDict({"o": object}, objects="keep")
     calls: list[tuple[str, Callable[[DeviceDict], Any]]] = [
         ("", lambda d: crossed(d, d, d)),
-        ("kept objects", lambda d: crossed(d, kept, d)),
+        ("'o': expected what JSON can hold", lambda d: crossed(d, kept, d)),
         ("like=", lambda d: crossed(d, d, like=kept.drop("o"))),
         ("cls=", lambda d: crossed(d, d, cls=int)),
         ("", d_.broadcast),
@@ -276,7 +276,7 @@ def frees(rank: int) -> None:
         ("evenly|could not send", lambda d: d_.scatter(d.rows[:3])),
         ("has no field" if rank else "", lambda d: d_.scatter(d, cls=Typed)),
         ("", d_.gather),
-        ("kept objects", lambda d: d_.gather(d if rank else kept)),
+        (f"^rank {rank}: rank 0 has TypeError: 'o': expected what JSON", lambda d: d_.gather(d if rank else kept)),
         ("", d_.all_gather),
         ("has no field", lambda d: d_.all_gather(d, cls=Typed)),
         ("", d_.all_reduce),

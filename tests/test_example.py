@@ -92,7 +92,7 @@ def test_a_killed_training_goes_on_bit_for_bit_and_on_other_ranks() -> None:
     environment = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    assert "killed after step 25: SIGKILL\n" in done.stdout
+    assert "killed after step 25\n" in done.stdout
     assert "on two ranks: the same weights, bit for bit\n" in done.stdout
     assert "on three ranks: 591 of 600 texts came once, the last step is left out\n" in done.stdout
     batches = re.findall(r"^(.*): step (\d+), (\d+) batches in", done.stdout, re.MULTILINE)

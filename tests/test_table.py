@@ -444,7 +444,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="rows need fields that agree on their first dimension"):
             RowWriter(tmp_path / "t", like={"x": [1, 2], "y": [1]})
         with pytest.raises(
-            TypeError, match=r"^'o': kept values without a JSON form cannot be saved; pass like=d.drop\('o'\)$"
+            TypeError, match=r"^'o': expected what JSON can hold, got an object; pass like=d.drop\('o'\)$"
         ):
             RowWriter(tmp_path / "t", like=DeviceDict({"x": torch.ones(1), "o": object()}, objects="keep"))
         with pytest.raises(TypeError, match=r"^'x' is sparse, nested or quantized"):

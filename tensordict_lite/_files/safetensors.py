@@ -36,7 +36,7 @@ from .._memory.layout import ALIGNMENT, row_major
 from .._memory.mapped import map_file
 from .._memory.packed import MAX_DIMENSIONS
 from .._memory.transfer import transfer
-from .._tree.manifest import Manifest, Reader, describe, invalid
+from .._tree.manifest import Manifest, Reader, describe, invalid, refuse_kept
 from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders, Policy
 from .._tree.tree import TreeDict
@@ -125,12 +125,7 @@ def refuse_unwritable(leaves: Sequence[tuple[Path, Any]], way_out: str = "d.drop
 
     ``way_out``: what to do about kept objects. ``{}`` stands for their keys.
     """
-    kept = [path for path, value in leaves if not isinstance(value, Tensor)]
-    if kept:
-        paths = ", ".join(repr(path if len(path) > 1 else next(iter(path))) for path in kept)
-        raise TypeError(
-            f"{', '.join(map(dotted, kept))}: kept values without a JSON form cannot be saved; {way_out.format(paths)}"
-        )
+    refuse_kept(leaves, way_out)
     for path, tensor in leaves:
         if reason := not_dense(tensor):
             raise TypeError(f"{dotted(path)} is {reason}, and files hold dense tensors; convert it first, or drop it")

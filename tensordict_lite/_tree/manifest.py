@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, runs_code
-from .._errors import DEPTH, Path, dotted, refuse_deeper
+from .._errors import DEPTH, Path, described, dotted, refuse_deeper
 from .missing import holds, missing_key
 from .policy import Encoders, Policy, options_from_json
 from .ragged import Lengths, Ragged, validated
@@ -117,7 +117,7 @@ class Outline:
         number = len(self.values)
         if not isinstance(value, Ragged):
             if not self._pickled and not isinstance(value, Tensor):
-                with suppress(TypeError, RecursionError):
+                with suppress(TypeError, ValueError, RecursionError):  # a value without a JSON form, or too deep
                     return json.dumps(_kept_to_json(value))
             self.values.append(value)
             return number
@@ -174,7 +174,30 @@ def _kept_to_json(value: Any) -> Any:
         return {"tuple": [_kept_to_json(item) for item in value]}
     if type(value) is dict and all(type(key) is str for key in value):
         return {"dict": {key: _kept_to_json(item) for key, item in value.items()}}
-    raise TypeError(f"a {type(value).__name__} has no JSON form")
+    raise TypeError(described(value))
+
+
+def refuse_kept(leaves: Sequence[tuple[Path, Any]], way_out: str) -> None:
+    """Raise ``TypeError`` if one of the leaves is a kept value, because JSON cannot hold it.
+
+    ``way_out``: what to do about the kept values. ``{}`` stands for their keys.
+    """
+    if kept := [(path, value) for path, value in leaves if not isinstance(value, Tensor)]:
+        where = ", ".join(dotted(path) for path, _ in kept)
+        got = ", ".join(_without_json(value) for _, value in kept)
+        keys = ", ".join(repr(path if len(path) > 1 else next(iter(path))) for path, _ in kept)
+        raise TypeError(f"{where}: expected what JSON can hold, got {got}; {way_out.format(keys)}")
+
+
+def _without_json(value: Any) -> str:
+    """Describe a kept value that JSON cannot hold, and the part of it that is the reason."""
+    whole, part = described(value), ""
+    with suppress(RecursionError):
+        try:
+            _kept_to_json(value)
+        except TypeError as error:
+            part = str(error)
+    return whole if part in ("", whole) else f"{whole} with {part}"
 
 
 def _kept_from_json(form: Any) -> Any:

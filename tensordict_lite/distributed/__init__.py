@@ -10,8 +10,8 @@ or ``mesh.get_group()``. If the dict of one rank is invalid, every rank in the c
 rank waits for another rank, and the next call works. If a peer is lost, torch raises its own error. The message begins
 with the rank and the call. The timeouts of the group apply.
 
-Kept objects, sparse tensors and encoders without a registered JSON form cannot be sent. Gradients do not flow through
-these functions.
+Kept values that JSON cannot hold, sparse tensors and encoders without a registered JSON form cannot be sent. Gradients
+do not flow through these functions.
 
 >>> import tempfile
 >>> import torch.distributed as dist

@@ -26,7 +26,7 @@ from .._memory.device import CPU, canonical
 from .._memory.dtypes import DTYPES
 from .._memory.layout import SMALL, Group, Layout, aligned, lay_out, lay_out_apart, nbytes_of
 from .._memory.packed import arrange, is_saved_group
-from .._tree.manifest import Manifest, Outline, Reader, encoder_entry, paths_of
+from .._tree.manifest import Manifest, Outline, Reader, encoder_entry, paths_of, refuse_kept
 from .._tree.tree import TreeDict
 
 PREFIX = 6
@@ -208,9 +208,7 @@ def _with_header(
 def _refuse(outline: Outline, unpackable: int = 0) -> NoReturn:
     """Raise ``TypeError`` for the kept objects of a dict, or for the tensor with the number ``unpackable``."""
     leaves = outline.leaves()
-    kept = [dotted(path) for path, value in leaves if not isinstance(value, Tensor)]
-    if kept:
-        raise TypeError(f"{', '.join(kept)}: kept values without a JSON form cannot be sent; drop them first")
+    refuse_kept(leaves, "drop it first, d.drop({})")
     path, tensor = leaves[unpackable]
     raise TypeError(
         f"{dotted(path)} cannot be sent: a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} has more "
