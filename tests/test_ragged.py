@@ -128,6 +128,7 @@ class TestClass:
             (torch.arange(4).view(2, 2), [[0, 1], [2, 3]]),
             (iter([[1], [2]]), [[1], [2]]),
             ([[True], [False, True]], [[True], [False, True]]),
+            ([[1], [0.5]], [[1.0], [0.5]]),
         ],
     )
     def test_from_rows(self, rows: Any, expected: Any) -> None:
@@ -148,17 +149,18 @@ class TestClass:
     @pytest.mark.parametrize(
         ("rows", "error", "message"),
         [
-            ([], ValueError, r"^from_rows takes at least one row; without rows, Ragged\(values, \[0\]\)$"),
+            ([], ValueError, r"^from_rows takes at least one row, got none; without rows, Ragged\(values, \[0\]\)$"),
             ("text", TypeError, "^from_rows takes a list of rows, got "),
             (3, TypeError, "^from_rows takes a list of rows, got "),
             ({"a": [1]}, TypeError, "^from_rows takes a list of rows, got a mapping$"),
-            ([[1], "a"], TypeError, "^row 1: is "),
-            ([[1], {"a": 1}], TypeError, "^row 1: is a mapping$"),
+            ([[1], "a"], TypeError, "^row 1: expected numbers, got a str; collate"),
+            ([[1], {"a": 1}], TypeError, "^row 1: expected numbers, got a mapping; collate"),
             ([[1], None], TypeError, "^row 1: "),
-            ([[1], 2], ValueError, r"^row 1 is int64\[\], row 0 is int64\[1\]; rows have one dtype, and may differ in"),
-            ([2], ValueError, r"^row 0 is int64\[\], row 0 is"),
-            ([[1], [0.5]], ValueError, r"^row 1 is float32\[1\], row 0 is int64\[1\]"),
-            ([torch.ones(1), torch.ones(1, 1)], ValueError, r"^row 1 is float32\[1, 1\], row 0 is"),
+            ([[1], 2], ValueError, r"^row 1: expected int64\[\*\], as row 0, got int64\[\]; rows have"),
+            ([2], ValueError, r"^row 0: expected int64\[\*\], as row 0, got int64\[\]"),
+            ([torch.ones(1), torch.tensor([1])], ValueError, r"^row 1: expected float32.*, got int64\[1\]"),
+            ([["a"], ["b", "c"]], TypeError, "^row 0: expected numbers, got a list; collate"),
+            ([torch.ones(1), torch.ones(1, 1)], ValueError, r"^row 1: expected float32.*, got float32\[1, 1\]"),
             (
                 [torch.ones(1), torch.ones(1, device="meta")],
                 DeviceMismatchError,

@@ -336,11 +336,11 @@ class TestRefused:
             ),
             (
                 {"n": {"ids": [[1], 2, [3]], "box": torch.zeros(3, 1, 2)}},
-                r"^'n.ids': expected rows \[..., \*\] or one row \[\*\], row 1 is int64\[\]$",
+                r"^'n.ids': row 1: expected int64\[\*\], as row 0, got int64\[\]; rows have",
             ),
             (
                 {"n": {"ids": [[1], [[2]], [3]], "box": torch.zeros(3, 1, 2)}},
-                r"^'n.ids': expected rows \[..., \*\] or one row \[\*\], row 1 is int64\[1, 1\]$",
+                r"^'n.ids': row 1: expected int64\[\*\], as row 0, got int64\[1, 1\]; rows have",
             ),
             (
                 {"n": {"ids": [[1], [0.5], [3]], "box": torch.zeros(3, 1, 2)}},

@@ -24,7 +24,7 @@ from .._tree.inside import nests
 from .._tree.kinds import KEPT, NESTED, Home, Misplaced, kind_of
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
-from .._tree.ragged import Ragged
+from .._tree.ragged import Ragged, rows_of
 from .._tree.tree import TreeDict, dicts_of, field_encoder, kind_nested
 from .._tree.walk import NO_EXPORTS, all_on, as_shared, leaves, refuse_key
 
@@ -215,12 +215,11 @@ def _ragged_rows(
     encoder = d._policy.encoder(path[-1])
     codes = encode_ragged(encoder, rows) if rows else None
     if codes is not None:
-        values, lengths = codes[0].to(target), codes[1].tolist()
-    elif all(isinstance(row, (list, tuple)) for row in rows):
-        values, lengths = convert_for(d, [item for row in rows for item in row], target, path).value, map(len, rows)
-    else:
+        return Ragged(codes[0].to(target), offsets_of(codes[1].tolist()).to(target)), encoder
+    if not all(isinstance(row, (list, tuple)) for row in rows):
         return None
-    return Ragged(values, offsets_of(list(lengths)).to(target)), encoder if codes else None
+    values, lengths = rows_of(rows, lambda row, _: convert_for(d, row, target, path).value, path)
+    return Ragged(values, offsets_of(lengths).to(target)), None
 
 
 def _mismatch(

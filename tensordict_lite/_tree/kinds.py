@@ -27,7 +27,7 @@ from .._memory.write import Call, refusal
 from .alike import can_cat, decided_values, fill_width, raise_mismatch, widened
 from .convert import refuse_tensor_in_cycle
 from .inside import children, kept_tensors, move_itself, nests, open_value, path_inside, placed, stay, tensors_of
-from .ragged import Known, Lengths, Made, Ragged, validated
+from .ragged import Known, Lengths, Made, Ragged, rows_of, validated
 
 
 class Field(NamedTuple):
@@ -345,12 +345,9 @@ class RaggedKind(Kind):
         if codes is not None:
             return Fitted(codes[0].to(column.device), codes[1].to(column.device), isinstance(given, str))
         if isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple, np.ndarray, Tensor)):
-            parts = [self._row(field, row, how) for row in given]
-            if parts[0].dim() == column.dim():
-                for i, part in enumerate(parts):
-                    _fitting(column, part, path, f"row {i} is")
-                lengths = torch.tensor(list(map(len, parts)), device=column.device)
-                return Fitted(torch.cat([part.to(column.dtype) for part in parts]), lengths)
+            values, lengths = rows_of(given, lambda row, _: self._row(field, row, how).to(column.dtype), path)
+            if values.dim() == column.dim():
+                return Fitted(_fitting(column, values, path), torch.tensor(lengths, device=column.device))
         whole = self._row(field, given, how)
         is_one = whole.dim() <= column.dim()
         rows = whole.unsqueeze(0) if is_one else whole
@@ -643,10 +640,10 @@ def _expected_rows(shape: Sequence[object]) -> str:
     return f"expected rows [{', '.join(['...', *map(str, shape)])}] or one row [{row}]"
 
 
-def _fitting(column: Tensor, values: Tensor, path: Path, what: str = "got") -> Tensor:
+def _fitting(column: Tensor, values: Tensor, path: Path) -> Tensor:
     if values.dim() != column.dim() or values.shape[1:] != column.shape[1:]:
         expected = _expected_rows(["*", *column.shape[1:]])
-        raise ValueError(f"{dotted(path)}: {expected}, {what} {described(values)}")
+        raise ValueError(f"{dotted(path)}: {expected}, got {described(values)}")
     return values
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._errors import DeviceMismatchError, Path, described, device_mismatch, dotted, with_path
+from .._errors import DeviceMismatchError, Path, described, device_mismatch, dotted, dtype_name, with_path
 from .._memory.arguments import to_arguments
 from .._memory.cast import host_array, pin
 from .._memory.compare import equal
@@ -32,7 +34,7 @@ from .._memory.ragged import (
 from .._memory.row_copies import take_rows
 from .._memory.transfer import transfer
 from . import pytree
-from .convert import convert
+from .convert import convert, holds_strings
 from .policy import Policy
 from .row_index import row_index
 
@@ -144,6 +146,7 @@ class Ragged:
 
         Args:
             rows: tensors, arrays or lists of numbers. They have one dtype, and may differ in their first dimension.
+                Lists are converted together, so ints beside floats become floats.
             device: the device of the result. None: the device of the rows.
 
         Raises: ``ValueError`` that names the first row of another dtype or shape, and for no rows; ``TypeError`` for
@@ -158,7 +161,10 @@ class Ragged:
         given = rows.unbind() if isinstance(rows, Tensor) else rows
         if isinstance(given, (str, Mapping)) or not hasattr(given, "__iter__"):
             raise TypeError(f"from_rows takes a list of rows, got {described(rows)}")
-        values, lengths = joined(_converted(list(given)))
+        given = list(given)
+        if not given:
+            raise ValueError("from_rows takes at least one row, got none; without rows, Ragged(values, [0])")
+        values, lengths = rows_of(given, _as_row)
         if target is not None and values.device != target:
             values = transfer([values], target)[0]
         return cls._new(values, Lengths(offsets_of(lengths).to(values.device), max(lengths)))
@@ -624,36 +630,28 @@ def _as_tensor(value: Any, name: str) -> Any:
     return value
 
 
-def _converted(rows: list[Any]) -> list[Tensor]:
-    """Rows as tensors. An empty list gets the dtype and the shape of the first other row."""
-    if not rows:
-        raise ValueError("from_rows takes at least one row; without rows, Ragged(values, [0])")
-    found: list[Any] = [None] * len(rows)
-    for i, row in enumerate(rows):
-        if not (isinstance(row, (list, tuple)) and not row):
-            found[i] = row if isinstance(row, Tensor) else _row_tensor(row, i)
-    model = next((row for row in found if row is not None), torch.empty(0, device=CPU))
+def rows_of(
+    given: Sequence[Any], convert_one: Callable[[Any, int], Tensor], path: Path = ()
+) -> tuple[Tensor, list[int]]:
+    """The values of a list of rows, and the length of each row. Lists are converted in one call.
+
+    ``convert_one``: makes a tensor of a row, given its number too; also of all rows in one list. An empty list gets
+    the dtype and the shape of the first other row. Raises the error of the first row that cannot be converted.
+    """
+    if all(isinstance(row, (list, tuple)) for row in given):
+        with suppress(TypeError, ValueError):  # the conversion of each row tells more
+            return convert_one([*chain.from_iterable(given)], 0), list(map(len, given))
+    kept = [None if isinstance(row, (list, tuple)) and not row else convert_one(row, i) for i, row in enumerate(given)]
+    model = next((row for row in kept if row is not None), torch.empty(0, device=CPU))
     empty = model.new_empty((0, *model.shape[1:]))
-    return [empty if row is None else row for row in found]
-
-
-def _row_tensor(row: Any, i: int) -> Tensor:
-    try:
-        if isinstance(row, (str, Mapping)):
-            raise TypeError(f"is {described(row)}")
-        return convert(row, CPU, Policy(), ()).value
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"row {i}: {error}") from error
-
-
-def joined(rows: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """The values of some rows, and the length of each. Raises ``ValueError`` for rows that cannot be joined."""
+    rows, where = [empty if row is None else row for row in kept], f"{dotted(path)}: " if path else ""
     first = rows[0]
     for i, row in enumerate(rows):
         if not row.dim() or row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
+            like = f"{dtype_name(first.dtype)}[{', '.join(['*', *map(str, first.shape[1:])])}]"
             raise ValueError(
-                f"row {i} is {described(row)}, row 0 is {described(first)}; "
-                "rows have one dtype, and may differ in their first dimension only"
+                f"{where}row {i}: expected {like}, as row 0, got {described(row)}; rows have one dtype, and may "
+                "differ in their first dimension only"
             )
         if row.device != first.device:
             raise DeviceMismatchError(
@@ -661,4 +659,15 @@ def joined(rows: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
                 expected=first.device,
                 actual=row.device,
             )
-    return torch.cat(list(rows)), [len(row) for row in rows]
+    return torch.cat(rows), list(map(len, rows))
+
+
+def _as_row(given: Any, i: int) -> Tensor:
+    if isinstance(given, Tensor):
+        return given
+    try:
+        if isinstance(given, Mapping) or holds_strings(given):
+            raise TypeError(f"expected numbers, got {described(given)}; collate(samples, ragged=[key]) encodes strings")
+        return convert(given, CPU, Policy(), ("row",)).value
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"row {i}: {error}") from error
