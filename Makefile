@@ -78,8 +78,9 @@ check: .venv/tests
 		echo "pyright is left out on Python 3.10: see the Makefile"; \
 	fi
 
-# Compares the instructions that the core operations execute with the committed counts. Needs Valgrind, and the versions
-# that the counts were committed with; without them it says so and passes. guard-update writes new counts.
+# Compares the instructions that the core operations execute with the committed counts, and with those of plain loops.
+# Needs Valgrind, and the versions that the counts were committed with; without them it says so and passes. guard-update
+# writes new counts. In any other setting: python benchmarks/guard.py --quotients
 guard: .venv/tests
 	$(BIN)/python benchmarks/guard.py
 

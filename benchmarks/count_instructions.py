@@ -1,9 +1,9 @@
 """Execute the core operations for Callgrind to count. `guard.py` runs this script under Valgrind; it prints nothing.
 
-    valgrind --tool=callgrind ... python benchmarks/count_instructions.py SOCKETS
+    valgrind --tool=callgrind ... python benchmarks/count_instructions.py SOCKETS ONLY
 
-SOCKETS is the value of Valgrind's option `--vgdb-prefix`. Callgrind writes one file for each block of calls: the blocks
-of the first statement of OPERATIONS, then those of the second, and so on.
+SOCKETS is the value of Valgrind's option `--vgdb-prefix`. ONLY is a part of the names of the operations. Callgrind
+writes one file for each block of calls: the blocks of the first of `statements`, then those of the second, and so on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from tensordict_lite import DeviceDict, collate, prefetch, stack
 
@@ -26,31 +27,115 @@ CALLS = 20  # calls in a block
 WARM_UP = 100  # calls before the first block: CPython 3.11 specializes a function's bytecode while it runs
 
 EMPTY = "empty loop"
-# By name: the statement of the operation, and an expression that is true if the statement does its work.
+
+
+class Operation(NamedTuple):
+    """An operation, and the code that does the same with plain dicts."""
+
+    statement: str
+    by_hand: str = ""
+    """What a user writes for plain dicts; empty if nothing does the same."""
+    ceiling: float = 0
+    """The most instructions of the statement, as a multiple of those of `by_hand`. Lower it when you can."""
+    proof: str = ""
+    """An expression that is true if both do their work. Without it, both are expressions of equal values."""
+
+
 OPERATIONS = {
-    EMPTY: ("pass", "True"),
-    "construct from tensors": ("DeviceDict(tensors)", "dict(DeviceDict(tensors)) == tensors"),
-    "construct from host values": ("DeviceDict(host)", "DeviceDict(host).decode('texts') == host['texts']"),
-    "read": ("d['k3']", "d['k3'] is tensors['k3']"),
-    "read a path": ("d['nested', 'k3']", "d['nested', 'k3'] is tensors['k3']"),
-    "write": ("w['k3'] = new", "w['k3'] is new"),
-    "update": ("u.update(others)", "u['k3'] is others['k3']"),
-    "to(same device)": ("d.to('cpu')", "d.to('cpu') is d"),
-    "to(float64)": ("d.to(torch.float64)", "d.to(torch.float64)['k3'].dtype is torch.float64"),
-    "numpy": ("flat.numpy()", "(flat.numpy()['k3'] == flat['k3'].numpy()).all()"),
-    "clone": ("flat.clone()", "flat.clone() == flat and flat.clone()['k3'] is not flat['k3']"),
-    "slice rows": ("flat.rows[1:3]", "flat.rows[1:3]['k3'].shape == (2, 2)"),
-    "rows by index": ("flat.rows[index]", "flat.rows[index]['k3'].equal(flat['k3'][index])"),
-    "write rows": ("w8.rows[1:3] = part", "w8['k3'][1:3].equal(part['k3'])"),
-    "write rows by index": ("w8.rows[index] = part", "w8['k3'][index].equal(part['k3'])"),
-    "iterate rows": ("for row in flat.rows: pass", "[row['k3'].shape for row in flat.rows] == [(2,)] * 4"),
-    "lerp_ of 400": ("ema.lerp_(model, 0.5)", "ema.allclose(model)"),
-    "lerp_ of 400, packed": ("packed_ema.lerp_(packed_model, 0.5)", "packed_ema.allclose(packed_model)"),
-    "stack": ("stack(samples)", "stack(samples)['k3'].shape == (4, 4, 2)"),
-    "collate": ("collate(samples)", "collate(samples)['k3'].shape == (4, 4, 2)"),
-    "collate dicts": ("collate(dicts)", "collate(dicts)['y'].shape == (4,)"),
-    "next batch of prefetch": ("next(batches)", "next(batches) == flat"),
+    "construct from tensors": Operation("DeviceDict(tensors)", proof="dict(DeviceDict(tensors)) == tensors"),
+    "construct from host values": Operation(
+        "DeviceDict(host)", proof="DeviceDict(host).decode('texts') == host['texts']"
+    ),
+    "read": Operation("d['k3']", proof="d['k3'] is tensors['k3']"),
+    "read a path": Operation("d['nested', 'k3']", proof="d['nested', 'k3'] is tensors['k3']"),
+    "write": Operation("w['k3'] = new", proof="w['k3'] is new"),
+    "update": Operation("u.update(others)", proof="u['k3'] is others['k3']"),
+    "to(same device)": Operation("d.to('cpu')", proof="d.to('cpu') is d"),
+    "to(float64)": Operation("flat.to(torch.float64)", "{k: v.to(torch.float64) for k, v in tensors.items()}", 1.3),
+    "half": Operation("flat.half()", "{k: v.half() for k, v in tensors.items()}", 2.25),
+    "to(meta)": Operation(
+        "flat.to('meta')",
+        "{k: v.to('meta') for k, v in tensors.items()}",
+        1.5,
+        "[v.device for v in flat.to('meta').values()] == [torch.device('meta')] * 8",
+    ),
+    "numpy": Operation(
+        "flat.numpy()",
+        "{k: v.numpy() for k, v in tensors.items()}",
+        1.2,
+        "(flat.numpy()['k3'] == flat['k3'].numpy()).all()",
+    ),
+    "clone": Operation("flat.clone()", "{k: v.clone() for k, v in tensors.items()}", 1.37),
+    "slice rows": Operation("flat.rows[1:3]", "{k: v[1:3] for k, v in tensors.items()}", 1.6),
+    "rows by index": Operation("flat.rows[index]", "{k: v.index_select(0, index) for k, v in tensors.items()}", 1.6),
+    "256 rows of a million": Operation(
+        "large.rows[many]", "{k: v.index_select(0, many) for k, v in large_fields.items()}", 2.15
+    ),
+    "iterate rows": Operation("list(flat.rows)", "[{k: v[i] for k, v in tensors.items()} for i in range(4)]", 1.55),
+    "write rows": Operation(
+        "w8.rows[1:3] = part", "for k in p8: p8[k][1:3] = part[k]", 2.8, "w8.rows[1:3] == part and w8 == p8"
+    ),
+    "write rows by index": Operation(
+        "w8.rows[index] = part", "for k in p8: p8[k][index] = part[k]", 3.2, "w8.rows[index] == part and w8 == p8"
+    ),
+    "write a step": Operation(
+        "rollout.rows[2] = step",
+        "for k in buffer: buffer[k][2] = step[k]",
+        3.3,
+        "rollout.rows[2] == step and rollout == buffer",
+    ),
+    "write a nested step with numbers": Operation(
+        "episode.rows[2] = transition",
+        "write_row(fields, 2, transition)",
+        10.5,
+        "episode.rows[2].tolist() == DeviceDict(transition).tolist() and episode == fields",
+    ),
+    "lerp_ of 8": Operation(
+        "ema8.lerp_(model8, 0.5)",
+        "for k, v in by_hand8.items(): v.lerp_(model8[k], 0.5)",
+        2.45,
+        "ema8.allclose(model8) and ema8.allclose(by_hand8)",
+    ),
+    "lerp_ of 400": Operation(
+        "ema.lerp_(model, 0.5)",
+        "for k, v in by_hand.items(): v.lerp_(model[k], 0.5)",
+        1.7,
+        "ema.allclose(model) and ema.allclose(by_hand)",
+    ),
+    "lerp_ of 400, packed": Operation("packed_ema.lerp_(packed_model, 0.5)", proof="packed_ema.allclose(packed_model)"),
+    "stack": Operation("stack(samples)", "{k: torch.stack([s[k] for s in samples]) for k in samples[0]}", 1.27),
+    "collate": Operation("collate(samples)", "default_collate(plain)", 1.53),
+    "collate dicts": Operation("collate(dicts)", "default_collate(dicts)", 2.27),
+    "next batch of prefetch": Operation("next(batches)", proof="next(batches) == flat"),
 }
+
+
+def statements(only: str) -> dict[str, str]:
+    """Return what is counted, by name: an empty loop, and each operation, followed by the same by hand.
+
+    ``only``: a part of the names of the operations.
+    """
+    found = {EMPTY: "pass"}
+    for name, operation in OPERATIONS.items():
+        if only in name:
+            found[name] = operation.statement
+            if operation.by_hand:
+                found[by_hand(name)] = operation.by_hand
+    return found
+
+
+def by_hand(name: str) -> str:
+    """Return the name of the count of what does the same as an operation."""
+    return f"{name}, by hand"
+
+
+def write_row(fields: dict[str, Any], row: int, values: dict[str, Any]) -> None:
+    """Write a nested row, as a user does who has plain dicts."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            write_row(fields[key], row, value)
+        else:
+            fields[key][row] = value
 
 
 def scope() -> dict[str, Any]:
@@ -67,16 +152,52 @@ def scope() -> dict[str, Any]:
         "texts": ["cat", "dog"],
     }
     ema, model = (DeviceDict({f"k{i}": torch.rand(1 + i % 5, 2) for i in range(400)}) for _ in range(2))
+    ema8, model8 = (DeviceDict({f"k{i}": torch.rand(1 + i % 5, 2) for i in range(8)}) for _ in range(2))
+    large = {f"k{i}": torch.zeros(1_000_000, 4) for i in range(8)}
+    step = {
+        "obs": torch.rand(8, 4),
+        "action": torch.arange(8),
+        "log_prob": torch.rand(8),
+        "reward": torch.rand(8),
+        "done": torch.arange(8) > 5,
+        "value": torch.rand(8),
+    }
+    rollout = DeviceDict(step).new_zeros(4)
+    transition = {
+        "obs": {"position": torch.rand(3), "velocity": torch.rand(3)},
+        "action": 2,
+        "reward": 0.5,
+        "done": False,
+        "truncated": True,
+    }
+    episode = DeviceDict(transition).new_zeros(4)
+    samples = [DeviceDict(tensors).clone() for _ in range(4)]
     return {
         "ema": ema,
         "model": model,
+        "by_hand": dict(ema.clone()),
         "packed_ema": ema.pack(),
         "packed_model": model.pack(),
+        "ema8": ema8,
+        "model8": model8,
+        "by_hand8": dict(ema8.clone()),
         "index": torch.tensor([3, 0]),
+        "many": torch.arange(256) * 3000,
+        "large": DeviceDict(large),
+        "large_fields": large,
         "part": DeviceDict(others).rows[1:3].clone(),
         "w8": DeviceDict(tensors).clone(),
+        "p8": {key: value.clone() for key, value in tensors.items()},
+        "step": step,
+        "rollout": rollout,
+        "buffer": dict(rollout.clone()),
+        "transition": transition,
+        "episode": episode,
+        "fields": {key: dict(value) if isinstance(value, dict) else value for key, value in episode.clone().items()},
+        "write_row": write_row,
         "DeviceDict": DeviceDict,
         "collate": collate,
+        "default_collate": default_collate,
         "stack": stack,
         "torch": torch,
         "tensors": tensors,
@@ -89,7 +210,8 @@ def scope() -> dict[str, Any]:
         "u": DeviceDict(tensors),
         "w": DeviceDict(tensors),
         "batches": iter(prefetch(itertools.repeat(DeviceDict(tensors)), "cpu")),
-        "samples": [DeviceDict(tensors).clone() for _ in range(4)],
+        "samples": samples,
+        "plain": [dict(sample) for sample in samples],
     }
 
 
@@ -99,6 +221,16 @@ def loop(statement: str, known: dict[str, Any]) -> Callable[[int], None]:
     made = dict(known)
     exec(f"def calls(number, {names}):\n  for _ in range(number):\n    {statement}", made)
     return made["calls"]
+
+
+def broken(known: dict[str, Any], only: str) -> list[str]:
+    """Return the operations that have not done their work, or not the same work as by hand."""
+    proofs = {
+        name: operation.proof or f"({operation.statement}) == ({operation.by_hand})"
+        for name, operation in OPERATIONS.items()
+        if only in name
+    }
+    return [name for name, proof in proofs.items() if not eval(proof, known)]
 
 
 def start_callgrind(sockets: str) -> None:
@@ -115,12 +247,12 @@ def start_callgrind(sockets: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    known, loops = scope(), []
-    for name, (statement, proof) in OPERATIONS.items():
-        calls = loop(statement, known)
+    known = scope()
+    loops = [loop(statement, known) for statement in statements(sys.argv[2]).values()]
+    for calls in loops:
         calls(WARM_UP)
-        assert eval(proof, known), f"{name}: `{statement}` does not do what it is counted for"
-        loops.append(calls)
+    if names := broken(known, sys.argv[2]):
+        sys.exit(f"these do not do what they are counted for: {names}")
     gc.collect()
     gc.disable()
     start_callgrind(sys.argv[1])
