@@ -34,6 +34,8 @@ FIRST_COLOUR = "#3b82c4"
 # What changes with the theme of the reader: text, background, rules. The chart is drawn in the colours of a light page.
 THEMES = {"ink": ("#24292f", "#e6edf3"), "paper": ("#fefefe", "#161b22"), "rule": ("#d9dde1", "#3d444d")}
 INK, PAPER, RULE = (light for light, _ in THEMES.values())
+DRAWN_IN = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+DRAWN_IN |= dict.fromkeys(("figure.facecolor", "axes.facecolor"), PAPER)
 # Inches: the width, which a narrow screen shows without scaling it much, the height of an operation, the margins.
 WIDTH, LINE, AROUND = 4.7, 0.6, 1.9
 APART = 0.58  # share of an operation, below its name, over which its marks are spread
@@ -92,8 +94,7 @@ def themed(svg: str) -> str:
 
 def draw(source: Path, target: Path) -> None:
     """Draw the results in a JSON file. The suffix of the target says of which kind the picture is."""
-    pyplot.rcParams.update({"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK})
-    pyplot.rcParams.update({"xtick.color": INK, "figure.facecolor": PAPER, "axes.facecolor": PAPER})
+    pyplot.rcParams.update({"font.size": 9, **DRAWN_IN})
     pyplot.rcParams.update({"svg.hashsalt": "results", "svg.fonttype": "none"})  # equal results give equal files
     figure = chart(json.loads(source.read_text(encoding="utf-8")))
     if target.suffix == ".svg":

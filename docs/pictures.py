@@ -16,13 +16,15 @@ from matplotlib.patches import Rectangle
 
 ROOT = Path(__file__).parent.parent
 ASSETS = ROOT / "docs" / "assets"
-sys.path.append(str(ROOT / "examples"))
+sys.path += [str(ROOT / "examples"), str(ROOT / "benchmarks")]
+plot: Any = importlib.import_module("plot")
 
 
 def save(figure: Any, name: str) -> None:
-    """An SVG that is the same in each run, on white."""
+    """An SVG that is the same in each run, in the colours of the reader's theme."""
     with rc_context({"svg.hashsalt": name}):
-        figure.savefig(ASSETS / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(drawn := io.StringIO(), format="svg", metadata={"Date": None})
+    (ASSETS / f"{name}.svg").write_text(plot.themed(drawn.getvalue()), encoding="utf-8")
 
 
 def output(example: str, *options: str) -> str:
@@ -49,7 +51,7 @@ def classifier() -> None:
         axes.set_title(f"{row.decode('id')}: {row.decode('texture')}", size=10)
         axes.set_axis_off()
     count = batch["is_box"].shape[1]
-    mask.pcolormesh(range(count), range(3), batch["is_box"], cmap="Blues", vmin=0, vmax=1.5, ec="white", lw=3)
+    mask.pcolormesh(range(count), range(3), batch["is_box"], cmap="Blues", vmin=0, vmax=1.5, ec=plot.PAPER, lw=3)
     mask.set_title('batch["is_box"]', size=10)
     mask.set_xticks(range(count))
     mask.set_yticks(range(3), batch.decode("id"))
@@ -84,14 +86,16 @@ def ppo() -> None:
 def penguins() -> None:
     """The confusion matrix, which the example draws."""
     module: Any = importlib.import_module("penguins")
-    draw: Any = module.draw_confusion
-    module.draw_confusion = lambda truths, guesses, title, path: draw(truths, guesses, title, ASSETS / "penguins.svg")
+    draw, drawn = module.draw_confusion, ASSETS / "penguins.svg"
+    module.draw_confusion = lambda truths, guesses, title, path: draw(truths, guesses, title, drawn)
     with rc_context({"svg.hashsalt": "penguins"}):
         output("penguins")
+    drawn.write_text(plot.themed(drawn.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    classifier()
-    ppo()
-    penguins()
+    with rc_context(plot.DRAWN_IN):
+        classifier()
+        ppo()
+        penguins()

@@ -116,7 +116,7 @@ def draw_confusion(truths: list[str], guesses: list[str], title: str, path: Path
     axes.pcolormesh(range(size), range(size), counts, cmap="Blues", vmin=-most / 10, edgecolors="white", linewidth=3)
     for row, line in enumerate(counts):
         for column, count in enumerate(line):
-            color = "white" if count > 0.6 * most else "black"
+            color = "white" if count > 0.6 * most else "#111111"  # on the colour of the cell, also in the dark
             axes.text(column, row, str(count), ha="center", va="center", size=18, color=color)
     axes.set_title(title, pad=12)
     axes.set(xlabel="predicted species", ylabel="true species", aspect="equal")
