@@ -11,7 +11,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from itertools import product
+from itertools import combinations, product
 from typing import (
     Annotated,
     Any,
@@ -672,6 +672,55 @@ class TestShapes:
             assert ("Batch.label" if a != b else "Batch.obs.state") in str(caught.value)
 
 
+CHOICES: dict[str, list[Any]] = {
+    "x": [
+        torch.ones(2, 3),
+        torch.ones(2, 3).double(),
+        torch.ones(2, 4),
+        torch.ones(2),
+        torch.nn.Parameter(torch.ones(2, 3)),
+    ],
+    "name": [["a", "b"], torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(2, 4), None],
+    "kind": [["a", "b"], torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), torch.zeros(2)],
+    "ids": [Ragged.from_rows([[1], [2, 3]]), Ragged.from_rows([[1.5], [2.5]]), torch.zeros(2, dtype=torch.int64)],
+    "obs": [{"state": torch.ones(2, 5)}, {"state": torch.ones(3, 5)}, DeviceDict({"state": torch.ones(2, 5)}), {}],
+    "any": [None, {"a": 1}, torch.ones(1)],
+    "weight": [torch.ones(2), torch.ones(5), None, 1.5],
+}
+
+
+def test_the_quick_check_accepts_what_the_checks_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Every(TypedDeviceDict):
+        x: Float[Tensor, "batch 3"]
+        name: Annotated[Tensor, Utf8()]
+        kind: Annotated[Tensor, Vocabulary(["a", "b"])]
+        ids: Annotated[Ragged, Int[Tensor, "total"]]
+        obs: Obs
+        any: DeviceDict | None = None
+        weight: Float[Tensor, "batch"] | None = None
+
+    def outcome(change: dict[str, Any], cls: Any) -> Any:
+        try:
+            return cls.from_dict({**{key: values[0] for key, values in CHOICES.items()}, **change})
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+
+    schema = type(Every._schema())
+    quick, seen = schema.fits, set[Any]()
+    for first, second in combinations(CHOICES, 2):
+        for change in product(CHOICES[first], CHOICES[second]):
+            changes = dict(zip((first, second), change, strict=True))
+            monkeypatch.setattr(schema, "fits", quick)
+            one = outcome(changes, Every)
+            monkeypatch.setattr(schema, "fits", lambda *_: False)
+            assert one == outcome(changes, Every), changes
+            seen.add(type(one))
+    assert seen == {Every, tuple}
+    monkeypatch.setattr(schema, "fits", quick)
+    monkeypatch.setattr(schema, "check_kinds", None)
+    assert type(outcome({}, Every)) is Every, "what fits is looked at once"
+
+
 class TestSurvival:
     @pytest.mark.parametrize(
         "make",
@@ -1172,7 +1221,8 @@ class TestAtTheBorder:
     def test_collate_takes_numbers_as_the_constructor_does(self, hint: Any) -> None:
         declared = Tensor if hint is None else hint[Tensor, "batch ..."]
         kind: Any = type("Kind", (TypedDeviceDict,), {"__annotations__": {"x": declared}})
-        given = [1, 0.1, 2**40, True, 1j, [1, 2], [0.1, 1.0], (1, 0.1), [True, 2], [True, False], [], [[]], [[1, 2]]]
+        given = [1, 0.1, 2**62 + 3, 2**70, 1e300, True, 1j, [1, 2], [0.1, 1.0], [2**70, 0.5], (1, 0.1), [True, 2]]
+        given += [[True, False], [], [[]], [[1, 2]]]
         made = 0
         for pair in product(given, repeat=2):
             samples = [{"x": value} for value in pair]

@@ -21,7 +21,7 @@ from .._dict.arguments import ragged_keys
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import convert_for, insert, is_kept, place_codes
 from .._dict.rows import Rows
-from .._encoders.protocol import encode_ragged, padding
+from .._encoders.protocol import encode_nested, encode_ragged, padding
 from .._errors import Path, described, device_mismatch, dotted, dtype_name, refuse_deeper, with_path
 from .._memory.device import CPU, canonical
 from .._memory.dtypes import NUMPY_DTYPES, dtype_of
@@ -34,7 +34,7 @@ from .._tree.convert import convert
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
-from .._tree.walk import NO_EXPORTS, as_shared, refuse_key, tensors_in
+from .._tree.walk import as_shared, refuse_key, tensors_in
 from .join import merged_policy, values_by_key
 from .make_fields import make_fields, whole
 from .pad import Pad, Padded, Pads, raise_encoded, refuse_nested, require_fit, require_known
@@ -44,12 +44,16 @@ PadLike = Mapping[Any, float | Pad]
 
 _Field = tuple[Any, Path, Any, FieldSpec]
 """What gets the tensor, see `_store`; the path; and the value and the spec for `make_fields`."""
-_NUMPY_TYPES: Mapping[Any, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
+_NUMPY_TYPES: Mapping[Any, Any] = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.float64)}
 """The types of Python numbers that NumPy converts as torch does."""
+_MIXED: Any = {int, float}
+_FLOATS = (torch.float32, torch.float64)
 _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
     torch.empty(0, dtype=dtype, device="cpu").numpy().dtype: dtype for dtype in NUMPY_DTYPES
 }
 _array_kind = attrgetter("shape", "dtype")
+_TENSORLESS = frozenset({str, bool, int, float, np.ndarray, *[dtype.type for dtype in _NUMPY_DTYPES]})
+"""Types of values without tensors in them."""
 _COLLATED_HERE = (Tensor, DeviceDict, np.ndarray, np.generic, bool, int, float, complex, str)
 """What `collate` joins itself. A subclass may be registered."""
 _LATER: Any = None  # the place of a tensor that is made later
@@ -198,13 +202,15 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
     """The device of a sample: of the dict, or of its first tensor. If it has no tensor, torch's default device."""
     if type(sample) is not dict and isinstance(sample, TreeDict) and sample._device is not None:
         return sample._device
-    for value in sample.values():
-        if type(value) is Tensor:
+    for key, value in sample.items():
+        kind: Any = type(value)
+        if kind is Tensor:
             return canonical(value.device)
-        if type(value) not in NO_EXPORTS or isinstance(value, dict):
-            break  # it may have a tensor inside
-    tensors = tensors_in(sample)
-    return canonical(tensors[0].device if tensors else torch.empty(0).device)
+        if kind in _TENSORLESS or (kind is list and _TENSORLESS.issuperset(map(type, value))):
+            continue
+        if found := tensors_in({key: value}):
+            return canonical(found[0].device)
+    return canonical(torch.empty(0).device)
 
 
 def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:
@@ -249,8 +255,9 @@ class _Walk:
         cls: Any = type(batch)
         count, keeps = self.count, batch._policy.objects == "keep"
         if cls._has_fields:
-            samples = list(map(cls._drop_none, samples))
-            self.ragged |= {(*at, key) for key in samples[0] if cls._declares_ragged(key)}
+            if cls._optional or cls._defaults:
+                samples = list(map(cls._drop_none, samples))
+            self.ragged |= {(*at, key) for key in cls._schema().ragged}
         chooses = bool(self.pads or self.ragged)
         if self.pads:
             self.pads.require_new(samples[0], at, "the samples")
@@ -294,7 +301,7 @@ class _Walk:
         """The tensors of the fields."""
         if self.lays_out and self.fields:
             return make_fields(self.fields, self.count, self.device, self.pack)
-        return [whole(value, self.device) for _, _, value, _ in self.fields]
+        return [whole(value, spec[0], self.device) for _, _, value, spec in self.fields]
 
     def add(self, batch: Any, path: Path, value: Any) -> None:
         """List a field that is whole, a tensor or an array. A tensor that cannot be packed is stored as it is."""
@@ -306,6 +313,14 @@ class _Walk:
             _store(batch, path[-1], value)
 
     # One method for each kind of value
+
+    def strings(self, batch: DeviceDict[Any], path: Path, values: Sequence[str]) -> object:
+        encoder = batch._policy.encoder(path[-1])
+        try:
+            codes = encode_nested(encoder, list(values), (self.count,))
+        except (TypeError, ValueError, LookupError) as error:
+            return self.one_by_one(batch, path, values, with_path(error, path))  # its error names the sample
+        return self.add_codes(batch, path, codes, encoder)
 
     def tensors(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor]) -> None:
         """Plain tensors. The first stands for all: torch.stack compares the others, but would promote their dtypes."""
@@ -329,9 +344,13 @@ class _Walk:
     def numbers(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """Python numbers, or lists of them."""
         kind = type(values[0])
-        items = _one_type(chain.from_iterable(values)) if kind is list else kind
-        value = _as_numbers(values, items, batch, path)
-        return self.others(batch, path, values) if value is None else self.add(batch, path, value)
+        kinds = set(map(type, chain.from_iterable(values))) if kind is list else {kind}
+        found = _as_numbers(values, kinds, batch, path)
+        if found is None:
+            return self.others(batch, path, values)
+        array, dtype = found
+        self.fields.append((batch, path, array, (dtype, array.shape, False)))
+        return None
 
     def arrays(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """NumPy arrays or NumPy numbers. NumPy stacks those of one shape and dtype; it would promote others."""
@@ -446,12 +465,12 @@ class _Walk:
         if self.is_ragged(path) and numbers and all(isinstance(one, Mapping) for one in numbers):
             return self.objects(batch, path, numbers, list(map(len, values)))
         pad = self.pads.at(path) or Pad()
-        flat = None if pad.dims != 1 else _as_numbers(numbers, _one_type(numbers), batch, path)
-        if flat is None:
+        found = None if pad.dims != 1 else _as_numbers(numbers, set(map(type, numbers)), batch, path)
+        if found is None:
             return self.others(batch, path, values)
+        flat = torch.from_numpy(found[0]).to(self.device, found[1])
         if self.is_ragged(path):
             return self.add_rows(batch, path, flat, list(map(len, values)))
-        flat = torch.as_tensor(flat, device=self.device)
         return self.pad(batch, path, Padded([flat], [list(map(len, values))], (0,), pad))
 
     def objects(
@@ -586,7 +605,7 @@ class _Walk:
         if all(map(packable, padded.samples)):
             self.fields.append((batch, path, padded, (dtype, padded.shape, False)))
         else:
-            self.add(batch, path, whole(padded, self.device))
+            self.add(batch, path, whole(padded, dtype, self.device))
         for key, extra in padded.extras().items():
             builtin_dict.__setitem__(batch, key, None)
             self.add(batch, (*path[:-1], key), extra)
@@ -712,7 +731,7 @@ _STACKED = (bool, int, float, complex, np.bool_, np.number)
 _METHODS: Mapping[Any, Callable[..., Any]] = {
     Tensor: _Walk.tensors,
     dict: _Walk.nested,
-    str: _Walk.together,
+    str: _Walk.strings,
     **dict.fromkeys((list, *_NUMPY_TYPES), _Walk.numbers),
     **dict.fromkeys((np.ndarray, *[dtype.type for dtype in _NUMPY_DTYPES]), _Walk.arrays),
 }
@@ -737,33 +756,29 @@ def _registered(value: Any) -> Any:
     return next((function for kinds, function in known.items() if isinstance(value, kinds)), None)
 
 
-def _one_type(items: Iterable[Any]) -> Any:
-    """The type of all items, or None."""
-    kinds = set(map(type, items))
-    return kinds.pop() if len(kinds) == 1 else None
+def _as_numbers(
+    items: Sequence[Any], kinds: set[type], batch: DeviceDict[Any], path: Path
+) -> tuple[np.ndarray[Any, Any], torch.dtype] | None:
+    """Python numbers, or rectangular lists of them, as an array, and the dtype of their field. ``kinds``: their types.
 
-
-def _as_numbers(items: Sequence[Any], kind: Any, batch: DeviceDict[Any], path: Path) -> Any:
-    """Python numbers of one type, or rectangular lists of them, as an array or tensor in the dtype of a field.
-
-    None if the general conversion must decide, as it must if the class of ``batch`` declares another dtype.
+    None if the general conversion must decide.
     """
+    kind = float if kinds == _MIXED else next(iter(kinds), None) if len(kinds) == 1 else None
     if kind not in _NUMPY_TYPES:
         return None
-    wanted = (batch._policy.dtype or torch.get_default_dtype()) if kind is float else None
-    if wanted not in (None, torch.float32, torch.float64):
+    wanted = batch._policy.dtype or torch.get_default_dtype()
+    dtype = own = wanted if kind is float else _NUMPY_DTYPES[_NUMPY_TYPES[kind]]
+    if batch._has_fields:
+        typed: Any = batch
+        dtype = typed._declared_dtype(path[-1], own) or own
+    if dtype not in _FLOATS and (kind is float or dtype is not own):
         return None
     try:
         array = np.array(items, _NUMPY_TYPES[kind])
     except (ValueError, OverflowError):  # ragged lists, and integers that are too large
         return None
-    value = array if wanted is None else torch.from_numpy(array).to(wanted)
-    if batch._has_fields:
-        typed: Any = batch
-        stored = torch.from_numpy(array) if wanted is None else value
-        if typed._dtype_of_numbers(path[-1], items, stored) is not None:
-            return None
-    return value
+    # torch makes numbers that float32 cannot hold infinite, where NumPy would warn. It converts ints through a double.
+    return (array if dtype is own else array.astype(np.float64)), dtype
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

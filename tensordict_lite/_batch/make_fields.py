@@ -53,14 +53,15 @@ def _fill(layout: Layout, values: Sequence[Any], out: list[Any], count: int, dev
             for i, part in zip(members, parts, strict=True):
                 out[i] = part
             return
-        if len(members) == 1:
-            out[members[0]] = whole(here[0], CPU).clone()  # torch aligns memory better than NumPy
+        if len(members) == 1:  # torch aligns memory better than NumPy
+            dtype, shape = layout.runs[0][:2]
+            out[members[0]] = whole(here[0], dtype, CPU, torch.empty(shape, dtype=dtype, device=CPU))
             return
     storage = new_batch_buffer(layout, device, total).untyped_storage()
     for run in layout.runs:
         region, members = view_over(storage, run.dtype, *run.region, device), run.members
         if len(members) == 1:
-            out[members[0]] = whole(values[members[0]], device, region)
+            out[members[0]] = whole(values[members[0]], run.dtype, device, region)
             continue
         here = [values[i] for i in members]
         if run.step == run.nbytes and {tuple}.issuperset(map(type, here)):
@@ -69,22 +70,19 @@ def _fill(layout: Layout, values: Sequence[Any], out: list[Any], count: int, dev
             parts = region.unsafe_split(count)
         else:
             for part, value in zip(region, here, strict=True):
-                whole(value, device, part)
+                whole(value, run.dtype, device, part)
             parts = [part.data for part in region]  # see `views_of`
         for i, part in zip(members, parts, strict=True):
             out[i] = part
 
 
-def whole(value: Any, device: torch.device, out: Tensor | None = None) -> Tensor:
-    """A field as one tensor: ``out`` if given, a view of a buffer on ``device``; else a tensor of its own."""
+def whole(value: Any, dtype: torch.dtype, device: torch.device, out: Tensor | None = None) -> Tensor:
+    """A field as one tensor: ``out`` if given, a tensor of its dtype and shape; else a tensor of its own."""
     if type(value) is tuple:
         return torch.stack(value, out=out)
     if type(value) is list:
         return torch.cat(value, out=out)
     if type(value) is Padded:
         return value.fill(value.samples[0].new_empty(value.shape) if out is None else out)
-    if type(value) is np.ndarray and out is not None and out.is_cpu:
-        out.numpy()[...] = value
-        return out
     tensor: Any = torch.from_numpy(value) if type(value) is np.ndarray else value
-    return tensor.to(device) if out is None else out.copy_(tensor)
+    return tensor.to(device, dtype) if out is None else out.copy_(tensor)

@@ -119,32 +119,42 @@ class DeclaredField(NamedTuple):
         # Frameworks may replace a tensor by an object of their own.
         return value is not None and all(issubclass(kind, Tensor) for kind in self.classes)
 
-    def fits(self, tensor: Tensor, sizes: dict[str, int]) -> bool:
-        """Whether a tensor fits for sure. ``sizes``: the dimensions known so far; new ones are added."""
+    def fits(self, value: Any, sizes: dict[Any, int]) -> bool:
+        """Whether a value fits for sure. ``sizes``: the dimensions known so far; new ones are added."""
         if self.plain is None:
-            return self.classes == self.kinds
+            if isinstance(value, TreeDict):
+                typed: Any = value
+                known = self.kinds == (type(value),) and value._has_fields
+                return known and typed._schema().fits(value, value._policy.encoders, sizes)
+            if self.values is not None:
+                return type(value) is Ragged and self.values.fits(value.values, sizes)
+            return self.classes == self.kinds and isinstance(value, self.classes)
+        if not isinstance(value, Tensor):
+            return False
         dtypes, dims = self.plain
-        return (
-            tensor.dtype in dtypes
-            and tensor.dim() == len(dims)
-            and all(
-                size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim)
-                for dim, size in zip(dims, tensor.shape, strict=True)
-            )
-        )
+        shape = value.shape
+        if value.dtype not in dtypes or len(shape) != len(dims):
+            return False
+        for dim, size in zip(dims, shape, strict=True):
+            if dim != size and (type(dim) is int or sizes.setdefault(dim, size) != size):
+                return False
+        return True
 
-    def dtype_of_numbers(self, stored: Tensor, wanted: torch.dtype) -> torch.dtype | None:
-        """The dtype for Python numbers that became the tensor ``stored``; None to leave them as they are.
+    def dtype_of_numbers(self, dtype: torch.dtype, filled: bool, wanted: torch.dtype | None) -> torch.dtype | None:
+        """The dtype for Python numbers that become a tensor of ``dtype``; None to leave them as they are.
 
         Numbers become floating-point numbers only. An empty list has no numbers, so it may have any dtype.
-        ``wanted``: the floating-point dtype that a dict uses by default.
+
+        Args:
+            filled: whether there are numbers.
+            wanted: the floating-point dtype that a dict uses; None: torch's default.
         """
-        dtypes, dtype = self.dtypes, stored.dtype
+        dtypes = self.dtypes
         if not dtypes or dtype in dtypes or dtype.is_complex or dtype is torch.bool:
             return None
-        if stored.numel() and not all(one.is_floating_point for one in dtypes):
+        if filled and not all(one.is_floating_point for one in dtypes):
             return None
-        found = [one for one in (wanted, torch.int64) if one in dtypes] or list(dtypes)
+        found = [one for one in (wanted or torch.get_default_dtype(), torch.int64) if one in dtypes] or list(dtypes)
         return found[0] if len(found) == 1 else None
 
 
@@ -159,9 +169,37 @@ class Schema:
         self.nested = {name: kind for name, field in fields.items() for kind in field.kinds if _is_tree(kind)}
         # A nested dict may have shapes. Its schema cannot be asked: it may be this schema, which is incomplete here.
         self.shaped = bool(self.nested) or any(_is_shaped(kind) for field in fields.values() for kind in field.kinds)
+        self.ragged = frozenset(name for name, field in fields.items() if Ragged in field.kinds)
+
+    def fits(self, items: dict[str, Any], encoders: Mapping[str, StringEncoder], sizes: dict[Any, int]) -> bool:
+        """Whether the complete set of items fits for sure. If not, the checks below decide, and find the words.
+
+        ``sizes``: see `DeclaredField.fits`.
+        """
+        found = 0
+        for name, field in self.fields.items():
+            value = dict.get(items, name)  # `DeviceDict` overrides `get`
+            if value is None:
+                if not field.optional:
+                    return False
+                continue
+            found += 1
+            if not field.fits(value, sizes):
+                return False
+            encoder = field.encoder
+            if encoder is not None:
+                codes = encoder.code_dtype or torch.int64
+                if encoders.get(name, encoder) is not encoder or value.dtype is not codes:
+                    return False
+        return found == len(items)
 
     def check_names(self, items: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for names that are not fields, and for None unless the field accepts any object."""
+        for name, value in items.items():
+            if value is None or name not in self.fields:
+                break
+        else:
+            return
         unknown = sorted(name for name in items.keys() - self.fields.keys() if isinstance(name, str))
         if unknown:
             # It may be a misspelled option.

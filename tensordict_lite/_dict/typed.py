@@ -114,6 +114,8 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     # No annotations here: they would be evaluated in the public module, where these names are missing.
     _own = cast("Mapping[str, Default | None]", {})  # the fields that this class itself declares, and their defaults
     _declared = cast("Mapping[str, Default | None]", {})  # the fields of this class and its bases
+    _optional = frozenset[str]()  # the fields that may be absent
+    _defaults = cast("Mapping[str, Default]", {})  # the defaults of other fields
     _evaluated = cast("Schema | None", None)  # the schema; None until the annotations can be evaluated
 
     if TYPE_CHECKING:  # pragma: no cover
@@ -144,9 +146,11 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         for base in reversed(cls.__mro__):
             declared |= base.__dict__.get("_own", {})
         cls._declared = declared
+        cls._optional = frozenset(name for name, one in declared.items() if one is not None and one.is_none)
+        cls._defaults = {name: one for name, one in declared.items() if one is not None and not one.is_none}
         _refuse_collisions(cls)
         for name in cls._own:
-            setattr(cls, name, _attribute(name, cls._is_optional(name)))
+            setattr(cls, name, _attribute(name, name in cls._optional))
         cls._evaluated = None
 
     @classmethod
@@ -236,11 +240,15 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
     def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
         """The declared dtype for a field of Python numbers; None if it is the dtype of ``stored``, their tensor."""
-        field = self._schema().fields.get(key)
-        if field is None or type(value) not in (int, float, list, tuple) or not isinstance(stored, Tensor):
+        if type(value) not in (int, float, list, tuple) or not isinstance(stored, Tensor):
             return None
-        dtype = (field.values or field).dtype_of_numbers(stored, self._policy.dtype or torch.get_default_dtype())
+        dtype = self._declared_dtype(key, stored.dtype, stored.numel() > 0)
         return dtype if dtype is not None and holds_numbers(value) else None  # an array is never cast
+
+    def _declared_dtype(self, key: str, dtype: torch.dtype, filled: bool = True) -> torch.dtype | None:
+        """The declared dtype for a field of Python numbers; None if it is theirs. ``filled``: there are numbers."""
+        field = self._schema().fields.get(key)
+        return None if field is None else (field.values or field).dtype_of_numbers(dtype, filled, self._policy.dtype)
 
     def _commit(
         self,
@@ -250,15 +258,19 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         removed: Sequence[str] = (),
     ) -> None:
         if not torch.compiler.is_compiling():  # pragma: no branch  (traced, not executed)
-            items = {**self, **staged}
+            items, known = {**self, **staged}, self._policy.encoders
             for key in removed:
                 del items[key]
-            self._check_fields(items, self)
-            self._schema().check_encoders({**self._policy.encoders, **(encoders or {})})
+            known = {**known, **encoders} if encoders else known
+            if not self._schema().fits(items, known, {}):
+                self._check_fields(items, self)
+                self._schema().check_encoders(known)
         super()._commit(staged, device, encoders, removed)
 
     def _validate(self, before: Mapping[str, Any] | None = None, at: Path = (), *, shapes: bool = True) -> None:
         if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
+            return
+        if self._schema().fits(self, self._policy.encoders, {}):
             return
         super()._validate(before, at, shapes=shapes)
         try:
@@ -301,23 +313,18 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     @classmethod
     def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """``data`` without optional fields whose value is None, and with the defaults of absent fields."""
-        given, defaults = cls._without_none(data), cls._absent_defaults(data)
-        return {**given, **defaults} if defaults else given
+        given = cls._without_none(data)
+        return {**given, **cls._absent_defaults(data)} if cls._defaults else given
 
     @classmethod
     def _without_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {key: value for key, value in data.items() if value is not None or not cls._is_optional(key)}
-
-    @classmethod
-    def _is_optional(cls, key: Any) -> bool:
-        default = cls._declared.get(key)
-        return default is not None and default.is_none
+        optional = cls._optional
+        return {k: v for k, v in data.items() if v is not None or k not in optional} if optional else data
 
     @classmethod
     def _absent_defaults(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults of the fields that ``data`` lacks, on the device of the tensors in ``data``."""
-        absent = {name: one for name, one in cls._declared.items() if name not in data}
-        made = {name: one.make() for name, one in absent.items() if one is not None and not one.is_none}
+        made = {name: one.make() for name, one in cls._defaults.items() if name not in data}
         moved = {name: value for name, value in made.items() if isinstance(value, (Tensor, Ragged, DeviceDict))}
         if moved and (tensors := tensors_in(data)):
             made |= {name: value.to(tensors[0].device) for name, value in moved.items()}
@@ -349,7 +356,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         super().clear()
 
     def _refuse_without(self, key: Any) -> None:
-        if key in self and key in self._declared and not self._is_optional(key):
+        if key in self and key in self._declared and key not in self._optional:
             name = f"{type(self).__name__}.{key}"
             raise TypeError(f"{name} is required and cannot be deleted; drop({key!r}) gives a DeviceDict without it")
 
@@ -357,8 +364,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
 
     @classmethod
     def _declares_ragged(cls, key: str) -> bool:
-        field = cls._schema().fields.get(key)
-        return field is not None and Ragged in field.kinds
+        return key in cls._schema().ragged
 
     @classmethod
     def _nested_class(cls, key: str) -> type[DeviceDict[Any]]:

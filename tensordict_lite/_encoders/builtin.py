@@ -82,7 +82,7 @@ class Utf8(StringEncoder):
             return torch.zeros(len(encoded), 0, dtype=torch.uint8, device="cpu")
         # NumPy pads an `S` array with zeros in C. The array is writable, so torch shares its memory.
         packed = np.array(encoded, dtype=f"S{width}")
-        return torch.as_tensor(packed.view(np.uint8).reshape(len(encoded), width), device="cpu")
+        return torch.from_numpy(packed.view(np.uint8).reshape(len(encoded), width))
 
     def decode(self, codes: Tensor, /) -> list[str]:
         """The ``n`` strings of uint8 ``[n, L]``."""

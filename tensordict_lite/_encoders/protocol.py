@@ -292,7 +292,7 @@ def encode_nested(encoder: StringEncoder, strings: list[str], shape: tuple[int, 
     Raises ``TypeError`` if the encoder returns anything but tensors whose first dimension is the number of strings.
     """
     codes = encoder.encode(strings)
-    if isinstance(codes, Mapping):
+    if not isinstance(codes, Tensor) and isinstance(codes, Mapping):
         return {key: _with_leading(encoder, value, strings, shape) for key, value in codes.items()}
     return _with_leading(encoder, codes, strings, shape)
 
