@@ -124,13 +124,24 @@ def test_every_bit_of_the_index(tmp_path: Path) -> None:
             load(tmp_path / "t")
 
 
+def test_every_bit_of_the_checksums(tmp_path: Path) -> None:
+    """The row numbers too, which only the text of an error shows."""
+    folder = written(tmp_path / "t")
+    path = folder / "checksums.jsonl"
+    text = path.read_bytes()
+    for at in range(8 * len(text)):
+        path.write_bytes(text[: at // 8] + bytes([text[at // 8] ^ 1 << at % 8]) + text[at // 8 + 1 :])
+        with pytest.raises(InvalidFileError):
+            verify(folder)
+
+
 def test_damaged_checksums(tmp_path: Path) -> None:
     folder = written(tmp_path / "t")
     index, sums = folder / "table.json", folder / "checksums.jsonl"
     text, lines = index.read_text(), sums.read_bytes()
     for number, message in [
         (len(lines) + 1, r"its checksums have \d+ bytes, and table.json counts \d+"),
-        (len(lines.splitlines(True)[0]), r"the checksums of 'x.safetensors' cover 10 of its 30 rows"),
+        (len(lines.splitlines(True)[0]), r"the checksums of 'x.safetensors' cover 10 of 30 rows"),
         (len(lines) - 9, "Expecting|Unterminated|delimiter"),
     ]:
         write_index(folder, json.loads(text.replace(f'"bytes":{len(lines)}', f'"bytes":{number}')))

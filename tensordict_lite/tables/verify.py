@@ -76,18 +76,21 @@ def _read_checksums(file: BufferedReader, nbytes: int) -> dict[str, list[Range]]
 
 
 def _refuse_changed(
-    file: BufferedReader, column: Column, length: int, ranges: Sequence[Range], report: Callable[[int], None]
+    file: BufferedReader, column: Column, whole: tuple[int, int], ranges: Sequence[Range], report: Callable[[int], None]
 ) -> None:
-    """Raise `InvalidManifest` for the first range of rows in a file that does not have its checksum."""
-    covered = 0
+    """Raise `InvalidManifest` for the first range of rows in a file that does not have its checksum.
+
+    ``whole``: the rows of the table, and of the file.
+    """
+    covered = 0, 0
     for start, end, first, last, value in ranges:
-        if first != covered or last < first:
+        if (start, first) != covered or end < start or last < first:
             invalid(f"the checksums of {column.file!r} do not follow each other")
-        covered = last
+        covered = end, last
         if checksum(file, column, first, last, report) != value:
             invalid(f"rows {start} to {end - 1} of the column {column.name!r} have changed: {column.file!r} is damaged")
-    if covered != length:
-        invalid(f"the checksums of {column.file!r} cover {covered} of its {length} rows")
+    if covered != whole:
+        invalid(f"the checksums of {column.file!r} cover {covered[0]} of {whole[0]} rows")
 
 
 def verify(folder: FilePath, *, progress: Progress = None) -> None:
@@ -183,7 +186,7 @@ def _verify_column(
         if index.unused is None:
             _refuse_other_header(file, column, length)
         if ranges is not None and index.rows:
-            _refuse_changed(file, column, length, ranges.get(column.file, []), report)
+            _refuse_changed(file, column, (index.rows, length), ranges.get(column.file, []), report)
         return count_values(file, path, column, length) if column.kind == OFFSETS else 0
 
 
