@@ -317,7 +317,14 @@ def test_rows_of_all_dtypes(tmp_path: Path, shape: tuple[int, ...], mapped: bool
     found, whole = JoinedRows(dicts), cat(dicts)
     for index in ([35, 0, 5, 5, -1, 6], [], list(range(36)), torch.arange(36) % 2 == 1, slice(3, 9)):
         assert same(found[index], whole.rows[index])
-    assert (found._spans() is not None) == (shape in SHAPES[:3])
+    assert (found._spans() is not None) == (shape != (0,))
+
+
+def test_rows_at_any_address() -> None:
+    data = bytearray(range(100))
+    found = JoinedRows([{"x": torch.frombuffer(data, dtype=torch.int32, count=4, offset=at)} for at in (3, 40)])
+    whole = found.column("x")
+    assert found._spans() is None and found[[7, 0, 5]]["x"].equal(whole[[7, 0, 5]])
 
 
 def same(a: DeviceDict[Any], b: DeviceDict[Any]) -> bool:

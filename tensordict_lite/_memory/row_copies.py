@@ -32,11 +32,11 @@ def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | 
     """Copy rows of each tensor for a batch: in a worker process into memory that can be sent."""
     if device is None or not (in_worker_process() and can_pack(device)):
         return take_rows(tensors, index)
-    return _take_into_batch(tensors, [(t, index, True) for t in tensors], len(index), device)
+    return _take_into_batch(tensors, [(t, index) for t in tensors], len(index), device)
 
 
-Source = tuple[Tensor, Tensor, bool]
-"""A tensor, the indices there with the elements of some rows, and whether they have the dtype and the shape too."""
+Source = tuple[Tensor, Tensor]
+"""A tensor, and the indices of some rows there. It may have another dtype of the same size."""
 
 
 def take_from(like: Sequence[Tensor], sources: Sequence[Source], count: int) -> list[Tensor]:
@@ -47,9 +47,9 @@ def take_from(like: Sequence[Tensor], sources: Sequence[Source], count: int) -> 
     if in_worker_process():
         return _take_into_batch(like, sources, count, CPU)
     out: list[Tensor] = []
-    for t, (source, at, is_alike) in zip(like, sources, strict=True):
+    for t, (source, at) in zip(like, sources, strict=True):
         taken = source.index_select(0, at)
-        out.append(taken if is_alike else taken.view(t.dtype).view(count, *t.shape[1:]))
+        out.append(taken if taken.dtype is t.dtype else taken.view(t.dtype))
     return out
 
 
@@ -62,11 +62,11 @@ def _take_into_batch(
     out = list(tensors)
     for layout in layouts:
         views_of(layout, regions(new_batch_buffer(layout, device, total), layout), out)
-    for i, (source, at, _) in enumerate(sources):
+    for i, (source, at) in enumerate(sources):
         if specs[i] is None:
             out[i] = _take(source, at)
         else:
-            _select_into(as_bits(out[i]).view(len(at), *source.shape[1:]), source, at)
+            _select_into(out[i], source, at)
     return out
 
 
