@@ -12,7 +12,7 @@ PARALLEL := -n auto --dist loadgroup
 # The torch of test-torch.
 VERSION ?= 2.15.0
 
-.PHONY: demo demo-ddp demo-table test test-fast test-tables-long coverage test-pythons test-torch test-frameworks test-engines test-device check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
+.PHONY: demo demo-ddp demo-table test test-fast test-tables-long coverage test-pythons test-torch test-frameworks test-engines test-device test-cuda check bench bench-more bench-gallery bench-gpu figures guard guard-update docs hooks dist clean
 
 demo: .venv/examples
 	$(BIN)/python examples/penguins.py
@@ -66,6 +66,11 @@ test-device: .venv/tests
 	PYTHONPATH=tests/device $(BIN)/python -m pytest -p strict -m "not slow" tests/device \
 		tests/test_cuda.py tests/test_fill.py tests/test_loader.py tests/test_moving.py tests/test_packing.py \
 		tests/test_prefetch.py tests/test_transfer.py
+
+# The same tests on a GPU, with the Python there is, as it has a torch for the GPU. It needs what tests/requirements.txt has.
+test-cuda: export PYTHONPATH = .
+test-cuda:
+	TEST_DEVICE=cuda $(PYTHON) -m pytest -m device
 
 # pyright is clean with the annotations of NumPy 2.4, which needs Python 3.11. On 3.10, where NumPy ends at 2.2, it is
 # left out; elsewhere it checks the code as Python 3.10 (pythonVersion in pyproject.toml).

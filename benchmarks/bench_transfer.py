@@ -46,8 +46,8 @@ SIZES: dict[str, Callable[[], Fields]] = {
     "8 x 2 KB": lambda: equal_fields(8, 16, 32),
     "40 x 2 KB": lambda: equal_fields(40, 16, 32),
     "200 x 2 KB": lambda: equal_fields(200, 16, 32),
-    "40 x 200 KB": lambda: equal_fields(40, 50, 1000),  # to the host through pinned memory, with one wait for many
-    "4 x 2 MB": lambda: equal_fields(4, 512, 1024),  # packed, to the device in chunks through pinned memory
+    "40 x 200 KB": lambda: equal_fields(40, 50, 1000),
+    "4 x 2 MB": lambda: equal_fields(4, 512, 1024),
     "4 x 40 MB": lambda: equal_fields(4, 10, 1000, 1000),
     "38 MB + 20 small": batch,
     "20 differing": differing,

@@ -1,4 +1,4 @@
-"""Devices to test on: the simulated accelerator always, CUDA too where there is one. One thread for each process.
+"""The device to test on: the simulated accelerator, or a real one in its place (`make test-cuda`). One thread a process.
 
 `make test-device` has its own device in place of the simulated accelerator. There `simulated` is `tests/device/strict.py`.
 """
@@ -35,7 +35,8 @@ settings.load_profile("default")
 
 collect_ignore = [] if simulated.AVAILABLE else ["test_capabilities.py", "test_cuda.py", "test_transfer.py"]
 HAS_STREAMS = simulated.REAL_STREAMS or torch.cuda.is_available()
-ACCELERATORS = ["sim", *([pytest.param("cuda", marks=pytest.mark.device)] if torch.cuda.is_available() else [])]
+TEST_DEVICE = simulated.TEST_DEVICE
+ACCELERATORS = ["sim"] if TEST_DEVICE is None else [pytest.param(TEST_DEVICE, marks=pytest.mark.device)]
 
 
 def needs_the_simulated_device(item: pytest.Item) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,10 @@ COPIES: Counter[str] = Counter()
 """Copies since the last ``clear()``, by direction: ``h2d``, ``d2h``, ``d2d``."""
 LOG: list[str] = []
 """What `Streams` notes."""
-REAL_STREAMS = False
+TEST_DEVICE = os.environ.get("TEST_DEVICE")
+"""The type of a real accelerator that takes the place of the simulated one, such as ``cuda``: see `make test-cuda`. While
+the simulated device is registered, torch takes it for the accelerator of this machine."""
+REAL_STREAMS = TEST_DEVICE is not None
 """Whether the device has streams and pinned memory. The device in `tests/device`, which has the same name, has them."""
 
 _EXT_DEV = 12  # DLDeviceType.kDLExtDev, which torch maps to PrivateUse1
@@ -126,11 +130,14 @@ AVAILABLE = _register is not None
 """Whether this version of torch has backends in Python: 2.10 has, 2.7 has not. Without, there is a name and no device."""
 NO_DEVICE = ("from the 'sim' backend", "with support for sim devices")
 """What torch says then of a tensor on the device."""
-if AVAILABLE:
+if TEST_DEVICE is not None:
+    pass
+elif AVAILABLE:
     _register("sim", backend_module=sim)
 else:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", sim)
+SIM, OTHER = [torch.device("sim" if TEST_DEVICE is None else "privateuseone", i) for i in range(2)]
 _ops = torch.library.Library("aten", "IMPL", "PrivateUse1")
 _rest = torch.library.Library("_", "IMPL")
 
@@ -259,10 +266,14 @@ class Stream:
     def __init__(self, device: Any, stream_id: int = 0, name: str = "main") -> None:
         self.device_index, self.stream_id, self.name = torch.device(device).index, stream_id, name
         self.capturing = False
+        self.idle = False
         self.events = 0
 
     def synchronize(self) -> None:
         LOG.append(f"host waits for {self.name}")
+
+    def query(self) -> bool:
+        return self.idle
 
     def record_event(self) -> Event:
         event = Event(f"{self.name} {self.events}")

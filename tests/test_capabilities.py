@@ -16,7 +16,7 @@ from tensordict_lite._memory import device as device_module
 from tensordict_lite._memory.device import CPU, META, DeviceCapabilities, capabilities, is_capturing, record_stream
 from tensordict_lite.distributed import channel
 
-SIM, OTHER = torch.device("sim", 0), torch.device("sim", 1)
+SIM, OTHER = simulated.SIM, simulated.OTHER
 NOTHING = DeviceCapabilities()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from checks import check_invariants
 from torch import Tensor
@@ -22,7 +23,7 @@ from tensordict_lite import (
     stack,
 )
 
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 WORDS, OTHERS = Vocabulary(["a", "b"]), Vocabulary(["b", "a", "c"])
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from checks import check_invariants
 from torch.nn.utils.rnn import pack_sequence
@@ -23,7 +24,7 @@ from tensordict_lite import (
 )
 
 Pair = namedtuple("Pair", ["a", "b"])
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 class Owner(MutableMapping[str, Any]):

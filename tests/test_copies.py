@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from checks import check_invariants
 from files import DTYPES, OPAQUE, compiles
@@ -25,7 +26,7 @@ from tensordict_lite import (
     Vocabulary,
 )
 
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 class Key(str, enum.Enum):

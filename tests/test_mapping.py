@@ -13,6 +13,7 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from checks import ABSTRACT, check_invariants, claims, protocols
 
@@ -25,7 +26,7 @@ from tensordict_lite import (
     collate,
 )
 
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 class Batch(TypedDeviceDict):

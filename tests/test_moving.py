@@ -23,7 +23,7 @@ from tensordict_lite import (
     to_device,
 )
 
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 def sample(device: torch.device | str = "cpu") -> DeviceDict:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import simulated
 import torch
 from checks import check_invariants
 from files import DEPTH
@@ -33,7 +34,7 @@ T = TypeVar("T")
 DEEPER = r"is nested more than 64 levels deep"
 
 
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 def deep(levels: int, value: Any = None) -> dict[str, Any]:

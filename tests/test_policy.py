@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabula
 from tensordict_lite._tree.policy import Policy, options_from_json
 
 A, B, C = Vocabulary(["a"]), Vocabulary(["b", "a"]), Vocabulary(["c", "b", "a"])
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 class Bare(DeviceDict[Any]):

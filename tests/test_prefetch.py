@@ -111,7 +111,7 @@ class TestOnAnyDevice:
         assert set(threading.enumerate()) <= threads and set(multiprocessing.active_children()) <= children
 
 
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 def told(streams: simulated.Streams) -> list[str]:

@@ -104,6 +104,30 @@ class TestAdvice:
             "num_workers=3 makes batches during the step"
         )
 
+    @pytest.mark.parametrize(
+        ("making", "step", "cores", "workers"),
+        [
+            (14.56, 10.05, 16, 2),
+            (3, 6, 16, 1),
+            (30, 10, 16, 3),
+            (31, 10, 16, 4),
+            (100, 1, 16, 15),
+            (100, 0, 16, 15),
+            (100, 1, 2, 1),
+            (5, 5, 1, 1),
+        ],
+    )
+    def test_as_many_workers_as_make_a_batch_in_each_step(
+        self, monkeypatch: pytest.MonkeyPatch, making: float, step: float, cores: int, workers: int
+    ) -> None:
+        """The time to make a batch by the time of the rest of the step, rounded up; a core is left for the loop."""
+        monkeypatch.setattr(report_module, "_cores", lambda: cores)
+        batches = loop(Samples(8))
+        assert batches._watch is not None
+        batches._watch.seconds = [making, step / 2, step / 2]
+        advice = batches.report().advice
+        assert advice.endswith(f"; num_workers={workers} makes batches during the step")
+
     def test_slow_iterable(self) -> None:
         def source() -> Iterator[Any]:
             for _ in range(5):

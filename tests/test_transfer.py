@@ -18,15 +18,16 @@ from torch import Tensor
 
 import tensordict_lite
 from tensordict_lite import DeviceDict, to_device, to_numpy
+from tensordict_lite._memory import staging as staging_module
 from tensordict_lite._memory.device import CPU
 from tensordict_lite._memory.packed import pack
 from tensordict_lite._memory.staging import SLOT, staging_of
 from tensordict_lite._memory.transfer import COALESCED_TENSOR as SMALL
-from tensordict_lite._memory.transfer import FETCHED_TENSOR, STAGED_MOVE, plan_copies, transfer
+from tensordict_lite._memory.transfer import STAGED_MOVE, plan_copies, transfer
 from tensordict_lite._memory.transfer import CopyPlan as Plan
 
-SIM, META, MPS = torch.device("sim:0"), torch.device("meta"), torch.device("mps")
-OTHER = torch.device("sim:1")
+SIM, OTHER = simulated.SIM, simulated.OTHER
+META, MPS = torch.device("meta"), torch.device("mps")
 BLOCK = 64 << 10
 """The largest buffer in bytes for tensors of any size."""
 
@@ -46,12 +47,12 @@ def large(n: int, device: Any = "cpu") -> list[Tensor]:
 
 
 def members(how: Plan) -> list[list[int]]:
-    return [[*layout.members] for layout in how.coalesced]
+    return [[*layout.members] for chunk in how.coalesced for layout in chunk.parts]
 
 
 def whole(how: Plan) -> list[list[int]]:
     """The tensors of each storage that is copied whole."""
-    items = [*how.one_by_one, *how.staged, *how.fetched]
+    items = [*how.one_by_one, *how.staged]
     return [sorted(item.members) for item in items if not isinstance(item, int) and len(item.members) > 1]
 
 
@@ -60,8 +61,7 @@ class TestPlan:
         tensors = [*small(3), *large(2), *small(2)]
         for source, target in ((CPU, SIM), (SIM, CPU), (SIM, OTHER)):
             how = plan(tensors, source, target)
-            alone = [*how.one_by_one, *how.staged, *(i for layout in how.fetched for i in layout.members)]
-            assert members(how) == [[0, 1, 2, 5, 6]] and alone == [3, 4]
+            assert members(how) == [[0, 1, 2, 5, 6]] and [*how.one_by_one, *how.staged] == [3, 4]
 
     @pytest.mark.without_streams
     def test_the_largest_small_one(self) -> None:
@@ -116,7 +116,7 @@ class TestPlan:
         tensors = [torch.zeros(SMALL // 16, dtype=torch.float64), *small(2), torch.zeros(3, dtype=torch.int64)]
         how = plan(tensors, CPU, SIM, torch.float32)
         assert [sorted(part) for part in members(how)] == [[0, 1, 2, 3]] and {
-            run.dtype for run in how.coalesced[0].runs
+            run.dtype for run in how.coalesced[0].together.runs
         } == {
             torch.float32,
             torch.int64,
@@ -372,55 +372,59 @@ class TestHowStreamsAreUsed:
             "host waits for main",
         ]
 
-    def test_large_ones_to_the_host_wait_once_and_end_in_memory_of_their_own(self, streams: simulated.Streams) -> None:
-        there = [*large(3, SIM), torch.full((FETCHED_TENSOR // 4 + 1,), 7.0, device=SIM)]
-        how = plan(there, SIM, CPU)
-        assert [layout.members for layout in how.fetched] == [(0,), (1,), (2,)] and how.one_by_one == (3,)
+    def test_to_the_host_small_ones_share_a_copy_and_end_in_memory_of_their_own(
+        self, streams: simulated.Streams
+    ) -> None:
+        there = [*small(200, SIM), *large(2, SIM)]
         streams.log.clear()
         back = transfer(there, CPU, source=SIM)
-        assert streams.log == [
-            f"{SLOT} pinned on sim:0",
-            *[f"{SMALL + 4} d2h"] * 3,
-            "host waits for main",
-            f"{FETCHED_TENSOR + 4} d2h and waits",
-        ]
-        assert means(back) == [0, 1, 2, 7] and all(t.untyped_storage().nbytes() == t.nbytes for t in back)
+        copies = [line for line in streams.log if "d2h" in line]
+        assert copies == [f"{64 * 200} d2h and waits", *[f"{SMALL + 4} d2h and waits"] * 2]
+        assert not any("pinned" in line for line in streams.log)
+        assert means(back) == [*range(200), 0, 1] and all(t.untyped_storage().nbytes() == t.nbytes for t in back)
 
-    def test_small_and_large_ones_to_the_host_wait_once(self, streams: simulated.Streams) -> None:
-        there = [
-            torch.full((n // 4,), float(i), device=SIM) for i, n in enumerate((*[FETCHED_TENSOR] * 9, *[SMALL] * 200))
-        ]
-        streams.log.clear()
-        assert means(transfer(there, CPU, source=SIM)) == list(range(209))
-        assert [line for line in streams.log if "waits" in line] == ["host waits for main"]
-
-    def test_a_large_one_that_is_cast_goes_singly(self, streams: simulated.Streams) -> None:
-        there = [
-            torch.zeros(SMALL, dtype=dtype, device=SIM) for dtype in (torch.float32,) * 2 + (torch.int64, torch.int32)
-        ]
-        how = plan(there, SIM, CPU, torch.float16)
-        assert [layout.members for layout in how.fetched] == [(2,), (3,)] and how.one_by_one == (0, 1)
-        assert plan(large(3, SIM), SIM, CPU, non_blocking=True).fetched == ()
-
-    def test_the_host_waits_though_a_staged_copy_fails(
+    def test_an_idle_device_reads_each_large_tensor_and_storage_from_where_it_is(
         self, streams: simulated.Streams, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        there = large(2, SIM)
+        """One wait takes less time than a copy on the host."""
+        packed = pack(small(5), CPU)
+        for source, direct in (
+            (large(3), [f"{SMALL + 4} h2d"] * 3),
+            ([*packed, *large(1)], [f"{SMALL + 4} h2d", "320 h2d"]),
+        ):
+            for idle, late, expected in (
+                (False, False, [f"{SLOT} pinned on sim:0", *direct]),
+                (True, False, [*direct, "host waits for main"]),
+                (True, True, direct),
+            ):
+                monkeypatch.setattr(staging_module, "_stagings", {})
+                streams.current[0].idle = idle
+                streams.log.clear()
+                moved = transfer(source, SIM, non_blocking=late, source=CPU)
+                assert streams.log == expected and means(moved) == means(source)
 
-        def copy_(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise RuntimeError("broken")
+    def test_what_is_cast_goes_through_pinned_memory_to_an_idle_device_too(self, streams: simulated.Streams) -> None:
+        """The cast writes into it, where torch would write into memory that is copied again."""
+        streams.current[0].idle = True
+        transfer([torch.zeros(SMALL) for _ in range(2)], SIM, torch.float16, source=CPU)
+        assert streams.log == [f"{SLOT} pinned on sim:0", *[f"{2 * SMALL} h2d"] * 2]
 
-        monkeypatch.setattr(Tensor, "copy_", copy_)
-        with pytest.raises(RuntimeError, match="broken"):
-            transfer(there, CPU, source=SIM)
-        assert streams.log[-1] == "host waits for main"
+    def test_the_structure_of_the_result_does_not_depend_on_the_stream(self, streams: simulated.Streams) -> None:
+        source = [*pack(small(3), CPU), *small(3), *large(2)]
+        found: list[list[int]] = []
+        for idle in (False, True):
+            streams.current[0].idle = idle
+            moved = transfer(source, SIM, source=CPU)
+            first: dict[int, int] = {}
+            found.append([first.setdefault(t.untyped_storage().data_ptr(), i) for i, t in enumerate(moved)])
+        assert found == [[0, 0, 0, 3, 3, 3, 6, 7]] * 2
 
     def test_a_packed_dict_of_some_megabytes_goes_in_chunks_and_nobody_waits(self, streams: simulated.Streams) -> None:
-        packed = pack([torch.arange(FETCHED_TENSOR + 5.0), torch.ones(3)], CPU)
+        packed = pack([torch.arange((1 << 20) + 5.0), torch.ones(3)], CPU)
         expected = packed[0].clone()
         moved = transfer(packed, SIM, source=CPU)
         packed[0].zero_()
-        nbytes = 4 * (FETCHED_TENSOR + 5) + 44 + 64
+        nbytes = 4 * ((1 << 20) + 5) + 44 + 64
         assert streams.log == [f"{SLOT} pinned on sim:0", f"{SLOT} h2d", f"{SLOT} h2d", f"{nbytes - 2 * SLOT} h2d"]
         assert torch.equal(moved[0].cpu(), expected) and moved[1].sum() == 3
         check_invariants(DeviceDict({"x": moved[0], "y": moved[1]}))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated
 import torch
 from checks import check_invariants
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Vocabulary
 from tensordict_lite._tree.walk import leaves
 
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 class TestInPlace:

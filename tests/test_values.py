@@ -29,7 +29,7 @@ from tensordict_lite import (
 
 ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
 KEEP = 'or build with objects="keep" to keep it as it is, on the host'
-SIM = torch.device("sim", 0)
+SIM = simulated.SIM
 
 
 class Plain(TypedDeviceDict):

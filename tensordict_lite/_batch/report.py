@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from dataclasses import asdict, dataclass
+from math import ceil
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -57,8 +58,8 @@ def journey(batch: Any, target: torch.device) -> Journey:
     for source, tensors in places.items():
         plan = plan_copies(tensors, source, target, non_blocking=True)
         items = [*plan.staged, *plan.one_by_one]
-        copies += len(plan.coalesced) + len(plan.fetched) + len(items)
-        apart += sum(len(layout.members) for layout in plan.coalesced)
+        copies += sum(len(chunk.parts) for chunk in plan.coalesced) + len(items)
+        apart += sum(len(chunk.together.members) for chunk in plan.coalesced)
         for tensor in [tensors[item] for item in items if isinstance(item, int)]:
             alone[names.get(id(tensor), described(tensor))] = _why_alone(tensor)
         if plan.pins and source == CPU:
@@ -184,7 +185,8 @@ class Watch:
             speed = size * self.batches / copying if size and copying else 0.0
         path = self.journey or Journey()
         found = Report(self.batches, waiting, copying, step, size, speed, path.copies, dict(path.alone))
-        found.advice = _advice(found, self.starting, path, loader) if self.batches else "no batch has come yet"
+        making = self.seconds[WAITING]
+        found.advice = _advice(found, making, self.starting, path, loader) if self.batches else "no batch has come yet"
         return found
 
 
@@ -244,15 +246,16 @@ class Report:
     __repr__ = __str__
 
 
-def _advice(found: Report, starting: float, path: Journey, loader: Any) -> str:
-    """One sentence about the largest loss."""
+def _advice(found: Report, making: float, starting: float, path: Journey, loader: Any) -> str:
+    """One sentence about the largest loss. ``making``: the seconds for which the host waited for the loader, whatever
+    the device did then. ``starting``: those until the first batch."""
     lost = max(found.waiting, found.copying)
     if lost < _SHARE * found.seconds:
         return f"the step takes {found._share(found.step)} of the time; the loader keeps up"
     share = found._share(lost)
     if found.waiting >= found.copying:
         late = f"the loader is late: {share} of the time went to waiting for samples"
-        return f"{late}; {_faster(found, starting, loader)}"
+        return f"{late}; {_faster(found, making, starting, loader)}"
     slow = f"copies to the device take {share} of the time"
     if path.apart >= _APART:
         return f"{slow}; {path.apart} small fields are gathered one by one, collate_fn=collate puts them together"
@@ -261,13 +264,15 @@ def _advice(found: Report, starting: float, path: Journey, loader: Any) -> str:
     return f"{slow}; send fewer bytes, such as uint8 images, and convert them on the device"
 
 
-def _faster(found: Report, starting: float, loader: Any) -> str:
+def _faster(found: Report, making: float, starting: float, loader: Any) -> str:
     """What makes a loader faster."""
     workers, cores = getattr(loader, "num_workers", None), _cores()
     if workers is None:
         return "a DataLoader with num_workers= makes batches during the step"
     if not workers:
-        return f"num_workers={max(1, cores - 1)} makes batches during the step"
+        # So many batches are made in the time of the others that one is ready for each step.
+        needed = ceil(making / max(found.seconds - found.waiting, making / cores))
+        return f"num_workers={max(1, min(needed, cores - 1))} makes batches during the step"
     objects = _objects(getattr(loader, "dataset", None))
     if objects >= _MANY_OBJECTS:
         return f"each worker copies the {objects} Python objects of the dataset, and shares a DeviceDict or a table"

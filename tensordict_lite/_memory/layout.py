@@ -177,6 +177,33 @@ def lay_out_apart(groups: tuple[Group, ...]) -> tuple[Layout, ...]:
     return tuple(map(lay_out, parts))
 
 
+class Chunk(NamedTuple):
+    """Buffers of several fields each, one after another."""
+
+    together: Layout
+    """The layout of one buffer for all fields, in which each part is at a multiple of `ALIGNMENT`."""
+    parts: tuple[Layout, ...]
+
+
+@lru_cache(maxsize=64)
+def lay_out_in_chunks(groups: tuple[Group, ...], limit: int) -> tuple[Chunk, ...]:
+    """The buffers of `lay_out_apart` that have several fields, in chunks of at most ``limit`` bytes, or of one part.
+
+    Every field has elements.
+    """
+    chunks: list[list[Layout]] = []
+    used = 0
+    for layout in lay_out_apart(groups):
+        if len(layout.members) > 1:
+            if not chunks or used + layout.nbytes > limit:
+                chunks.append([])
+                used = 0
+            chunks[-1].append(layout)
+            used += layout.nbytes
+    # Fields with equal specs are next to each other in the parts too.
+    return tuple([Chunk(lay_out([group for part in parts for group in part.groups]), tuple(parts)) for parts in chunks])
+
+
 @lru_cache(maxsize=64)  # the batches of a loader are alike
 def lay_out_batch(specs: tuple[FieldSpec | None, ...], count: int, pack: bool = False) -> tuple[Layout, ...]:
     """The layouts of the contiguous fields of a batch of ``count`` samples. None: no field has this index.

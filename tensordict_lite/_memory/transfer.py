@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,19 +14,27 @@ from .cast import copy_each
 from .dense import dense_bytes
 from .device import CPU, META, capabilities, intercepted, is_capturing
 from .dtypes import CASTS
-from .layout import Group, Layout, aligned, cast_groups, dense_stride, lay_out, lay_out_apart, may_share, nbytes_of
+from .layout import (
+    Chunk,
+    Group,
+    Layout,
+    cast_groups,
+    dense_stride,
+    lay_out,
+    lay_out_apart,
+    lay_out_in_chunks,
+    may_share,
+    nbytes_of,
+)
 from .packed import arrange, map_storages, may_lie_together, pack_into, repeats_of
-from .staging import SLOT, Slot, staging_buffer, staging_of
+from .staging import SLOT, staging_buffer
 
 COALESCED_TENSOR = 64 << 10
 """The largest tensor in bytes that is coalesced with others. A separate copy to a GPU takes some microseconds before
 its first byte. Coalescing takes the host about as long for 64 KiB. ``bench_transfer.py`` compares both ("H2D")."""
 STAGED_MOVE = 16 << 20
-"""The most bytes of one move to a device, besides coalesced tensors, that go through pinned memory, so that the host
-need not wait. With more, the host would wait for its pinned memory in any case."""
-FETCHED_TENSOR = 1 << 20
-"""The largest tensor in bytes that comes to the host through pinned memory. The second copy, on the host, takes less
-time than a wait. The driver copies larger tensors faster, because it overlaps both copies."""
+"""The most bytes of one move to a busy device, besides coalesced tensors, that go through pinned memory, so that the
+host need not wait. With more, the host would wait for its pinned memory in any case."""
 
 
 Item = int | Layout
@@ -39,13 +46,10 @@ class CopyPlan(NamedTuple):
 
     recast: tuple[tuple[Layout, Layout], ...] = ()
     """Storages that tensors fill and that stay one, although tensors are cast; each with its layout after the cast."""
-    coalesced: tuple[Layout, ...] = ()
-    """Buffers into which small tensors are copied, so that one copy moves them all."""
+    coalesced: tuple[Chunk, ...] = ()
+    """Buffers into which small tensors are copied, so that one copy moves many of them."""
     staged: tuple[Item, ...] = ()
-    """What goes from the host to the device through pinned memory."""
-    fetched: tuple[Layout, ...] = ()
-    """Larger tensors, one in each layout, and storages, which come to the host through pinned memory, with one wait.
-    Some of these storages are in ``recast`` too."""
+    """What goes through pinned memory to a device with work on its stream, or is cast on the way."""
     one_by_one: tuple[Item, ...] = ()
     """What is copied by torch, one by one."""
     repeats: Mapping[int, int] = MappingProxyType({})
@@ -67,6 +71,10 @@ def plan_copies(
     A storage that several tensors fill is copied whole, whoever put them together. Other small tensors are coalesced:
     on the host if they go to a device, else on their device. A ``non_blocking`` transfer to the host coalesces nothing,
     because the caller waits for the copies.
+
+    Anything else goes to a device through pinned memory while the current stream of the device has work. Without work
+    there is nothing to wait for, and one wait for the copies takes less time than another copy on the host. Which
+    tensors lie together afterwards does not depend on the stream.
     """
     here, there = capabilities(source), capabilities(target)
     capturing = (there.accelerator and is_capturing(target)) or (here.accelerator and is_capturing(source))
@@ -91,36 +99,27 @@ def plan_copies(
     others = [*unpackable, *[i for _, members in groups for i in members]]
     if source == target:
         made = (*lay_out_apart(tuple(split)), *[cast for _, cast in recast])
-        return CopyPlan((), made, one_by_one=(*sorted(others), *(whole if copy else ())), repeats=repeats)
-    pins = (source == CPU and there.pinned_memory) or (target == CPU and here.pinned_memory)
+        chunks = tuple([Chunk(layout, (layout,)) for layout in made])
+        return CopyPlan((), chunks, one_by_one=(*sorted(others), *(whole if copy else ())), repeats=repeats)
+    pins = source == CPU and there.pinned_memory
     small = [] if target == CPU and non_blocking else [*cast_groups(groups, casts), *split]
-    apart = lay_out_apart(tuple([group for group in small if 0 < nbytes_of(group[0]) <= COALESCED_TENSOR]))
-    coalesced = [layout for layout in apart if len(layout.members) > 1]
-    if target == CPU and pins and len(blocks) + len(apart) > 1:
-        # A tensor that is cast and left over would cost a wait of its own.
-        coalesced = [
-            layout for layout in apart if len(layout.members) != 1 or tensors[layout.members[0]].dtype in casts
-        ]
+    coalesced = lay_out_in_chunks(
+        tuple([group for group in small if 0 < nbytes_of(group[0]) <= COALESCED_TENSOR]), SLOT
+    )
     others += [i for _, members in split for i in members]
-    items: dict[Item, None] = dict.fromkeys((*sorted(set(others).difference(*[c.members for c in coalesced])), *whole))
+    left = sorted(set(others).difference(*[chunk.together.members for chunk in coalesced]))
+    items: dict[Item, None] = dict.fromkeys((*left, *whole))
     staged: list[Item] = []
-    fetched: list[Layout] = []
-    if pins and source == CPU:
-        staged = [item for item in items if item not in unpackable]
+    if pins and items:
+        busy = not torch.accelerator.current_stream(target).query()
+        staged = [item for item in items if item not in unpackable and (busy or _whole(item, tensors).dtype in casts)]
         if non_blocking:  # the copy of pinned memory waits for nothing, and may read it later
             staged = [item for item in staged if not _whole(item, tensors).is_pinned()]
         if sum([_whole(item, tensors).nbytes for item in staged]) > STAGED_MOVE:
             staged = []
-    elif pins and not non_blocking:
-        for spec, members in groups:
-            if spec[0] not in casts and 0 < nbytes_of(spec) <= FETCHED_TENSOR:
-                fetched += [lay_out([(spec, (i,))]) for i in members if i in items]
-        storages = [*whole, *[block for block, _ in recast]]
-        if len(storages) + len(coalesced) + len(fetched) > 1:  # the copy of a single storage waits once in any case
-            fetched += [block for block in storages if block.nbytes <= FETCHED_TENSOR]
-    for item in (*staged, *fetched, *[i for layout in fetched for i in layout.members]):
-        items.pop(item, None)
-    return CopyPlan(tuple(recast), tuple(coalesced), tuple(staged), tuple(fetched), tuple(items), repeats, pins)
+    for item in staged:
+        items.pop(item)
+    return CopyPlan(tuple(recast), coalesced, tuple(staged), tuple(items), repeats, pins)
 
 
 def execute(
@@ -135,29 +134,18 @@ def execute(
     """Make the copies of a plan. The arguments are those of `plan_copies`. Returns the new list of tensors."""
     out = list(tensors)
     one_by_one = list(plan.one_by_one)
-    fetched = set(plan.fetched) if plan.recast else ()
     for layout, cast in plan.recast:
-        if layout not in fetched:
-            _move_and_cast(layout, cast, out, source, target, non_blocking, plan.pins)
-    if source == target:
-        for layout in plan.coalesced:
-            pack_into(out, layout, target)
-    elif source == CPU:
-        step = SLOT // max([layout.nbytes for layout in plan.coalesced], default=1)
-        for i in range(0, len(plan.coalesced), step):
-            _coalesce_to_device(plan.coalesced[i : i + step], out, target, plan.pins)
-        for item in plan.staged:
-            tensor = _whole(item, out)
-            _put(item, _stage(tensor, CASTS[dtype].get(tensor.dtype, tensor.dtype), target), out)
-    elif target == CPU:
-        one_by_one += _fetch(plan, out, source)
-    else:
-        for layout in plan.coalesced:
-            buffer = _gathered(layout, out, source)
-            if buffer is None:
-                one_by_one += layout.members
-            else:
-                _put(layout, buffer.to(target), out)
+        _move_and_cast(layout, cast, out, source, target, non_blocking, plan.pins)
+    for chunk in plan.coalesced:
+        if source == target:
+            pack_into(out, chunk.together, target)
+        elif source == CPU:
+            _coalesce_to_device(chunk, out, target, plan.pins)
+        else:
+            one_by_one += _coalesce_from_device(chunk, out, source, target)
+    for item in plan.staged:
+        tensor = _whole(item, out)
+        _put(item, _stage(tensor, CASTS[dtype].get(tensor.dtype, tensor.dtype), target), out)
     if one_by_one:
         # Copies from the host are asynchronous, and one synchronization at the end frees the sources. With a cast each
         # copy is synchronous, because torch casts on the host. A cast on the device could run out of memory.
@@ -281,104 +269,52 @@ def _move_and_cast(
 
 
 def _stage(tensor: Tensor, dtype: torch.dtype, target: torch.device) -> Tensor:
-    """A copy on a device of a dense tensor on the host, through pinned memory. The source is free on return.
+    """A copy on a device of a tensor on the host, dense and through pinned memory. The source is free on return.
 
     A copy from pageable memory waits for all earlier work on the stream. A copy through pinned memory does not.
     """
     shape, stride = tensor.shape, dense_stride(tensor.shape, tensor.stride())
-    elements = dense_bytes(tensor).view(tensor.dtype)
-    moved = torch.empty(elements.numel(), dtype=dtype, device=target)
-    count = SLOT // dtype.itemsize
-    for start in range(0, elements.numel(), count):
-        part, into = elements[start : start + count], moved[start : start + count]
-        with staging_buffer(into.nbytes, target) as (staging, pinned):
-            into.copy_(staging.view(dtype).copy_(part), non_blocking=pinned)
+    nbytes = tensor.numel() * dtype.itemsize
+    if nbytes <= SLOT:
+        with staging_buffer(nbytes, target) as (staging, pinned):
+            start = int(staging.storage_offset()) // dtype.itemsize
+            view_over(staging.untyped_storage(), dtype, shape, stride, start, CPU).copy_(tensor)
+            moved = new_buffer(nbytes, target).copy_(staging, non_blocking=pinned)
+    else:
+        elements = dense_bytes(tensor).view(tensor.dtype)
+        moved = torch.empty(elements.numel(), dtype=dtype, device=target)
+        count = SLOT // dtype.itemsize
+        for start in range(0, elements.numel(), count):
+            part, into = elements[start : start + count], moved[start : start + count]
+            with staging_buffer(into.nbytes, target) as (staging, pinned):
+                into.copy_(staging.view(dtype).copy_(part), non_blocking=pinned)
     return view_over(moved.untyped_storage(), dtype, shape, stride, 0, target)
 
 
-def _coalesce_to_device(layouts: Sequence[Layout], out: list[Tensor], target: torch.device, pins: bool) -> None:
-    """Replace the tensors of the layouts in ``out``, on the host, by copies on ``target``, in a buffer each layout."""
-    starts = [0, *accumulate([aligned(layout.nbytes) for layout in layouts])]
-    with staging_buffer(starts[-1], target, pins) as (staging, pinned):
-        for layout, start in zip(layouts, starts, strict=False):
-            part = clear_gaps(staging[start : start + layout.nbytes], layout)
-            copy_into(part, layout, out)
-            _put(layout, new_buffer(layout.nbytes, target).copy_(part, non_blocking=pinned), out)
+def _coalesce_to_device(chunk: Chunk, out: list[Tensor], target: torch.device, pins: bool) -> None:
+    """Replace the tensors of the chunk in ``out``, on the host, by copies on ``target``, in a buffer each part."""
+    layout, parts = chunk
+    with staging_buffer(layout.nbytes, target, pins) as (staging, pinned):
+        copy_into(clear_gaps(staging, layout), layout, out)
+        for part, buffer in zip(parts, staging.split([part.nbytes for part in parts]), strict=True):
+            _put(part, buffer.to(target, non_blocking=pinned), out)
 
 
-def _gathered(layout: Layout, out: list[Tensor], source: torch.device) -> Tensor | None:
-    """A buffer on ``source`` with copies of the tensors of the layout. None if ``source`` has no memory for it."""
-    try:
-        buffer = new_buffer(layout.nbytes, source)
-    except torch.OutOfMemoryError:  # tensors may be moved because the device is full
-        return None
-    copy_into(buffer, layout, out)
-    return buffer
+def _coalesce_from_device(chunk: Chunk, out: list[Tensor], source: torch.device, target: torch.device) -> list[int]:
+    """Replace the tensors of the chunk in ``out`` by copies on ``target``. On the host, each gets memory of its own.
 
-
-def _fetch(plan: CopyPlan, out: list[Tensor], source: torch.device) -> list[Item]:
-    """Replace coalesced and fetched tensors by copies on the host, in memory that is not pinned. The host waits once.
-
-    Coalesced tensors get memory of their own each. Storages that are cast stay one. Returns what is left, for want of
-    memory on the device or of pinned memory.
+    Returns the tensors that are left, for want of memory on ``source``.
     """
-    left: list[Item] = []
-    staging, arriving, casts = staging_of(source), list[tuple[Slot, Tensor, Layout]](), dict(plan.recast)
-
-    def arrive() -> None:
-        if arriving:
-            torch.accelerator.current_stream(source).synchronize()
-        while arriving:
-            slot, memory, layout = arriving.pop()
-            _own_memory(layout, memory, out, layout in plan.fetched, casts.get(layout))
-            staging.release(slot)
-
-    def pinned(layout: Layout) -> Tensor | None:
-        taken = staging.take(layout.nbytes) if plan.pins else None
-        if taken is None and arriving:
-            arrive()
-            taken = staging.take(layout.nbytes)
-        if taken is None:
-            return None
-        arriving.append((*taken, layout))
-        return taken[1]
-
-    try:
-        for layout in plan.coalesced:
-            buffer = _gathered(layout, out, source)
-            if buffer is None:
-                left += layout.members
-            elif (memory := pinned(layout)) is not None:
-                memory.copy_(buffer, non_blocking=True)
-            else:
-                _own_memory(layout, buffer.to(CPU), out, False)
-        for layout in plan.fetched:
-            cast, buffer = casts.get(layout), None
-            if cast is not None and cast.nbytes < layout.nbytes:
-                buffer = _gathered(cast, out, source)
-                casts[cast] = cast
-            memory = pinned(layout if cast is None or buffer is None else cast)
-            if memory is None and cast is not None:
-                _move_and_cast(layout, cast, out, source, CPU, False, False)
-            elif memory is None:
-                left += [layout] if len(layout.members) > 1 else layout.members
-            elif len(layout.members) != 1:
-                memory.copy_(buffer_of(out, layout) if buffer is None else buffer, non_blocking=True)
-            else:
-                regions(memory, layout)[0].copy_(out[layout.members[0]], non_blocking=True)
-    finally:  # also after an error: copies may be under way
-        arrive()
+    left: list[int] = []
+    for layout in (chunk.together,) if target == CPU else chunk.parts:
+        try:
+            buffer = new_buffer(layout.nbytes, source)
+        except torch.OutOfMemoryError:  # tensors may be moved because the device is full
+            left += layout.members
+            continue
+        copy_into(buffer, layout, out)
+        _put(layout, buffer.to(target), out)
+        if target == CPU:
+            for i in layout.members:
+                out[i] = out[i].clone()
     return left
-
-
-def _own_memory(layout: Layout, buffer: Tensor, out: list[Tensor], together: bool, cast: Layout | None = None) -> None:
-    """Replace the tensors of the layout in ``out`` by copies of those in ``buffer``, in memory of their own.
-
-    ``cast``: the layout of the copies, which are together, if it may be another one.
-    """
-    _put(layout, buffer.clone() if together and cast is None else buffer, out)
-    if cast is not None:
-        pack_into(out, cast, CPU)
-    elif not together:
-        for i in layout.members:
-            out[i] = out[i].clone()

@@ -24,6 +24,7 @@ import torch
 SOURCE = Path(__file__).with_name("strict.cpp")
 BUILD = Path(__file__).with_name("build")
 AVAILABLE = REAL_STREAMS = True
+TEST_DEVICE = None
 """See `tests/simulated.py`."""
 
 
@@ -198,4 +199,5 @@ if compiler() is not None:
     torch.ops.load_library(library())
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _Module())
+    SIM, OTHER = torch.device("sim", 0), torch.device("sim", 1)
     sys.modules["simulated"] = sys.modules[__name__]
