@@ -347,8 +347,9 @@ def test_what_is_refused_with_its_message(value: Any, message: str) -> None:
     ],
 )
 def test_numbers_that_do_not_fit(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DeviceDict({"x": value})
+    for device in [None, "meta"] if "rectangular" in message else [None]:
+        with pytest.raises(ValueError, match=message):
+            DeviceDict({"x": value}, device=device)
 
 
 class Exported:

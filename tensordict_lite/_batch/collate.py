@@ -130,7 +130,7 @@ def collate(
         given = list(samples)
     if not are_rows and not given:
         raise ValueError("collate takes a list of at least one sample, got an empty list")
-    if cls is not DeviceDict and not (isinstance(cls, type) and issubclass(cls, DeviceDict)):
+    if cls is not DeviceDict and not (isinstance(cls, type) and DeviceDict in cls.__mro__):
         shown = cls.__name__ if isinstance(cls, type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
     pads = _NO_PADS if pad is None else Pads(pad, "collate")

@@ -127,7 +127,7 @@ class Pad:
         return -(-longest // self.multiple_of) * self.multiple_of
 
 
-class Pads:
+class Pads(dict[Any, Pad]):
     """The validated ``pad=`` of a call. A key applies at any depth, a path to one field."""
 
     def __init__(self, given: Any, function: str) -> None:
@@ -135,24 +135,20 @@ class Pads:
             raise TypeError(
                 f'{function} takes a mapping from keys to fill values as pad=, as {{"ids": 0}}, got {given!r}'
             )
-        self._pads: dict[Any, Pad] = {}
         for key, pad in (given or {}).items():
             if not isinstance(pad, (Pad, bool, int, float)):
                 raise TypeError(
                     f"pad= of {function} maps keys to real numbers or Pad objects; got {pad!r:.60} for {key!r}"
                 )
-            self._pads[key] = pad if isinstance(pad, Pad) else Pad(pad)
-
-    def __bool__(self) -> bool:
-        return bool(self._pads)
+            self[key] = pad if isinstance(pad, Pad) else Pad(pad)
 
     def at(self, path: Path) -> Pad | None:
         """The `Pad` of the field at ``path``, or None."""
-        return self._pads.get(path, self._pads.get(path[-1]))
+        return self.get(path, self.get(path[-1]))
 
     def require_known(self, batch: TreeDict[Any], noun: str) -> None:
         """Raise ``ValueError`` for a key that no dict of the call has, unless its `Pad` is optional."""
-        for key, pad in self._pads.items():
+        for key, pad in self.items():
             if not pad.optional:
                 require_known("pad=", [key], batch, noun, f" Or allow it with Pad({pad.value!r}, optional=True)")
                 refuse_nested("pad=", [key], batch)

@@ -130,14 +130,15 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         def __init__(self, data=None, /, *more, device=None, **given) -> None:
             if more:
                 refuse_positional(type(self).__name__, more)
-            options = {name: given.pop(name) for name in OPTIONS if name in given}
+            options = {name: given.pop(name) for name in OPTIONS if name in given} if given else {}
             self._schema()  # before `_begin`: it may declare encoders, which belong to the policy
             self._begin(data, device, options)
             items = {**({} if data is None else as_dict(data)), **given}
             if type(data) is type(self):  # a copy: a row without its batch dimension stays valid
                 builtin_dict.update(self, data)
             insert(self, items, consent=device is not None)
-            refuse_misspelled(self, options.get("encoders"))
+            if "encoders" in options:
+                refuse_misspelled(self, options["encoders"])
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -315,7 +315,7 @@ def _with_leading(encoder: StringEncoder, codes: Any, strings: list[str], shape:
             f"{short(encoder)}.encode: expected a first dimension of {len(strings)}, that of the strings, got shape "
             f"{list(codes.shape)}"
         )
-    return codes.reshape((*shape, *codes.shape[1:]))
+    return codes if len(shape) == 1 else codes.reshape((*shape, *codes.shape[1:]))
 
 
 def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
