@@ -671,7 +671,7 @@ class TestRefusals:
     def test_encoded_strings(self, method: str) -> None:
         d = self.strings()
         arguments: dict[str, tuple[Any, ...]] = {"zero_": (), "lerp_": (d, 0.5), "copy_": (d,), "total_norm": ()}
-        text = f"'n.name' holds encoded strings, which {method} would change; leave it out: drop('name') shares"
+        text = f"'n.name': {method} takes numbers, got encoded strings; leave the field out: drop('name') shares"
         unchanged(d, lambda: getattr(d, method)(*arguments.get(method, (1,))), TypeError, text)
         numbers = d.drop("s", "n").zero_()
         assert numbers["x"] is d["x"] and d["x"] == 0
@@ -738,7 +738,7 @@ def test_total_norm() -> None:
     leaf = DeviceDict({"x": [3.0], "y": [4.0]}).requires_grad_()
     leaf.total_norm().backward()
     assert leaf["x"].grad is not None and leaf["x"].grad.tolist() == [pytest.approx(0.6)]
-    with pytest.raises(TypeError, match=r"^'i' is int64, a norm needs floating-point or complex fields; leave it out"):
+    with pytest.raises(TypeError, match=r"^'i': a norm takes floating-point or complex fields, got int64; leave"):
         DeviceDict({"i": 1}).total_norm()
 
 

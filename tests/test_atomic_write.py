@@ -34,7 +34,7 @@ FLOAT4: list[Any] = [
     (
         {"n": {"f": torch.zeros(4, dtype=torch.uint8).view(getattr(torch, name))}},
         TypeError,
-        "'n.f' is torch.float4_e2m1fn_x2, which files do not hold; save .view(torch.uint8) of it",
+        "'n.f': files take no torch.float4_e2m1fn_x2; save .view(torch.uint8) of it",
     )
     for name in ("float4_e2m1fn_x2",)
     if hasattr(torch, name)
@@ -182,18 +182,18 @@ class TestWriting:
             (
                 {"n": {"m": torch.ones(1, device="meta")}},
                 TypeError,
-                "'n.m' is on meta, without values, and files hold dense tensors; convert it first, or drop it",
+                "'n.m': files take dense tensors, got one that is on meta, without values; convert or drop it",
             ),
             (
                 {"m": torch.eye(2).to_sparse()},
                 TypeError,
-                "'m' is sparse, nested or quantized, and files hold dense tensors",
+                "'m': files take dense tensors, got one that is sparse, nested or quantized",
             ),
             *FLOAT4,
             (
                 {"f": torch.zeros(4, dtype=torch.uint8).view(getattr(torch, "uint7"))},  # noqa: B009  (not in its stubs)
                 TypeError,
-                "'f' is torch.uint7, which files do not hold",
+                "'f': files take no torch.uint7",
             ),
         ],
     )

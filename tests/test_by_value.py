@@ -72,8 +72,8 @@ class TestEqual:
         ("key", "value", "error", "message"),
         [
             ("z", 1, KeyError, "'z'"),
-            ("n", 1, TypeError, r"^'n' is a DeviceDict; equal compares a tensor field$"),
-            ("age", "cat", ValueError, r"^'age' is a field of numbers, got strings; encode them first$"),
+            ("n", 1, TypeError, r"^'n': equal takes a tensor field, got a mapping$"),
+            ("age", "cat", ValueError, r"^'age': expected numbers, got strings; encode them first$"),
             ("age", None, TypeError, r"^'age': expected .*, got a NoneType"),
             ("age", [[1], [2]], TypeError, r"^'age': equal takes one value or a flat list of values, got a list$"),
             ("age", {"a": 1}, TypeError, r"^'age': equal takes one value or a flat list of values, got a mapping$"),
@@ -101,12 +101,12 @@ class TestEqual:
 
     def test_codes_of_another_shape(self) -> None:
         d = DeviceDict({"s": ["ab", "cd"]}, encoders={"s": lambda strings: torch.ones(len(strings), len(strings[0]))})
-        with pytest.raises(ValueError, match=r"^'s' has the shape \[2, 2\], the given value has float32\[1\]$"):
+        with pytest.raises(ValueError, match=r"^'s': equal takes a value for \w+\[2, 2\], got float32\[1\]$"):
             d.equal("s", "a")
 
     def test_a_nested_tensor(self) -> None:
         d = DeviceDict({"x": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)})
-        with pytest.raises(TypeError, match=r"^'x' is .*; equal compares fields whose rows have one shape$"):
+        with pytest.raises(TypeError, match=r"^'x': equal takes a field with rows of one shape, got .*$"):
             d.equal("x", 1)
 
     @settings(max_examples=50, deadline=None)
@@ -149,16 +149,16 @@ class TestSort:
 
     def test_what_is_refused(self) -> None:
         d = animals()
-        for method, done in ((d.rows.sort_by, "sorted"), (d.rows.group_by, "grouped")):
+        for method in (d.rows.sort_by, d.rows.group_by):
             with pytest.raises(TypeError, match=rf"^{method.__name__} takes the key of one or more fields$"):
                 method()
-            with pytest.raises(ValueError, match=rf"^'n.box' has the shape \[4, 2\]; rows are {done} by one value"):
+            with pytest.raises(ValueError, match=rf"^'n.box': {method.__name__} takes a field with one value"):
                 method("age", ("n", "box"))
-            with pytest.raises(TypeError, match=rf"^'n' is a DeviceDict; rows are {done} by a tensor field$"):
+            with pytest.raises(TypeError, match=rf"^'n': {method.__name__} takes a tensor field, got a mapping$"):
                 method("n")
-        with pytest.raises(TypeError, match=r"^'z' is complex64\[1\]; complex numbers have no order, sort by an"):
+        with pytest.raises(TypeError, match=r"^'z': sort_by takes values that torch sorts, got complex64\[1\]"):
             DeviceDict({"z": [1j]}).rows.sort_by("z")
-        with pytest.raises(TypeError, match=r"^'f' is float8_e5m2\[1\]; torch does not sort this dtype, sort by an"):
+        with pytest.raises(TypeError, match=r"^'f': sort_by takes values that torch sorts, got float8_e5m2\[1\]"):
             DeviceDict({"f": torch.ones(1).to(torch.float8_e5m2)}).rows.sort_by("f")
         with pytest.raises(ValueError, match="rows need fields that agree on their first dimension"):
             DeviceDict({"x": [1, 2], "y": [1]}).rows.sort_by("x")

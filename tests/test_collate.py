@@ -193,7 +193,7 @@ class TestCollate:
     @pytest.mark.parametrize(
         ("samples", "error", "message"),
         [
-            ([{"x": np.ma.array([1.0, 2.0], mask=[0, 1])}] * 2, TypeError, "sample 0: 'x' is a masked array"),  # pyright: ignore[reportArgumentType, reportCallIssue]
+            ([{"x": np.ma.array([1.0, 2.0], mask=[0, 1])}] * 2, TypeError, "sample 0: 'x': expected an array without"),  # pyright: ignore[reportArgumentType, reportCallIssue]
             ([{1: 2.0}, {1: 3.0}], TypeError, "keys are str, got 1"),
             ([{1: 2.0, "a": 1}, {"b": 3.0}], ValueError, "sample 1 lacks"),
             (

@@ -176,13 +176,13 @@ class TestRagged:
                 [{"x": 1}],
                 {"ragged": ["x"]},
                 ValueError,
-                r"^'x': a ragged field takes dense samples of at least one dimension, sample 0 has int64\[\]$",
+                r"^'x': a ragged field takes dense samples of at least one dimension, got int64\[\] in sample 0$",
             ),
             (
                 [{"x": torch.ones(1)}, {"x": torch.ones(1).to_sparse()}],
                 {"ragged": ["x"]},
                 ValueError,
-                "^'x': a ragged field takes dense samples of at least one dimension, sample 1 has ",
+                "^'x': a ragged field takes dense samples of at least one dimension, got ",
             ),
             (
                 [{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}],
@@ -235,13 +235,13 @@ class TestRagged:
                 [{"x": Ragged.from_rows([[1]])}] * 2,
                 {},
                 ValueError,
-                r"^'x' is ragged, and collate makes one row of each sample; cat\(\[\.\.\.\]\) joins the rows",
+                r"^'x': collate takes one row of each sample, got a ragged field; cat\(\[\.\.\.\]\) joins the rows",
             ),
             (
                 [{"x": torch.ones(1)}, {"x": Ragged.from_rows([[1]])}],
                 {"ragged": ["x"]},
                 ValueError,
-                r"^'x' is ragged, and collate makes one row of each sample; cat\(\[\.\.\.\]\) joins the rows",
+                r"^'x': collate takes one row of each sample, got a ragged field; cat\(\[\.\.\.\]\) joins the rows",
             ),
             (
                 [Ragged.from_rows([[1]])] * 2,
@@ -341,7 +341,7 @@ class TestObjects:
             collate(samples, ragged=["o"])
 
     def test_kept_objects_are_refused(self) -> None:
-        with pytest.raises(TypeError, match=r"^'o.a' has kept objects; a ragged field has tensors only"):
+        with pytest.raises(TypeError, match=r"^'o.a': expected tensors for a ragged field, got kept objects"):
             collate([{"o": [{"a": None}]}], ragged=["o"], objects="keep")
 
 

@@ -236,7 +236,7 @@ class TestErrors:
                 TypeError,
                 "'x': Utf8() decodes uint8 codes, got float32; 'x' has no encoder of its own, give one as encoders=",
             ),
-            ("o", TypeError, "'o' is a kept NoneType, not encoded strings"),
+            ("o", TypeError, "'o': expected encoded strings, got a NoneType"),
             ("nope", KeyError, "'nope' is not in this DeviceDict"),
         ],
     )

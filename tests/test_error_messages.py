@@ -381,7 +381,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...]
     ),
     "cat of numbers": (
         ValueError,
-        "'a' is one number a dict, without a dimension to cat along; use stack",
+        "'a': expected a dimension to cat along, got one number a dict; use stack",
         cat,
         ([{"a": 1}, {"a": 2}],),
     ),
@@ -524,3 +524,35 @@ def test_every_message_has_one_form(module: Path) -> None:
         assert not re.search(r"\b(is|are|has|gave|got) [^;]*, expected ", text), f"first expected, then got: {text}"
         assert not re.search(r": expected (?!.*, (got |\{\}))", text), f"after expected, say what came: {text}"
         assert text.count("; ") < 3, f"one way out: {text}"
+
+
+STATES = {
+    "is on ": "the device of a tensor: torch says so too",
+    "is in ": "a column that a table has",
+    "is a field already": "a name, not a value",
+    "is not in ": "a missing key",
+    "has the last columns": "a folder",
+    "is nested more than": "a tree",
+    "is a list that": "a tree",
+    "is {tensor.dtype}: {reason}": "an error of torch",
+    "cannot be sent": "an error of pickle",
+    "has rows of the same lengths": "two fields",
+    "has offsets in the memory": "two fields",
+    "and {": "two fields",
+    "is a {type(value).__name__} that": "a tree",
+    "of this table is encoded": "two encoders",
+    "{message}": "an error of torch",
+    "{reason}": "the state of a tensor that cannot be written, such as an expanded one",
+    "{said}": "the same",
+}
+"""What a message may say of a path, beside what it expected and got."""
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_path_is_followed_by_what_was_expected(module: Path) -> None:
+    for raised in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if not (isinstance(raised, ast.Raise) and isinstance(raised.exc, ast.Call) and raised.exc.args):
+            continue
+        text = ast.unparse(raised.exc.args[0])
+        if found := re.match(r"f['\"]+\{dotted\([^}]*\)\} (.*)", text):
+            assert found[1].startswith(tuple(STATES)), text

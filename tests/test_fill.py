@@ -116,20 +116,20 @@ class TestErrors:
             (
                 {"x": torch.ones(3, 3)},
                 ValueError,
-                r"'x' is float32\[2, 3\] in this DeviceDict, got float32\[3, 3\]; "
-                "fill_ casts and broadcasts nothing; for a last batch that is smaller, give the loader drop_last=True",
+                r"'x': expected float32\[2, 3\], got float32\[3, 3\]; "
+                "fill_ casts and broadcasts nothing, so for a last batch that is smaller, give the loader drop_last",
             ),
             (
                 {"x": torch.ones(3)},
                 ValueError,
-                r"'x' is float32\[2, 3\] in this DeviceDict, got float32\[3\]; fill_ casts",
+                r"'x': expected float32\[2, 3\], got float32\[3\]; fill_ casts",
             ),
             (
                 {"x": torch.ones(2, 3).half()},
                 ValueError,
-                r"'x' is float32\[2, 3\] in this DeviceDict, got float16\[2, 3\]",
+                r"'x': expected float32\[2, 3\], got float16\[2, 3\]",
             ),
-            ({"n": {"y": 3}}, ValueError, r"'n\.y' is int64\[2\] in this DeviceDict, got int64\[\]; fill_ casts"),
+            ({"n": {"y": 3}}, ValueError, r"'n\.y': expected int64\[2\], got int64\[\]; fill_ casts"),
             ({"n": torch.ones(2)}, TypeError, r"^'n': expected a mapping, got float32\[2\] in the given mapping$"),
             ({"n": {}}, ValueError, r"the given mapping lacks 'n\.y', which this DeviceDict has$"),
             ({"z": 1}, ValueError, "the given mapping has 'z', which this DeviceDict lacks$"),
@@ -143,7 +143,7 @@ class TestErrors:
             (
                 {"x": torch.ones(2, 3).to_sparse()},
                 ValueError,
-                "'x' is sparse, nested or quantized; fill_ copies dense tensors",
+                "'x': fill_ takes dense tensors, got one that is sparse, nested or quantized",
             ),
             ({"x": torch.ones(2, 3, device="meta")}, DeviceMismatchError, "'x'|'n.y'"),
         ],
@@ -217,7 +217,5 @@ class TestSlots:
                 list(prefetch([{"x": torch.ones(2)}], where, slots=2))
             sizes = [DeviceDict({"x": torch.ones(n)}) for n in (2, 2, 1)]
             got = prefetch(sizes, where, slots=1)
-            with pytest.raises(
-                ValueError, match=r"'x' is float32\[2\] in this DeviceDict, got float32\[1\]; .*drop_last"
-            ):
+            with pytest.raises(ValueError, match=r"'x': expected float32\[2\], got float32\[1\]; .*drop_last"):
                 list(got)

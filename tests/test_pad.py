@@ -319,7 +319,7 @@ class TestCat:
 
     def test_errors(self) -> None:
         with pytest.raises(
-            ValueError, match=r"'x': pad= of cat fills up the second dimension, dict 0 has float32\[2\]"
+            ValueError, match=r"'x': pad= of cat takes two dimensions or more, got float32\[2\] in dict 0"
         ):
             cat([{"x": torch.ones(2)}] * 2, pad={"x": 0})
         with pytest.raises(ValueError, match=r"'x': pad=\{'x': 1.5\} does not fit torch.int64"):
@@ -444,7 +444,7 @@ class TestSeveralDimensions:
 
     def test_cat_refuses_them(self) -> None:
         d = DeviceDict({"x": torch.ones(1, 2, 2)})
-        with pytest.raises(ValueError, match="is for collate; cat fills up the second"):
+        with pytest.raises(ValueError, match="cat takes a Pad for the second"):
             cat([d, d], pad={"x": Pad(0, dims=2)})
 
     @pytest.mark.parametrize(

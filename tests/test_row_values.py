@@ -123,9 +123,9 @@ def test_a_time_keeps_its_digits(value: Any, dtype: torch.dtype | None, tmp_path
             np.int64(300),
             "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow",
         ),
-        (1.5, "'x': float32 cannot be written into uint8; convert it first"),
-        ("ab", "'x' is a field of numbers, got strings; encode them first"),
-        (torch.eye(2).to_sparse(), "'x' has dense rows, got a sparse tensor; convert it first"),
+        (1.5, "'x': expected numbers that uint8 can hold, got float32; convert it first"),
+        ("ab", "'x': expected numbers, got strings; encode them first"),
+        (torch.eye(2).to_sparse(), "'x': expected a dense tensor, got a sparse one; convert it first"),
     ],
 )
 def test_rows_and_tables_refuse_the_same_values(value: Any, text: str, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ DENSE: list[tuple[str, Any, str]] = [
         MESSAGE.format("complex64", -1e300, "complex128"),
     ),
     ("int8", [300], "'n.x': int8 cannot hold [300]; torch says: value cannot be converted to type int8 without over"),
-    ("int64", [0.5], "'n.x': float32 cannot be written into int64; convert it first"),
+    ("int64", [0.5], "'n.x': expected numbers that int64 can hold, got float32; convert it first"),
 ]
 RAGGED: list[tuple[str, Any, str]] = [
     ("int32", [[], [1, 2], torch.tensor([LARGE])], MESSAGE.format("int32", LARGE, "int64")),
@@ -153,7 +153,7 @@ RAGGED: list[tuple[str, Any, str]] = [
     ("int32", np.array([[1, LARGE]]), MESSAGE.format("int32", LARGE, "int64")),
     ("int32", torch.tensor([[1, LARGE]]), MESSAGE.format("int32", LARGE, "int64")),
     ("float16", [[0.5], [1e6]], MESSAGE.format("float16", 1e6, "float64")),
-    ("int32", np.array([[0.5]]), "'n.x': float64 cannot be written into int32; convert it first"),
+    ("int32", np.array([[0.5]]), "'n.x': expected numbers that int32 can hold, got float64; convert it first"),
 ]
 
 
@@ -264,7 +264,7 @@ def test_lists_without_values_do_not_decide_the_dtype(
     table = load(tmp_path / "t")
     assert table["y"].tolist() == expected
     assert (table["y"].values if ragged else table["y"]).dtype == torch.int64
-    with pytest.raises(ValueError, match=r"^'z': float32 cannot be written into int64; convert it first$"):
+    with pytest.raises(ValueError, match=r"^'z': expected numbers that int64 can hold, got float32; convert it first$"):
         add_column(tmp_path / "t", "z", [*batches, [[0.5]] if ragged else [0.5]], ragged=ragged)
 
 
@@ -275,5 +275,5 @@ def test_rows_in_memory_are_cast_as_by_torch() -> None:
     r = DeviceDict({"ids": Ragged.from_rows([torch.tensor([1, 2], dtype=torch.uint8)])})
     r.rows[:] = {"ids": [torch.tensor([300, 1])]}
     assert r["ids"].tolist() == [[44, 1]]
-    with pytest.raises(ValueError, match=r"^'ids': float64 cannot be written into uint8; convert it first$"):
+    with pytest.raises(ValueError, match=r"^'ids': expected numbers that uint8 can hold, got float64; convert it"):
         r.rows[:] = {"ids": np.array([[0.5, 1.5]])}

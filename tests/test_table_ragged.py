@@ -344,24 +344,24 @@ class TestRefused:
             ),
             (
                 {"n": {"ids": [[1], [0.5], [3]], "box": torch.zeros(3, 1, 2)}},
-                "^'n.ids': float32 cannot be written into int64; convert it first$",
+                "^'n.ids': expected numbers that int64 can hold, got float32; convert it first$",
             ),
             (
                 {"n": {"ids": ["a", "b", "c"], "box": torch.zeros(3, 1, 2)}},
-                "^'n.ids' is a field of numbers, got strings; encode them first$",
+                "^'n.ids': expected numbers, got strings; encode them first$",
             ),
             (
                 {"n": {"ids": [["a"], ["b"], ["c"]], "box": torch.zeros(3, 1, 2)}},
-                "^'n.ids' is a field of numbers, got strings; encode them first$",
+                "^'n.ids': expected numbers, got strings; encode them first$",
             ),
             ({"n": {"ids": None, "box": torch.zeros(3, 1, 2)}}, "^'n.ids': expected a tensor, .*, got a NoneType"),
             ({"s": [["cat"], ["cow"], []]}, "^'s': 'cow' is not among the 2 tokens"),
-            ({"text": {"a": 1}}, "^'text' is ragged; its rows cannot be set from a mapping$"),
-            ({"text": torch.zeros(3, 2).to_sparse()}, "^'text' has dense rows, got a sparse tensor"),
-            ({"text": torch.zeros(3, 2, device="meta")}, "^'text' is on meta"),
+            ({"text": {"a": 1}}, "^'text': expected rows of any length, got a mapping$"),
+            ({"text": torch.zeros(3, 2).to_sparse()}, "^'text': expected a dense tensor, got a sparse one"),
+            ({"text": torch.zeros(3, 2, device="meta")}, "^'text': expected a tensor with values, got one on meta"),
             (
                 {"y": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)},
-                "^'y' has dense rows, got a nested tensor; convert it first$",
+                "^'y': expected a dense tensor, got a nested one; convert it first$",
             ),
         ],
     )
@@ -407,7 +407,7 @@ class TestRefused:
     @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
     def test_nested_tensors_of_torch(self, tmp_path: Path) -> None:
         rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-        way_out = r"^'x' is a nested tensor, which has no rows here; store Ragged.from_rows\(it\)$"
+        way_out = r"^'x': expected a field with rows, got a nested tensor; store Ragged.from_rows\(it\)$"
         with pytest.raises(TypeError, match=way_out):
             RowWriter(tmp_path / "t", like={"x": rows})
         assert not (tmp_path / "t").exists()

@@ -402,7 +402,7 @@ class TestOtherLibraries:
         with pytest.raises(TypeError) as caught:
             d["n", "x"] = Refuses(torch.ones(1))
         assert str(caught.value) == (
-            "'n.x' is Refuses, whose memory torch cannot share; convert it to a NumPy array first; "
+            "'n.x': expected memory that torch can share, got Refuses; convert it to NumPy first; "
             "the error is: it lies on two devices"
         )
         assert list(d["n"]) == ["y"]
@@ -414,7 +414,7 @@ class TestOtherLibraries:
             def __cuda_array_interface__(self) -> Any:
                 raise ValueError("it is freed")
 
-        with pytest.raises(TypeError, match=r"^'x' is OnCuda, whose memory torch cannot share; convert it"):
+        with pytest.raises(TypeError, match=r"^'x': expected memory that torch can share, got OnCuda; convert it"):
             DeviceDict({"x": OnCuda()})
 
     def test_what_numpy_converts_is_an_array(self, device: torch.device) -> None:
@@ -708,7 +708,7 @@ class TestHostValues:
             ),
             ([np.array([1.5]), ["a"]], TypeError, "'x': expected a tensor"),
             ([np.array(1), None], TypeError, "'x': expected a tensor"),
-            (np.ma.array([1, 999], mask=[0, 1]), TypeError, r"'x' is a masked array, .* use \.filled\(value\)"),  # pyright: ignore[reportArgumentType, reportCallIssue]
+            (np.ma.array([1, 999], mask=[0, 1]), TypeError, r"'x': expected an array .* use \.filled\(value\)"),  # pyright: ignore[reportArgumentType, reportCallIssue]
             ([10**400, 0.5], ValueError, "'x': expected numbers that torch can hold"),
         ],
     )
@@ -725,7 +725,7 @@ class TestHostValues:
         ids=["arrays", "a number"],
     )
     def test_masked_values_in_a_list(self, value: Any) -> None:
-        with pytest.raises(TypeError, match="'x' holds masked values, which a tensor would show; fill them first"):
+        with pytest.raises(TypeError, match="'x': expected numbers without a mask, got masked values; fill them first"):
             DeviceDict({"x": value})
 
 

@@ -371,8 +371,8 @@ class _Walk:
         kinds = set(map(type, values))
         if Ragged in kinds:
             raise ValueError(
-                f"{dotted(path)} is ragged, and collate makes one row of each sample; cat([...]) joins the rows of "
-                "ragged fields"
+                f"{dotted(path)}: collate takes one row of each sample, got a ragged field; cat([...]) joins the "
+                "rows of ragged fields"
             )
         if all(issubclass(kind, Tensor) for kind in kinds) and not self.may_differ(path):
             return self.examine(batch, path, values)
@@ -502,7 +502,7 @@ class _Walk:
                 self.add_rows(nested, where, value, lengths)
             else:
                 raise TypeError(
-                    f"{dotted(where)} has kept objects; a ragged field has tensors only, so leave the key out"
+                    f"{dotted(where)}: expected tensors for a ragged field, got kept objects; leave the key out"
                 )
 
     def strings_that_differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
@@ -691,8 +691,8 @@ class _Walk:
             for i, tensor in enumerate(values):
                 if not tensor.dim() or tensor.is_nested or tensor.layout is not torch.strided:
                     raise ValueError(
-                        f"{dotted(path)}: a ragged field takes dense samples of at least one dimension, "
-                        f"sample {i} has {described(tensor)}"
+                        f"{dotted(path)}: a ragged field takes dense samples of at least one dimension, got "
+                        f"{described(tensor)} in sample {i}"
                     )
         elif pad is not None:
             hint = "; pad= fills up the first dimension only"

@@ -298,7 +298,7 @@ def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[
             continue
         pad = pads.at(path)
         if pad is not None and any(isinstance(value, Ragged) for value in values):
-            raise ValueError(f"{dotted(path)} is ragged, so pad= has nothing to fill up; leave it out of pad=")
+            raise ValueError(f"{dotted(path)}: pad= takes tensors, got a ragged field; leave it out of pad=")
         if pad is None or not all(isinstance(value, Tensor) for value in values):
             continue
         _pad_field(out, key, cast("list[Tensor]", values), pad, path, trees[0]._policy.encoders.get(key))
@@ -314,12 +314,12 @@ def _pad_field(
     for i, value in enumerate(values):
         if value.dim() < 2:
             raise ValueError(
-                f"{dotted(path)}: pad= of cat fills up the second dimension, dict {i} has {described(value)}"
+                f"{dotted(path)}: pad= of cat takes two dimensions or more, got {described(value)} in dict {i}"
             )
     for value in values:
         require_fit(pad, value.dtype, path)
     if pad.dims != 1:
-        raise ValueError(f"{dotted(path)}: {pad!r} is for collate; cat fills up the second dimension only")
+        raise ValueError(f"{dotted(path)}: cat takes a Pad for the second dimension only, got {pad!r}")
     length = pad._length(max(value.shape[1] for value in values))
     for i, (items, value) in enumerate(zip(out, values, strict=True)):
         rows, own = value.shape[:2]

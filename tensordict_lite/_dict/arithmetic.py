@@ -66,9 +66,7 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
 def _refuse_other_lengths(ours: Tensor, theirs: Tensor, path: Path) -> None:
     """Compare the offsets of the ragged field at ``path``, where that does not synchronize."""
     if ours is not theirs and ours.is_cpu and not intercepted() and not torch.equal(ours.long(), theirs.long()):
-        raise ValueError(
-            f"{dotted(path)} has rows of other lengths in the other mapping; give it rows of the same lengths"
-        )
+        raise ValueError(f"{dotted(path)}: expected rows of the same lengths, got other lengths in the other mapping")
 
 
 def _refuse_device(path: Path, expected: torch.device, actual: torch.device) -> NoReturn:
@@ -90,8 +88,8 @@ def refuse_encoded(d: TreeDict[Any], called: str) -> None:
     for field in fields(d):
         if field.encoder is not None:
             raise TypeError(
-                f"{dotted(field.strings)} holds encoded strings, which {called} would change; "
-                f"leave it out: drop({field.strings[-1]!r}) shares the tensors of the other fields"
+                f"{dotted(field.strings)}: {called} takes numbers, got encoded strings; leave the field out: "
+                f"drop({field.strings[-1]!r}) shares the tensors of the others"
             )
 
 
@@ -325,7 +323,7 @@ def total_norm(d: TreeDict[Any], order: float) -> Tensor:
     for path, tensor in data_paths(d):
         if tensor.dtype not in CASTABLE:
             raise TypeError(
-                f"{dotted(path)} is {dtype_name(tensor.dtype)}, a norm needs floating-point or complex fields; "
+                f"{dotted(path)}: a norm takes floating-point or complex fields, got {dtype_name(tensor.dtype)}; "
                 "leave it out with drop()"
             )
     tensors = data_of(d)

@@ -22,9 +22,9 @@ from .row_values import row_value
 
 def equal_to(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     """Where a field is ``value`` or one of its items: see `DeviceDict.equal`."""
-    path, field, owner = _field(d, key, "equal compares a tensor field")
+    path, field, owner = _field(d, key, "equal")
     if field.is_nested:
-        raise TypeError(f"{dotted(path)} is {described(field)}; equal compares fields whose rows have one shape")
+        raise TypeError(f"{dotted(path)}: equal takes a field with rows of one shape, got {described(field)}")
     encoder = field_encoder(owner, path[-1])
     wanted = row_value(field_of(owner, path[-1], path[:-1]), value)
     if not isinstance(wanted, Tensor) or np.ndim(value) > 1:
@@ -35,7 +35,7 @@ def equal_to(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
         field, wanted = (F.pad(codes, (0, width - codes.shape[-1]), value=number) for codes in (field, wanted))
     values = wanted if np.ndim(value) else wanted.unsqueeze(0)
     if lead < 0 or values.shape[1:] != field.shape[lead:]:
-        raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}, the given value has {described(wanted)}")
+        raise ValueError(f"{dotted(path)}: equal takes a value for {described(field)}, got {described(wanted)}")
     given, code = values, tuple(range(lead, field.dim()))
     wraps = values.dtype != field.dtype and _is_whole(field) and _is_whole(values)
     if wraps:  # `==` would wrap integers that the field cannot hold
@@ -59,7 +59,7 @@ def sorted_order(d: Any, keys: Sequence[str | Path], descending: bool) -> Tensor
         raise TypeError("sort_by takes the key of one or more fields")
     order = torch.arange(len(d.rows), device=d.device)
     for key in reversed(keys):  # a stable sort for each key: the last one decides first
-        values, _ = _column(d, key, "sort", "sorted")
+        values, _ = _column(d, key, "sort_by")
         if values.dim() > 1:  # the codes of a string: sort their ranks instead
             _, by_code, counts = group_equal(values)
             values = _number_groups(by_code, counts)
@@ -75,7 +75,7 @@ def groups(d: TreeDict[Any], keys: Sequence[str | Path]) -> tuple[list[Any], Ten
     """
     if not keys:
         raise TypeError("group_by takes the key of one or more fields")
-    parts = [_group(*_column(d, key, "group", "grouped")) for key in keys]
+    parts = [_group(*_column(d, key, "group_by")) for key in keys]
     if len(parts) == 1:
         return parts[0]
     members = [_number_groups(order, counts) for _, order, counts in parts]  # the group of each row, for each key
@@ -89,28 +89,31 @@ def groups(d: TreeDict[Any], keys: Sequence[str | Path]) -> tuple[list[Any], Ten
     return list(zip(*columns, strict=True)), order, counts
 
 
-def _field(d: Any, key: str | Path, use: str) -> tuple[Path, Tensor, Any]:
-    """The path of a field, its tensor, and the dict that holds it. ``use``: what the caller does with a tensor."""
+def _field(d: Any, key: str | Path, called: str) -> tuple[Path, Tensor, Any]:
+    """The path of a field, its tensor, and the dict that holds it. ``called``: the method, for messages."""
     path = as_path(key)
     field = d[key]
     if not isinstance(field, Tensor):
-        raise TypeError(f"{dotted(path)} is a {type(field).__name__}; {use}")
+        raise TypeError(f"{dotted(path)}: {called} takes a tensor field, got {described(field)}")
     return path, field, d[path[:-1]] if path[1:] else d
 
 
-def _column(d: TreeDict[Any], key: str | Path, verb: str, done: str) -> tuple[Tensor, Any]:
-    """A field with one value per row, and its encoder or None. ``verb`` and ``done``: for messages."""
-    path, field, owner = _field(d, key, f"rows are {done} by a tensor field")
+def _column(d: TreeDict[Any], key: str | Path, called: str) -> tuple[Tensor, Any]:
+    """A field with one value per row, and its encoder or None. ``called``: the method, for messages."""
+    path, field, owner = _field(d, key, called)
     encoder = field_encoder(owner, path[-1])
     if field.dim() - (padding(encoder, field) is not None) != 1:
-        raise ValueError(f"{dotted(path)} has the shape {list(field.shape)}; rows are {done} by one value per row")
+        raise ValueError(f"{dotted(path)}: {called} takes a field with one value per row, got {described(field)}")
     reasons = {
         "complex numbers have no order": field.is_complex(),
         "it is a nested tensor": field.is_nested,
         "torch does not sort this dtype": field.is_floating_point() and field.itemsize == 1,
     }
     for why in (why for why, holds in reasons.items() if holds):
-        raise TypeError(f"{dotted(path)} is {described(field)}; {why}, {verb} by another field of the same rows")
+        raise TypeError(
+            f"{dotted(path)}: {called} takes values that torch sorts, got {described(field)}; {why}, so give another "
+            "field of the same rows"
+        )
     return field.detach(), encoder
 
 

@@ -820,18 +820,10 @@ class DeviceDict(TreeDict[V]):
         return self._new_like(Tensor.new_empty, lead)
 
     def _new_like(self, create: Callable[..., Tensor], lead: Sequence[int]) -> Self:
-        refuse_ragged(
-            self,
-            ": its rows differ in length, so no dimension can precede it; drop it first, or put its padded() there",
-        )
         for path, value in leaves(self):
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{dotted(path)} is a kept {type(value).__name__}, which has no zero; drop it first")
-            if value.is_nested:
-                raise TypeError(
-                    f"{dotted(path)} is a nested tensor, whose rows differ in length, so no dimension can precede it; "
-                    "drop it first, or pad it with to_padded_tensor"
-                )
+            if not isinstance(value, Tensor) or value.is_nested:
+                got = "a nested tensor" if isinstance(value, Tensor) else described(value)
+                raise TypeError(f"{dotted(path)}: expected a tensor of one shape, got {got}; drop or pad it first")
         return self._map_data(lambda tensor: create(tensor, (*lead, *tensor.shape)))
 
     def contiguous(self) -> Self:
@@ -987,7 +979,7 @@ class DeviceDict(TreeDict[V]):
         encoder = node._policy.encoder(last)
         kind = kind_of(codes, encoder)
         if kind is KEPT:
-            raise TypeError(f"{dotted(path)} is a kept {type(codes).__name__}, not encoded strings")
+            raise TypeError(f"{dotted(path)}: expected encoded strings, got {described(codes)}")
         hint = "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
         try:
             return kind.tolist(Field(path, node, codes, encoder, kind), None)
@@ -1340,7 +1332,7 @@ class DeviceDict(TreeDict[V]):
             tensordict: Any = importlib.import_module("tensordict")  # optional, and slow to import
         except ImportError as error:
             raise ImportError("to_tensordict needs TensorDict: pip install tensordict") from error
-        refuse_ragged(self, ", and a TensorDict has no such field; store its nested() or padded() there first")
+        refuse_ragged(self, "a TensorDict takes tensors", "store its nested() or padded() there first")
         if batch_size is None:
             counts = {tensor.shape[:1] for tensor in self._tensors()}
             batch_size = counts.pop() if len(counts) == 1 else ()

@@ -101,11 +101,11 @@ class _Filling:
         where = dotted(path)
         reason = not_dense(target) or not_dense(value)
         if reason:
-            raise ValueError(f"{where} is {reason}; fill_ copies dense tensors")
+            raise ValueError(f"{where}: fill_ takes dense tensors, got one that is {reason}")
         if value.dtype is not target.dtype or value.shape != target.shape:
             raise ValueError(
-                f"{where} is {_shown(target)} in {self.name}, got {_shown(value)}; fill_ casts and broadcasts nothing; "
-                "for a last batch that is smaller, give the loader drop_last=True"
+                f"{where}: expected {_shown(target)}, got {_shown(value)}; fill_ casts and broadcasts nothing, so for "
+                "a last batch that is smaller, give the loader drop_last=True"
             )
         fast = plain(target)
         if not fast and (reason := refusal(target, "fill_")):

@@ -42,7 +42,7 @@ def fitted_field(d: TreeDict[Any], key: str, given: Any, at: Path, how: Fit) -> 
         return
     value = how.convert(field, given)
     if not isinstance(value, Mapping):
-        refuse_rows(field.path, "a nested dict", given, value, how)
+        refuse_rows(field.path, "a nested dict", given)
     yield from fitted(field.value, value, field.path, how)
 
 
@@ -84,7 +84,7 @@ def row_value(field: Field, value: Any, table: bool = False) -> Any:
             return convert(value, device, d._policy, path, wide).value
         return stored
     if column is not None and path[-1] not in d._policy.carried(path[-1:]):
-        raise ValueError(f"{dotted(path)} is a field of numbers, got strings; encode them first")
+        raise ValueError(f"{dotted(path)}: expected numbers, got strings; encode them first")
     return place_codes(d, stored, device, path)
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .._errors import Path, dotted
+from .._errors import Path, described, dotted
 from .._look.page import Line, Page, as_html, as_text, one_line
 from .._look.values import rows_page
 from .._memory.device import CPU
 from .._memory.row_copies import take_batch, take_rows
-from .._tree.fields import field_of, fields, refuse_ragged, tolist
-from .._tree.kinds import DENSE, KEPT, At
+from .._tree.fields import field_of, fields, tolist
+from .._tree.kinds import DENSE, KEPT, RAGGED, At
 from .._tree.missing import closest
 from .._tree.row_index import row_index
 from .._tree.tree import TreeDict
@@ -236,7 +236,6 @@ class Rows(Dataset[D]):
         dims = _positive("flatten", dims, "a number of dimensions", "at least 1 dimension")
         d = self._dict
         count = len(self)
-        refuse_ragged(d, ", which has one dimension of rows and none to merge; drop it first")
         _refuse_flatten(d, dims, count)
         return d._map_data(lambda tensor: tensor.flatten(0, dims - 1))
 
@@ -444,11 +443,13 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, count: int) -> None:
         own, value = field.kind.dims(field), field.value
         if own is not None and (own < dims or value.shape[:dims] != lead):
             raise ValueError(
-                f"{dotted(field.path)} has the shape {list(value.shape)}; flatten({dims}) needs fields that agree on "
-                f"their first {dims} dimensions, the first field has {list(lead)}"
+                f"{dotted(field.path)}: flatten({dims}) takes fields that agree on their first {dims} dimensions, "
+                f"{list(lead)} as in the first field, got {list(value.shape)}"
             )
-        if own is None and KEPT.has_rows(value, count):
-            raise TypeError(f"{dotted(field.path)} is a kept list, which has no dimensions to flatten; drop it first")
+        if own is None and (field.kind is RAGGED or KEPT.has_rows(value, count)):
+            raise TypeError(
+                f"{dotted(field.path)}: flatten takes fields with dimensions, got {described(value)}; drop it first"
+            )
 
 
 def _rows_at(d: D, columns: tuple[list[Any], bool, int], at: int | slice | Tensor, batch: bool = False) -> D:

@@ -217,10 +217,10 @@ def _cut_each(d: Any, name: str, cut: Callable[[Tensor, int], Sequence[Tensor]],
         if field.value is None:
             continue
         if dims is None:
-            way_out = f"which torch.{name} cannot cut; use d.rows.split(...)"
-            raise TypeError(f"{dotted(field.path)} is {described(field.value)}, {way_out}")
+            got = described(field.value)
+            raise TypeError(f"{dotted(field.path)}: torch.{name} takes tensors, got {got}; use d.rows.split(...)")
         if not -dims <= dim < dims:
-            raise IndexError(f"{dotted(field.path)} has {dims} dimensions, no dim={dim} to {name} along")
+            raise IndexError(f"{dotted(field.path)}: expected a dim={dim} to {name} along, got {dims} dimensions")
         found.append((field.path, field.value, dim % dims))
     if len({tensor.shape[at] for _, tensor, at in found}) > 1:
         shown = ", ".join(f"{dotted(path)} {tensor.shape[at]}" for path, tensor, at in found)

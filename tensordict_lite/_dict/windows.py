@@ -119,9 +119,9 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
 def _require_rows(d: Any, key: Any) -> None:
     """Raise unless each row of a field has the same shape."""
     if not isinstance(d[key], (Tensor, Ragged, TreeDict)):
-        raise TypeError(f"{dotted(as_path(key))} is {described(d[key])}; windows are of tensors")
+        raise TypeError(f"{dotted(as_path(key))}: windows takes tensor fields, got {described(d[key])}")
     for path in ragged_paths(d.select(key)):
-        raise TypeError(f"{dotted(path)} has rows of any length; windows are of rows of one shape")
+        raise TypeError(f"{dotted(path)}: windows takes rows of one shape, got a ragged field")
 
 
 def _within(d: Any, key: Any) -> Tensor:
@@ -129,6 +129,6 @@ def _within(d: Any, key: Any) -> Tensor:
     field: Any = d[key]
     if not isinstance(field, Tensor) or field.is_nested:
         raise TypeError(
-            f"{dotted(as_path(key))} is {described(field)}; within= takes a field with a value for each row"
+            f"{dotted(as_path(key))}: within= takes a field with a value for each row, got {described(field)}"
         )
     return field

@@ -128,9 +128,9 @@ def refuse_unwritable(leaves: Sequence[tuple[Path, Any]], way_out: str = "d.drop
     refuse_kept(leaves, way_out)
     for path, tensor in leaves:
         if reason := not_dense(tensor):
-            raise TypeError(f"{dotted(path)} is {reason}, and files hold dense tensors; convert it first, or drop it")
+            raise TypeError(f"{dotted(path)}: files take dense tensors, got one that is {reason}; convert or drop it")
         if tensor.dtype not in STORED.values():
-            raise TypeError(f"{dotted(path)} is {tensor.dtype}, which files do not hold; save .view(torch.uint8) of it")
+            raise TypeError(f"{dotted(path)}: files take no {tensor.dtype}; save .view(torch.uint8) of it")
     if sys.byteorder != "little":
         raise NotImplementedError("files are written on little-endian machines only")
 

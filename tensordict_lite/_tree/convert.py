@@ -106,7 +106,7 @@ def _from_array(
     if kind not in _NUMBER_KINDS:
         return keep_object(value, policy, path, f"an array of dtype {array.dtype}")
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise TypeError(f"{dotted(path)} is a masked array, which a tensor would unmask; use .filled(value)")
+        raise TypeError(f"{dotted(path)}: expected an array without a mask, got a masked array; use .filled(value)")
     floating = policy.dtype if kind == "f" and dtype is None else None  # a write to a field casts to its dtype
     try:
         return Converted(array_tensor(array, device, floating))
@@ -230,7 +230,7 @@ def _sequence(
     if any(issubclass(kind, Tensor) for kind in kinds):
         return keep_object(given, policy, path)
     if any(issubclass(kind, np.ma.MaskedArray) for kind in kinds):
-        raise TypeError(f"{dotted(path)} holds masked values, which a tensor would show; fill them first")
+        raise TypeError(f"{dotted(path)}: expected numbers without a mask, got masked values; fill them first")
     if any(issubclass(kind, np.ndarray) for kind in kinds):
         try:
             # One array first: torch converts a list of arrays number by number, which is slow, and warns about it.

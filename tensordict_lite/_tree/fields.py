@@ -69,10 +69,10 @@ def ragged_paths(d: TreeDict[Any]) -> list[Path]:
     return [field.path for field in fields(d) if field.kind is RAGGED]
 
 
-def refuse_ragged(d: TreeDict[Any], reason: str) -> None:
+def refuse_ragged(d: TreeDict[Any], expected: str, way_out: str) -> None:
     """Raise ``TypeError`` for the first ragged field."""
     for path in ragged_paths(d):
-        raise TypeError(f"{dotted(path)} is ragged{reason}")
+        raise TypeError(f"{dotted(path)}: {expected}, got a ragged field; {way_out}")
 
 
 def refuse_other_trees(d: TreeDict[Any], other: Mapping[str, Any], name: str, owner: str, at: Path = ()) -> None:

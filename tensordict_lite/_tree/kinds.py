@@ -165,10 +165,7 @@ class Kind:
     def target(self, field: Field, rows: Fitted, place: Written) -> Target | list[Call]:
         """What to write these rows to, or the calls that write objects. Raises ``ValueError`` for another shape."""
         if rows.values is not field.value:
-            where = dotted(field.path)
-            raise ValueError(
-                f"{where} is a kept object and not one per row, so rows cannot set it; pass the same object"
-            )
+            raise ValueError(f"{dotted(field.path)}: expected the object of all rows itself, got {rows.values!r:.60}")
         return []
 
     def columns(self, field: Field, rows: Fitted) -> tuple[list[Tensor], int | None]:
@@ -198,7 +195,7 @@ class DenseKind(Kind):
     def count(self, field: Field) -> int | None:
         if field.value.is_nested:
             raise TypeError(
-                f"{dotted(field.path)} is a nested tensor, which has no rows here; store Ragged.from_rows(it)"
+                f"{dotted(field.path)}: expected a field with rows, got a nested tensor; store Ragged.from_rows(it)"
             )
         return field.value.shape[0]
 
@@ -221,10 +218,12 @@ class DenseKind(Kind):
     def fit(self, field: Field, given: Any, how: Fit) -> Fitted:
         path, column = field.path, field.value
         if column.is_nested:
-            raise ValueError(f"{dotted(path)} is a nested tensor, whose rows cannot be set; replace the whole field")
+            raise ValueError(
+                f"{dotted(path)}: expected a field whose rows can be set, got a nested tensor; replace the whole field"
+            )
         value = given if how.table and isinstance(given, Tensor) else how.convert(field, given)
         if not isinstance(value, Tensor):
-            refuse_rows(path, "a column" if how.table else "a tensor", given, value, how)
+            refuse_rows(path, "a tensor", given)
         refuse_unfit(column, value, path, how.table)
         return Fitted(fit_codes(column, value, field.encoder, path))
 
@@ -334,7 +333,7 @@ class RaggedKind(Kind):
             values = _fitting(column, self._row(field, given.values, how), path)
             return Fitted(values, given.lengths.to(values.device))
         if isinstance(given, Mapping):
-            raise ValueError(f"{dotted(path)} is ragged; its rows cannot be set from {described(given)}")
+            refuse_rows(path, "rows of any length", given)
         is_string = encoder is not None and encoder.code_ndim == column.dim()  # a row is one string, a list has many
         if is_string and isinstance(given, (list, tuple)) and not given:
             return Fitted(column[:0], torch.zeros(0, dtype=torch.int64, device=column.device))
@@ -380,8 +379,8 @@ class RaggedKind(Kind):
         if len(differs):
             i = int(differs[0])
             raise ValueError(
-                f"{dotted(path)}: row {i} of these has {int(ours[i])} values, got {int(lengths[i])}; rows of a "
-                "ragged field keep their lengths; to change them, replace the whole field"
+                f"{dotted(path)}: expected {int(ours[i])} values for row {i} of these, got {int(lengths[i])}; rows "
+                "keep their lengths, so replace the whole field to change them"
             )
         _refuse_write(path, ragged.values)
         return as_bits(ragged.values), at, as_bits(values.to(ragged.dtype))
@@ -404,9 +403,7 @@ class RaggedKind(Kind):
         """The rows of all, one field after the other."""
         if how.verb == "stack" or how.dim:
             hint = "cat([...]) joins the rows" if how.verb == "stack" else "cat along dim=0"
-            raise ValueError(
-                f"{dotted(path)} is ragged: its rows differ in length, so they have no other dimension; {hint}"
-            )
+            raise ValueError(f"{dotted(path)}: {how.verb} takes rows of one shape, got a ragged field; {hint}")
         parts = decided_values(values)
         joined = _join_tensors(parts, encoder, path, how, 0)
         ids = tuple([id(field._lengths) for field in values])
@@ -531,9 +528,8 @@ def _join_tensors(values: Sequence[Tensor], encoder: object, path: Path, how: Jo
         raise IndexError(f"{dotted(path)}: {error}") from error
     except (RuntimeError, TypeError) as error:
         if how.verb == "cat" and not values[0].dim():
-            raise ValueError(
-                f"{dotted(path)} is one number a dict, without a dimension to cat along; use stack"
-            ) from error
+            message = f"{dotted(path)}: expected a dimension to cat along, got one number a dict; use stack"
+            raise ValueError(message) from error
         wide = widened(values, encoder)
         if wide is not None:
             return how.call(wide, dim)
@@ -578,7 +574,7 @@ def _refuse_one_string(field: Field) -> None:
     encoder = field.encoder
     if encoder is not None and encoder.code_ndim and field.value.dim() <= encoder.code_ndim:
         raise ValueError(
-            f"{dotted(field.strings)} is one string, rows need one for each row; collate([row]) makes a batch"
+            f"{dotted(field.strings)}: expected a string for each row, got one string; collate([row]) makes a batch"
         )
 
 
@@ -589,12 +585,12 @@ def refuse_unfit(field: Tensor, value: Tensor, path: Path, table: bool = False) 
     """
     if field.layout is torch.strided and not is_dense(value):
         what = "a nested" if value.is_nested else "a quantized" if value.is_quantized else "a sparse"
-        raise ValueError(f"{dotted(path)} has dense rows, got {what} tensor; convert it first")
+        raise ValueError(f"{dotted(path)}: expected a dense tensor, got {what} one; convert it first")
     if value.is_meta and not field.is_meta:
-        raise ValueError(f"{dotted(path)} is on meta, without values; make it on another device")
+        raise ValueError(f"{dotted(path)}: expected a tensor with values, got one on meta; make it on another device")
     if value.numel() and not torch.can_cast(value.dtype, field.dtype):
         raise ValueError(
-            f"{dotted(path)}: {dtype_name(value.dtype)} cannot be written into {dtype_name(field.dtype)}; "
+            f"{dotted(path)}: expected numbers that {dtype_name(field.dtype)} can hold, got {dtype_name(value.dtype)}; "
             "convert it first"
         )
     if table and (number := out_of_range(value, field.dtype)) is not None:
@@ -622,11 +618,9 @@ def _has_items(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
-def refuse_rows(path: Path, what: str, given: Any, value: Any, how: Fit) -> NoReturn:
-    """Raise ``ValueError`` for a value that cannot be rows of a field. ``value``: what an insert would store."""
-    if how.table:
-        raise ValueError(f"{dotted(path)} is {what} in this table, got {described(value)}")
-    raise ValueError(f"{dotted(path)} is {what}; its rows cannot be set from {described(given)}")
+def refuse_rows(path: Path, expected: str, given: Any) -> NoReturn:
+    """Raise ``ValueError`` for a value that cannot be rows of a field."""
+    raise ValueError(f"{dotted(path)}: expected {expected}, got {described(given)}")
 
 
 def _refuse_write(path: Path, tensor: Tensor) -> None:

@@ -107,7 +107,7 @@ def as_shared(value: Any, path: Path) -> Any:
         return torch.from_dlpack(value) if exports else torch.as_tensor(value)
     except Exception as error:  # any error of the other library
         raise TypeError(
-            f"{dotted(path)} is {kind.__name__}, whose memory torch cannot share; convert it to a NumPy array first; "
+            f"{dotted(path)}: expected memory that torch can share, got {kind.__name__}; convert it to NumPy first; "
             f"the error is: {error}"
         ) from error
 

@@ -430,9 +430,7 @@ def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[A
 
 def _reducible(d: Any) -> DeviceDict[Any]:
     """``d`` itself. Raises ``TypeError`` for a ragged field, whose rows belong to one rank."""
-    refuse_ragged(
-        _checked(d, "all_reduce", _ALL), ", and the rows of two ranks differ in length; leave it out: drop(...)"
-    )
+    refuse_ragged(_checked(d, "all_reduce", _ALL), "all_reduce takes tensors", "leave it out: drop(...)")
     return d
 
 

@@ -325,8 +325,8 @@ def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any], given: De
     """
     ours, theirs = set(ragged_paths(fields)), set(ragged_paths(like))
     for path in sorted(ours ^ theirs):
-        what = "ragged" if path in ours else "not ragged"
-        raise ValueError(f"{dotted(path)} is {what} in this table, and like= with ragged= says otherwise")
+        kinds = ["a ragged field", "a tensor"] if path in ours else ["a tensor", "a ragged field"]
+        raise ValueError(f"{dotted(path)}: expected {kinds[0]} as in this table, got {kinds[1]} of like= and ragged=")
     _columns(fields, like, ())
     for field in fields_in(fields):
         path, column, value = field.path, data_in(field.value), data_in(given[field.path])
