@@ -708,14 +708,16 @@ class _Walk:
 
 
 def _are_kept(batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> bool:
-    """Whether ``objects="keep"`` makes a list of the samples of a field: they are neither numbers nor arrays."""
+    """Whether ``objects="keep"`` makes a list of the samples of a field: no numbers, arrays or mappings."""
     if all(map(_stacks, values)) or any(map(_registered, values)):
         return False
     return all(is_kept(batch, path[-1], value) for value in values)
 
 
 def _stacks(value: Any) -> bool:
-    """Whether a batch has numbers for such samples, also with ``objects="keep"``, as torch's ``default_collate``."""
+    """Whether a batch joins such samples, also with ``objects="keep"``, as torch's ``default_collate`` does."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) for key in value)
     return isinstance(value, _STACKED) or (isinstance(value, np.ndarray) and value.dtype in _NUMPY_DTYPES)
 
 

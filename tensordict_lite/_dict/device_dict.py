@@ -97,10 +97,11 @@ class DeviceDict(TreeDict[V]):
             ones, keep their encoder.
         on_mismatch: ``"error"``: a tensor on another device raises. ``"move"``: the tensor is moved to the device of
             the dict.
-        objects: ``"error"``: an object of any other type raises. ``"keep"``: only tensors are tensors. A mapping with
-            str keys becomes a nested dict, a key with an encoder of its own is encoded, and every other value is kept
-            as it is given. Tensors in kept lists, tuples, mappings and dataclasses follow the rule for devices and
-            move with the dict; an object with a method ``to(device)`` is moved by it, on a ``copy.copy``.
+        objects: ``"error"``: an object of any other type raises. ``"keep"``: only tensors are tensors. A plain dict
+            with str keys becomes a nested dict, a key with an encoder of its own is encoded, and every other value is
+            kept as it is given, mappings of other classes too. Tensors in kept lists, tuples, mappings and dataclasses
+            follow the rule for devices and move with the dict; an object with a method ``to(device)`` is moved by it,
+            on a ``copy.copy``.
         dtype: the dtype of tensors that are created from floating-point host values. Tensors are never cast.
 
     A class can declare options: ``class Batch(DeviceDict, on_mismatch="move")``. Class options survive frameworks that

@@ -20,7 +20,7 @@ from .._memory.device import canonical
 from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.convert import Converted, convert, holds_strings
-from .._tree.inside import nests
+from .._tree.inside import kept_tensors, nests, path_inside
 from .._tree.kinds import KEPT, NESTED, Home, Misplaced, kind_of
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
@@ -184,12 +184,13 @@ def _convert_items(
 def is_kept(d: TreeDict[Any], key: str, value: Any) -> bool:
     """Whether ``objects="keep"`` keeps a value as it is given.
 
-    Strings with an encoder of their own are encoded, and a declared tensor is made of numbers: both were asked for.
+    Strings with an encoder of their own are encoded, and a field that is declared as a tensor or as a dict becomes one:
+    both were asked for.
     """
     policy, typed = d._policy, cast(Any, d)
     if policy.objects != "keep" or isinstance(value, (Tensor, Ragged)) or nests(value):
         return False
-    if key in policy.encoders or (d._has_fields and typed._takes_tensor(key)):
+    if key in policy.encoders or (d._has_fields and typed._converts(key)):
         return False
     return policy.default_encoder == Utf8() or not holds_strings(value)
 
@@ -228,10 +229,10 @@ def _mismatch(
     """The error for a misplaced tensor of ``data``."""
     way_out = ""
     if d._device is None:  # right is the device that most tensors are on, of two that of the first tensor
-        found: list[tuple[Path, Any]]
-        found = [((*at, *inside), value) for inside, value in leaves(data) if isinstance(value, (Tensor, Ragged))]
-        expected = canonical(Counter(value.device for _, value in found).most_common(1)[0][0])
-        path, tensor = next((where, value) for where, value in found if value.device != expected)
+        found = [((*at, *way), value, one) for way, value in leaves(data) for one in kept_tensors(value)]
+        expected = canonical(Counter(one.device for _, _, one in found).most_common(1)[0][0])
+        path, value, tensor = next(each for each in found if each[2].device != expected)
+        path = path_inside(value, path, lambda one: one.device != expected)
         way_out = f"move it with .to({str(expected)!r}), or build with device={str(expected)!r}"
     stored: Any = d
     for part in path[len(at) :]:

@@ -234,10 +234,13 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
                 raise (with_path(error, at) if at else error) from None
         return given
 
-    def _takes_tensor(self, key: str) -> bool:
-        """Whether a field is declared as a tensor or a `Ragged`, and as nothing else."""
-        field = self._schema().fields.get(key)
-        return field is not None and all(issubclass(kind, (Tensor, Ragged)) for kind in field.classes)
+    def _converts(self, key: str) -> bool:
+        """Whether a field is declared as a nested dict, or as a tensor or `Ragged` and as nothing else."""
+        schema = self._schema()
+        field = schema.fields.get(key)
+        return key in schema.nested or (
+            field is not None and all(issubclass(kind, (Tensor, Ragged)) for kind in field.classes)
+        )
 
     def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
         """The declared dtype for a field of Python numbers; None if it is the dtype of ``stored``, their tensor."""

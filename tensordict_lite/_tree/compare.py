@@ -24,8 +24,8 @@ def equal_trees(a: Mapping[str, Any], b: Mapping[str, Any], same: Callable[[Tens
         y = b[key]
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             equal = same(x, y)
-        elif nests(x) and nests(y):
-            equal = equal_trees(x, y, same)  # pyright: ignore[reportArgumentType]  (both nest)
+        elif nests(x) and isinstance(y, Mapping):
+            equal = equal_trees(x, y, same)  # pyright: ignore[reportArgumentType]  (it nests)
         else:
             equal = kind_of(x).equal(x, y, same)
         if not equal:

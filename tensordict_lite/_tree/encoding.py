@@ -38,6 +38,7 @@ from .._memory.dtypes import FOREACH_DTYPES
 from .._memory.layout import SMALL, Group, Layout, aligned, dense_stride, lay_out, lay_out_apart, nbytes_of
 from .._memory.packed import arrange, can_pack, is_saved_group, materialize, packable
 from .convert import keep_object
+from .inside import nests
 from .manifest import InvalidManifest, Outline, encoder_entry, invalid, read_text
 from .ragged import Ragged
 from .tree import TreeDict, class_named, name_of
@@ -311,7 +312,7 @@ def _value(leaf: Any, fields: Mapping[int, Tensor]) -> Any:
     """The value of a leaf of `Contents`."""
     if type(leaf) is int and leaf in fields:
         return fields[leaf]
-    if type(leaf) is tuple and len(leaf) == 1 and (isinstance(leaf[0], TreeDict) or not isinstance(leaf[0], Mapping)):
+    if type(leaf) is tuple and len(leaf) == 1 and (isinstance(leaf[0], TreeDict) or not nests(leaf[0])):
         return leaf[0]
     leaf = materialize(leaf)
     if not isinstance(leaf, Tensor):

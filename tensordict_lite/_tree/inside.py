@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from types import NoneType
@@ -27,6 +27,9 @@ Move = Callable[[Any], Any]
 
 _EMPTY = frozenset((NoneType, bool, int, float, complex, str, bytes, np.ndarray, torch.Size, torch.dtype, torch.device))
 """Types of values that hold no tensor. A Size is a tuple that must stay one."""
+
+
+_PLAIN_DICTS = frozenset((dict, OrderedDict))
 
 
 class Children(NamedTuple):
@@ -111,9 +114,14 @@ def move_itself(obj: Any, device: torch.device, non_blocking: bool = False) -> A
 
 
 def nests(value: object) -> bool:
-    """Whether a value of a dict is a nested dict: a mapping with str keys. ``objects="keep"`` keeps other mappings."""
+    """Whether a value is a nested dict where objects are kept: a `DeviceDict`, or a plain dict with str keys.
+
+    Other mappings are kept: a defaultdict, the outputs of transformers and the config of a framework can do more than
+    a dict.
+    """
+    kind = type(value)
     return isinstance(value, Mapping) and (
-        hasattr(type(value), "_holds_tensors") or all(isinstance(k, str) for k in value)
+        hasattr(kind, "_holds_tensors") or (kind in _PLAIN_DICTS and all(isinstance(k, str) for k in value))
     )
 
 

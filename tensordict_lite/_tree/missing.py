@@ -70,7 +70,7 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
     node: Any = tree
     for depth, part in enumerate(path):
         at = path[:depth]
-        if not isinstance(node, dict):  # every mapping in a DeviceDict is a dict
+        if not _nests(node, tree):
             return _missing(key, _blocked(path, depth, node, owner))
         if not isinstance(part, str):
             return _missing(key, f"{no_key(part)}{f' in {dotted(at)}' if at else ''}{rows_hint(part)}")
@@ -78,7 +78,7 @@ def missing_key(tree: Mapping[str, Any], key: object, owner: str = "") -> KeyErr
             where = dotted(at) if at else "it"
             text = f"{dotted(path)} is not in {owner}{f': {where} has no {part!r}' if len(path) > 1 else ''}"
             split = tuple(part.split("."))
-            nested = [(name, part) for name, value in node.items() if isinstance(value, dict) and part in value]
+            nested = [(name, part) for name, value in node.items() if _nests(value, tree) and part in value]
             paths = [split] if len(split) > 1 and holds(node, split) else nested
             if paths:
                 way = ", ".join(map(repr, (*at, *paths[0], *path[depth + 1 :])))
@@ -153,10 +153,16 @@ def holds(tree: Any, path: Path) -> bool:
     return True
 
 
+def _nests(value: object, tree: Mapping[str, Any]) -> bool:
+    """Whether a value in ``tree`` is a nested dict: a `DeviceDict` in a `DeviceDict`, where other dicts are kept."""
+    return isinstance(value, dict) and hasattr(value, "_holds_tensors") == hasattr(tree, "_holds_tensors")
+
+
 def _blocked(path: tuple[Any, ...], depth: int, value: object, owner: str) -> str:
     """The message for a path that continues below ``value``, which is not a dict."""
     at, rest = path[:depth], path[depth:]
     what = "a tensor" if isinstance(value, Tensor) else described(value)
+    what = f"a kept {type(value).__name__}" if isinstance(value, Mapping) else what
     keys = ", ".join(map(repr, at))
     if isinstance(rest[0], str):
         part = f".{rest[0]}" if hasattr(value, rest[0]) else ""  # such as the values of a ragged field
