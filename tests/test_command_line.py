@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,9 @@ def test_parts(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert main(["parts", "--verify"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "rows 0 to 5 of the column 'x' have changed" in error and "part-00001" in error
+    shutil.rmtree("parts/part-00000")
+    assert main(["parts", "--verify"]) == 2
+    assert "has 1 of 2 parts; part 0 is missing" in capsys.readouterr().err
 
 
 def test_files_of_torch_save(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,13 +115,18 @@ def test_files_of_torch_save(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == f"{batch()!r}\n"
     assert main(["old.pt", "one.pt", "--describe"]) == 0
     assert "float32[3]" in capsys.readouterr().out
-    assert main(["c.pt", "--verify"]) == 0
+    assert main(["c.pt", "old.pt", "--verify"]) == 0
+    said = "c.pt: no damage found\nold.pt: it can be opened; files of this format have no checksums\n"
+    assert capsys.readouterr().out == said
     data = bytearray(Path("c.pt").read_bytes())
     at = data.index(torch.ones(2, 3).numpy().tobytes())
     data[at] ^= 1
     Path("bad.pt").write_bytes(data)
     assert main(["bad.pt", "--verify"]) == 1
     assert "is damaged" in capsys.readouterr().err
+    Path("bad.pt").write_bytes(b"\x80\x02evil")
+    assert main(["bad.pt"]) == 1
+    assert capsys.readouterr().err.startswith("bad.pt: not a file that torch.load(weights_only=True) reads: ")
 
 
 def test_a_file_of_torch_save_that_runs_code_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,9 +109,9 @@ def test_the_table() -> None:
     tags.feed(page)
     assert not tags.open, "every tag is closed"
     assert "<b>" in tags.text and "&lt;b&gt;" in page and "uint8[1, 3]" in tags.text and "Utf8()" in tags.text
-    assert "<details open>" in page and "DeviceDict(cpu, 2 fields, 7 B)" in tags.text
+    assert "<details open " in page and "DeviceDict(cpu, 2 fields, 7 B)" in tags.text
     assert not re.search(r"color:\s*(#|rgb|black|white)", page), "colours are the page's own, light or dark"
-    assert "<details><summary" in DeviceDict({f"k{i}": i for i in range(50)})._repr_html_(), "a long one is folded"
+    assert "<details style" in DeviceDict({f"k{i}": i for i in range(50)})._repr_html_(), "a long one is folded"
 
 
 def test_no_value_is_read(copies: Any) -> None:

@@ -106,7 +106,7 @@ class TestRows:
     def test_no_rows_and_no_agreement(self) -> None:
         assert repr(DeviceDict({"x": torch.zeros(0, 2)}).rows) == "DeviceDict.rows(0)"
         shown = repr(DeviceDict({"x": torch.zeros(2), "y": torch.zeros(3)}).rows)
-        assert shown.startswith("DeviceDict.rows(none)\nrows need fields") and len(shown.splitlines()) == 2
+        assert shown.startswith("DeviceDict.rows(none)\nrows need fields") and shown.endswith("'x'\n[2], 'y' [3]")
         assert repr(DeviceDict().rows).startswith("DeviceDict.rows(none)")
         meta = DeviceDict({"x": torch.zeros(2, device="meta")})
         assert cells(meta) == [["0", "float32[…]"], ["1", "float32[…]"]]
@@ -124,10 +124,17 @@ class TestRows:
             objects="keep",
         )
         assert cells(d) == [
-            ["0", "1", "a.png", "object set", "1.5", "ndarray float64[3]", "float32[0, 4]"],
-            ["1", "2", "None", "object set", "2", "ndarray float64[3]", "float32[0, 4]"],
+            ["0", "1", "a.png", "object set", "1.5", "[0, 0, 0]", "float32[0, 4]"],
+            ["1", "2", "None", "object set", "2", "[0, 0, 0]", "float32[0, 4]"],
         ]
         assert "map   ndarray float64[2, 3]\n" in repr(d)
+        some = {"x": torch.zeros(1), "size": (480, 640), "big": 10**9999, "no": (set(), 1), "at": np.arange(2)[None]}
+        assert cells(DeviceDict({**some, "of": (["a"], 1)}, objects="keep"))[0][1:] == [
+            *("0", "(480, 640)", "object int", "object tuple", "[0, 1]", "object tuple")
+        ]
+        text = {"x": torch.zeros(1), "text": "<b>\n" + 99 * "a"}
+        assert cells(DeviceDict(text, objects="keep"))[0][2] == f"'<b>\\n{24 * 'a'}…{28 * 'a'}'"
+        assert repr(DeviceDict({"o": ["a", None, 1.5]}, objects="keep")).endswith("o  object list  [a, None, 1.5]")
         empty = DeviceDict({"r": Ragged(torch.zeros(0), torch.zeros(3, dtype=torch.int32))})
         assert cells(empty) == [["0", "[]"], ["1", "[]"]]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
@@ -345,7 +346,8 @@ class Rows(Dataset[D]):
         try:
             count = len(self)
         except (TypeError, ValueError) as error:
-            return Page(f"{type(self._dict).__name__}.rows(none)", ("",), [Line((one_line(str(error)),))], False)
+            lines = [Line((text,)) for text in wrap(one_line(str(error)), 80)]
+            return Page(f"{type(self._dict).__name__}.rows(none)", ("",), lines, False)
         return rows_page(self._dict, count, pictures)
 
     if not TYPE_CHECKING:  # type checkers shall report unknown names

@@ -344,10 +344,8 @@ def _flat(value: Tensor) -> Iterator[Tensor]:
     value, most = value.detach(), _limit(value)
     if value.nbytes <= most or value.is_contiguous():
         yield from value.reshape(-1).split(most // value.itemsize)
-    elif len(value) == 1:
-        yield from _flat(value[0])
     else:
-        for part in value.split(max(1, most * len(value) // value.nbytes)):
+        for part in value.split(max(1, most * len(value) // value.nbytes)) if len(value) > 1 else value:
             yield from _flat(part)
 
 

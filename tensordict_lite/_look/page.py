@@ -102,7 +102,7 @@ def _narrowed(sizes: Sequence[int], limit: int) -> list[int]:
     return kept
 
 
-_CELL = "text-align:left;padding:.15em 1em .15em 0;font-family:monospace;white-space:pre"
+_CELL = "text-align:left;padding:.15em 1em .15em 0;white-space:pre"
 
 
 def as_html(page: Page) -> str:
@@ -126,7 +126,7 @@ def as_html(page: Page) -> str:
     # `color:inherit`, because tables do not inherit the color of a page without a doctype.
     style = "border-collapse:collapse;color:inherit;margin:.3em 0 0 1em"
     return (
-        f'<details{opened}><summary style="cursor:pointer;font-family:monospace;overflow-wrap:anywhere">'
+        f'<details{opened} style="font-family:monospace"><summary style="cursor:pointer;overflow-wrap:anywhere">'
         f'{escape(page.title)}</summary><div style="overflow-x:auto"><table style="{style}"><tr>{head}</tr>{body}'
         f"</table>{f'… {page.more} more fields' if page.more else ''}</div></details>"
     )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from os.path import dirname
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ _MOST = 98
 """Fields; a longer tree leaves out its middle. With the title and the note it has 100 lines."""
 _LEVELS = 4
 """Deeper fields stand below the last levels alone."""
+FEW = 6
+"""Numbers or items that a cell shows."""
 _NAME, _NOTE = 36, 60
 """The most columns of a key or the name of a class, and of a note."""
 
@@ -145,8 +148,22 @@ def short_number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (float, complex)) else str(value)
 
 
-def _single(value: Tensor) -> str:
-    """The number in a tensor without dimensions on the CPU."""
+def single(value: Any) -> str:
+    """A kept number, string or None, a few of them in a list, or the number of a tensor on the CPU. Else empty."""
+    if type(value) in (list, tuple) and len(value) <= FEW:
+        parts = ["" if isinstance(part, (list, tuple)) else single(part) for part in value]
+        text = ", ".join(parts)
+        return shorten(f"[{text}]" if type(value) is list else f"({text})", _NOTE) if all(parts) else ""
+    if isinstance(value, Tensor):
+        return "" if value.dim() else _number_in(value)
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, str):
+        return shorten(one_line(shorten(value, _NOTE)), _NOTE)
+    is_short = isinstance(value, (float, complex, NoneType)) or (isinstance(value, int) and value.bit_length() <= 64)
+    return short_number(value) if is_short else ""
+
+
+def _number_in(value: Tensor) -> str:
     # No other subclass: a `DTensor` would communicate with other ranks.
     if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_cpu:
         return ""
@@ -162,11 +179,7 @@ def _line(lasts: tuple[bool, ...], key: str, value: Any, encoder: StringEncoder 
         branch = "".join("   " if last else "│  " for last in lasts[:-1][-_LEVELS:]) + branch
         if depth > _LEVELS:
             branch = "…" + branch[1:]
-    note = ""
-    if isinstance(value, Tensor):
-        note = "" if value.dim() else _single(value)
-    elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
-        note = short_number(value)
+    note = "" if value is None else single(value)
     if encoder is not None:
         note = shorten(f"{note}  {one_line(repr(encoder))}".lstrip(), _NOTE)
     return Line((shorten(one_line(key), _NAME), kind(value), note), branch, depth)

@@ -24,13 +24,11 @@ from .._tree.kinds import KEPT
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict
 from .page import Line, Page, Picture, one_line, shorten
-from .tree import kind, looked_at, short_number
+from .tree import FEW, kind, looked_at, short_number, single
 
 _FIRST_ROWS = 5
 """Rows."""
 _COLUMNS = 12
-_WHOLE = 6
-"""A cell shows this many numbers."""
 _BEGINNING = 64
 """The codes of a long string that are decoded."""
 _PICTURES, _PIXELS = 8, 64
@@ -61,14 +59,14 @@ def _cells_of_column(value: Any, encoder: StringEncoder | None, shown: int, coun
     if isinstance(value, Ragged):
         return _ragged_column(value, encoder, shown)
     if not isinstance(value, Tensor):
-        return [], lambda _: [_object_cell(one) for one in KEPT.each(value, range(shown), count)]
+        return [], lambda _: [_kept_cell(one) for one in KEPT.each(value, range(shown), count)]
     if not_dense(value) or value.is_meta:
         return [], lambda _: [f"{dtype_name(value.dtype)}[…]"] * shown
     value = value.detach()[:shown]
     if encoder is not None:
         wide = bool(encoder.code_ndim) and value.shape[-1] > _BEGINNING
         return [value[..., :_BEGINNING] if wide else value], partial(_decoded, encoder, wide)
-    if value[:1].numel() <= _WHOLE:
+    if value[:1].numel() <= FEW:
         return [value], lambda copies: [cell(one) for one in copies[0].tolist()]
     return [], lambda _: [kind(one) for one in value]
 
@@ -77,7 +75,7 @@ def _ragged_column(value: Ragged, encoder: StringEncoder | None, shown: int) -> 
     """The first values of each row, gathered on the device without a synchronization."""
     values = value.values.detach()
     is_text = encoder is not None and encoder.code_ndim != 0 and values.dim() == 1
-    taken = _BEGINNING if is_text else _WHOLE
+    taken = _BEGINNING if is_text else FEW
     offsets = value.offsets[: shown + 1]
     at = offsets[:-1, None] + torch.arange(taken, device=offsets.device)
     beginnings = as_bits(values)[at.clamp(max=max(len(values) - 1, 0))] if len(values) else values[:0]
@@ -100,7 +98,7 @@ def _ragged_cell(row: Tensor, length: int, encoder: StringEncoder | None, is_tex
     if encoder is not None:
         with suppress(Exception):  # a code that its encoder cannot decode is shown as a number
             items = decode_rows(encoder, row, _ends(row))[0]
-    return cell(items) if length <= _WHOLE else f"{cell(items[:3])[:-1]}, … {length} values]"
+    return cell(items) if length <= FEW else f"{cell(items[:3])[:-1]}, … {length} values]"
 
 
 def _ends(codes: Tensor) -> Tensor:
@@ -120,7 +118,7 @@ def _string_cell(decode: Callable[[Tensor], Any], codes: Tensor, was_cut: bool) 
     for left_out in range(4 if was_cut else 1):
         with suppress(Exception):  # the encoder may be a class of the user
             return cell(decode(codes[..., : codes.shape[-1] - left_out] if left_out else codes)) + "…" * was_cut
-    return cell(codes.tolist()) if codes.numel() <= _WHOLE else kind(codes)
+    return cell(codes.tolist()) if codes.numel() <= FEW else kind(codes)
 
 
 def cell(value: Any) -> str:
@@ -130,9 +128,10 @@ def cell(value: Any) -> str:
     return one_line(value) if isinstance(value, str) else short_number(value)
 
 
-def _object_cell(value: Any) -> str:
-    value = value.item() if isinstance(value, np.generic) else value
-    return cell(value) if isinstance(value, (str, bool, int, float, complex, type(None))) else kind(value)
+def _kept_cell(value: Any) -> str:
+    if isinstance(value, np.ndarray) and value.size <= FEW and value.dtype.kind in "biufc":
+        return cell(value.tolist())
+    return single(value) or kind(value)
 
 
 def _pictures(value: Any, count: int) -> Cells | None:
