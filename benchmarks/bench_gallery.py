@@ -8,6 +8,7 @@ after imports. Both must return the same result. All contenders compute with one
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -141,9 +142,46 @@ def part_case(operation: str) -> Case:
     return Case(operation, "part", contenders)
 
 
+def plain_answers(model: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`answers` of the service, with plain dicts."""
+    for i, request in enumerate(requests):
+        if len(request["position"]) != 3:
+            raise ValueError(f"request {i}: position has {len(request['position'])} numbers, not 3")
+        if "\0" in request["name"]:
+            raise ValueError(f"request {i}: the name {request['name']!r} has a NUL character")
+    with torch.inference_mode():
+        scores = model(torch.tensor([request["position"] for request in requests])).squeeze(1).tolist()
+    return [
+        {"name": request["name"], "score": score, "batch_size": len(requests)}
+        for request, score in zip(requests, scores, strict=True)
+    ]
+
+
+def service_case(count: int) -> Case:
+    """The service without its server: what it does with requests that pydantic has parsed."""
+    service = importlib.import_module("service")
+    service.WAIT = 0
+    model, loop = service.make_model(), asyncio.new_event_loop()
+    requests = [service.Request(position=[i, 1, 2], name=f"request {i}") for i in range(count)]
+
+    async def serve(answers: Any) -> list[Any]:
+        batcher = service.Batcher(model, answers)
+        task = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(*(batcher.ask(request.model_dump()) for request in requests))
+        task.cancel()
+        return found
+
+    def contender(answers: Any) -> Prepare:
+        return statement("loop.run_until_complete(serve(answers))", loop=loop, serve=serve, answers=answers)
+
+    contenders = {DICT: contender(plain_answers), OURS: contender(service.answers)}
+    return Case(f"answer {count} requests of the service", "part", contenders)
+
+
 def cases() -> list[Case]:
     return [
         *(part_case(operation) for operation in PARTS),
+        service_case(8),
         *(program_case(name, partial(alone, arguments_in=of)) for name, of in PROGRAMS.items()),
         program_case(RANKS, on_ranks),
     ]

@@ -19,6 +19,7 @@ import bench_loader
 import numpy as np
 import torch
 from containers import BATCH, CONTAINERS, FEATURE, Batch, BatchFeature, TensorDict, as_tensordict
+from count_instructions import Request, Requests, checked, checked_one, request
 from harness import DICT, OURS, PEER, Case, Fields, Helpers, Prepare, Run, fresh, main, optional, statement, statements
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -106,6 +107,26 @@ IN_PLACE = {
     "`copy_`": ("c.copy_(y)", "for k, v in c.items(): v.copy_(y[k])"),
     "`zero_`": ("c.zero_()", "for k, v in c.items(): v.zero_()"),
 }
+# Small samples and parsed JSON, in the main process: the data, the call, the same with plain dicts, what must be equal.
+SMALL: dict[str, tuple[Any, str, str, str]] = {
+    "collate 8 samples with strings": (
+        [{"x": torch.rand(4), "y": i, "name": f"image {i}"} for i in range(8)],
+        "out = collate(x)",
+        "out = default_collate(x)",
+        "{k: out[k] for k in ('x', 'y')}",
+    ),
+    "collate 64 samples of 8 tensors": (
+        [{f"k{k}": torch.rand(WIDTH) for k in range(8)} for _ in range(64)],
+        "collate(x)",
+        "default_collate(x)",
+        "",
+    ),
+    **{
+        f"collate {n} requests": ([request(i) for i in range(n)], "collate(x, cls=Requests)", "checked(x)", "")
+        for n in (1, 8, 32)
+    },
+    "`from_dict` of a request": (request(0), "Request.from_dict(x)", "checked_one(x)", ""),
+}
 # Functions that make a batch of samples, in a worker.
 COLLATED: dict[str, Callable[[list[Any]], Any]] = {
     OURS: collate,
@@ -172,6 +193,16 @@ def container_cases(batch: Fields) -> list[Case]:
         case("stack 32 dicts", STACK, {who: partial(samples_of, who) for who in STACK}),
         *(case(operation, codes, dict.fromkeys(MAKERS, list), strings) for operation, codes in STRINGS.items()),
     ]
+
+
+def small_cases() -> list[Case]:
+    """Batches and requests that are so small that the calls of Python decide."""
+    names = {one.__name__: one for one in (collate, default_collate, checked, checked_one, Request, Requests)}
+    found: list[Case] = []
+    for operation, (data, ours, by_hand, result) in SMALL.items():
+        codes, makers = {OURS: ours, DICT: by_hand}, dict.fromkeys((OURS, DICT), lambda given: given)
+        found.append(Case(operation, "", statements(codes, makers, result=result, **names), partial(copy, data)))
+    return found
 
 
 def close(x: Fields, y: Fields) -> bool:
@@ -252,7 +283,7 @@ def import_case() -> Case:
 def cases(fields: int = 40) -> list[Case]:
     batch, many = (default_collate(bench_loader.Size(count, (WIDTH,)).samples(ROWS)) for count in (fields, 400))
     in_place = [in_place_case(operation, many) for operation in IN_PLACE]
-    return [*container_cases(batch), *in_place, loader_case(fields), queue_case(batch), import_case()]
+    return [*container_cases(batch), *small_cases(), *in_place, loader_case(fields), queue_case(batch), import_case()]
 
 
 if __name__ == "__main__":

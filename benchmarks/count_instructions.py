@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 from torch.utils.data import default_collate
 
-from tensordict_lite import DeviceDict, collate, prefetch, stack
+from tensordict_lite import DeviceDict, TypedDeviceDict, collate, prefetch, stack
 
 BLOCKS = 5  # measurements of each operation; the guard takes the smallest, which no rare event has disturbed
 CALLS = 20  # calls in a block
@@ -104,8 +106,15 @@ OPERATIONS = {
     ),
     "lerp_ of 400, packed": Operation("packed_ema.lerp_(packed_model, 0.5)", proof="packed_ema.allclose(packed_model)"),
     "stack": Operation("stack(samples)", "{k: torch.stack([s[k] for s in samples]) for k in samples[0]}", 1.27),
-    "collate": Operation("collate(samples)", "default_collate(plain)", 1.53),
+    "collate": Operation("collate(samples)", "default_collate(plain)", 1.5),
     "collate dicts": Operation("collate(dicts)", "default_collate(dicts)", 2.27),
+    "collate samples with strings": Operation(
+        "collate(strings)", "default_collate(strings)", 3.05, "collate(strings).rows.tolist()[1]['name'] == 'image 1'"
+    ),
+    "collate 64 samples": Operation("collate(many_samples)", "default_collate(many_samples)", 1.67),
+    "from_dict of a request": Operation("Request.from_dict(requests[0])", "checked_one(requests[0])", 3.15),
+    "collate 1 request": Operation("collate(requests[:1], cls=Requests)", "checked(requests[:1])", 3.3),
+    "collate 8 requests": Operation("collate(requests, cls=Requests)", "checked(requests)", 1.7),
     "next batch of prefetch": Operation("next(batches)", proof="next(batches) == flat"),
 }
 
@@ -127,6 +136,55 @@ def statements(only: str) -> dict[str, str]:
 def by_hand(name: str) -> str:
     """Return the name of the count of what does the same as an operation."""
     return f"{name}, by hand"
+
+
+class Request(TypedDeviceDict):
+    x: Float[Tensor, "4"]
+    weight: Float[Tensor, ""]
+    label: Int[Tensor, ""]
+
+
+class Requests(TypedDeviceDict):
+    x: Float[Tensor, "batch 4"]
+    weight: Float[Tensor, "batch"]
+    label: Int[Tensor, "batch"]
+
+
+def request(i: int) -> dict[str, Any]:
+    """Return a request, as parsed JSON."""
+    return {"x": [i + 0.5, 1.0, 2.0, 3.0], "weight": 0.5, "label": i}
+
+
+def check(request: dict[str, Any]) -> None:
+    """Validate a request, as a user does who has plain dicts."""
+    if request.keys() != {"x", "weight", "label"}:
+        raise ValueError(f"expected the fields x, weight and label, got {list(request)}")
+    x = request["x"]
+    if not isinstance(x, list) or len(x) != 4 or not all(isinstance(one, (int, float)) for one in x):
+        raise ValueError(f"x: expected four numbers, got {x}")
+    if not isinstance(request["weight"], (int, float)) or not isinstance(request["label"], int):
+        raise ValueError("weight and label: expected a number and an int")
+
+
+def checked_one(request: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a request."""
+    check(request)
+    return {
+        "x": torch.tensor(request["x"], dtype=torch.float32),
+        "weight": torch.tensor(request["weight"], dtype=torch.float32),
+        "label": torch.tensor(request["label"]),
+    }
+
+
+def checked(requests: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return a batch of requests."""
+    for request in requests:
+        check(request)
+    return {
+        "x": torch.tensor([request["x"] for request in requests], dtype=torch.float32),
+        "weight": torch.tensor([request["weight"] for request in requests], dtype=torch.float32),
+        "label": torch.tensor([request["label"] for request in requests]),
+    }
 
 
 def write_row(fields: dict[str, Any], row: int, values: dict[str, Any]) -> None:
@@ -195,6 +253,10 @@ def scope() -> dict[str, Any]:
         "episode": episode,
         "fields": {key: dict(value) if isinstance(value, dict) else value for key, value in episode.clone().items()},
         "write_row": write_row,
+        "strings": [{"x": torch.rand(4), "y": i, "name": f"image {i}"} for i in range(8)],
+        "many_samples": [{f"k{k}": torch.rand(16) for k in range(8)} for _ in range(64)],
+        "requests": [request(i) for i in range(8)],
+        **{one.__name__: one for one in (Request, Requests, checked, checked_one)},
         "DeviceDict": DeviceDict,
         "collate": collate,
         "default_collate": default_collate,

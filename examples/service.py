@@ -1,4 +1,4 @@
-"""A web service: it validates each request, and runs the model once for all requests that wait.
+"""A web service: it validates all requests that wait at once, and runs the model once for all of them.
 
     pip install fastapi uvicorn
     python examples/service.py [--port 8000]
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -21,10 +21,11 @@ from jaxtyping import Float
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, Utf8, collate
+from tensordict_lite import TypedDeviceDict, Utf8, collate
 
 LARGEST_BATCH = 32
 WAIT = 0.005  # seconds to wait for more requests
+Answers = Callable[[nn.Module, list[dict[str, Any]]], list[dict[str, Any] | Exception]]
 
 
 class Request(BaseModel):
@@ -37,16 +38,32 @@ class Sample(TypedDeviceDict):
     name: Annotated[Tensor, Utf8()]
 
 
+def answers(model: nn.Module, requests: list[dict[str, Any]]) -> list[dict[str, Any] | Exception]:
+    """The answer to each request, or its error. One call of `collate` validates all requests."""
+    try:
+        batch = collate(requests, cls=Sample)
+    except (TypeError, ValueError) as error:  # such as two coordinates: the message names the field
+        if len(requests) == 1:
+            return [HTTPException(422, str(error))]
+        return [answer for request in requests for answer in answers(model, [request])]  # only the wrong ones fail
+    with torch.inference_mode():
+        scores = model(batch.position).squeeze(1).tolist()
+    return [
+        {"name": request["name"], "score": score, "batch_size": len(requests)}
+        for request, score in zip(requests, scores, strict=True)
+    ]
+
+
 class Batcher:
-    """Collects samples, runs the model on a batch of them, and gives each caller its own row of the answer."""
+    """Collects requests, answers a batch of them at once, and gives each caller its own answer."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.waiting: asyncio.Queue[tuple[Sample, asyncio.Future[dict[str, Any]]]] = asyncio.Queue()
+    def __init__(self, model: nn.Module, answers: Answers) -> None:
+        self.model, self.answers = model, answers
+        self.waiting: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[dict[str, Any]]]] = asyncio.Queue()
 
-    async def ask(self, sample: Sample) -> dict[str, Any]:
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        await self.waiting.put((sample, answer))
+        await self.waiting.put((request, answer))
         return await answer
 
     async def run(self) -> None:
@@ -57,7 +74,7 @@ class Batcher:
                 taken.append(self.waiting.get_nowait())
             results: list[dict[str, Any] | Exception]
             try:
-                results = self.answers(collate([sample for sample, _ in taken], cls=Sample)).rows.tolist()
+                results = self.answers(self.model, [request for request, _ in taken])
             except Exception as error:  # each request of the batch gets the error, and the next batch is served
                 results = [error] * len(taken)
             for (_, answer), result in zip(taken, results, strict=True):
@@ -68,15 +85,9 @@ class Batcher:
                 else:
                     answer.set_result(result)
 
-    @torch.inference_mode()
-    def answers(self, batch: Sample) -> DeviceDict[Any]:
-        score = self.model(batch.position).squeeze(1)
-        size = torch.full_like(score, len(batch.rows), dtype=torch.int64)
-        return batch.select("name") | {"score": score, "batch_size": size}
-
 
 def make_app(model: nn.Module) -> FastAPI:
-    batcher = Batcher(model)
+    batcher = Batcher(model, answers)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -87,11 +98,7 @@ def make_app(model: nn.Module) -> FastAPI:
     app = FastAPI(lifespan=lifespan)
 
     async def predict(request: Request) -> dict[str, Any]:
-        try:
-            sample = collate([request.model_dump()], cls=Sample).rows[0]
-        except (TypeError, ValueError) as error:  # such as two coordinates: the message names the field
-            raise HTTPException(422, str(error)) from error
-        return await batcher.ask(sample)
+        return await batcher.ask(request.model_dump())
 
     app.post("/predict")(predict)
     return app

@@ -82,6 +82,14 @@ def test_an_invalid_request_is_told_why(url: str, body: Any, said: str) -> None:
     assert status == 422 and said in answer
 
 
+def test_a_wrong_request_does_not_disturb_others(url: str) -> None:
+    bodies = [{"position": [i, 1, 2][: 3 - (i == 5)], "name": "a"} for i in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda body: ask(url, body), bodies))
+    assert [status for status, _ in answers] == [422 if i == 5 else 200 for i in range(16)]
+    assert [answer["score"] for status, answer in answers if status == 200] == [i + 3 for i in range(16) if i != 5]
+
+
 def test_an_error_of_the_model_reaches_each_request_and_the_next_ones_are_served(
     url: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
