@@ -43,7 +43,7 @@ coverage: .venv/tests
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
-# The tests on each CPython from 3.10 to 3.14 that is on the path or in pyenv, each in an environment of its own. torch
+# The tests on each CPython from 3.10 to 3.15 that is on the path or in pyenv, each in an environment of its own. torch
 # takes 5 GB in each. Types and style are those of `make check`.
 test-pythons:
 	.ci/pythons $(PARALLEL)
