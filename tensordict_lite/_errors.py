@@ -49,6 +49,11 @@ def described(value: Any) -> str:
     return f"{'an' if name.startswith(tuple('aeioAEIO')) else 'a'} {name}"
 
 
+def shown(value: Any) -> str:
+    """The first characters of the repr of a value, in one line."""
+    return " ".join(repr(value).split())[:60]
+
+
 def with_path(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:
     """Create the error to raise from an ``error`` without a path: put ``path`` in front of its message."""
     kind = TypeError if isinstance(error, TypeError) else ValueError

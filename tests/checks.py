@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tensordict_lite._errors import Path, dotted
 from tensordict_lite._memory.device import CPU, resolve
+from tensordict_lite._tree.inside import kept_tensors, nests
 from tensordict_lite._tree.policy import Policy
 from tensordict_lite._tree.ragged import Ragged
 from tensordict_lite._tree.tree import TreeDict
@@ -53,7 +54,9 @@ def check_invariants(d: Any, at: Path = ()) -> None:
             assert value._device == device, f"at {dotted(path)}: tracks {value._device}, expected {device}"
             check_invariants(value, path)
         else:
-            assert not isinstance(value, Mapping), f"{dotted(path)}: a mapping that is no DeviceDict"
+            assert not nests(value), f"{dotted(path)}: a mapping that is no DeviceDict"
+            for tensor in kept_tensors(value):
+                assert tensor.device == device, f"in {dotted(path)}: {tensor.device}, expected {device}"
             assert d._policy.objects == "keep", f"{dotted(path)}: {type(value).__name__} without objects='keep'"
 
 

@@ -194,7 +194,9 @@ def test_a_kept_list_has_an_item_for_each_row_and_a_tuple_belongs_to_all() -> No
     d: Any = DeviceDict({"x": torch.tensor([1, 2, 3]), "names": names}, objects="keep")
     assert d.rows[1:]["names"] is names is d.rows[[0, 1]]["names"] is d.rows[0]["names"]
     assert [row["names"] for row in d.rows] == [names] * 3 == [row["names"] for row in d.rows.tolist()]
-    with pytest.raises(ValueError, match=r"^'names': expected the object of all rows itself, got \(1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"^'names': expected the kept value of all rows, .* got \(1, 2\); rows cannot"
+    ):
         d.rows[1:] = {"x": [0, 0], "names": (1, 2)}
     d.rows[1:] = {"x": [0, 0], "names": names}
     assert d["x"].tolist() == [1, 0, 0] and d["names"] is names

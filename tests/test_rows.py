@@ -293,7 +293,8 @@ class TestRows:
             (
                 {"meta": 1},
                 ValueError,
-                "'meta': expected the object of all rows itself, got 1",
+                "'meta': expected the kept value of all rows, <class 'object'>, got 1; rows cannot change it, so "
+                "replace the whole field",
             ),
             (
                 {"o": [torch.ones(1, device="meta")]},

@@ -33,9 +33,9 @@ from .._memory.transfer import clone_tensors, transfer
 from .._memory.write import Call, write_all
 from .._tree import encoding, sendable
 from .._tree.compare import equal_trees
-from .._tree.fields import data_paths, refuse_ragged, tolist
+from .._tree.fields import refuse_ragged, tolist
 from .._tree.frames import RaggedColumn, arrow_items, pandas_items
-from .._tree.inside import move_itself, numpy_inside, stay
+from .._tree.inside import kept_tensors, move_itself, numpy_inside, stay
 from .._tree.kinds import KEPT, Field, kind_of
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
@@ -470,7 +470,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": [1.0, 2.0], "n": {"y": 3}}).nbytes
         16
         """
-        return sum(map(nbytes, self._tensors()))
+        return sum(map(nbytes, self._tensors_inside()))
 
     def allclose(
         self, other: Mapping[str, Any], rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
@@ -833,7 +833,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict({"x": torch.zeros(2, 3).t()}).contiguous()["x"].is_contiguous()
         True
         """
-        return self._map_data(Tensor.contiguous)
+        return self._map_data(Tensor.contiguous, kept=True)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set ``requires_grad`` of the floating-point and complex tensors, in place. Returns ``self``.
@@ -846,7 +846,7 @@ class DeviceDict(TreeDict[V]):
         (True, False)
         """
         _refuse_any(self, _unable_to_require if requires_grad else _unable_to_stop)
-        for tensor in self._tensors():
+        for tensor in self._tensors_inside():
             if tensor.dtype in CASTABLE:
                 tensor.requires_grad_(requires_grad)
         return self
@@ -1419,9 +1419,10 @@ def _nested_items(td: Any) -> dict[str, Any]:
 
 def _refuse_any(d: TreeDict[Any], reason: Callable[[Tensor], str]) -> None:
     """Raise ``RuntimeError`` for the first tensor with a ``reason``, before any tensor is changed."""
-    for path, tensor in data_paths(d):
-        if said := reason(tensor):
-            raise RuntimeError(f"{dotted(path)} {said}")
+    for path, value in leaves(d):
+        for tensor in kept_tensors(value):
+            if said := reason(tensor):
+                raise RuntimeError(f"{dotted(path)} {said}")
 
 
 def _pinned(value: Any) -> Any:

@@ -53,14 +53,18 @@ def insert(
         given = typed._given(data, at)
         if given is not data:  # None deletes an optional field
             removed = [key for key in data if key not in given and key in d]
-    device = d._device
+    device, policy = d._device, d._policy
+    keeps = policy.objects == "keep" and not (policy.encoders or d._has_fields) and policy.default_encoder == Utf8()
     if device is None:
-        if d and d._tensors():  # see `_infer_device`
+        if d and d._tensors_inside():  # see `_infer_device`
             raise DeviceMismatchError(f"this {type(d).__name__} has tensors on several devices; .to(device) it first")
         first = next(iter(given.values()), None)
+        if keeps and type(first) is not Tensor:
+            first = next((value for value in given.values() if type(value) is Tensor), None)
         device = canonical(first.device) if type(first) is Tensor else None
-    # Fast path: all values are tensors on the device. A single host value, as in `d["x"] = array`, skips the test.
-    if (len(given) != 1 or isinstance(next(iter(given.values())), Tensor)) and all_on(given, device):
+    # Fast path: all values are tensors on the device, or kept ones without tensors. A single host value, as in
+    # `d["x"] = array`, skips the test.
+    if (keeps or len(given) != 1 or isinstance(next(iter(given.values())), Tensor)) and all_on(given, device, keeps):
         d._commit(given, device, encoders, removed)
     else:
         staged, device, used = _prepare(d, given, consent, at)

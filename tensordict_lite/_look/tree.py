@@ -74,7 +74,7 @@ def _title(d: TreeDict[Any], found: list[Entry]) -> str:
         "no device yet" if d._device is None else str(d._device),
         *([] if (rows := _row_count(values)) is None else [counted(rows, "row")]),
         counted(len(values), "field"),
-        size(sum(map(nbytes, tensors))),
+        size(sum(map(nbytes, d._tensors_inside()))),
     ]
     if is_packed(tensors, d._device, alone=False):
         said.append("packed")

@@ -79,8 +79,9 @@ def refusal(t: Tensor, called: str) -> str:
 
 def write_all(calls: Sequence[Call], risky: Sequence[Risky] = ()) -> None:
     """Run the risky writes, then the calls, which cannot fail. If a write fails, or Ctrl-C comes, undo all of them."""
-    if len(calls) == 1 and not risky:
-        calls[0]()
+    if not risky and (len(calls) == 1 or torch.compiler.is_compiling()):
+        for call in calls:
+            call()
         return
     done: list[tuple[Tensor, Any, Tensor]] = []
     try:

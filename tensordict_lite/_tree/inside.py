@@ -25,8 +25,11 @@ Rebuild = Callable[[Iterator[Any]], Any]
 Move = Callable[[Any], Any]
 """Moves an object that moves itself, and returns the result."""
 
-_EMPTY = frozenset((NoneType, bool, int, float, complex, str, bytes, np.ndarray, torch.Size, torch.dtype, torch.device))
-"""Types of values that hold no tensor. A Size is a tuple that must stay one."""
+NO_TENSORS = frozenset(
+    {NoneType, bool, int, float, complex, str, bytes, range, set, frozenset, np.ndarray}
+    | {torch.Size, torch.dtype, torch.device}
+)
+"""Types of values in which no tensor is looked for. A Size is a tuple that must stay one."""
 
 
 _PLAIN_DICTS = frozenset((dict, OrderedDict))
@@ -39,6 +42,12 @@ class Children(NamedTuple):
     """The keys of a mapping, the names of fields, or indices."""
     values: Sequence[Any]
     build: Callable[[list[Any]], Any]
+
+
+def without_tensors(value: Any) -> bool:
+    """Whether a value holds no tensor by its type, or by the types of its items."""
+    kind = type(value)
+    return kind in NO_TENSORS or ((kind is tuple or kind is list) and NO_TENSORS.issuperset(map(type, value)))
 
 
 def open_value(obj: Any, found: list[Any]) -> Rebuild | None:
@@ -58,14 +67,12 @@ _Known = dict[int, tuple[Any, Rebuild | None]]
 
 def _open(obj: Any, found: list[Any], known: _Known, made: dict[int, Any], depth: int) -> Rebuild | None:
     """``made``: the containers that were rebuilt, by the id of the original."""
-    kind = type(obj)
-    if kind in _EMPTY:
+    if depth <= DEPTH and without_tensors(obj):
         return None
-    if isinstance(obj, Tensor) or hasattr(kind, "_holds_tensors") or takes_device(kind):
+    kind = type(obj)
+    if isinstance(obj, Tensor) or hasattr(kind, "_holds_tensors") or (hasattr(kind, "to") and takes_device(kind)):
         found.append(obj)
         return next
-    if kind in (list, tuple) and _EMPTY.issuperset(map(type, obj)):
-        return None
     number = id(obj)
     if number in known and known[number][1] is not _OPENING:
         return None if known[number][1] is None else lambda _: made[number]
@@ -90,11 +97,11 @@ def _rebuild(
 
 @lru_cache(maxsize=256)
 def takes_device(kind: type) -> bool:
-    """Whether objects of a class have a method ``to`` for devices: its first parameter is ``device`` or ``*args``.
+    """Whether the method ``to`` of a class is for devices: its first parameter is ``device`` or ``*args``.
 
     Other libraries convert units or time zones with ``to``. A module stays where it is.
     """
-    method = getattr(kind, "to", None)
+    method: Any = kind.to  # pyright: ignore[reportAttributeAccessIssue]
     if not callable(method) or issubclass(kind, (Module, type)):
         return False
     try:
@@ -139,8 +146,10 @@ def children(obj: Any) -> Children | None:
         return Children([*obj], [*obj.values()], lambda parts: dict(zip(obj, parts, strict=True)))
     if isinstance(obj, (type, Module)):
         return None
-    values, spec = pytree.tree_flatten(obj, is_leaf=lambda one: one is not obj)
-    if len(values) != 1 or values[0] is not obj:
+    if kind in pytree.SUPPORTED_NODES or isinstance(obj, tuple):
+        values, spec = pytree.tree_flatten(obj, is_leaf=lambda one: one is not obj)
+        if len(values) == 1 and values[0] is obj:  # a tuple that pytree does not know
+            return Children(range(len(obj)), obj, getattr(kind, "_make", kind))
         return Children(_names(obj, len(values)), values, lambda parts: pytree.tree_unflatten(parts, spec))
     if isinstance(obj, Mapping):
         return Children([*obj], [*obj.values()], lambda parts: _mapping(obj, parts))
@@ -149,8 +158,6 @@ def children(obj: Any) -> Children | None:
         return Children(names, [getattr(obj, name) for name in names], lambda parts: _dataclass(obj, names, parts))
     if isinstance(obj, list):  # a subclass: pytree treats it as a leaf
         return Children(range(len(obj)), obj, lambda parts: _list_like(obj, parts))
-    if isinstance(obj, tuple):
-        return Children(_names(obj, len(obj)), obj, getattr(kind, "_make", kind))
     return None
 
 
@@ -192,14 +199,19 @@ def tensors_of(item: Any) -> list[Tensor]:
     return item._tensors_inside() if hasattr(type(item), "_holds_tensors") else []
 
 
-def kept_tensors(value: Any) -> list[Tensor]:
-    """The tensors of a kept value that move with the dict."""
+def movable(value: Any) -> list[Any]:
+    """What `open_value` finds in a kept value."""
     found: list[Any] = []
     try:
         open_value(value, found)
     except TooDeep:  # an insert allows it only without tensors
         return []
-    return [tensor for item in found for tensor in tensors_of(item)]
+    return found
+
+
+def kept_tensors(value: Any) -> list[Tensor]:
+    """The tensors of a kept value that move with the dict."""
+    return [tensor for item in movable(value) for tensor in tensors_of(item)]
 
 
 def place(value: Any, tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move) -> Any:

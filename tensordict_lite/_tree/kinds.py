@@ -6,6 +6,7 @@ about the field.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,18 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, encode_ragged, padding, short
-from .._errors import Path, TooDeep, described, device_mismatch, dotted, dtype_name, is_out_of_memory, with_path
+from .._errors import (
+    Path,
+    TooDeep,
+    add_note,
+    described,
+    device_mismatch,
+    dotted,
+    dtype_name,
+    is_out_of_memory,
+    shown,
+    with_path,
+)
 from .._memory.cast import out_of_range
 from .._memory.compare import equal as exactly
 from .._memory.dense import is_dense
@@ -26,7 +38,18 @@ from .._memory.row_copies import take_rows
 from .._memory.write import Call, refusal
 from .alike import can_cat, decided_values, fill_width, raise_mismatch, widened
 from .convert import refuse_tensor_in_cycle
-from .inside import children, kept_tensors, move_itself, nests, open_value, path_inside, placed, stay, tensors_of
+from .inside import (
+    children,
+    kept_tensors,
+    movable,
+    move_itself,
+    nests,
+    open_value,
+    path_inside,
+    placed,
+    stay,
+    tensors_of,
+)
 from .ragged import Known, Lengths, Made, Ragged, rows_of, validated
 
 
@@ -164,13 +187,21 @@ class Kind:
 
     def target(self, field: Field, rows: Fitted, place: Written) -> Target | list[Call]:
         """What to write these rows to, or the calls that write objects. Raises ``ValueError`` for another shape."""
-        if rows.values is not field.value:
-            raise ValueError(f"{dotted(field.path)}: expected the object of all rows itself, got {rows.values!r:.60}")
+        if not _same_object(rows.values, field.value, exactly):
+            raise ValueError(
+                f"{dotted(field.path)}: expected the kept value of all rows, {shown(field.value)}, got "
+                f"{shown(rows.values)}; rows cannot change it, so replace the whole field"
+            )
         return []
 
     def columns(self, field: Field, rows: Fitted) -> tuple[list[Tensor], int | None]:
         """The tensors for the columns of a table, and the number of rows; None without a dimension for the rows."""
-        raise NotImplementedError
+        if not _same_object(rows.values, field.value, exactly):
+            raise ValueError(
+                f"{dotted(field.path)}: expected the kept value of this table, {shown(field.value)}, got "
+                f"{shown(rows.values)}; give it an encoder or make it a tensor, to have one for each row"
+            )
+        return [], None
 
     def tensors(self, value: Any) -> list[Tensor]:
         """The tensors of a value."""
@@ -454,17 +485,23 @@ class KeptKind(Kind):
             return super().target(field, rows, place)
         if place.lead and not (isinstance(given, (list, np.ndarray)) and len(given) == place.lead[0]):
             raise ValueError(
-                f"{dotted(path)}: expected a list of {place.lead[0]} objects for these rows, got {given!r:.60}"
+                f"{dotted(path)}: expected a list of {place.lead[0]} objects for these rows, got {shown(given)}"
             )
         device = field.owner._device
         for tensor in kept_tensors(given):
             if tensor.device != device and device is not None:
                 raise device_mismatch(path, device, tensor.device)
-        index: Any = place.index
-        if isinstance(kept, np.ndarray):
-            return [partial(kept.__setitem__, index.cpu().numpy() if isinstance(index, Tensor) else index, given)]
-        pairs = zip(index.tolist(), list(given), strict=True) if isinstance(index, Tensor) else [(index, given)]
-        return [partial(kept.__setitem__, i, item) for i, item in pairs]
+        written: Any = copy.copy(kept)  # a clone and the caller may hold the kept value, so it is never changed
+        index: Any = place.index.cpu().numpy() if isinstance(place.index, Tensor) else place.index
+        try:
+            if isinstance(kept, list) and isinstance(place.index, Tensor):
+                for i, item in zip(index.tolist(), given, strict=True):
+                    written[i] = item
+            else:
+                written[index] = given
+        except (TypeError, ValueError) as error:
+            raise with_path(error, path) from error
+        return [partial(dict[str, Any].__setitem__, field.owner, path[-1], written)]
 
     def tensors(self, value: Any) -> list[Tensor]:
         return kept_tensors(value)
@@ -486,7 +523,11 @@ class KeptKind(Kind):
             path = path_inside(value, path, lambda tensor: tensor.device != home.device)
             raise Misplaced(path, *error.args[1:]) from None
         move = partial(move_itself, device=home.device) if home.moves else stay
-        return rebuild(placed(found, iter(parts), home.device, home.made, move))
+        try:
+            return rebuild(placed(found, iter(parts), home.device, home.made, move))
+        except Exception as error:
+            add_note(error, f"the kept value is {dotted(path)}")
+            raise
 
     def join(self, values: Sequence[Any], encoder: StringEncoder | None, path: Path, how: Join) -> Any:
         if how.verb == "stack":
@@ -498,8 +539,8 @@ class KeptKind(Kind):
         for i, value in enumerate(values):
             if not _same_object(values[0], value, exactly):
                 raise ValueError(
-                    f"{dotted(path)}: expected one kept value in all dicts, got {value!r:.60} in dict {i} and "
-                    f"{values[0]!r:.60} in dict 0; make it a list with an item for each row"
+                    f"{dotted(path)}: expected one kept value in all dicts, got {shown(value)} in dict {i} and "
+                    f"{shown(values[0])} in dict 0; make it a list with an item for each row"
                 )
         return values[0]
 
@@ -551,7 +592,7 @@ def _same_object(x: Any, y: Any, same: Callable[[Tensor, Tensor], bool]) -> bool
         return True
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return same(x, y)
-    if type(x) is type(y) and kept_tensors(x):  # a tensor has no truth value
+    if type(x) is type(y) and movable(x):  # a tensor has no truth value
         a, b = children(x), children(y)
         if a is not None and b is not None:
             pairs = zip(a.values, b.values, strict=False)

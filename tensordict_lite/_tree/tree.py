@@ -18,7 +18,7 @@ from .._memory.device import canonical
 from .._memory.dtypes import CASTABLE
 from . import pytree
 from .compare import equal_trees
-from .inside import Move, kept_tensors, place, stay
+from .inside import NO_TENSORS, Move, kept_tensors, place, stay
 from .policy import OPTIONS, Options, Policy, refuse_option
 from .ragged import Lengths, Made, Ragged
 from .walk import leaves, only_tensors
@@ -164,7 +164,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 found.append(value)
             elif isinstance(value, Ragged):
                 value._list_tensors(found, known)
-            elif kept:
+            elif kept and type(value) not in NO_TENSORS:
                 found += kept_tensors(value)
         return found, False
 
@@ -172,7 +172,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """Every value that is not a nested dict, depth first."""
         found: list[Any] = []
         for value in self.values():  # pytree may insert another mapping as a leaf
-            if type(value) is not Tensor and isinstance(value, TreeDict):
+            kind = type(value)
+            if kind is not Tensor and kind not in NO_TENSORS and isinstance(value, TreeDict):
                 found += value._leaves()
             else:
                 found.append(value)
@@ -201,22 +202,31 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._placed(iter(tensors), device, {}, move)
 
     def _placed(
-        self, tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move | None = None
+        self,
+        tensors: Iterator[Tensor],
+        device: torch.device | None,
+        made: Made,
+        move: Move | None = None,
+        at: Path = (),
     ) -> Self:
-        """The same tree with the next of ``tensors``: see `_replace_tensors`. ``made``: see `Made`."""
-        out = self._leaves()
-        for i, value in enumerate(out):
-            if isinstance(value, Tensor):
-                out[i] = next(tensors)
+        """The same tree, at a path, with the next of ``tensors``: see `_replace_tensors`. ``made``: see `Made`."""
+        items: dict[str, Any] = {**self}
+        for key, value in items.items():
+            if type(value) is Tensor or isinstance(value, Tensor):
+                items[key] = next(tensors)
+            elif type(value) in NO_TENSORS:
+                continue
+            elif isinstance(value, TreeDict):
+                items[key] = value._placed(tensors, device, made, move, (*at, key))
             elif isinstance(value, Ragged):
-                out[i] = value._rebuilt(tensors, made)
+                items[key] = value._rebuilt(tensors, made)
             elif move is not None:
                 try:
-                    out[i] = place(value, tensors, device, made, move)
+                    items[key] = place(value, tensors, device, made, move)
                 except Exception as error:
-                    add_note(error, f"the kept value is {dotted([path for path, _ in leaves(self)][i])}")
+                    add_note(error, f"the kept value is {dotted((*at, key))}")
                     raise
-        return self._with_leaves(iter(out), device)
+        return self._new(items, device, self._policy)
 
     def _map_data(self, function: Callable[[Tensor], Tensor], kept: bool = False) -> Self:
         """The same tree with ``function(tensor)`` for each tensor of `data_of`, on the same device.

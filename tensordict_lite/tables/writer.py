@@ -330,8 +330,7 @@ def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any], given: De
     _columns(fields, like, ())
     for field in fields_in(fields):
         path, column, value = field.path, data_in(field.value), data_in(given[field.path])
-        assert column is not None and value is not None  # a table has tensors only
-        if value.numel() and value.dtype is not column.dtype:
+        if column is not None and value is not None and value.numel() and value.dtype is not column.dtype:
             raise ValueError(
                 f"{dotted(path)}: this table has {dtype_name(column.dtype)}, like= has {dtype_name(value.dtype)}; "
                 "convert it first, or open the table with append=True"
@@ -360,6 +359,11 @@ def without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> A
             items[key] = without_rows(value, ragged, path, found)
         elif isinstance(value, Ragged):
             items[key] = _no_ragged_rows(value.dtype, value.values.shape[1:])
+        elif isinstance(value, list):
+            raise TypeError(
+                f"{dotted(path)}: expected a column or one value for all rows, got a list, with one for each row; "
+                "give strings an encoder, or make it a tuple"
+            )
         elif not isinstance(value, Tensor) or not is_dense(value):
             items[key] = value  # refused by `create_table`, which names the field
         elif names and value.dim() < 2:
@@ -385,8 +389,11 @@ def _columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> tuple
     counts: dict[Path, int | None] = {}
     for field, rows in fitted(fields, given, at, IN_A_TABLE):
         path = field.path
-        found, counts[path] = field.kind.columns(field, rows)
+        found, count = field.kind.columns(field, rows)
+        if not found:  # a kept value, which belongs to all rows
+            continue
         tensors += found
+        counts[path] = count
         first = next(iter(counts))
         if counts[path] != counts[first]:
             shown = [f"{dotted(one)} has {_count_of_rows(counts[one])}" for one in (path, first)]
