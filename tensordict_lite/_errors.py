@@ -115,11 +115,17 @@ class DeviceMismatchError(RuntimeError):
         self.actual = actual
 
 
-def device_mismatch(path: Path, expected: torch.device, actual: torch.device, way_out: str = "") -> DeviceMismatchError:
-    """The error for a tensor at ``path`` on the device ``actual``, in a dict on ``expected``."""
+def device_mismatch(
+    what: Path | str, expected: torch.device, actual: torch.device, way_out: str = "", whose: str = "this DeviceDict"
+) -> DeviceMismatchError:
+    """The error for a tensor on the device ``actual``, beside ``whose`` tensors on ``expected``.
+
+    ``what``: its path, or what else it is. The default of ``way_out`` is for a tensor that is stored.
+    """
     way_out = way_out or f'move it with .to({str(expected)!r}), or build with on_mismatch="move"'
-    message = f"{dotted(path)} is on {actual}, this DeviceDict is on {expected}; {way_out}"
-    return DeviceMismatchError(message, key=path[0] if len(path) == 1 else path, expected=expected, actual=actual)
+    where, key = (what, None) if isinstance(what, str) else (dotted(what), what[0] if len(what) == 1 else what)
+    message = f"{where} is on {actual}, {whose} is on {expected}; {way_out}"
+    return DeviceMismatchError(message, key=key, expected=expected, actual=actual)
 
 
 class InvalidFileError(ValueError):

@@ -88,7 +88,7 @@ class TestMap:
             (
                 lambda e: e["n"].update(b=torch.ones(5, device="meta")),
                 DeviceMismatchError,
-                "'n.b' is on meta in the other mapping, this DeviceDict is on cpu; move it with .to('cpu')",
+                "'n.b' is on meta, this DeviceDict is on cpu; move the other with .to('cpu')",
             ),
         ],
     )
@@ -112,7 +112,7 @@ class TestMap:
             "map takes mappings with the keys of this DeviceDict, got an int; bind any other value in a lambda",
         )
         other = sample().to("meta")
-        with pytest.raises(DeviceMismatchError, match=r"^'a' is on meta in the other mapping"):
+        with pytest.raises(DeviceMismatchError, match=r"^'a' is on meta, this DeviceDict is on cpu; move the other"):
             d.map(torch.add, other)
 
     def test_kept_objects_stay_and_typed_dicts_are_validated(self) -> None:

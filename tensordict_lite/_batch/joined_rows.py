@@ -21,7 +21,7 @@ from .._memory.spans import RowSpans
 from .._tree.alike import decided_values, raise_mismatch
 from .._tree.fields import fields
 from .._tree.ragged import Ragged
-from .._tree.row_index import row_index
+from .._tree.row_index import row_index, row_indices
 from .._tree.tree import TreeDict
 from .._tree.walk import as_path, nbytes
 from .join import cat
@@ -121,9 +121,7 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         >>> len(rows.__getitems__([2, 0]))
         2
         """
-        at = row_index(indices, len(self), self.parts[0].device)
-        if not isinstance(at, torch.Tensor):
-            raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
+        at = row_indices(indices, len(self), self.parts[0].device)
         return self._take(at).rows
 
     def _take(self, at: torch.Tensor) -> DeviceDict[Any]:

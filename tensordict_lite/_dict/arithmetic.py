@@ -10,12 +10,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._errors import DeviceMismatchError, Path, described, dotted, dtype_name, is_out_of_memory
+from .._errors import Path, described, device_mismatch, dotted, dtype_name, is_out_of_memory
 from .._memory.dense import is_dense
 from .._memory.device import intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES, dtype_of
@@ -56,7 +56,7 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
             continue
         theirs = value_at(other, field.path)
         if device is not None and theirs.device != device:
-            _refuse_device(field.path, device, theirs.device)
+            raise device_mismatch(field.path, device, theirs.device, f"move the other with .to({str(device)!r})")
         if field.kind is RAGGED:
             _refuse_other_lengths(field.value.offsets, theirs.offsets, field.path)
         found.append(data_in(theirs))
@@ -67,17 +67,6 @@ def _refuse_other_lengths(ours: Tensor, theirs: Tensor, path: Path) -> None:
     """Compare the offsets of the ragged field at ``path``, where that does not synchronize."""
     if ours is not theirs and ours.is_cpu and not intercepted() and not torch.equal(ours.long(), theirs.long()):
         raise ValueError(f"{dotted(path)}: expected rows of the same lengths, got other lengths in the other mapping")
-
-
-def _refuse_device(path: Path, expected: torch.device, actual: torch.device) -> NoReturn:
-    where = dotted(path) if path else "the other tensor"
-    raise DeviceMismatchError(
-        f"{where} is on {actual}{' in the other mapping' if path else ''}, this DeviceDict is on {expected}; "
-        f"move it with .to({str(expected)!r})",
-        key=(path[0] if len(path) == 1 else path) if path else None,
-        expected=expected,
-        actual=actual,
-    )
 
 
 def refuse_encoded(d: TreeDict[Any], called: str) -> None:
@@ -180,7 +169,8 @@ def _operands(d: TreeDict[Any], other: Any, called: str) -> _Operands:
         return values
     if isinstance(other, Tensor):
         if d._device is not None and other.device != d._device and not (other.dim() == 0 and other.is_cpu):
-            _refuse_device((), d._device, other.device)
+            way_out = f"move it with .to({str(d._device)!r})"
+            raise device_mismatch("the other tensor", d._device, other.device, way_out)
         return [other] * len(data_of(d))
     numbers = called not in ("copy_", "lerp_")
     if not (numbers and isinstance(other, (int, float, complex))):

@@ -21,7 +21,7 @@ from .._memory.row_copies import take_batch, take_rows
 from .._tree.fields import field_of, fields, tolist
 from .._tree.kinds import DENSE, KEPT, RAGGED, At
 from .._tree.missing import closest
-from .._tree.row_index import row_index
+from .._tree.row_index import row_index, row_indices
 from .._tree.tree import TreeDict
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
@@ -101,9 +101,7 @@ class Rows(Dataset[D]):
         """
         d = self._dict
         columns = _rows_of(d)
-        at = row_index(indices, columns[2], d._device)
-        if not isinstance(at, Tensor):
-            raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
+        at = row_indices(indices, columns[2], d._device)
         return Rows(_rows_at(d, columns, at, batch=True))
 
     def __setitem__(self, index: Any, other: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from .._errors import Path, described, dotted
 from .._tree.fields import ragged_paths
 from .._tree.ragged import Ragged
-from .._tree.row_index import row_index
+from .._tree.row_index import row_index, row_indices
 from .._tree.tree import TreeDict
 from .._tree.walk import as_path
 
@@ -57,9 +57,7 @@ class Windows(Dataset[D], Generic[D]):
         """Copy the windows of some rows into a batch, and return the rows of the batch, as `Rows.__getitems__` does."""
         d = self._dict
         count = len(self)
-        at = row_index(indices, count, d.device)
-        if not isinstance(at, Tensor):
-            raise TypeError(f"__getitems__ takes a mask or indices, got {type(indices).__name__}")
+        at = row_indices(indices, count, d.device)
         first, last = self._reach(at, count)
         others = d.drop(*self._spans)
         others[self._mask] = torch.zeros(1, device=at.device).expand(count)  # so that a tensor is left

@@ -22,7 +22,7 @@ from .._memory.transfer import transfer
 from .._tree.fields import fields
 from .._tree.policy import Policy
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict
+from .._tree.tree import TreeDict, data_in
 from .._tree.walk import nbytes
 from .page import Line, Page, as_html, as_text, one_line, shorten
 from .progress import Progress, reporter
@@ -315,7 +315,7 @@ def _field_entry(path: Path, values: list[Any], encoder: StringEncoder | None) -
 
 def _looks(values: list[Any], encoder: StringEncoder | None) -> Iterator[tuple[str, Any, Iterator[Any]]]:
     """The name of a result in its entry, what computes it, and the chunks that it takes."""
-    data = [value.values if isinstance(value, Ragged) else value for value in values]
+    data: list[Any] = list(map(data_in, values))
     if not all(isinstance(one, Tensor) and not not_dense(one) and not one.is_meta for one in data):
         return
     is_ragged = isinstance(values[0], Ragged)
@@ -370,9 +370,8 @@ def find(d: TreeDict[Any], function: Callable[[Tensor], Tensor]) -> dict[Any, Te
     failed: list[tuple[Path, Exception]] = []
     found_fields = fields(d)
     for path, _, value, encoder, _ in found_fields:
-        if encoder is not None or not isinstance(value, (Tensor, Ragged)):
+        if encoder is not None or (data := data_in(value)) is None:
             continue
-        data = value.values if isinstance(value, Ragged) else value
         try:
             found: Any = function(data)
         except Exception as error:  # a function may take some dtypes and shapes only

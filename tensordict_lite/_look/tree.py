@@ -20,7 +20,7 @@ from .._memory.packed import is_packed
 from .._tree.fields import fields
 from .._tree.kinds import CODES_PART
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict, field_encoder
+from .._tree.tree import TreeDict, data_in, field_encoder
 from .._tree.walk import nbytes
 from .page import Line, Page, one_line, shorten
 
@@ -103,8 +103,7 @@ def _folder(values: list[Entry]) -> str:
     """The folder of the table that has all of the values, from the current folder on; an empty string if none has."""
     first = ""
     for _, _, value, _ in values:
-        data = value.values if isinstance(value, Ragged) else value
-        path = file_of(data) if isinstance(data, Tensor) else ""
+        path = "" if (data := data_in(value)) is None else file_of(data)
         if not path or dirname(path) != (first := first or dirname(path)):
             return ""
     with suppress(OSError):  # the current folder was removed

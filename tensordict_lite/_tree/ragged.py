@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._errors import DeviceMismatchError, Path, described, device_mismatch, dotted, dtype_name, with_path
+from .._errors import Path, described, device_mismatch, dotted, dtype_name, with_path
 from .._memory.arguments import to_arguments
 from .._memory.cast import host_array, pin
 from .._memory.compare import equal
@@ -311,7 +311,7 @@ class Ragged:
         """
         self._require_total(values, ("values",))
         if values.device != self.device:
-            raise device_mismatch(("values",), self.device, values.device)
+            raise device_mismatch(("values",), self.device, values.device, "move them first", "the Ragged")
         return self._new(values, self._lengths)
 
     def _require_total(self, values: Any, path: Path) -> None:
@@ -572,11 +572,7 @@ def checked(values: Any, offsets: Any) -> int | None:
     if reason := problem_of(values, offsets):
         raise ValueError(reason)
     if offsets.device != values.device:
-        raise DeviceMismatchError(
-            f"'offsets' is on {offsets.device}, 'values' on {values.device}; move one of them with .to(...)",
-            expected=values.device,
-            actual=offsets.device,
-        )
+        raise device_mismatch("'offsets'", values.device, offsets.device, "move one of them with .to(...)", "'values'")
     if not can_read(offsets):
         return None
     if reason := problem_of_ends(values, offsets) or problem_of_lengths(offsets):
@@ -654,10 +650,8 @@ def rows_of(
                 "differ in their first dimension only"
             )
         if row.device != first.device:
-            raise DeviceMismatchError(
-                f"row {i} is on {row.device}, row 0 is on {first.device}; move it with .to({str(first.device)!r})",
-                expected=first.device,
-                actual=row.device,
+            raise device_mismatch(
+                f"row {i}", first.device, row.device, f"move it with .to({str(first.device)!r})", "row 0"
             )
     return torch.cat(rows), list(map(len, rows))
 

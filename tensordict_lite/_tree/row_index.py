@@ -48,6 +48,14 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
     return at if device is None else at.to(device)
 
 
+def row_indices(given: Any, count: int, device: torch.device | None) -> Tensor:
+    """`row_index` of a mask or indices, as ``__getitems__`` takes them."""
+    at = row_index(given, count, device)
+    if not isinstance(at, Tensor):
+        raise TypeError(f"__getitems__ takes a mask or indices, got {type(given).__name__}")
+    return at
+
+
 def _one_row(given: Any, count: int) -> int:
     """A validated int index, which may be negative."""
     if isinstance(given, (bool, np.bool_)):
