@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checks import check_invariants
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -25,7 +20,6 @@ from tensordict_lite import (
     TypedDeviceDict,
     Utf8,
     Vocabulary,
-    cat,
     collate,
 )
 
@@ -98,21 +92,6 @@ class TestRagged:
         batch: Any = collate([{"x": w}, {"x": w[:1] * 3}], ragged=["x"])
         batch["x"].values.sum().backward()
         assert w.grad is not None and w.grad.tolist() == [4, 1]
-
-    def test_copies(self) -> None:
-        d: Any = collate(samples(), ragged=["box", "ids"])
-        copies = [d.clone(), copy.deepcopy(d), d.to("cpu"), d.pack(), d.detach(), pickle.loads(pickle.dumps(d))]
-        for other in [*copies, pickle.loads(ForkingPickler.dumps(d))]:
-            check_invariants(other)
-            assert rows(other["box"]) == rows(d["box"]) and rows(other["k", "ids"]) == rows(d["k", "ids"])
-        assert d.to(torch.float64)["box"].values.dtype == torch.float64 and d.to("meta")["box"].values.is_meta
-
-    def test_rows(self) -> None:
-        d: Any = collate(samples(), ragged=["box", "ids"])
-        assert len(d.rows) == 4 and d.rows[2]["box"].tolist() == samples()[2]["box"].tolist()
-        assert [len(row["box"]) for row in d.rows] == list(LENGTHS)
-        again: Any = collate(list(d.rows), ragged=["box", "ids"])
-        assert again.tolist() == d.tolist() and again["box"].offsets is again["k", "ids"].offsets
 
     def test_strings(self) -> None:
         words = [["a", "b"], ["b"], []]
@@ -256,22 +235,6 @@ class TestRagged:
             collate(given, **options)
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
-def test_rows_by_slice_mask_and_index(lengths: list[int], data: st.DataObject) -> None:
-    parts = [torch.rand(n, 2) for n in lengths]
-    d, count = collate([{"x": part} for part in parts], ragged=["x"]), len(parts)
-    for index in (
-        slice(data.draw(st.integers(-count, count)), data.draw(st.integers(-count, count))),
-        torch.tensor(data.draw(st.lists(st.integers(-count, count - 1), max_size=6)), dtype=torch.int64),
-        torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count))),
-    ):
-        wanted = torch.arange(count)[index].tolist()
-        found: Any = d.rows[index]
-        check_invariants(found)
-        assert rows(found["x"]) == [parts[i].tolist() for i in wanted]
-        assert found["x"]._lengths.longest == max((lengths[i] for i in wanted), default=0)
-
-
 def test_a_stream_is_recorded_for_each_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     d: Any = collate([{"b": torch.ones(2)}, {"b": torch.ones(3)}], ragged=["b"]).map(torch.clone)
     seen: list[int] = []
@@ -291,11 +254,6 @@ def test_a_stream_is_recorded_for_each_part_of_a_nested_tensor(monkeypatch: pyte
     monkeypatch.setattr(Tensor, "record_stream", lambda self, _: seen.append(self.numel()))
     DeviceDict({"b": nested}).record_stream(None)
     assert seen == [5, 3] and type(nested) is not Tensor
-
-
-def test_joined_batches_are_the_batch_of_all_samples() -> None:
-    join: Any = partial(collate, ragged=["box", "ids"])
-    assert cat([join(samples()[:1]), join(samples()[1:])]) == join(samples())
 
 
 class TestObjects:

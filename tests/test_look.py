@@ -245,6 +245,7 @@ class TestDescribe:
         assert (unsigned["min"], unsigned["max"], unsigned["zero"]) == (0, 2**64 - 1, 1 / 3)
         big = one(torch.tensor([1.7e308] * 3 + [-1.7e308], dtype=torch.float64))
         assert big["mean"] == pytest.approx(0.85e308) and big["histogram"] == [1, 0, 0, 0, 0, 0, 0, 3]
+        assert str(DeviceDict({"x": [0.0, 1.0, 1.0, 1.0]}).describe()).endswith("▃      █"), "a bar for each bin"
         assert one(torch.full((1 << 20,), 3e38))["mean"] == pytest.approx(3e38, rel=1e-6)
         nan = one(torch.full((3,), math.nan))
         assert nan == {"path": ["x"], "dtype": "float32", "shape": [3], "nan": 1.0, "inf": 0.0, "zero": 0.0}

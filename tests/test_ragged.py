@@ -212,7 +212,9 @@ class TestClass:
             Ragged(**{"values": torch.arange(6), "offsets": torch.tensor([0, 2, 2, 5, 6]), **change})
 
     def test_two_devices(self) -> None:
-        with fails(DeviceMismatchError, r"^'offsets' is on meta, 'values' is on cpu; move one of them with .to\(...\)$"):
+        with fails(
+            DeviceMismatchError, r"^'offsets' is on meta, 'values' is on cpu; move one of them with .to\(...\)$"
+        ):
             Ragged(torch.ones(2), torch.zeros(2, dtype=torch.int32, device="meta"))
 
     def test_attributes_can_be_set(self) -> None:
@@ -626,22 +628,6 @@ class TestWholeDicts:
 
 
 class TestJoin:
-    def test_cat(self) -> None:
-        d: Any = made()
-        joined = cat([d, d.rows[:0], d.rows[2:]])
-        check_invariants(joined)
-        assert (
-            joined
-            == torch.cat([d, d.rows[2:]])
-            == collate([*d.rows, *d.rows[2:].rows], ragged=["ids", "box", "s", "e"])
-        )
-        assert joined["ids"].offsets is joined["box"].offsets and joined["ids"]._lengths.longest == 3
-        assert joined["ids"].offsets.dtype is torch.int32 and joined.decode("s") == [
-            *d.decode("s"),
-            *d.decode("s")[2:],
-        ]
-        assert joined["ids"]._lengths is joined["box"]._lengths
-
     @pytest.mark.parametrize(
         "call",
         [
@@ -754,11 +740,6 @@ class TestRows:
             with pytest.raises(IndexError):
                 d.rows[wrong]
 
-    def test_of_the_field_itself(self) -> None:
-        field = ragged()
-        assert len(field) == 4 and field[2].tolist() == [2, 3, 4] and field[[2, 1]].tolist() == [[2, 3, 4], []]
-        assert [row.tolist() for row in field] == ROWS and type(field[1:]) is Ragged
-
     def test_writes_to_a_row_are_seen(self) -> None:
         d: Any = made()
         d.rows[2]["ids"][:] = 9
@@ -772,24 +753,6 @@ class TestRows:
             r"^rows need fields that agree on their first dimension, this DeviceDict has 'x' \[3\], 'r' \[4, \*\]$",
         ):
             len(d.rows)
-
-    def test_split_shuffle_and_batches(self) -> None:
-        d: Any = made()
-        for parts in (d.rows.split(3), d.rows.split([3, 1]), list(d.rows.batches(3))):
-            assert [len(part.rows) for part in parts] == [3, 1] and cat(parts) == d
-        order = torch.randperm(4, generator=torch.Generator().manual_seed(1))
-        assert d.rows.shuffle(torch.Generator().manual_seed(1)) == d.rows[order]
-        batches = list(d.rows.batches(3, shuffle=True, generator=torch.Generator().manual_seed(1)))
-        assert cat(batches) == d.rows[order] and all(b["ids"].offsets is b["box"].offsets for b in batches)
-        groups = DeviceDict({"k": [1, 0, 1, 0], "r": ragged()}).rows.group_by("k")
-        assert {key: part["r"].tolist() for key, part in groups.items()} == {
-            0: [ROWS[1], ROWS[3]],
-            1: [ROWS[0], ROWS[2]],
-        }
-
-    def test_pickled_rows(self) -> None:
-        rows = pickle.loads(pickle.dumps(made().rows))
-        assert rows[:] == made() and rows[2] == made().rows[2]
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_loader(self, workers: int) -> None:

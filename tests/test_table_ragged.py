@@ -292,13 +292,7 @@ assert "/t/text.values.safetensors" in open("/proc/self/maps").read()
         found["text"].values[0] = 65  # a write is sent by value
         assert pickle.loads(ForkingPickler.dumps(found.rows))[0].decode("text") == "A" + "x" * 1999
 
-    def test_several_tables_as_one(self, tmp_path: Path) -> None:
-        paths = [written(tmp_path / "a", 4), written(tmp_path / "b", 0), written(tmp_path / "c", 3)]
-        whole = cat([load(path) for path in paths])
-        one, two = expected(4), expected(3)
-        assert plain(whole)["text"] == one["text"] + two["text"] and whole.decode("s") == one["s"] + two["s"]
-        assert plain(whole)["n"]["box"] == one["n"]["box"] + two["n"]["box"]
-        assert whole.rows[5].decode("text") == texts(3)[1] and len(whole.rows) == 7
+    def test_a_dense_and_a_ragged_column_are_not_joined(self, tmp_path: Path) -> None:
         dense = written(tmp_path / "d", 2)
         other = {**load(dense), "text": torch.zeros(2, 1).byte()}
         for one, two, message in (
