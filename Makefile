@@ -117,12 +117,14 @@ bench-more: .venv-bench/benchmarks
 	$(BENCH)/bench_distributed.py --json $(RESULTS)/distributed-cpu.json
 	$(BENCH)/bench_engines.py --json $(RESULTS)/engines-cpu.json
 	$(BENCH)/bench_gallery.py --json $(RESULTS)/gallery-cpu.json
+	$(BENCH)/bench_tasks.py --json $(RESULTS)/tasks-cpu.json
 	$(BENCH)/outputs.py --json $(RESULTS)/outputs-cpu.json
 
 # The programs of the gallery alone, in about two minutes.
 bench-gallery: .venv-bench/benchmarks
 	@mkdir -p $(RESULTS)
 	$(BENCH)/bench_gallery.py --json $(RESULTS)/gallery-cpu.json
+	$(BENCH)/bench_tasks.py --json $(RESULTS)/tasks-cpu.json
 
 # With the Python there is, as it has a torch for the GPU; it needs nothing else. What is not installed is left out.
 bench-gpu: export PYTHONPATH = .

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_gallery.py [--quick] [--rounds N] [--only TEXT] [--json PATH]
 
-First parts of the programs. Then whole programs: ``run`` of ``examples/NAME.py`` and of ``examples/plain_NAME.py``,
-after imports. Both must return the same result. All contenders compute with one thread.
+The programs are ``run`` of ``examples/NAME.py`` and of ``examples/plain_NAME.py``, after imports. Both must return the
+same result. All contenders compute with one thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import io
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -25,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import DICT, OURS, Case, Prepare, Run, folder, main, statement, two_ranks
-
-from tensordict_lite import DeviceDict
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -45,11 +42,6 @@ PROGRAMS: dict[str, Callable[[Path], tuple[Any, ...]]] = {
     "penguins": lambda _: (20, 0),
 }
 RANKS, RANK_ARGUMENTS = "ddp_penguins", (10, 0)
-
-
-def both(name: str) -> tuple[Any, Any]:
-    """An example, and the same with plain dicts."""
-    return importlib.import_module(name), importlib.import_module(f"plain_{name}")
 
 
 def program(name: str, *arguments: Any) -> tuple[Any, float]:
@@ -82,64 +74,6 @@ def program_case(name: str, run: Callable[[str], tuple[Any, float]]) -> Case:
         return lambda _: Run(lambda: run(of)[0], lambda: run(of)[1])
 
     return Case(name, "program", {DICT: contender(f"plain_{name}"), OURS: contender(name)})
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a program. ``m`` is the module of the contender, ``x`` what `data` makes of its container."""
-
-    example: str
-    data: Callable[[Any, type[dict[str, Any]]], Any]
-    code: str
-    plain: str = ""
-    result: str = ""
-
-
-SHAPES = "{key: list(value.shape) for key, value in out.items()}"  # for results that are random
-PARTS = {
-    "collate 32 images with boxes and strings": Part(
-        "classifier",
-        lambda example, _: [example.Boxes(0, 32)[i] for i in range(32)],
-        "out = m.collate_boxes(x)",
-        result="{key: value for key, value in out.items() if key != 'id'}",  # strings, which a DeviceDict encodes
-    ),
-    "collect a rollout": Part(
-        "ppo", lambda example, _: (example.Agent(), example.CartPoles(16, CPU)), "out = m.collect(*x)", result=SHAPES
-    ),
-    "shuffled minibatches of the rollout": Part(
-        "ppo",
-        lambda example, container: container(example.collect(example.Agent(), example.CartPoles(16, CPU))),
-        "for out in x.rows.flatten().rows.batches(256, shuffle=True): pass",
-        "for out in m.batches(m.flatten(x), 256): pass",
-        SHAPES,
-    ),
-    "collate 32 sequences of tokens, given as lists": Part(
-        "finetune",
-        lambda *_: [{"input_ids": list(range(n)), "labels": list(range(n))} for n in range(8, 40)],
-        "m.collate_training(x)",
-    ),
-    "average 4 small models": Part(
-        "soup", lambda example, container: [container(example.new_model().state_dict()) for _ in range(4)], "m.soup(x)"
-    ),
-    "mean of each group of 100,000 rows": Part(
-        "rows", lambda example, container: container(example.trips(100_000)), "m.fares(x)"
-    ),
-}
-
-
-def part_case(operation: str) -> Case:
-    part = PARTS[operation]
-    example, twin = both(part.example)
-
-    def contender(module: Any, container: type[dict[str, Any]], code: str) -> Prepare:
-        def make(_: Any) -> Any:
-            torch.manual_seed(0)
-            return part.data(example, container)
-
-        return statement(code, make, part.result, m=module)
-
-    contenders = {DICT: contender(twin, dict, part.plain or part.code), OURS: contender(example, DeviceDict, part.code)}
-    return Case(operation, "part", contenders)
 
 
 def plain_answers(model: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -180,7 +114,6 @@ def service_case(count: int) -> Case:
 
 def cases() -> list[Case]:
     return [
-        *(part_case(operation) for operation in PARTS),
         service_case(8),
         *(program_case(name, partial(alone, arguments_in=of)) for name, of in PROGRAMS.items()),
         program_case(RANKS, on_ranks),

@@ -21,7 +21,7 @@ from harness import DICT, OURS, PEER, code_lines
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ROOT / "examples"
-WITH_TABLES = ("performance", "engines", "gallery", "crashes")
+WITH_TABLES = ("performance", "engines", "gallery", "recipes", "crashes")
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in WITH_TABLES)]
 CHART = ROOT / "docs" / "charts" / "loader-bars.svg"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n\n)((?:\|.*\n)*)\n?")
@@ -182,11 +182,11 @@ FROM_RESULTS = {
             "TensorDict (x)": PEER,
         },
     ),
-    "gallery": Table(
-        "gallery",
-        {"part": "operation"},
+    "recipes": Table(
+        "tasks",
+        {"recipe": "operation"},
         {"DeviceDict (µs)": OURS, "plain dicts (µs)": DICT},
-        fields=("part",),
+        fields=("recipe",),
     ),
 }
 
@@ -386,6 +386,23 @@ def programs() -> Rows:
     return found
 
 
+def ten_tasks() -> Rows:
+    """Lines and times of each task of `bench_tasks.py`. Lines that two versions share do not count."""
+    found = [["task", "lines", "plain dicts: lines", "TensorDict: lines", "time (ms)"]]
+    found[0] += ["plain dicts: time (x)", "TensorDict: time (x)"]
+    defined = definitions(ROOT / "benchmarks" / "bench_tasks.py")
+    for one in lines("tasks"):
+        if (name := one["fields"]) != "recipe":
+            own, *others = (reached(defined, {f"{kind}{name}"}) for kind in ("", "plain_", "peer_"))
+            parts = [own - others[0], *(other - own for other in others)]
+            counts = [str(sum(defined[part][0] for part in part_names)) for part_names in parts]
+            medians = one["medians"]
+            ratios = [number(medians[who] / medians[OURS]) if who in medians else "" for who in (DICT, PEER)]
+            counts = [count if count != "0" else "" for count in counts]
+            found.append([one["operation"], *counts, number(1e3 * medians[OURS]), *ratios])
+    return found
+
+
 TRIED = {
     "power": ("power failures: a state of the disk after any step of a writer", "a whole flush, whole columns"),
     "kills": ("`SIGKILL` at a random time", "the rows of the last `flush`, or of the one that was running"),
@@ -409,7 +426,7 @@ def trust() -> Rows:
 TABLES: dict[str, Callable[[], Rows]] = {
     **FROM_RESULTS,
     **{table.__name__: table for table in (descriptors, speed, memory, kept, ranks, tasks, order, outputs)},
-    **{table.__name__: table for table in (slower, programs, trust)},
+    **{table.__name__: table for table in (slower, programs, ten_tasks, trust)},
 }
 
 

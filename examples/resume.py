@@ -8,6 +8,7 @@ Every 10 steps, rank 0 saves the weights, the optimizer, the random generator, a
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -94,7 +95,7 @@ def run(folder: Path) -> None:
     """Raise ``SystemExit`` if a weight differs, or if a row was lost or came again."""
 
     def start(world: int, name: str, resumed: bool, killed_at: int = 0) -> Any:
-        mp.start_processes(train, (world, folder, name, resumed, killed_at), nprocs=world, start_method="spawn")
+        mp.start_processes(train, (world, folder, name, resumed, killed_at), nprocs=world, start_method="forkserver")
         return torch.load(folder / f"{name}.pt", weights_only=True)
 
     whole = start(2, "whole", resumed=False)
@@ -113,5 +114,6 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["tensordict_lite"])  # imports torch once, not in each process
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder))

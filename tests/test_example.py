@@ -426,6 +426,15 @@ def test_the_pages_link_to_programs_and_notebooks_that_exist() -> None:
     assert {path.resolve() for path in programs} <= linked
 
 
+@pytest.mark.slow
+def test_the_tasks_and_recipes_of_the_gallery_do_the_same_with_plain_dicts() -> None:
+    harness, tasks = importlib.import_module("harness"), importlib.import_module("bench_tasks")
+    for case in tasks.cases():
+        runs = {who: case.contenders[who](None) for who in (harness.DICT, harness.OURS)}
+        plain, ours = (harness.plain(runs[who].result()) for who in runs)
+        assert case.equal(plain, ours), case.operation
+
+
 def test_every_picture_of_the_gallery_exists() -> None:
     pictures = re.findall(r"!\[.+?\]\((.*?)\)", GALLERY.read_text("utf-8"))
     assert len(pictures) == 3 and all((GALLERY.parent / picture).is_file() for picture in pictures)
