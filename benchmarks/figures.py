@@ -232,7 +232,7 @@ def speed() -> Rows:
     """Times in µs, and the last row of `kept`."""
     (_, *heads), *times = IN_README()
     ours, plain, _, peer = kept()[-1][1:]
-    memory = ["kept labels of 20 batches (KB)", ours, plain, peer]
+    memory = ["memory that labels of 20 batches hold (KB)", ours, plain, peer]
     return [["operation, µs", *(head.removesuffix(" (µs)") for head in heads)], *times, memory]
 
 

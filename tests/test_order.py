@@ -386,7 +386,8 @@ class TestMix:
         counts = counts[: len(weights)]
         share = np.array(weights) / sum(weights)
         whole = [*chain(*self.drawn(counts, weights, 1 << 12, stop, 1, epoch)[0])]
-        sources = np.array([mixed(counts, weights, stop=stop).source(row) for row in whole])
+        mix = mixed(counts, weights, stop=stop)
+        sources = np.array([mix.source(row) for row in whole])
         drawn = np.eye(len(counts))[sources].cumsum(0)
         assert (abs(drawn - np.arange(1, len(whole) + 1)[:, None] * share) < 1.001).all()
         ends = drawn[-1] / counts
