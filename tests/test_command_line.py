@@ -224,3 +224,5 @@ def test_a_pipe_that_closes_early_is_no_error(here: Path) -> None:
     command = f"{sys.executable} -m tensordict_lite t --describe"
     plain = subprocess.run(command.split(), capture_output=True, check=True, env=environment)
     assert plain.stdout.isascii() and not plain.stderr and b"\x1b" not in plain.stdout, "no colour, no progress"
+    closed = subprocess.run(f"{command} >&-", shell=True, capture_output=True, check=False)
+    assert closed.returncode == 0 and not closed.stderr
