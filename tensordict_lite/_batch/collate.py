@@ -7,7 +7,7 @@ the tensors of all fields. Only if torch refuses a sample, `_Walk.examine` looks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar, cast
@@ -44,10 +44,12 @@ PadLike = Mapping[Any, float | Pad]
 
 _Field = tuple[Any, Path, Any, FieldSpec]
 """What gets the tensor, see `_store`; the path; and the value and the spec for `make_fields`."""
-_NUMPY_TYPES: Mapping[Any, Any] = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.float64)}
+_FLOAT = np.dtype(np.float64)
+_NUMPY_TYPES = {
+    frozenset({bool}): np.dtype(np.bool_), frozenset({int}): np.dtype(np.int64),
+    frozenset({float}): _FLOAT, frozenset({int, float}): _FLOAT,
+}  # fmt: skip
 """The types of Python numbers that NumPy converts as torch does."""
-_MIXED: Any = {int, float}
-_FLOATS = (torch.float32, torch.float64)
 _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
     torch.empty(0, dtype=dtype, device="cpu").numpy().dtype: dtype for dtype in NUMPY_DTYPES
 }
@@ -303,10 +305,13 @@ class _Walk:
             return make_fields(self.fields, self.count, self.device, self.pack)
         return [whole(value, spec[0], self.device) for _, _, value, spec in self.fields]
 
-    def add(self, batch: Any, path: Path, value: Any) -> None:
-        """List a field that is whole, a tensor or an array. A tensor that cannot be packed is stored as it is."""
+    def add(self, batch: Any, path: Path, value: Any, dtype: torch.dtype | None = None) -> None:
+        """List a field that is whole, a tensor or an array. A tensor that cannot be packed is stored as it is.
+
+        ``dtype``: of the field of an array.
+        """
         if type(value) is np.ndarray:
-            self.fields.append((batch, path, value, (_NUMPY_DTYPES[value.dtype], value.shape, False)))
+            self.fields.append((batch, path, value, (dtype or _NUMPY_DTYPES[value.dtype], value.shape, False)))
         elif packable(value):
             self.fields.append((batch, path, value, (value.dtype, value.shape, False)))
         else:
@@ -314,13 +319,21 @@ class _Walk:
 
     # One method for each kind of value
 
-    def strings(self, batch: DeviceDict[Any], path: Path, values: Sequence[str]) -> object:
+    def strings(self, batch: DeviceDict[Any], path: Path, values: Sequence[str], differ: bool = False) -> object:
+        """Strings. Those of a ragged field are encoded without padding. ``differ``: the field may differ in length."""
         encoder = batch._policy.encoder(path[-1])
+        if differ and not self.is_ragged(path):
+            return self.one_by_one(batch, path, values)
         try:
-            codes = encode_nested(encoder, list(values), (self.count,))
+            codes: Any = encode_ragged(encoder, values) if differ else encode_nested(encoder, [*values], (self.count,))
         except (TypeError, ValueError, LookupError) as error:
             return self.one_by_one(batch, path, values, with_path(error, path))  # its error names the sample
-        return self.add_codes(batch, path, codes, encoder)
+        if not differ:
+            return self.add_codes(batch, path, codes, encoder)
+        if codes is None:
+            return self.one_by_one(batch, path, values)
+        self.add_rows(batch, path, codes[0].to(self.device), codes[1].tolist())
+        return encoder
 
     def tensors(self, batch: DeviceDict[Any], path: Path, values: Sequence[Tensor]) -> None:
         """Plain tensors. The first stands for all: torch.stack compares the others, but would promote their dtypes."""
@@ -346,11 +359,7 @@ class _Walk:
         kind = type(values[0])
         kinds = set(map(type, chain.from_iterable(values))) if kind is list else {kind}
         found = _as_numbers(values, kinds, batch, path)
-        if found is None:
-            return self.others(batch, path, values)
-        array, dtype = found
-        self.fields.append((batch, path, array, (dtype, array.shape, False)))
-        return None
+        return self.others(batch, path, values) if found is None else self.add(batch, path, *found)
 
     def arrays(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
         """NumPy arrays or NumPy numbers. NumPy stacks those of one shape and dtype; it would promote others."""
@@ -504,19 +513,6 @@ class _Walk:
                 raise TypeError(
                     f"{dotted(where)}: expected tensors for a ragged field, got kept objects; leave the key out"
                 )
-
-    def strings_that_differ(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> object:
-        """Strings. Those of a ragged field are encoded without padding."""
-        encoder = batch._policy.encoder(path[-1])
-        try:
-            codes = encode_ragged(encoder, values) if self.is_ragged(path) else None
-        except (TypeError, ValueError) as error:
-            return self.one_by_one(batch, path, values, with_path(error, path))  # its error names the sample
-        if codes is None:
-            return self.one_by_one(batch, path, values)
-        flat, lengths = codes
-        self.add_rows(batch, path, flat.to(self.device), lengths.tolist())
-        return encoder
 
     def add_rows(self, batch: DeviceDict[Any], path: Path, values: Any, lengths: Sequence[int]) -> None:
         """List a ragged field. ``values``: of all rows, a tensor or an array; or a list of tensors to concatenate."""
@@ -734,7 +730,7 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
     Tensor: _Walk.tensors,
     dict: _Walk.nested,
     str: _Walk.strings,
-    **dict.fromkeys((list, *_NUMPY_TYPES), _Walk.numbers),
+    **dict.fromkeys((list, bool, int, float), _Walk.numbers),
     **dict.fromkeys((np.ndarray, *[dtype.type for dtype in _NUMPY_DTYPES]), _Walk.arrays),
 }
 """How to convert the values of a field if all have this type. `_Walk.others` converts all others."""
@@ -742,7 +738,7 @@ _DIFFERENT: Mapping[Any, Callable[..., Any]] = {
     Tensor: _Walk.differ,
     dict: _Walk.nested,
     list: _Walk.lists_that_differ,
-    str: _Walk.strings_that_differ,
+    str: partial(_Walk.strings, differ=True),
 }
 """The same for fields in ``pad`` or ``ragged``."""
 
@@ -765,22 +761,19 @@ def _as_numbers(
 
     None if the general conversion must decide.
     """
-    kind = float if kinds == _MIXED else next(iter(kinds), None) if len(kinds) == 1 else None
-    if kind not in _NUMPY_TYPES:
+    kind, typed = _NUMPY_TYPES.get(frozenset(kinds)), cast(Any, batch)
+    if kind is None:
         return None
-    wanted = batch._policy.dtype or torch.get_default_dtype()
-    dtype = own = wanted if kind is float else _NUMPY_DTYPES[_NUMPY_TYPES[kind]]
-    if batch._has_fields:
-        typed: Any = batch
-        dtype = typed._declared_dtype(path[-1], own) or own
-    if dtype not in _FLOATS and (kind is float or dtype is not own):
+    own = (batch._policy.dtype or torch.get_default_dtype()) if kind is _FLOAT else _NUMPY_DTYPES[kind]
+    dtype = (batch._has_fields and typed._declared_dtype(path[-1], own)) or own
+    if dtype not in (torch.float32, torch.float64) and (kind is _FLOAT or dtype is not own):
         return None
     try:
-        array = np.array(items, _NUMPY_TYPES[kind])
+        array = np.array(items, kind)
     except (ValueError, OverflowError):  # ragged lists, and integers that are too large
         return None
     # torch makes numbers that float32 cannot hold infinite, where NumPy would warn. It converts ints through a double.
-    return (array if dtype is own else array.astype(np.float64)), dtype
+    return (array if dtype is own else array.astype(_FLOAT)), dtype
 
 
 def _collate_default(batch: Sequence[DeviceDict[Any]], *, collate_fn_map: object = None) -> DeviceDict[Any]:

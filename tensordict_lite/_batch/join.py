@@ -113,13 +113,10 @@ def _join(trees: Sequence[TreeDict[Any]], device: torch.device | None, how: Join
         elif encoder is not None and not any(field_encoder(tree, key) for tree in trees):
             encoder = None
         path, first = (*at, key), values[0]
-        is_nested = isinstance(first, TreeDict)
+        is_nested, kind = isinstance(first, TreeDict), kind_of(first, encoder)
         if not (is_nested and {type(first)}.issuperset(map(type, values))) and len(set(map(kind_of, values))) > 1:
             raise_mismatch(values, path, "dict")
-        if is_nested:
-            items[key] = _join(values, device, how, path)
-        else:
-            items[key] = kind_of(first, encoder).join(values, encoder, path, how)
+        items[key] = _join(values, device, how, path) if is_nested else kind.join(values, encoder, path, how)
     return trees[0]._new(items, device, policy)
 
 

@@ -41,22 +41,18 @@ def make_fields(fields: Sequence[Any], count: int, device: torch.device, pack: b
 
 def _fill(layout: Layout, values: Sequence[Any], out: list[Any], count: int, device: torch.device, total: int) -> None:
     """Make the fields of a layout, in a batch of ``total`` bytes."""
-    members, step, nbytes = layout.runs[0].members, layout.runs[0].step, layout.runs[0].nbytes
-    if len(layout.runs) == 1 and device is CPU and not in_shared_memory(layout.nbytes, total):
-        here = [values[i] for i in members]
-        if (len(members) == 1 or step == nbytes) and {tuple}.issuperset(map(type, here)):
-            stacked = torch.stack([*chain.from_iterable(here)])  # its storage is the buffer
-            if stacked.requires_grad or stacked.layout is not torch.strided or not stacked.is_contiguous():
-                raise RuntimeError("the samples cannot be packed")
-            # Each part of `unsafe_split` has its own version counter. `unbind` would need `.data` too.
-            parts = [stacked] if len(members) == 1 else stacked.unsafe_split(count)
-            for i, part in zip(members, parts, strict=True):
-                out[i] = part
-            return
-        if len(members) == 1:  # torch aligns memory better than NumPy
-            dtype, shape = layout.runs[0][:2]
-            out[members[0]] = whole(here[0], dtype, CPU, torch.empty(shape, dtype=dtype, device=CPU))
-            return
+    run = layout.runs[0]
+    here = [values[i] for i in run.members]
+    stacks = len(layout.runs) == 1 and {tuple}.issuperset(map(type, here)) and device is CPU
+    if stacks and (len(here) == 1 or run.step == run.nbytes) and not in_shared_memory(layout.nbytes, total):
+        stacked = torch.stack([*chain.from_iterable(here)])  # its storage is the buffer
+        if stacked.requires_grad or stacked.layout is not torch.strided or not stacked.is_contiguous():
+            raise RuntimeError("the samples cannot be packed")
+        # Each part of `unsafe_split` has its own version counter. `unbind` would need `.data` too.
+        parts = [stacked] if len(here) == 1 else stacked.unsafe_split(count)
+        for i, part in zip(run.members, parts, strict=True):
+            out[i] = part
+        return
     storage = new_batch_buffer(layout, device, total).untyped_storage()
     for run in layout.runs:
         region, members = view_over(storage, run.dtype, *run.region, device), run.members

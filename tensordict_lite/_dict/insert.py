@@ -19,7 +19,7 @@ from .._errors import DeviceMismatchError, Path, device_mismatch, refuse_deeper,
 from .._memory.device import canonical
 from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
-from .._tree.convert import Converted, convert, holds_strings
+from .._tree.convert import Converted, convert, holds_numbers, holds_strings
 from .._tree.inside import kept_tensors, nests, path_inside
 from .._tree.kinds import KEPT, NESTED, Home, Misplaced, kind_of
 from .._tree.missing import closest, keys_in
@@ -203,8 +203,11 @@ def convert_for(d: TreeDict[Any], value: Any, target: torch.device, path: Path) 
     """`convert` a value for a field of ``d``. Python numbers get the dtype that the class of ``d`` declares."""
     typed: Any = d
     made = convert(value, target, d._policy, path)
-    dtype = typed._dtype_of_numbers(path[-1], value, made.value) if d._has_fields else None
-    return made if dtype is None else convert(value, target, d._policy, path, dtype)
+    if d._has_fields and type(value) in (int, float, list, tuple) and isinstance(made.value, Tensor):
+        dtype = typed._declared_dtype(path[-1], made.value.dtype, made.value.numel() > 0)
+        if dtype is not None and holds_numbers(value):  # an array is never cast
+            return convert(value, target, d._policy, path, dtype)
+    return made
 
 
 def _ragged_rows(

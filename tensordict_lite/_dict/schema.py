@@ -20,7 +20,7 @@ from .._errors import described
 from .._tree.missing import closest
 from .._tree.policy import OPTIONS
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict
+from .._tree.tree import TreeDict, builtin_dict
 
 _STORED_AS_TENSORS = (bool, int, float, complex, str, bytes, np.ndarray, np.generic)
 _CLASS_VAR = re.compile(r"""['"]?(\w+\.)*ClassVar\b""")
@@ -164,7 +164,6 @@ class Schema:
     def __init__(self, cls: type, fields: Mapping[str, DeclaredField]) -> None:
         self.name = cls.__name__
         self.fields = fields
-        self.required = frozenset(name for name, field in fields.items() if not field.optional)
         self.encoders = {name: one.encoder for name, one in fields.items() if one.encoder is not None}
         self.nested = {name: kind for name, field in fields.items() for kind in field.kinds if _is_tree(kind)}
         # A nested dict may have shapes. Its schema cannot be asked: it may be this schema, which is incomplete here.
@@ -178,16 +177,12 @@ class Schema:
         """
         found = 0
         for name, field in self.fields.items():
-            value = dict.get(items, name)  # `DeviceDict` overrides `get`
-            if value is None:
-                if not field.optional:
-                    return False
+            if field.optional and builtin_dict.get(items, name) is None:
                 continue
-            found += 1
+            found, value = found + 1, builtin_dict.get(items, name)
             if not field.fits(value, sizes):
                 return False
-            encoder = field.encoder
-            if encoder is not None:
+            if (encoder := field.encoder) is not None:
                 codes = encoder.code_dtype or torch.int64
                 if encoders.get(name, encoder) is not encoder or value.dtype is not codes:
                     return False
@@ -196,27 +191,20 @@ class Schema:
     def check_names(self, items: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for names that are not fields, and for None unless the field accepts any object."""
         for name, value in items.items():
-            if value is None or name not in self.fields:
-                break
-        else:
-            return
-        unknown = sorted(name for name in items.keys() - self.fields.keys() if isinstance(name, str))
-        if unknown:
-            # It may be a misspelled option.
-            close = closest(unknown[0], self.fields) or closest(unknown[0], OPTIONS, 0.8)
-            option = "the option " if close in OPTIONS else ""
-            guess = f", did you mean {option}{close!r}?" if close else "."
-            raise TypeError(
-                f"{self.name} has no field {unknown[0]!r}{guess} Its fields are {', '.join(self.fields) or 'none'}"
-            )
-        for name, value in items.items():
-            if value is None and not any(kind in (object, NoneType) for kind in self.fields[name].kinds):
-                raise TypeError(f"{self.name}.{name}: expected {self.fields[name].shown}, got None")
+            field = self.fields.get(name)
+            if field is None and isinstance(name, str):
+                # It may be a misspelled option.
+                close = closest(name, self.fields) or closest(name, OPTIONS, 0.8)
+                guess = f", did you mean {'the option ' if close in OPTIONS else ''}{close!r}?" if close else "."
+                known = ", ".join(self.fields) or "none"
+                raise TypeError(f"{self.name} has no field {name!r}{guess} Its fields are {known}")
+            if value is None and field is not None and object not in field.kinds:
+                raise TypeError(f"{self.name}.{name}: expected {field.shown}, got None")
 
     def check_required(self, items: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` for missing required fields."""
-        if not self.required <= items.keys():
-            missing = [name for name in self.fields if name in self.required and name not in items]
+        missing = [name for name, field in self.fields.items() if not field.optional and name not in items]
+        if missing:
             names = ", ".join(map(repr, missing))
             verb = "is" if len(missing) == 1 else "are"
             raise TypeError(f"{names} {verb} missing; the fields of {self.name} are {', '.join(self.fields)}")

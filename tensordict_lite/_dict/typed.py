@@ -16,7 +16,6 @@ from typing_extensions import Self, Unpack, dataclass_transform
 from .._encoders.protocol import StringEncoder
 from .._errors import Path, described, with_path
 from .._memory.device import DeviceLike
-from .._tree.convert import holds_numbers
 from .._tree.policy import OPTIONS, Encoders, OptionFields, Options, refuse_positional
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, builtin_dict
@@ -226,7 +225,7 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         Raises ``TypeError`` for a key that is not a field.
         """
         # Only a dict under construction is empty. A field with a default cannot be deleted.
-        given = self._without_none(data) if self else self._drop_none(data)
+        given = self._drop_none(data, not self)
         if not torch.compiler.is_compiling():  # pragma: no branch  (traced, not executed)
             try:
                 self._schema().check_names(given)
@@ -241,13 +240,6 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
         return key in schema.nested or (
             field is not None and all(issubclass(kind, (Tensor, Ragged)) for kind in field.classes)
         )
-
-    def _dtype_of_numbers(self, key: str, value: Any, stored: Any) -> torch.dtype | None:
-        """The declared dtype for a field of Python numbers; None if it is the dtype of ``stored``, their tensor."""
-        if type(value) not in (int, float, list, tuple) or not isinstance(stored, Tensor):
-            return None
-        dtype = self._declared_dtype(key, stored.dtype, stored.numel() > 0)
-        return dtype if dtype is not None and holds_numbers(value) else None  # an array is never cast
 
     def _declared_dtype(self, key: str, dtype: torch.dtype, filled: bool = True) -> torch.dtype | None:
         """The declared dtype for a field of Python numbers; None if it is theirs. ``filled``: there are numbers."""
@@ -315,15 +307,11 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
             raise ValueError(reason)
 
     @classmethod
-    def _drop_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``data`` without optional fields whose value is None, and with the defaults of absent fields."""
-        given = cls._without_none(data)
-        return {**given, **cls._absent_defaults(data)} if cls._defaults else given
-
-    @classmethod
-    def _without_none(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _drop_none(cls, data: Mapping[str, Any], complete: bool = True) -> Mapping[str, Any]:
+        """``data`` without optional fields whose value is None. ``complete``: with the defaults of absent fields."""
         optional = cls._optional
-        return {k: v for k, v in data.items() if v is not None or k not in optional} if optional else data
+        given = {k: v for k, v in data.items() if v is not None or k not in optional} if optional else data
+        return {**given, **cls._absent_defaults(data)} if complete and cls._defaults else given
 
     @classmethod
     def _absent_defaults(cls, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from .policy import Policy
 
 _SCALARS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFloat)
 _NUMBERS = (*_SCALARS, np.bool_, np.number)
-_PYTHON_NUMBERS = {bool, int, float}
 _STRING_KINDS = "UT"  # NumPy's fixed-width and variable-width strings
 _NUMBER_KINDS = "biufc"
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -219,7 +218,7 @@ def _sequence(
     if not kinds:
         encoded = path[-1] in policy.encoders
         return _strings(value, policy, path) if encoded else Converted(_numbers(value, device, policy, path, dtype))
-    if kinds <= _PYTHON_NUMBERS or all(issubclass(kind, _NUMBERS) for kind in kinds):
+    if all(issubclass(kind, _NUMBERS) for kind in kinds):
         tensor = _numbers(value, device, policy, path, dtype)
         # torch reads the length from the first list only and drops the numbers of the others. On meta it compares none.
         if not tensor.numel() or (tensor.is_meta and _unequal(value, path)):
