@@ -104,23 +104,23 @@ def torch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param == "default device":
         for name in ("add_column", "drop_column", "join_parts", "load", "load_parts", "repair", "verify"):
             if function := getattr(request.module, name, None):
-                monkeypatch.setattr(request.module, name, on_the_simulated_device(function))
+                monkeypatch.setattr(request.module, name, on_the_accelerator(function))
         for owner, names in (
             (RowWriter, ("__init__", "write", "flush", "close")),
             (tensordict_lite.JoinedRows, ("__getitem__", "__getitems__")),
         ):
             for name in names:
-                monkeypatch.setattr(owner, name, on_the_simulated_device(getattr(owner, name)))
+                monkeypatch.setattr(owner, name, on_the_accelerator(getattr(owner, name)))
     with torch.inference_mode(request.param == "inference mode"):
         yield
 
 
-def on_the_simulated_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the simulated device as the default device while it runs."""
+def on_the_accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the device to test on as the default device while it runs."""
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        with torch.device("sim:0"):
+        with torch.device(TEST_DEVICE or "sim", 0):
             return function(*args, **options)
 
     return call

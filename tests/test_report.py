@@ -191,7 +191,7 @@ class TestCopies:
         assert len(list(batches)) == 20
         report = batches.report()
         assert report.alone == {
-            "'obs.image'": "is larger than 64 KiB",
+            "'obs.image'": "is larger than 32 KiB",
             "'learned'": "requires grad",
             "'other'": "is no plain dense tensor",
         }

@@ -57,9 +57,11 @@ def journey(batch: Any, target: torch.device) -> Journey:
     copies, apart, pageable, alone = 0, 0, 0, dict[str, str]()
     for source, tensors in places.items():
         plan = plan_copies(tensors, source, target, non_blocking=True)
-        items = [*plan.staged, *plan.one_by_one]
-        copies += sum(len(chunk.parts) for chunk in plan.coalesced) + len(items)
-        apart += sum(len(chunk.together.members) for chunk in plan.coalesced)
+        parts = [part.members for chunk in plan.coalesced for part in chunk.parts]
+        singles = [i for i, *others in parts if not others]
+        items = [*singles, *plan.staged, *plan.one_by_one]
+        copies += len(parts) - len(singles) + len(items)
+        apart += sum(map(len, parts)) - len(singles)
         for tensor in [tensors[item] for item in items if isinstance(item, int)]:
             alone[names.get(id(tensor), described(tensor))] = _why_alone(tensor)
         if plan.pins and source == CPU:

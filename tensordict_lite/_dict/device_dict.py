@@ -553,13 +553,13 @@ class DeviceDict(TreeDict[V]):
         memory; this dict is then unchanged.
 
         Cost: nothing on the current device, for any number of fields. A packed dict (see `pack`) is copied as one
-        tensor. Other dicts: tensors of up to 64 KiB are coalesced in buffers, each of which is copied at once. Larger
+        tensor. Other dicts: tensors of up to 32 KiB are coalesced in buffers, each of which is copied at once. Larger
         tensors are copied one by one. A cast copies each tensor that changes. In a packed dict it is one copy into a
         new storage, on the side where it makes the copy smaller.
 
         Waits: up to 16 MiB go to an accelerator with pinned memory without a wait for other work on the stream; the
-        coalesced tensors do not count. The host waits if it moves more, if a tensor cannot be packed, or if 32 MiB are
-        on their way. A copy to the host waits for the stream.
+        coalesced tensors do not count. The host waits if it moves more, or more than 1 MiB of pinned memory, if a
+        tensor cannot be packed, or if 32 MiB are on their way. A copy to the host waits for the stream.
 
         >>> d = DeviceDict({"x": [0.5], "id": [7]})
         >>> d.to("cpu") is d

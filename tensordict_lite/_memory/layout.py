@@ -178,7 +178,7 @@ def lay_out_apart(groups: tuple[Group, ...]) -> tuple[Layout, ...]:
 
 
 class Chunk(NamedTuple):
-    """Buffers of several fields each, one after another."""
+    """Buffers, one after another."""
 
     together: Layout
     """The layout of one buffer for all fields, in which each part is at a multiple of `ALIGNMENT`."""
@@ -186,20 +186,23 @@ class Chunk(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def lay_out_in_chunks(groups: tuple[Group, ...], limit: int) -> tuple[Chunk, ...]:
+def lay_out_in_chunks(groups: tuple[Group, ...], limit: int, alone: bool = False) -> tuple[Chunk, ...]:
     """The buffers of `lay_out_apart` that have several fields, in chunks of at most ``limit`` bytes, or of one part.
 
-    Every field has elements.
+    ``alone``: buffers of one field each instead. Every field has elements.
     """
+    if alone:
+        every = [lay_out([(spec, (i,))]) for spec, members in lay_out(groups).groups for i in members]
+    else:
+        every = [layout for layout in lay_out_apart(groups) if len(layout.members) > 1]
     chunks: list[list[Layout]] = []
     used = 0
-    for layout in lay_out_apart(groups):
-        if len(layout.members) > 1:
-            if not chunks or used + layout.nbytes > limit:
-                chunks.append([])
-                used = 0
-            chunks[-1].append(layout)
-            used += layout.nbytes
+    for layout in every:
+        if not chunks or used + layout.nbytes > limit:
+            chunks.append([])
+            used = 0
+        chunks[-1].append(layout)
+        used += aligned(layout.nbytes)
     # Fields with equal specs are next to each other in the parts too.
     return tuple([Chunk(lay_out([group for part in parts for group in part.groups]), tuple(parts)) for parts in chunks])
 

@@ -40,7 +40,7 @@ COUNTABLE = [*FLOATS, torch.complex64, torch.int8, torch.int16, torch.int32, tor
 """The dtypes for which the CPU has ``add_``."""
 DTYPES = [*COUNTABLE, torch.float32, torch.float32, torch.int64, torch.bool, torch.uint16, torch.float8_e4m3fn]
 SIZES = [1, 9, 9, 100, 100, 1000, 1000, 20_000, 20_000, 300_000]
-"""Elements of a tensor. The engine treats 64 KiB, 1 MiB and 2 MiB differently; a few dicts are larger than 16 MiB."""
+"""Elements of a tensor. The engine treats 32 KiB, 1 MiB and 2 MiB differently; a few dicts are larger than 16 MiB."""
 LAYOUTS = ["plain", "plain", "plain", "gaps", "transposed", "offset", "expanded", "shared", "grad", "tie", "empty"]
 
 

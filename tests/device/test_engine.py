@@ -23,7 +23,7 @@ from tensordict_lite._memory.device import capabilities
 from tensordict_lite._memory.layout import SMALL, may_share
 from tensordict_lite._memory.packed import arrange
 from tensordict_lite._memory.staging import SLOT, SLOTS, Slot, Staging, staging_of
-from tensordict_lite._memory.transfer import COALESCED_TENSOR, STAGED_MOVE
+from tensordict_lite._memory.transfer import COALESCED_TENSOR, STAGED_MOVE, STAGED_PINNED
 
 D0, D1 = torch.device("sim", 0), torch.device("sim", 1)
 KIB, MIB = 1 << 10, 1 << 20
@@ -63,6 +63,12 @@ def overwrite(d: DeviceDict) -> None:
         value.fill_(-1)
 
 
+def reads_late(d: DeviceDict) -> bool:
+    """Whether much of a pinned dict is copied from where it is, with a wait."""
+    large = [t.nbytes for t in d.values() if d.is_packed or t.nbytes > COALESCED_TENSOR]
+    return sum(large) > STAGED_PINNED
+
+
 SHAPES = {
     "one small": (1, 64), "two small": (2, 64), "40 x 100 kB": (40, 100_000), "one of 3 MiB": (1, 3 * MIB),
     "200 x 4 KiB": (200, 4 * KIB), "3 x 5 MiB": (3, 5 * MIB),
@@ -87,10 +93,11 @@ class TestToTheDevice:
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
     def test_a_pinned_source_is_free_too(self, shape: tuple[int, int], pack: bool) -> None:
         d = (batch(*shape).pack() if pack else batch(*shape)).pin_memory()
-        with strict.held() as stream:
+        late = reads_late(d)
+        with strict.held(seconds=0.05 if late else 10.0) as stream:
             moved = d.to(D0)
             overwrite(d)
-        assert stream.in_time and is_batch(moved)
+        assert stream.in_time is not late and is_batch(moved)
 
     @pytest.mark.parametrize("pack", [False, True])
     def test_a_large_pinned_source_that_nobody_waits_for_is_read_from_where_it_is(self, pack: bool) -> None:
@@ -197,7 +204,7 @@ class TestToTheHost:
         assert is_batch(back, 1) and not any(t.is_pinned() for t in back.values())
         assert pack or keep_little(back)
 
-    @pytest.mark.parametrize(("count", "nbytes", "waits"), [(300, 512, 1), (100, COALESCED_TENSOR, 4), (2, 64, 1)])
+    @pytest.mark.parametrize(("count", "nbytes", "waits"), [(300, 512, 1), (100, COALESCED_TENSOR, 2), (2, 64, 1)])
     def test_small_tensors_share_a_wait(self, count: int, nbytes: int, waits: int) -> None:
         d = DeviceDict({f"k{i}": torch.full((nbytes // 4,), float(i), device=D0) for i in range(count)})
         strict.reset()
@@ -712,17 +719,18 @@ class TestStaticInputs:
     @pytest.mark.parametrize("pin", [False, True])
     @pytest.mark.parametrize("pack", [False, True])
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-    def test_a_pageable_source_is_free_and_nobody_waits(self, shape: tuple[int, int], pack: bool, pin: bool) -> None:
+    def test_a_source_is_free(self, shape: tuple[int, int], pack: bool, pin: bool) -> None:
         static = batch(*shape).to(D0)
         static = static.pack() if pack else static
         d = batch(*shape, start=5)
         d = d.pack() if pack else d
         d = d.pin_memory() if pin else d
         tensors = list(static.values())
-        with strict.held() as stream:
+        late = pin and reads_late(d)
+        with strict.held(seconds=0.05 if late else 10.0) as stream:
             static.fill_(d, non_blocking=not pin)
             overwrite(d)
-        assert stream.in_time and is_batch(static, 5) and tensors == list(static.values())
+        assert stream.in_time is not late and is_batch(static, 5) and tensors == list(static.values())
 
     def test_one_copy_from_a_packed_dict(self) -> None:
         static, d = batch(9, 100_000).pack().to(D0), batch(9, 100_000, 3).pack().pin_memory()
