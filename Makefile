@@ -130,6 +130,7 @@ bench-gallery: .venv-bench/benchmarks
 bench-gpu: export PYTHONPATH = .
 bench-gpu:
 	@mkdir -p $(RESULTS)
+	$(PYTHON) benchmarks/bench_moves.py --json $(RESULTS)/moves-gpu.json
 	$(PYTHON) benchmarks/bench_transfer.py --json $(RESULTS)/transfer-gpu.json
 	-$(PYTHON) benchmarks/plot.py $(RESULTS)/transfer-gpu.json $(RESULTS)/transfer-gpu.svg
 	$(PYTHON) benchmarks/bench_loader.py --json $(RESULTS)/loader-gpu.json

@@ -32,7 +32,9 @@ Line = dict[str, Any]
 
 @cache
 def results(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}-cpu.json").read_text(encoding="utf-8"))
+    """The results of a program, on the CPU unless the name says ``-gpu``."""
+    file = name if name.endswith("-gpu") else f"{name}-cpu"
+    return json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
 
 
 def lines(name: str, operations: Iterable[str] = (), fields: Iterable[str] = ()) -> list[Line]:
@@ -226,6 +228,23 @@ def kept() -> Rows:
         if what.startswith("keep"):
             found.append([where, *(number(one["medians"][who] / 1000) for who in KEPT.values())])
     return found
+
+
+def gpu() -> Rows:
+    """The least times of moves to a GPU and back."""
+    found = [["move", "fields", "DeviceDict (µs)", "loop (µs)"]]
+    for operation in ON_GPU:
+        for line in lines("moves-gpu", [operation], GPU_SIZES):
+            times = [number(1e6 * line["minima"][who]) for who in (OURS, "loop")]
+            found.append([operation, line["fields"], *times])
+    return found
+
+
+ON_GPU = (
+    "to the device", "to the device, from pinned memory", "to the device, from pinned memory, of `collate`",
+    "to the host", "to the host, of `collate`", "a training step", "a training step, from pinned memory",
+)  # fmt: skip
+GPU_SIZES = ("8 x 2 KB", "40 x 2 KB", "200 x 2 KB", "40 x 200 KB", "4 x 2 MB")
 
 
 def speed() -> Rows:
@@ -425,7 +444,7 @@ def trust() -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     **FROM_RESULTS,
-    **{table.__name__: table for table in (descriptors, speed, memory, kept, ranks, tasks, order, outputs)},
+    **{table.__name__: table for table in (descriptors, gpu, speed, memory, kept, ranks, tasks, order, outputs)},
     **{table.__name__: table for table in (slower, programs, ten_tasks, trust)},
 }
 

@@ -17,14 +17,14 @@ multiple, so every kernel accepts the fields."""
 SMALL = 64 << 10
 """The largest buffer in bytes for fields of any size: see `may_share`.
 
-Time with other limits / with 64 KiB: processor time of a batch from a worker, and moves of 2 KB fields to a device
-(`tests/device`). Larger buffers would gain little, and a kept field would keep more.
+Time with other limits / with 64 KiB: processor time of a batch from a worker, and moves of 2 KB fields to an H100.
+Larger buffers would gain little, and a kept field would keep more.
 
 ======= ========== =========== ============ ============= ======= ========
 limit   8 of 8 KiB 40 of 2 KiB 200 of 512 B 200 of 16 KiB move 40 move 200
 ======= ========== =========== ============ ============= ======= ========
-16 KiB  1.20       1.15        1.01         1.73          1.46    2.03
-256 KiB 1.02       1.05        1.00         0.82          0.82    1.02
+16 KiB  1.20       1.15        1.01         1.73          1.30    1.56
+256 KiB 1.02       1.05        1.00         0.82          0.84    0.90
 ======= ========== =========== ============ ============= ======= ========
 """
 SHARE = 4

@@ -136,8 +136,10 @@ class TestToTheDevice:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
     @pytest.mark.parametrize("pack", [False, True])
     @pytest.mark.parametrize("shape", [(1, 64), (9, 100_000), (1, 3 * MIB)])
-    def test_casts(self, shape: tuple[int, int], pack: bool, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("pin", [False, True])
+    def test_casts(self, shape: tuple[int, int], pack: bool, dtype: torch.dtype, pin: bool) -> None:
         d = batch(*shape).pack() if pack else batch(*shape)
+        d = d.pin_memory() if pin else d
         with strict.held() as stream:
             moved = d.to(D0, dtype)
             overwrite(d)
