@@ -157,8 +157,8 @@ class TestWindows:
             ),
             ({"obs": [0], ("obs", "x"): [0]}, {}, ValueError, "'obs.x' and 'obs' are windows of the same field"),
             ({("obs", "x"): [0], "obs": [0]}, {}, ValueError, "'obs' and 'obs.x' are windows of the same field"),
-            ({"k": [0]}, {}, TypeError, "'k': windows takes tensor fields, got a list"),
-            ({"j": [0]}, {}, TypeError, "'j': windows takes rows of one shape, got a ragged field"),
+            ({"k": [0]}, {}, TypeError, "'k': windows takes rows of one shape, got a list"),
+            ({"j": [0]}, {}, TypeError, "'j': windows takes rows of one shape, got a Ragged"),
         ],
     )
     def test_errors(self, spans: Any, options: Any, error: type[Exception], message: str) -> None:

@@ -403,9 +403,13 @@ class _Walk:
 
     def keep(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> None:
         """A list with one item for each sample. An insert applies the rule for devices to the tensors in it."""
+        builtin_dict.__setitem__(batch, path[-1], self.inserted(batch, path, list(values))[path[-1]])
+
+    def inserted(self, batch: DeviceDict[Any], path: Path, value: Any) -> DeviceDict[Any]:
+        """A dict with the options of the batch, and a value that an insert stored in it."""
         holder = DeviceDict[Any]._new((), self.device, batch._policy)
-        insert(holder, {path[-1]: list(values)}, at=path[:-1])
-        builtin_dict.__setitem__(batch, path[-1], holder[path[-1]])
+        insert(holder, {path[-1]: value}, at=path[:-1])
+        return holder
 
     def by_function(
         self, batch: DeviceDict[Any], path: Path, values: Sequence[Any], functions: Sequence[Any]
@@ -428,8 +432,7 @@ class _Walk:
             joined = function(list(values), collate_fn_map=torch_collate.default_collate_fn_map)
         except RuntimeError as error:
             raise_mismatch(values, path, "sample", error)
-        holder = DeviceDict[Any]._new((), self.device, batch._policy)
-        insert(holder, {key: joined}, at=path[:-1])
+        holder = self.inserted(batch, path, joined)
         value = holder[key]
         if isinstance(value, Tensor):
             self.add(batch, path, value)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from math import inf
+from operator import getitem
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from .._memory.dense import is_dense
 from .._memory.device import intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES, dtype_of
 from .._memory.write import FOREACH_CLASSES, Call, Risky, overlap_partly, plain, refusal, unlike, write_all
-from .._tree.fields import data_paths, fields, refuse_other_trees, value_at
+from .._tree.fields import data_paths, fields, refuse_other_trees
 from .._tree.kinds import KEPT, RAGGED
 from .._tree.tree import TreeDict, data_in, data_of
 from .._tree.walk import only_tensors
@@ -54,7 +55,7 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
     for field in fields(d):
         if field.kind is KEPT:
             continue
-        theirs = value_at(other, field.path)
+        theirs: Any = reduce(getitem, field.path, other)
         if device is not None and theirs.device != device:
             raise device_mismatch(field.path, device, theirs.device, f"move the other with .to({str(device)!r})")
         if field.kind is RAGGED:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .._errors import Path, described, dotted
-from .._tree.fields import ragged_paths
-from .._tree.ragged import Ragged
+from .._tree.fields import fields
+from .._tree.kinds import KEPT, RAGGED
 from .._tree.row_index import row_index, row_indices
 from .._tree.tree import TreeDict
 from .._tree.walk import as_path
@@ -116,10 +116,9 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
 
 def _require_rows(d: Any, key: Any) -> None:
     """Raise unless each row of a field has the same shape."""
-    if not isinstance(d[key], (Tensor, Ragged, TreeDict)):
-        raise TypeError(f"{dotted(as_path(key))}: windows takes tensor fields, got {described(d[key])}")
-    for path in ragged_paths(d.select(key)):
-        raise TypeError(f"{dotted(path)}: windows takes rows of one shape, got a ragged field")
+    for field in fields(d.select(key)):
+        if field.kind in (RAGGED, KEPT):
+            raise TypeError(f"{dotted(field.path)}: windows takes rows of one shape, got {described(field.value)}")
 
 
 def _within(d: Any, key: Any) -> Tensor:

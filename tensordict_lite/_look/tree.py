@@ -18,7 +18,7 @@ from .._errors import Path, dtype_name
 from .._memory.mapped import file_of
 from .._memory.packed import is_packed
 from .._tree.fields import fields
-from .._tree.kinds import CODES_PART
+from .._tree.kinds import CODES_PART, KEPT
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, data_in, field_encoder
 from .._tree.walk import nbytes
@@ -72,7 +72,7 @@ def _title(d: TreeDict[Any], found: list[Entry]) -> str:
     values = [entry for entry in found if not isinstance(entry[2], TreeDict)]
     said = [
         "no device yet" if d._device is None else str(d._device),
-        *([] if (rows := _row_count(values)) is None else [counted(rows, "row")]),
+        *([] if (rows := _row_count(d)) is None else [counted(rows, "row")]),
         counted(len(values), "field"),
         size(sum(map(nbytes, d._tensors_inside()))),
     ]
@@ -87,15 +87,15 @@ def _title(d: TreeDict[Any], found: list[Entry]) -> str:
     return f"{title})"
 
 
-def _row_count(fields: list[Entry]) -> int | None:
-    """The number of rows of the fields with tensors, if they agree on it."""
+def _row_count(d: TreeDict[Any]) -> int | None:
+    """The number of rows, if the fields with tensors agree on it."""
     counts: set[int | None] = set()
-    for _, _, value, encoder in fields:
-        if isinstance(value, Tensor):
-            code = 0 if encoder is None else encoder.code_ndim or 0  # the dimensions of one string
-            counts.add(value.shape[0] if not value.is_nested and value.dim() > code else None)
-        elif isinstance(value, Ragged):
-            counts.add(len(value))
+    for field in fields(d):
+        if field.kind is not KEPT:
+            try:
+                counts.add(field.kind.count(field))
+            except (IndexError, TypeError, ValueError):  # a field without rows
+                return None
     return counts.pop() if len(counts) == 1 else None
 
 

@@ -181,11 +181,7 @@ def materialize(value: Any) -> Any:
     """
     if isinstance(value, (Tensor, dict)) or not hasattr(type(value), "__torch_function__"):
         return value
-    return handle_torch_function(_itself, (value,), value)
-
-
-def _itself(tensor: Any) -> Any:
-    return tensor
+    return handle_torch_function(lambda tensor: tensor, (value,), value)
 
 
 def is_saved_group(group: Any) -> bool:

@@ -97,11 +97,4 @@ def refuse_other_trees(d: TreeDict[Any], other: Mapping[str, Any], name: str, ow
             refuse_other_trees(value, cast(Any, given), name, owner, (*at, key))
 
 
-def value_at(tree: Any, path: Path) -> Any:
-    """What is at a path that exists."""
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 _NAMES = {Tensor: "a tensor", Ragged: "a Ragged", Mapping: "a mapping"}
