@@ -84,7 +84,7 @@ def test_a_declared_dict_takes_every_mapping() -> None:
         inputs: Inputs
         config: Config
 
-    batch = Batch(inputs=Encoding(ids=torch.arange(2)), config=Config(lr=0.1))
+    batch = Batch.from_dict({"inputs": Encoding(ids=torch.arange(2)), "config": Config(lr=0.1)})
     assert type(batch["inputs"]) is Inputs and batch.inputs.ids.tolist() == [0, 1]
     assert type(batch.config) is Config and batch.config.lr == 0.1
 
