@@ -44,10 +44,14 @@ class Children(NamedTuple):
     build: Callable[[list[Any]], Any]
 
 
-def without_tensors(value: Any) -> bool:
-    """Whether a value holds no tensor by its type, or by the types of its items."""
+def without_tensors(value: Any, levels: int = 2) -> bool:
+    """Whether a value holds no tensor by its type, or by the types of its items: image sizes are a list of tuples."""
     kind = type(value)
-    return kind in NO_TENSORS or ((kind is tuple or kind is list) and NO_TENSORS.issuperset(map(type, value)))
+    if kind in NO_TENSORS or (kind is not tuple and kind is not list):
+        return kind in NO_TENSORS
+    return NO_TENSORS.issuperset(map(type, value)) or (
+        levels > 1 and all(without_tensors(item, levels - 1) for item in value)
+    )
 
 
 def open_value(obj: Any, found: list[Any]) -> Rebuild | None:
@@ -67,7 +71,7 @@ _Known = dict[int, tuple[Any, Rebuild | None]]
 
 def _open(obj: Any, found: list[Any], known: _Known, made: dict[int, Any], depth: int) -> Rebuild | None:
     """``made``: the containers that were rebuilt, by the id of the original."""
-    if depth <= DEPTH and without_tensors(obj):
+    if depth <= DEPTH and without_tensors(obj, 2 if depth < DEPTH else 1):
         return None
     kind = type(obj)
     if isinstance(obj, Tensor) or hasattr(kind, "_holds_tensors") or (hasattr(kind, "to") and takes_device(kind)):
