@@ -293,6 +293,10 @@ def test_columns_of_all_parts(tmp_path: Path) -> None:
     assert DeviceDict({"text": found.column("text")}).decode("text") == whole["text"]
     assert isinstance(found.column("text"), Ragged) and isinstance(found.column("n"), DeviceDict)
     assert plain(found[found.column("x") % 5 == 1]) == expected([1, 6, 11])
+    assert plain(found[found.equal(("n", "s"), "dog")]) == expected([1, 3, 5, 7, 9, 11])
+    assert found.equal("x", [3, 4, 99]).nonzero().flatten().tolist() == [3, 4]
+    with pytest.raises(ValueError, match=r"'n\.s': 'ox' is not among the 2 tokens"):
+        found.equal(("n", "s"), "ox")
     with pytest.raises(KeyError, match=r"'txt'.*did you mean 'text'"):
         found.column("txt")
 

@@ -35,7 +35,8 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
     - ``rows[mask]``, ``rows[indices]``, ``rows[8:16]``: a dict with copies of these rows. It has the class of the first
       dict.
     - ``DataLoader(rows, batch_size)``: one copy of the rows of a batch from each dict that has some of them.
-    - ``rows.column("label")``: a field over all dicts, so ``rows[rows.column("label") == 3]`` filters.
+    - ``rows.column("label")``: a field over all dicts. ``rows.equal("label", 3)``: a mask of its values, so
+      ``rows[rows.equal("label", 3)]`` filters, by strings too.
     - ``rows.parts``: the dicts. A ragged field without values gets the dtype that it has in the others.
 
     Args:
@@ -160,6 +161,16 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         (tensor([1, 2, 3]), tensor([2, 3]))
         """
         return cat([d.select(key) for d in self.parts])[as_path(key)]
+
+    def equal(self, key: str | Path, value: Any) -> torch.Tensor:
+        """Return a bool mask: where a field of the dicts is ``value``, as `DeviceDict.equal` does.
+
+        >>> from tensordict_lite import DeviceDict, JoinedRows
+        >>> rows = JoinedRows([DeviceDict({"kind": ["cat", "dog"]}), DeviceDict({"kind": ["dog"]})])
+        >>> rows.equal("kind", "dog")
+        tensor([False,  True,  True])
+        """
+        return torch.cat([d.equal(key, value) for d in self.parts])
 
     def describe(self, progress: Progress = None) -> Description:
         """Statistics of each field over all dicts, as `DeviceDict.describe` returns them.
