@@ -418,6 +418,11 @@ class TestWhatCostsOneTensor:
         beside_alone = DeviceDict({"i": [1], "j": [2], "w": torch.ones(1, requires_grad=True)}).pack().half()
         assert beside_alone.is_packed and beside_alone["w"].dtype == torch.float16
 
+    def test_a_cast_copies_a_block_that_keeps_its_dtype_when_asked(self) -> None:
+        d = DeviceDict({"i": [1, 2], "j": [3]}).pack()
+        d.to(torch.float64, copy=True)["i"].zero_()
+        assert d["i"].tolist() == [1, 2] and d.to(torch.float64)["i"] is d["i"]
+
     def test_clone_is_one_allocation(self) -> None:
         packed = sample(w=torch.ones(2, requires_grad=True)).to("sim").pack()
         cloned = packed.clone()
