@@ -61,6 +61,20 @@ OPERATIONS = {
         1.5,
         "[v.device for v in flat.to('meta').values()] == [torch.device('meta')] * 8",
     ),
+    "construct with kept values": Operation(
+        "DeviceDict(kept, objects='keep')",
+        "DeviceDict(tensors, objects='keep')",
+        1.3,
+        "dict(DeviceDict(kept, objects='keep')) == kept and dict(DeviceDict(tensors, objects='keep')) == tensors",
+    ),
+    "to(same device) with kept values": Operation(
+        "keeps.to('cpu')", "{k: v.to('cpu') if isinstance(v, Tensor) else v for k, v in kept.items()}", 1
+    ),
+    "to(float64) with kept values": Operation(
+        "keeps.to(torch.float64)",
+        "{k: v.to(torch.float64) if isinstance(v, Tensor) else v for k, v in kept.items()}",
+        1.75,
+    ),
     "numpy": Operation(
         "flat.numpy()",
         "{k: v.numpy() for k, v in tensors.items()}",
@@ -230,7 +244,11 @@ def scope() -> dict[str, Any]:
     }
     episode = DeviceDict(transition).new_zeros(4)
     samples = [DeviceDict(tensors).clone() for _ in range(4)]
+    kept = {**dict(list(tensors.items())[:4]), "size": (480, 640), "split": "train", "names": ["a"] * 4, "label": None}
     return {
+        "kept": kept,
+        "keeps": DeviceDict(kept, objects="keep"),
+        "Tensor": Tensor,
         "ema": ema,
         "model": model,
         "by_hand": dict(ema.clone()),

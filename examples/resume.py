@@ -8,6 +8,7 @@ Every 10 steps, rank 0 saves the weights, the optimizer, the random generator, a
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -44,10 +45,18 @@ class Classifier(nn.Module):
         return F.dropout(self.bag(ids.values, ids.offsets[:-1]), 0.1)
 
 
-def train(rank: int, world: int, folder: Path, name: str, resumed: bool, killed_at: int) -> None:
-    """Train one epoch on one rank."""
+def on_rank(rank: int, world: int, folder: Path, name: str, resumed: bool, killed_at: int) -> None:
+    """Train with other ranks. They meet in a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / name}.meeting", rank=rank, world_size=world)
+    train(rank, world, folder, name, resumed, killed_at)
+    gc.collect()  # objects in reference cycles hold the group, and its threads would run on at exit
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(rank: int, world: int, folder: Path, name: str, resumed: bool, killed_at: int) -> None:
+    """Train one epoch on one rank."""
     torch.manual_seed(0)
     sources = [table(0, TEXTS, 0), table(TEXTS, CODE, 1)]
     orders = [BatchOrder(each.rows, tokens=TOKENS, lengths=each["ids"].lengths, shuffle=True) for each in sources]
@@ -88,14 +97,13 @@ def train(rank: int, world: int, folder: Path, name: str, resumed: bool, killed_
     save()
     if rank == 0:
         print(f"{name}: step {step}, {batches.report()}", flush=True)
-    dist.destroy_process_group()
 
 
 def run(folder: Path) -> None:
     """Raise ``SystemExit`` if a weight differs, or if a row was lost or came again."""
 
     def start(world: int, name: str, resumed: bool, killed_at: int = 0) -> Any:
-        mp.start_processes(train, (world, folder, name, resumed, killed_at), nprocs=world, start_method="forkserver")
+        mp.start_processes(on_rank, (world, folder, name, resumed, killed_at), nprocs=world, start_method="forkserver")
         return torch.load(folder / f"{name}.pt", weights_only=True)
 
     whole = start(2, "whole", resumed=False)

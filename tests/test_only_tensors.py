@@ -7,25 +7,49 @@ import dataclasses
 import io
 import pickle
 import re
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from checks import check_invariants
+from files import compiles
+from ranks import on_ranks
 from simulated import memory_left
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, default_collate
 
-from tensordict_lite import DeviceDict, DeviceMismatchError, Ragged, TypedDeviceDict, cat, load, save, to_device
+import tensordict_lite.distributed as d_
+from tensordict_lite import (
+    DeviceDict,
+    DeviceMismatchError,
+    JoinedRows,
+    Ragged,
+    TypedDeviceDict,
+    Vocabulary,
+    cat,
+    collate,
+    load,
+    prefetch,
+    save,
+    stack,
+    to_device,
+    to_numpy,
+)
 from tensordict_lite.tables import RowWriter, add_column, join_parts, load_parts
 
 CPU, SIM = torch.device("cpu"), torch.device("sim", 0)
-Pair = namedtuple("Pair", "first second")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 class Keep(DeviceDict[Any], objects="keep"):
@@ -174,7 +198,7 @@ def holding(device: torch.device = CPU) -> dict[str, Any]:
 
 def moving(device: torch.device = CPU) -> dict[str, Any]:
     """Kept objects that move themselves."""
-    packed = pack_padded_sequence(rows(2, 3), torch.tensor([3, 2]), batch_first=True)
+    packed: Any = pack_padded_sequence(rows(2, 3), torch.tensor([3, 2]), batch_first=True)
     return {
         "PackedSequence": packed if device == CPU else packed.to(device),
         "NestedTensor": NestedTensor(rows(2, device=device)),
@@ -444,3 +468,240 @@ def test_files_and_tables_name_what_json_does_not_hold(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=f"^{re.escape(message)}.save"):
         save(Keep({"a": {1}, "n": {"b": [rows(1)]}}), tmp_path / "f")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_reaches_tensors_inside() -> None:
+    d: Any = Keep({"x": rows(2), "n": {"k": ({"a": [Frozen((rows(2, 2), 1))]}, Pair(rows(1), "b"))}})
+
+    def inside(one: Any) -> list[Any]:
+        return [one["n"]["k"][0]["a"][0].hidden[0], one["n"]["k"][1].first]
+
+    assert [type(one) for one in inside(d.numpy())] == [np.ndarray] * 2 and type(d.numpy()["n"]["k"][1]) is Pair
+    assert all(np.shares_memory(a, b.numpy()) for a, b in zip(inside(d.numpy()), inside(d), strict=True))
+    assert not any(np.shares_memory(a, b.numpy()) for a, b in zip(inside(d.numpy(copy=True)), inside(d), strict=True))
+    assert inside(to_numpy({"n": {"k": d["n", "k"]}}))[0].tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(TypeError, match=r"^'n\.k': NumPy has no bfloat16; call \.float\(\) first$"):
+        d.bfloat16().drop("x").numpy()
+    needs = d.clone().requires_grad_()
+    assert all(one.requires_grad for one in inside(needs)) and not any(one.requires_grad for one in inside(d))
+    assert not any(one.requires_grad for one in inside(needs.detach())) and inside(needs)[0].requires_grad
+    moved = needs.to(SIM)
+    inside(moved)[0].sum().backward()
+    assert inside(needs)[0].grad is not None, "autograd records the copy"
+    assert all(one.is_shared() for one in inside(d.clone().share_memory_())) and not inside(d)[0].is_shared()
+    assert [one.dtype for one in inside(d.half())] == [torch.float16] * 2
+    assert d.nbytes == 8 + 16 + 4
+    used: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "pin_memory", lambda tensor: used.append(tensor) or tensor)
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: used.append(tensor))
+        patch.setattr(Tensor, "is_pinned", lambda tensor: False)
+        d.pin_memory()
+        assert [id(one) for one in used] == [id(one) for one in (d["x"], *inside(d))] and not d.is_pinned()
+        used.clear()
+        d.record_stream(None)
+        assert len(used) == 3
+    sparse = Keep({"x": rows(2), "n": {"k": (rows(2), torch.eye(2).to_sparse())}})
+    with pytest.raises(RuntimeError, match=r"^'n\.k' is sparse_coo, which has no storage to be moved to shared memory"):
+        sparse.share_memory_()
+    assert not sparse["x"].is_shared()
+
+
+def test_what_leaves_kept_values_alone() -> None:
+    hidden, names = (rows(2),), ["a", "b"]
+    d: Any = Keep({"x": rows(2), "k": hidden, "names": names, "score": 3})
+    for one in (d.map(torch.exp), d.pack(), d.select("k", "names"), d.clone().add_(d), torch.where(rows(2) > 0, d, d)):
+        assert one["k"][0].tolist() == [0, 1] and one["names"] == names
+    assert d.pack()["k"] is hidden and d.pack().is_packed and d.map(torch.exp)["score"] == 3
+
+
+def test_rows_and_joins() -> None:
+    given: dict[str, Any] = {"names": ["a", "b", "c"], "scores": np.arange(3), "size": (4, 5), "tag": "abc", "o": ZONE}
+    d: Any = Keep({"x": rows(3), "targets": [{"boxes": rows(n)} for n in range(3)], **given})
+    assert len(d.rows) == 3 and [row["names"] for row in d.rows] == given["names"]
+    for index, at in ((1, 1), (slice(1, 3), slice(1, 3)), ([2, 0], [2, 0]), (rows(3) > 0, [1, 2])):
+        part = d.rows[index]
+        expected = [given["names"][i] for i in at] if isinstance(at, list) else given["names"][at]
+        assert part["names"] == expected and part["scores"].tolist() == np.arange(3)[at].tolist()
+        assert all(part[key] is given[key] for key in ("size", "tag", "o"))
+    assert d.rows[2]["targets"]["boxes"].tolist() == [0, 1]
+    assert d.rows.sort_by("x", descending=True)["names"] == ["c", "b", "a"]
+    joined = cat([d, d.rows[:1]])
+    assert joined["names"] == ["a", "b", "c", "a"] and joined["scores"].tolist() == [0, 1, 2, 0]
+    assert joined["size"] == (4, 5) and len(joined["targets"]) == 4
+    assert JoinedRows([d, d])[[5, 0]]["names"] == ["c", "a"]
+    for key, value, shown in (("size", (4, 6), r"\(4, 6\)"), ("tag", "x", "'x'"), ("o", None, "None")):
+        with pytest.raises(ValueError, match=rf"^'{key}': expected one kept value in all dicts, got {shown} in dict 1"):
+            cat([d, d | {key: value}])
+    pair = Keep({"x": rows(1), "k": (rows(1), PackedSequence(rows(1), torch.ones(1).long()))})
+    assert cat([pair, pair.clone()])["k"][0].tolist() == [0], "equal tensors in kept values"
+    with pytest.raises(ValueError, match=r"^'k': expected one kept value in all dicts, got \(tensor\(\[1\.\]\), "):
+        cat([pair, pair | {"k": (rows(1) + 1, pair["k"][1])}])
+    assert stack([d, d])["size"] == [(4, 5), (4, 5)]
+
+
+def test_collate_makes_lists() -> None:
+    def sample(i: int) -> dict[str, Any]:
+        return {
+            "x": rows(2), "i": i, "f": 0.5, "b": True, "array": np.arange(2), "scalar": np.float32(i), "n": {"y": i},
+            "path": Path("a"), "size": (4, i), "none": None, "name": "a" * i, "ids": [1] * i, "label": "ab"[i],
+            "hidden": (rows(1), rows(2)), "maybe": i or None, "date": np.datetime64("2020-01-01"), "o": ZONE,
+        }  # fmt: skip
+
+    encoders = {"label": Vocabulary(["a", "b"])}
+    for batch in (
+        collate([sample(0), sample(1)], objects="keep", encoders=encoders),
+        default_collate([Keep(sample(i), encoders=encoders) for i in range(2)]),
+    ):
+        listed = {key: [sample(0)[key], sample(1)[key]] for key, value in batch.items() if type(value) is list}
+        assert set(listed) == {"path", "size", "none", "name", "ids", "hidden", "maybe", "date", "o"}
+        same({key: batch[key] for key in listed}, listed)
+        plain = ("x", "i", "f", "b", "array", "scalar")
+        expected = default_collate([{key: sample(i)[key] for key in plain} for i in range(2)])
+        assert all(torch.equal(batch[key].to(value.dtype), value) for key, value in expected.items())
+        assert batch["n", "y"].tolist() == [0, 1] and batch["label"].tolist() == [0, 1] and len(batch.rows) == 2
+        assert batch.rows[1]["size"] == (4, 1) and batch.rows[1]["hidden"][1].tolist() == [0, 1]
+
+
+class Samples:
+    """A dataset of what pickle takes."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> Any:
+        return {"x": rows(2), "n": given()}
+
+
+def whole(samples: list[Any]) -> Any:
+    return Keep(samples[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_through_workers_to_a_device(method: str) -> None:
+    samples: Any = Samples()
+    loader = DataLoader(samples, 2, num_workers=1, multiprocessing_context=method, collate_fn=whole)
+    (batch,) = loader
+    expected = Keep(Samples()[0])
+    check_invariants(batch)
+    (moved,) = prefetch(loader, SIM)
+    check_invariants(moved)
+    for name, value in expected["n"].items():
+        same(batch["n", name], value)
+        same(moved["n", name], value)
+        assert devices(moved["n", name]) <= {SIM}
+
+
+class Model(nn.Module):
+    def forward(self, d: Any) -> Any:
+        scale = 2 if d["split"] == "train" else 3
+        return Keep({"y": d["x"] * scale, "hidden": (d["hidden"][0] + 1,), "split": d["split"], "size": d["size"]})
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "a model": Model(),
+    "to": lambda d: d.to("cpu", torch.float64),
+    "to_": lambda d: d.copy().to_(torch.float64),
+    "copies": lambda d: d.to("cpu", copy=True).clone().detach(),
+    "map": lambda d: d.map(lambda t: t + 1).select("x", "split"),
+    "insert": lambda d: d | {"y": d["x"] + d["size"][0], "split": "test", "hidden": (d["x"],)},
+    "dataclass": lambda d: Keep({"o": Output(d["x"] + 1)}).half(),
+    "rows": lambda d: d.rows[:1],
+}
+
+
+@compiles
+@pytest.mark.parametrize("name", COMPILED)
+def test_in_compiled_functions(name: str) -> None:
+    d = Keep({"x": rows(2), "hidden": (rows(2), rows(3)), "split": "train", "size": (4, 5), "n": {"k": None}})
+    function: Any = torch.compile(COMPILED[name], fullgraph=True, backend="eager")
+    made = function(d)
+    assert type(made) is Keep and made == COMPILED[name](d)
+    check_invariants(made)
+
+
+@compiles
+def test_in_pytree_and_export() -> None:
+    d: Any = Keep({"x": rows(2), "hidden": (rows(2), [rows(3)]), "split": "train", "size": (4, 5)})
+    leaves = pytree.tree_leaves(d)
+    assert [id(one) for one in leaves if isinstance(one, Tensor)] == [
+        id(one) for one in (d["x"], d["hidden"][0], d["hidden"][1][0])
+    ]
+    assert [one for one in leaves if not isinstance(one, Tensor)] == ["train", 4, 5]
+    moved = pytree.tree_map_only(Tensor, lambda t: t.to(SIM), d)
+    assert moved.device == SIM and moved["split"] == "train" and moved.cpu() == d
+    expected = Model()(d)
+    assert torch.export.export(Model(), (d,)).module()(d) == expected
+
+
+class Declared(TypedDeviceDict, objects="keep"):
+    image: Tensor
+    split: str
+    size: tuple[int, int]
+    hidden: tuple[Tensor, ...]
+    path: Path | None = None
+
+
+def test_typed_classes_declare_any_class() -> None:
+    given: dict[str, Any] = {"image": [1.0, 2.0], "split": "train", "size": (4, 5), "hidden": (rows(1),)}
+    d = Declared(**given)
+    assert d.image.tolist() == [1, 2] and d.split == "train" and d.size == (4, 5) and "path" not in d
+    assert d.to(SIM).hidden[0].device == SIM and pickle.loads(pickle.dumps(d)) == d == Declared.from_dict(given)
+    for change, got in (
+        ({"split": 3}, "Declared.split: expected str, got an int"),
+        ({"split": rows(1)}, "Declared.split: expected str, got float32[1]"),
+        ({"size": [4, 5]}, "Declared.size: expected tuple, got a list"),
+        ({"hidden": [rows(1)]}, "Declared.hidden: expected tuple, got a list"),
+        ({"path": "a"}, "Declared.path: expected Path, got a str"),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(got)}"):
+            Declared(**{**given, **change})
+        with pytest.raises(TypeError, match=f"^{re.escape(got)}"):
+            d.update(change)
+    with pytest.raises(DeviceMismatchError, match=r"^'hidden\[0\]' is on sim:0, this Declared is on cpu; |hidden\[0\]"):
+        d["hidden"] = (rows(1, device=SIM),)
+    batch = collate([{**given, "image": rows(2)}] * 2, cls=Declared)
+    assert batch.split == ["train", "train"] and batch.rows[0].split == "train" and batch.rows[1].hidden[0].dim() == 1
+
+
+def test_outputs_of_transformers() -> None:
+    tokens: Any = pytest.importorskip("transformers.tokenization_utils_base")
+    outputs: Any = pytest.importorskip("transformers.modeling_outputs")
+    encoding = tokens.BatchEncoding({"ids": rows(2), "mask": rows(2)})
+    output = outputs.BaseModelOutput(last_hidden_state=rows(2), hidden_states=(rows(1), rows(2)))
+    d = Keep({"x": rows(2), "encoding": encoding, "output": output, "k": [{"a": encoding}, output]})
+    assert d["encoding"] is encoding and d["output"] is output
+    moved = d.to(SIM)
+    for one in (moved["encoding"], moved["k"][0]["a"]):
+        assert type(one) is type(encoding) and one["mask"].device == SIM
+    for one in (moved["output"], moved["k"][1]):
+        assert type(one) is type(output) and one.hidden_states[1].device == one["last_hidden_state"].device == SIM
+        assert one.last_hidden_state.device == SIM
+    assert encoding["ids"].is_cpu and output.hidden_states[0].is_cpu and moved.cpu() == d
+    assert pickle.loads(pickle.dumps(d)) == d == copy.deepcopy(d)
+
+
+def kept_on_ranks(rank: int) -> None:
+    d: Any = Keep({"x": rows(2) + rank, "n": {**PLAIN, "names": [f"a{rank}", "b"]}})
+    first = Keep({"x": rows(2), "n": {**PLAIN, "names": ["a0", "b"]}})
+    for name, value in d_.broadcast(d)["n"].items():
+        same(value, first["n", name])
+    gathered = d_.all_gather(d)
+    assert [one["n", "names"][0] for one in gathered] == ["a0", "a1"] and gathered[0] == first
+    if rank == 0:
+        d_.send(d, 1)
+    else:
+        assert d_.recv(0, cls=Keep) == first
+    tensors = Keep({"x": rows(2), "n": {"hidden": (rows(1),)}})
+    with pytest.raises(
+        RuntimeError,
+        match=rf"^rank {rank}: rank 1 has TypeError: 'n.hidden': expected what JSON can hold, got a tuple with "
+        r"float32\[1\]; drop it first, d.drop\(\('n', 'hidden'\)\)$",
+    ):
+        d_.all_gather(tensors if rank else d)
+
+
+@pytest.mark.ranks
+def test_between_ranks() -> None:
+    on_ranks(kept_on_ranks)

@@ -18,7 +18,7 @@ from .._memory.device import canonical
 from .._memory.dtypes import CASTABLE
 from . import pytree
 from .compare import equal_trees
-from .inside import NO_TENSORS, Move, kept_tensors, place, stay
+from .inside import Move, kept_tensors, place, stay, without_tensors
 from .policy import OPTIONS, Options, Policy, refuse_option
 from .ragged import Lengths, Made, Ragged
 from .walk import leaves, only_tensors
@@ -158,22 +158,28 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             tensors: list[Any] = list(self.values())
             return tensors, True
         found: list[Tensor] = []
-        known: set[Lengths] = set()
-        for value in self._leaves():
-            if isinstance(value, Tensor):
+        self._list_tensors(found, set(), kept)
+        return found, False
+
+    def _list_tensors(self, found: list[Tensor], known: set[Lengths], kept: bool) -> None:
+        """Append every tensor of the tree: see `_tensors_and_kind`. ``known``: see `Ragged._list_tensors`."""
+        for value in self.values():
+            if type(value) is Tensor or isinstance(value, Tensor):
                 found.append(value)
+            elif without_tensors(value):
+                continue
             elif isinstance(value, Ragged):
                 value._list_tensors(found, known)
-            elif kept and type(value) not in NO_TENSORS:
+            elif isinstance(value, TreeDict):
+                value._list_tensors(found, known, kept)
+            elif kept:
                 found += kept_tensors(value)
-        return found, False
 
     def _leaves(self) -> list[Any]:
         """Every value that is not a nested dict, depth first."""
         found: list[Any] = []
         for value in self.values():  # pytree may insert another mapping as a leaf
-            kind = type(value)
-            if kind is not Tensor and kind not in NO_TENSORS and isinstance(value, TreeDict):
+            if type(value) is not Tensor and isinstance(value, TreeDict):
                 found += value._leaves()
             else:
                 found.append(value)
@@ -214,12 +220,12 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         for key, value in items.items():
             if type(value) is Tensor or isinstance(value, Tensor):
                 items[key] = next(tensors)
-            elif type(value) in NO_TENSORS:
+            elif without_tensors(value):
                 continue
-            elif isinstance(value, TreeDict):
-                items[key] = value._placed(tensors, device, made, move, (*at, key))
             elif isinstance(value, Ragged):
                 items[key] = value._rebuilt(tensors, made)
+            elif isinstance(value, TreeDict):
+                items[key] = value._placed(tensors, device, made, move, (*at, key))
             elif move is not None:
                 try:
                     items[key] = place(value, tensors, device, made, move)

@@ -24,7 +24,15 @@ class Scaled(TypedDeviceDict):
     scale: Tensor = field(default=1.0)
 
 
+class Sample(TypedDeviceDict, objects="keep"):
+    split: str
+    hidden: tuple[Tensor, ...]
+
+
 x = torch.zeros(1)
+Sample(split=3, hidden=(x,))  # error
+Sample(split="train", hidden=[x])  # error
+Sample(split="train", hidden=(x,)).split.sum()  # error
 obs = Obs(state=x)
 batch = Batch(image=x, obs=obs)
 Batch(image=x)  # error

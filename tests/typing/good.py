@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,22 @@ class Scaled(TypedDeviceDict):
     mean: Tensor = field(default_factory=lambda: torch.zeros(3))
 
 
+class Sample(TypedDeviceDict, objects="keep"):
+    image: Tensor
+    split: str
+    size: tuple[int, int]
+    hidden: tuple[Tensor, ...]
+    path: Path | None = None
+
+
 x = torch.zeros(1)
+sample = Sample(image=x, split="train", size=(480, 640), hidden=(x, x))
+assert_type(sample.split, str)
+assert_type(sample.size, tuple[int, int])
+assert_type(sample.hidden, tuple[Tensor, ...])
+assert_type(sample.path, "Path | None")
+assert_type(sample.to("cuda").hidden[0], Tensor)
+assert_type(sample.to_("cuda"), Sample)
 batch = Batch(image=x, label=x, obs=Obs(state=x))
 Batch(image=x, label=x, obs=Obs(state=x), weight=None, device="cuda", dtype=torch.float16)
 Batch(image=x, label=x, obs=Obs(state=x), weight=x, device=torch.device("cpu"), on_mismatch="error", objects="keep")
