@@ -183,6 +183,17 @@ def test_a_table_without_checksums(tmp_path: Path) -> None:
         verify(folder)
 
 
+def test_a_ragged_column_that_begins_with_empty_rows(tmp_path: Path) -> None:
+    """Two flushes begin at its value 0."""
+    with RowWriter(tmp_path / "t", like={"r": [[1]]}, ragged=["r"], checksums=True) as writer:
+        for values in ([[], []], [[], []], [[1, 2], []], [[3]]):
+            writer.write({"r": values})
+            writer.flush()
+            verify(tmp_path / "t")
+    verify(tmp_path / "t")
+    assert load(tmp_path / "t")["r"].lengths.tolist() == [0, 0, 0, 0, 2, 0, 1]
+
+
 def test_beside_a_writer(tmp_path: Path) -> None:
     with RowWriter(tmp_path / "t", like=LIKE, ragged=["text"], checksums=True) as writer:
         verify(tmp_path / "t")

@@ -68,10 +68,11 @@ def _read_checksums(file: BufferedReader, nbytes: int) -> dict[str, list[Range]]
         invalid(f"its checksums have {size} bytes, and {INDEX} counts {nbytes}")
     for line in file.read(nbytes).splitlines():
         data: Any = json.loads(line)
+        start, end = data["rows"]
         for name, (first, last, value) in data["files"].items():
-            if first == 0:  # a column of that name was dropped before
+            if start == 0:  # a column of that name was dropped before
                 found[name] = []
-            found.setdefault(name, []).append((*data["rows"], first, last, value))
+            found.setdefault(name, []).append((start, end, first, last, value))
     return found
 
 
