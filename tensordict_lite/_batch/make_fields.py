@@ -42,9 +42,9 @@ def make_fields(fields: Sequence[Any], count: int, device: torch.device, pack: b
 def _fill(layout: Layout, values: Sequence[Any], out: list[Any], count: int, device: torch.device, total: int) -> None:
     """Make the fields of a layout, in a batch of ``total`` bytes."""
     run = layout.runs[0]
-    here = [values[i] for i in run.members]
-    stacks = len(layout.runs) == 1 and {tuple}.issuperset(map(type, here)) and device is CPU
-    if stacks and (len(here) == 1 or run.step == run.nbytes) and not in_shared_memory(layout.nbytes, total):
+    here = [values[i] for i in run.members] if len(layout.runs) == 1 and device is CPU else []
+    stacks = here and (len(here) == 1 or run.step == run.nbytes) and {tuple}.issuperset(map(type, here))
+    if stacks and not in_shared_memory(layout.nbytes, total):
         stacked = torch.stack([*chain.from_iterable(here)])  # its storage is the buffer
         if stacked.requires_grad or stacked.layout is not torch.strided or not stacked.is_contiguous():
             raise RuntimeError("the samples cannot be packed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
 import torch
@@ -109,9 +110,11 @@ class Policy:
 
     def with_encoders(self, encoders: Mapping[str, StringEncoder]) -> Policy:
         """A policy with these encoders set. Returns this policy if the encoders are already set."""
-        if all(self.encoders.get(key) == encoder for key, encoder in encoders.items()):
-            return self
-        return replace(self, encoders={**self.encoders, **encoders})
+        known = self.encoders
+        for key, encoder in encoders.items():
+            if known.get(key) != encoder:
+                return Policy({**known, **encoders}, *_others(self))
+        return self
 
     def carried(self, keys: Iterable[str]) -> Mapping[str, StringEncoder]:
         """The encoders to copy with the values of ``keys``, including a default encoder other than ``Utf8()``."""
@@ -141,6 +144,7 @@ class Policy:
 
 
 _DEFAULTS = Policy()
+_others = attrgetter(*[one.name for one in fields(Policy)[1:]])
 _OPTIONS = {one.name: one.metadata for one in fields(Policy) if one.metadata}
 OPTIONS = ("device", "encoders", *_OPTIONS)
 """The keywords of the constructor. A class takes the same options, except ``device``."""
