@@ -510,7 +510,8 @@ def test_what_reaches_tensors_inside() -> None:
 def test_what_leaves_kept_values_alone() -> None:
     hidden, names = (rows(2),), ["a", "b"]
     d: Any = Keep({"x": rows(2), "k": hidden, "names": names, "score": 3})
-    for one in (d.map(torch.exp), d.pack(), d.select("k", "names"), d.clone().add_(d), torch.where(rows(2) > 0, d, d)):
+    made: list[Any] = [d.map(torch.exp), d.pack(), d.select("k", "names"), d.clone().add_(d)]
+    for one in [*made, torch.where(rows(2) > 0, d, d)]:
         assert one["k"][0].tolist() == [0, 1] and one["names"] == names
     assert d.pack()["k"] is hidden and d.pack().is_packed and d.map(torch.exp)["score"] == 3
 
@@ -648,13 +649,14 @@ def test_typed_classes_declare_any_class() -> None:
     d = Declared(**given)
     assert d.image.tolist() == [1, 2] and d.split == "train" and d.size == (4, 5) and "path" not in d
     assert d.to(SIM).hidden[0].device == SIM and pickle.loads(pickle.dumps(d)) == d == Declared.from_dict(given)
-    for change, got in (
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"split": 3}, "Declared.split: expected str, got an int"),
         ({"split": rows(1)}, "Declared.split: expected str, got float32[1]"),
         ({"size": [4, 5]}, "Declared.size: expected tuple, got a list"),
         ({"hidden": [rows(1)]}, "Declared.hidden: expected tuple, got a list"),
         ({"path": "a"}, "Declared.path: expected Path, got a str"),
-    ):
+    ]
+    for change, got in changes:
         with pytest.raises(TypeError, match=f"^{re.escape(got)}"):
             Declared(**{**given, **change})
         with pytest.raises(TypeError, match=f"^{re.escape(got)}"):
@@ -685,7 +687,8 @@ def test_outputs_of_transformers() -> None:
 def kept_on_ranks(rank: int) -> None:
     d: Any = Keep({"x": rows(2) + rank, "n": {**PLAIN, "names": [f"a{rank}", "b"]}})
     first = Keep({"x": rows(2), "n": {**PLAIN, "names": ["a0", "b"]}})
-    for name, value in d_.broadcast(d)["n"].items():
+    received: Any = d_.broadcast(d)
+    for name, value in received["n"].items():
         same(value, first["n", name])
     gathered = d_.all_gather(d)
     assert [one["n", "names"][0] for one in gathered] == ["a0", "a1"] and gathered[0] == first
