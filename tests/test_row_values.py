@@ -275,3 +275,43 @@ def test_ctrl_c_leaves_all_fields_or_none_written(index: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         gc.enable()
+
+
+@pytest.mark.parametrize("index", [1, slice(0, 2), slice(0, 3, 2), [2, 0]], ids=repr)
+def test_numbers_and_tensors_in_one_write(index: Any) -> None:
+    """Numbers go straight into the rows, after all values are validated."""
+    fields = {"x": torch.zeros(3, 2), "done": torch.zeros(3, dtype=torch.bool), "n": {"id": torch.zeros(3).long()}}
+    d, plain = DeviceDict(fields).clone(), DeviceDict(fields).clone()
+    d.rows[index] = {"x": torch.ones(2), "done": True, "n": {"id": 7}}
+    plain["x"][index], plain["done"][index], plain["n", "id"][index] = 1.0, True, 7
+    assert d == plain
+    for wrong, text in (
+        ({"id": 2**63}, "'n.id': int64 cannot hold"),
+        ({"id": 0.5}, "'n.id': expected numbers that int64 can hold, got float32"),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            d.rows[index] = {"x": torch.zeros(2), "done": False, "n": wrong}
+        assert d == plain
+
+
+@pytest.mark.parametrize("index", [1, slice(0, 2), [2, 0]], ids=repr)
+def test_a_field_with_the_negative_bit(index: Any) -> None:
+    """torch's call for a list of tensors refuses it, and writes nothing: each field is written alone then."""
+    number = torch.ones(3)
+    d = DeviceDict({"x": torch.zeros(3), "y": torch._neg_view(number), "z": torch.zeros(3)})
+    assert d["y"].is_neg()
+    rows = torch.zeros(3)[index].shape
+    d.rows[index] = {"x": torch.ones(rows), "y": torch.full(rows, 5.0), "z": 2.0}
+    assert [d[key][index].unique().tolist() for key in d] == [[1], [5], [2]]
+    assert number[index].unique().tolist() == [-5]
+    with pytest.raises(ValueError, match=r"^'z': "):
+        d.rows[index] = {"x": torch.zeros(rows), "y": torch.zeros(rows), "z": torch.zeros(9)}
+    assert [d[key][index].unique().tolist() for key in d] == [[1], [5], [2]]
+
+
+def test_a_number_for_rows_of_fields_that_do_not_agree() -> None:
+    d = DeviceDict({"x": torch.zeros(3), "n": {"y": torch.zeros(4)}})
+    for index in (0, 3, slice(0, 1), [0]):
+        with pytest.raises(ValueError, match=r"^rows need fields that agree on their first dimension"):
+            d.rows[index] = {"x": 1.0, "n": {"y": 1.0}}
+    assert not d["x"].any() and not d["n", "y"].any()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
 from math import inf
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._errors import Path, described, device_mismatch, dotted, dtype_name, is_out_of_memory
 from .._memory.dense import is_dense
-from .._memory.device import intercepted
+from .._memory.device import CPU, intercepted
 from .._memory.dtypes import CASTABLE, FOREACH_DTYPES, dtype_of
 from .._memory.write import FOREACH_CLASSES, Call, Risky, overlap_partly, plain, refusal, unlike, write_all
 from .._tree.fields import data_paths, fields, refuse_other_trees
@@ -26,6 +26,7 @@ from .._tree.kinds import KEPT, RAGGED
 from .._tree.tree import TreeDict, data_in, data_of
 from .._tree.walk import only_tensors
 
+_is_cpu = attrgetter("is_cpu")
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -47,8 +48,8 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
             "bind any other value in a lambda"
         )
     device, values = d._device, list(other.values())
-    flat = list(d) == list(other) and only_tensors((*d.values(), *values))
-    if flat and [tensor.device for tensor in values].count(device) == len(values):
+    flat = list(d) == list(other) and only_tensors(d.values()) and only_tensors(values)
+    if flat and (all(map(_is_cpu, values)) if device is CPU else {t.device for t in values} == {device}):
         return values
     found: list[Any] = []
     refuse_other_trees(d, other, "the other mapping", f"this {type(d).__name__}")
@@ -187,18 +188,26 @@ def write_fields(d: D, operation: _Operation, others: _Operands) -> D:
         for i, tensor in enumerate(tensors):
             operation.on(tensor.dtype).each(tensor, *_at(others, i))
         return d
-    odd = {i for i, tensor in enumerate(tensors) if not plain(tensor)}
     if isinstance(others, list):
-        odd.update(unlike(tensors, others))
-    groups = _groups(tensors, others, odd)
+        indices, is_one = unlike(tensors, others)
+    else:
+        indices, is_one = [i for i, t in enumerate(tensors) if not plain(t)], len(set(map(dtype_of, tensors))) == 1
+    odd, groups = set(indices), [list(range(len(tensors)))]
+    if odd or not is_one:
+        odd.update(_negative(tensors))
+        groups = _groups(tensors, others, odd)
     if len(groups) == 1 and not odd:
         try:
             operation.on(tensors[0].dtype).many(tensors, *((others,) if isinstance(others, list) else others))
+            return d
         except _ERRORS as error:  # torch refuses all of these or none, before it writes
-            if not is_out_of_memory(error):
-                _try(d, operation, 0, tensors, others)
-            raise
-        return d
+            if is_out_of_memory(error):
+                raise
+            _try(d, operation, 0, tensors, others)
+            odd.update(_negative(tensors))
+            if not odd:
+                raise
+            groups = _groups(tensors, others, odd)
     calls: list[Call] = []
     risky: list[Risky] = []
     for i in sorted(odd):
@@ -222,6 +231,11 @@ def write_fields(d: D, operation: _Operation, others: _Operands) -> D:
     return d
 
 
+def _negative(tensors: list[Tensor]) -> list[int]:
+    """The indices of the tensors with the negative bit, which `unlike` does not look for."""
+    return [i for i, tensor in enumerate(tensors) if tensor.is_neg()]
+
+
 def _at(others: _Operands, i: int) -> tuple[Any, ...]:
     """The operand of one tensor, or no operand, as arguments."""
     return (others[i],) if isinstance(others, list) else others
@@ -229,11 +243,6 @@ def _at(others: _Operands, i: int) -> tuple[Any, ...]:
 
 def _groups(tensors: list[Tensor], others: _Operands, odd: set[int]) -> list[list[int]]:
     """The indices of all but the odd tensors, in groups: torch refuses each tensor of a group, or none."""
-    dtypes = set(map(dtype_of, tensors))
-    if isinstance(others, list):
-        dtypes.update(map(dtype_of, others))
-    if len(dtypes) == 1 and not odd:
-        return [list(range(len(tensors)))]
     groups: dict[Hashable, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if i not in odd:  # the dtype of a result can depend on whether a tensor has dimensions

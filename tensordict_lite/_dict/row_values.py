@@ -50,7 +50,7 @@ def refuse_other_fields(d: TreeDict[Any], other: Mapping[str, Any], at: Path, ta
     """Raise ``ValueError`` if ``other`` has other keys or encoders than ``d``."""
     if list(d) != list(other):
         refuse_other_keys(d, other, at, "the given mapping", "the table" if table else f"this {type(d).__name__}")
-    if not isinstance(other, TreeDict) or other._policy is d._policy:
+    if type(other) is dict or not isinstance(other, TreeDict) or other._policy is d._policy:
         return
     ours = d._policy.encoders
     for key, encoder in other._policy.encoders.items():

@@ -405,10 +405,12 @@ def _rows_of(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
     Raises ``ValueError`` with the shapes if the fields do not agree.
     """
     tensors, flat = d._tensors_and_kind()
-    found = [field_of(d, key) for key in d._policy.encoders if key in d] if flat else fields(d)
     try:
-        counts = {field.kind.count(field) for field in found}
-        counts.update([tensor.shape[0] for tensor in tensors] if flat else ())
+        counts: set[int | None] = {tensor.shape[0] for tensor in tensors} if flat else set()
+        if len(counts) == 1 and not d._policy.encoders:
+            return tensors, True, cast(Any, counts.pop())
+        found = [field_of(d, key) for key in d._policy.encoders if key in d] if flat else fields(d)
+        counts.update([field.kind.count(field) for field in found])
     except IndexError:  # a field without dimensions
         _refuse_fields(d)
     counts.discard(None)

@@ -31,6 +31,7 @@ FOREACH_DTYPES = frozenset(
      torch.float32, torch.float64, torch.complex64, torch.complex128)
 )  # fmt: skip
 """The dtypes that torch's foreach kernels and its kernels for an index accept on every device."""
+REAL = frozenset(dtype for dtype in FOREACH_DTYPES if not dtype.is_complex)
 NUMPY_DTYPES = FOREACH_DTYPES - {torch.bfloat16}
 """The dtypes of `FOREACH_DTYPES` that NumPy has."""
 CASTABLE = frozenset(
@@ -51,3 +52,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def as_bits(t: Tensor) -> Tensor:
     """A tensor for kernels that lack its dtype: the same memory as integers of the same size. Else ``t`` itself."""
     return t if t.dtype in FOREACH_DTYPES else t.view(_BITS[t.itemsize])
+
+
+def _limits(dtype: torch.dtype) -> Mapping[type, tuple[float, float]]:
+    found: dict[type, tuple[float, float]] = {bool: (0, 1)}
+    if dtype in CASTABLE:
+        most = torch.finfo(dtype).max
+        found |= {float: (-most, most), int: (-65504, 65504)}  # every dtype has 65504, the maximum of float16
+    elif dtype is not torch.bool:
+        found[int] = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return found
+
+
+NUMBERS: Mapping[torch.dtype, Mapping[type, tuple[float, float]]] = {dtype: _limits(dtype) for dtype in REAL}
+"""For each real dtype of `FOREACH_DTYPES`, and for a type of numbers: limits of numbers that ``fill_`` stores."""

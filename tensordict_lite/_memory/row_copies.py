@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from math import prod
+from sys import maxsize
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .layout import lay_out_batch
 from .packed import can_pack, packable
 
 _MAY_BE_HUGE = HUGE // 16
-"""The number of elements from which a tensor may be larger than `HUGE`: the largest dtype has 16 bytes."""
+"""A tensor of more elements may be larger than `HUGE`: the largest dtype has 16 bytes."""
 
 
 def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
@@ -25,7 +26,10 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
     ``index``: int64[n] on the device of the tensors. Every number is a row; negative numbers are not allowed.
     """
-    return [_take(t, index) for t in tensors]
+    if not tensors or intercepted():
+        return [_take(t, index, maxsize) for t in tensors]
+    most = _MAY_BE_HUGE * tensors[0].shape[0] // (index.shape[0] or 1)
+    return [_take(t, index, most) for t in tensors]
 
 
 def take_batch(tensors: Sequence[Tensor], index: Tensor, device: torch.device | None) -> list[Tensor]:
@@ -64,17 +68,20 @@ def _take_into_batch(
         views_of(layout, regions(new_batch_buffer(layout, device, total), layout), out)
     for i, (source, at) in enumerate(sources):
         if specs[i] is None:
-            out[i] = _take(source, at)
+            out[i] = take_rows([source], at)[0]
         else:
             _select_into(out[i], source, at)
     return out
 
 
-def _take(t: Tensor, index: Tensor) -> Tensor:
-    """Copy rows of any tensor. A huge result on the CPU goes into a buffer with huge pages."""
+def _take(t: Tensor, index: Tensor, most: int) -> Tensor:
+    """Copy rows of any tensor. A huge result on the CPU goes into a buffer with huge pages.
+
+    ``most``: the result of a tensor of more elements may be larger than `HUGE`.
+    """
     if type(t) is not Tensor:
         return t[index]
-    if t.numel() > _MAY_BE_HUGE and t.is_cpu and packable(t) and not intercepted():
+    if t.numel() > most and t.is_cpu and packable(t):
         shape = (len(index), *t.shape[1:])
         nbytes = prod(shape) * t.itemsize
         if nbytes > HUGE:

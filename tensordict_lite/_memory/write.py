@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .dtypes import FOREACH_DTYPES
+from .dtypes import FOREACH_DTYPES, REAL
 from .layout import dense_stride
 
 Call = partial[Any]
@@ -26,7 +26,6 @@ Risky = tuple[Tensor, Any, Callable[[], Any]]
 FOREACH_CLASSES = frozenset((Tensor, Parameter))
 """The classes of tensors that ``torch._foreach_*`` takes."""
 _STRIDED = torch.strided
-_REAL = frozenset(dtype for dtype in FOREACH_DTYPES if not dtype.is_complex)
 
 
 def plain(t: Any) -> bool:
@@ -38,7 +37,7 @@ def plain(t: Any) -> bool:
         type(t) in FOREACH_CLASSES
         and t.layout is _STRIDED
         and not t.is_nested
-        and (t.dtype in _REAL or (t.dtype in FOREACH_DTYPES and not t.is_conj()))
+        and (t.dtype in REAL or (t.dtype in FOREACH_DTYPES and not t.is_conj()))
         and (t.is_contiguous() or not is_expanded(t))
         and not (t.requires_grad and torch.is_grad_enabled())
         and not t.is_neg()
@@ -46,26 +45,39 @@ def plain(t: Any) -> bool:
     )
 
 
-def unlike(targets: Sequence[Tensor], values: Sequence[Tensor]) -> Sequence[int]:
-    """The indices of the plain targets whose value is not plain, has another shape and dimensions, or overlaps them."""
-    grad = torch.is_grad_enabled()
+def unlike(targets: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Sequence[int], bool]:
+    """The indices of the targets that are not `plain`, or whose value is not plain, has another shape and dimensions,
+    or overlaps them; and whether all have one dtype.
+
+    Targets with the negative bit are no exception: ``torch._foreach_*`` refuses them before it writes.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    odd, first, is_one = list[int](), targets[0].dtype if targets else None, bool(targets)
     try:
         # The conditions are inline, because `lerp_` of 400 in benchmarks/guard.py mostly waits for them.
-        return [
-            i
-            for i, (t, value) in enumerate(zip(targets, values, strict=True))
-            if type(value) not in FOREACH_CLASSES
-            or value.dtype not in FOREACH_DTYPES
-            or (value.shape != t.shape and value.dim())
-            or (grad and value.requires_grad)
-            or not (
-                value is t
-                or (theirs := value.data_ptr()) - (ours := t.data_ptr()) >= t.nbytes
-                or ours - theirs >= value.nbytes
-            )
-        ]
+        for i, (t, value) in enumerate(zip(targets, values, strict=True)):
+            dtype, given = t.dtype, value.dtype
+            if dtype is not first or given is not first:
+                is_one = False
+            if (
+                type(t) not in FOREACH_CLASSES
+                or type(value) not in FOREACH_CLASSES
+                or (dtype not in REAL and (dtype not in FOREACH_DTYPES or t.is_conj()))
+                or (given is not dtype and given not in FOREACH_DTYPES)
+                or (t.shape != value.shape and value.dim())
+                or (not t.is_contiguous() and is_expanded(t))
+                or (grad and (t.requires_grad or value.requires_grad))
+                or not (inference or not t.is_inference())
+                or not (
+                    (gap := value.data_ptr() - t.data_ptr()) >= (size := t.nbytes)
+                    or (gap <= -size and gap <= -value.nbytes)
+                    or value is t
+                )
+            ):
+                odd.append(i)
     except RuntimeError:  # a sparse tensor has no address, and a nested tensor no shape
-        return range(len(targets))
+        return range(len(targets)), False
+    return odd, is_one
 
 
 def refusal(t: Tensor, called: str) -> str:
@@ -154,10 +166,13 @@ def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         ours, theirs = list(map(Tensor.untyped_storage, targets)), list(map(Tensor.untyped_storage, values))
     except NotImplementedError:  # sparse tensors and some subclasses have no storage
         return True
-    if all(map(torch.UntypedStorage.resizable, (*ours, *theirs))):
+    if all(map(_resizable, ours)) and all(map(_resizable, theirs)):
         # torch allocated these storages, so two of them have no memory in common.
-        return not {s.data_ptr() for s in ours}.isdisjoint([s.data_ptr() for s in theirs])
-    starts, ends = sorted([s.data_ptr() for s in ours]), sorted([s.data_ptr() + s.nbytes() for s in ours])
-    spans = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in theirs]
+        return not set(map(_start, ours)).isdisjoint(map(_start, theirs))
+    starts, ends = sorted(map(_start, ours)), sorted([_start(s) + s.nbytes() for s in ours])
+    spans = [(_start(s), _start(s) + s.nbytes()) for s in theirs]
     # No overlap: our spans that start before the end of their span are exactly those that end before its start.
     return any(bisect_left(starts, end) != bisect_right(ends, start) for start, end in spans)
+
+
+_resizable, _start = torch.UntypedStorage.resizable, torch.UntypedStorage.data_ptr
