@@ -74,6 +74,19 @@ EPOCH = {
     LOOP: "for i in torch.randperm({count}).split({size}): batch = {{k: v.index_select(0, i) for k, v in x.items()}}",
     PEER: "for i in torch.randperm({count}).split({size}): batch = x[i]",
 }
+VIEWS = {
+    "`rows[a:b]`": {
+        OURS: "x.rows[8:16]",
+        LOOP: "{k: v[8:16] for k, v in x.items()}",
+        PEER: "x[8:16]",
+        BATCH: "x[8:16]",
+    },
+    "`for row in rows`": {
+        OURS: "list(x.rows)",
+        LOOP: "[{k: v[i] for k, v in x.items()} for i in range(64)]",
+        PEER: "list(x)",
+    },
+}
 WRITE = {
     OURS: "c.rows[{at}] = part",
     LOOP: "for k in c: c[k][{at}] = part[k]",
@@ -200,6 +213,7 @@ def cases(rows: int = 2_000_000) -> list[Case]:
     return [
         *found,
         gather_case("`rows[index]`, images", pictures, 32),
+        *(Case(name, "64 rows", statements(codes, CONTAINERS), lambda: columns(64)) for name, codes in VIEWS.items()),
         *(epoch_case(part, size) for size in sizes),
         *(write_case(operation) for operation in WRITES),
         *(loader_case(table, size, workers) for workers in (0, 1, 2) for size in sizes),
