@@ -78,7 +78,6 @@ class Operation:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-DASK = "Dask: `scatter`, `gather"
 OPERATIONS = (
     Operation(
         "pickle protocol 5, out of band",
@@ -88,9 +87,9 @@ OPERATIONS = (
     Operation("pickle protocol 5, in band", "loads(dumps(x, 5))"),
     Operation("`ray.put`", "ray.put(x)", "ray.get(ray.put(x))", engine=ray, within=in_ray),
     Operation("`ray.get`", "ray.get(x)", sent=ray.put, engine=ray, within=in_ray),
-    Operation("`ray.get` in `view_read_only`", "read_only(x)", sent=ray.put, engine=ray, within=in_ray),
-    Operation(f"{DASK}(direct=True)`", "through_dask(x, direct=True)", engine=distributed, within=in_dask),
-    Operation(f"{DASK}`", "through_dask(x, direct=False)", engine=distributed, within=in_dask),
+    Operation("`ray.get`, read-only", "read_only(x)", sent=ray.put, engine=ray, within=in_ray),
+    Operation("Dask, direct", "through_dask(x, direct=True)", engine=distributed, within=in_dask),
+    Operation("Dask, by the scheduler", "through_dask(x, direct=False)", engine=distributed, within=in_dask),
 )
 NAMES: dict[str, Any] = {
     "loads": pickle.loads,

@@ -103,7 +103,7 @@ class Table:
 
 OPERATION = {"operation": "operation"}
 OPERATION_FIELDS = {"operation": "operation", "fields": "fields"}
-CONSOLIDATED = {"TensorDict, consolidated (x)": "TensorDict consolidated"}
+CONSOLIDATED = {"TensorDict (x)": "TensorDict consolidated"}
 ON_PAGE = (
     "`.to()` on the current device", "cast of every tensor", "`numpy`", "clone", "read one field", "write 80 fields",
     "construct", "one row", "stack 32 dicts", "1000 strings in", "1000 strings out", "import after torch",
@@ -123,64 +123,67 @@ FROM_RESULTS = {
     "operations": Table(
         "peers",
         OPERATION,
-        {"DeviceDict (µs)": OURS, "plain dict (x)": DICT, "TensorDict (x)": PEER}
-        | {"tianshou's Batch (x)": "tianshou Batch", "BatchFeature (x)": "BatchFeature"},
+        {"DeviceDict (µs)": OURS, "dict (x)": DICT, "TensorDict (x)": PEER}
+        | {"tianshou (x)": "tianshou Batch", "HF (x)": "BatchFeature"},
         ON_PAGE,
     ),
     "processes": Table(
         "peers",
         OPERATION,
-        {"plain dict (x)": DICT, "dict joined by hand (x)": "dict, packed", "TensorDict, consolidated (x)": PEER},
+        {"dict (x)": DICT, "joined by hand (x)": "dict, packed", "TensorDict (x)": PEER},
         ("receive a batch from a DataLoader worker", "send a batch through a queue"),
     ),
     "packing": Table(
         "transfer",
         OPERATION_FIELDS,
-        {"loop or unpacked (x)": ("loop of clones", OURS), **CONSOLIDATED},
+        {"unpacked (x)": ("loop of clones", OURS), **CONSOLIDATED},
         fields=("40 x 2 KB", "200 x 2 KB"),
     ),
     "loader": Table(
         "loader",
         {"fields": "fields"},
-        {"plain dicts and `default_collate` (x)": DICT, **CONSOLIDATED},
+        {"plain dicts (x)": DICT, **CONSOLIDATED},
         ("load, 1 worker",),
         LOADED,
     ),
     "disk": Table(
         "disk",
         OPERATION_FIELDS,
-        {f"{who} (x)": who for who in ("safetensors", "`torch.save`", "TensorDict `memmap`")},
+        {"safetensors (x)": "safetensors", "`torch.save` (x)": "`torch.save`", "`memmap` (x)": "TensorDict `memmap`"},
     ),
     "rows": Table(
         "rows",
         {"operation": "operation", "rows": "fields"},
-        {"loop of `index_select` (x)": "loop", "TensorDict (x)": PEER, "tianshou's Batch (x)": "tianshou Batch"}
-        | {"NumPy structured (x)": "NumPy structured", "HF datasets (x)": "HF datasets"},
+        {"loop (x)": "loop", "TensorDict (x)": PEER, "tianshou (x)": "tianshou Batch"}
+        | {"NumPy (x)": "NumPy structured", "HF (x)": "HF datasets"},
     ),
     "tables": Table(
         "table",
-        {"operation": "operation", f"table of {results('table')['mib']} MiB": "fields"},
+        {"operation": "operation", "table": "fields"},
         {
-            "`memmap_like` (x)": "TensorDict memmap_like",
-            "with fsync (x)": "TensorDict memmap_like, synced",
-            "`append_memmap` (x)": "TensorDict append_memmap",
-            **{f"{who} (x)": who for who in ("NumPy memmap", "h5py", "HF datasets")},
+            "like (x)": "TensorDict memmap_like",
+            "fsync (x)": "TensorDict memmap_like, synced",
+            "append (x)": "TensorDict append_memmap",
+            "NumPy (x)": "NumPy memmap",
+            "h5py (x)": "h5py",
+            "HF (x)": "HF datasets",
         },
         BESIDE_FORMATS,
     ),
     "sequences": Table(
         "ragged",
         OPERATION_FIELDS,
-        {f"{who} (x)": who for who in ("by hand", "index of every value", "nested tensors", "TensorDict", "padded")},
+        {"by hand (x)": "by hand", "index (x)": "index of every value", "nested (x)": "nested tensors"}
+        | {"TensorDict (x)": PEER, "padded (x)": "padded"},
     ),
     "engines": Table(
         "engines",
-        {"operation": "operation", "tensors": "fields"},
+        {"operation": "operation", "size": "fields"},
         {
-            "packed DeviceDict (ms)": "DeviceDict, packed",
+            "packed (ms)": "DeviceDict, packed",
             "not packed (x)": OURS,
-            "dict of NumPy arrays (x)": "NumPy arrays",
-            "dict of tensors (x)": "tensors",
+            "arrays (x)": "NumPy arrays",
+            "tensors (x)": "tensors",
             "TensorDict (x)": PEER,
         },
         fields=("40 of 2 KB", "4 of 10 MB"),
@@ -215,15 +218,15 @@ def memory() -> Rows:
 
 KEPT = {
     "DeviceDict (KB)": OURS,
-    "torch, `default_collate` (KB)": DICT,
-    "tensordict, `lazy_stack` (KB)": "TensorDict lazy_stack",
-    "tensordict, `consolidate` (KB)": "TensorDict consolidated",
+    "torch (KB)": DICT,
+    "`lazy_stack` (KB)": "TensorDict lazy_stack",
+    "`consolidate` (KB)": "TensorDict consolidated",
 }
 
 
 def kept() -> Rows:
     """What a list of labels keeps alive, with a column for each way to make a batch."""
-    found = [["labels of 20 batches of 64 images", *KEPT]]
+    found = [["loader", *KEPT]]
     for one in lines("memory"):
         what, _, where = one["operation"].partition(", ")
         if what.startswith("keep"):
@@ -242,10 +245,10 @@ def gpu() -> Rows:
 
 
 ON_GPU = (
-    "to the device", "to the device, from pinned memory", "to the device, from pinned memory, of `collate`",
-    "to the host", "to the host, of `collate`", "a training step", "a training step, from pinned memory",
+    "to the device", "to the device, from pinned memory, of `collate`", "to the host, of `collate`",
+    "a training step", "a training step, from pinned memory",
 )  # fmt: skip
-GPU_SIZES = ("8 x 2 KB", "40 x 2 KB", "200 x 2 KB", "40 x 200 KB", "4 x 2 MB")
+GPU_SIZES = ("8 x 2 KB", "40 x 2 KB", "40 x 200 KB", "4 x 2 MB")
 
 
 def speed() -> Rows:
@@ -283,7 +286,8 @@ def outputs() -> Rows:
         outcomes = tuple(OUTCOMES.get(one, one.partition(":")[0]) for one in said)
         columns.setdefault(outcomes, []).append(who)
     lines = [["trained with", *(", ".join(whos) for whos in columns.values())]]
-    return lines + [[way, *cells] for way, *cells in zip(found, *columns, strict=True)]
+    ways = [way.replace("find_", "").replace("_", " ") for way in found]  # long names make a wide table
+    return lines + [[way, *cells] for way, *cells in zip(ways, *columns, strict=True)]
 
 
 ARITHMETIC = ("`lerp_`", "`add_`", "`copy_`", "`zero_`")
@@ -360,12 +364,14 @@ def lines_of(name: str) -> tuple[int, int]:
 
 def order() -> Rows:
     """A row for each contender that stands beside an order, with the values of both."""
-    found = [["operation", "unit", "`BatchOrder`", "beside", "its value"]]
+    found = [["operation", "ours", "beside", "its value"]]
     for one in lines("order"):
         (own, value), *others = one["medians"].items()
         operation = one["operation"] if own == "BatchOrder" else f"{one['operation']}: {own}"
-        shown = number if one["unit"] == "seconds" else "{:.2f}".format
-        found += [[operation, one["unit"], shown(value), who, shown(other)] for who, other in others]
+        operation, shown = (
+            (f"{operation} (s)", number) if one["unit"] == "seconds" else (f"{operation} (%)", "{:.2f}".format)
+        )
+        found += [[operation, shown(value), who, shown(other)] for who, other in others]
     return found
 
 
@@ -397,8 +403,7 @@ PROGRAMS = {
 
 def programs() -> Rows:
     """Whole examples beside the same programs with plain dicts: lines of code, and time."""
-    head = ["example", "lines with DeviceDict", "lines with plain dicts", "DeviceDict (s)"]
-    found = [[*head, "plain dicts (x)"]]
+    found = [["example", "lines", "plain: lines", "time (s)", "plain (x)"]]
     for label, name in PROGRAMS.items():
         of = line("gallery", name)
         times = [number(of["medians"][OURS]), f"{of['medians'][DICT] / of['medians'][OURS]:.2f}"]
@@ -408,8 +413,7 @@ def programs() -> Rows:
 
 def ten_tasks() -> Rows:
     """Lines and times of each task of `bench_tasks.py`. Lines that two versions share do not count."""
-    found = [["task", "lines", "plain dicts: lines", "TensorDict: lines", "time (ms)"]]
-    found[0] += ["plain dicts: time (x)", "TensorDict: time (x)"]
+    found = [["task", "lines", "plain: lines", "TensorDict: lines", "time (ms)", "plain (x)", "TensorDict (x)"]]
     defined = definitions(ROOT / "benchmarks" / "bench_tasks.py")
     for one in lines("tasks"):
         if (name := one["fields"]) != "recipe":
