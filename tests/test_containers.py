@@ -221,3 +221,34 @@ class TestOddContainers:
         config = Owner({"a": 1})
         for thing in (sys.version_info, os.environ, config, torch.Size([2]), np.float64(1.0)):
             assert to_device([thing], SIM)[0] is thing
+
+
+class Stuck:
+    """An object whose method ``to`` raises."""
+
+    def to(self, device: Any) -> Any:
+        raise LookupError("stuck")
+
+
+@dataclasses.dataclass
+class Holder:
+    stuck: Stuck
+
+
+@pytest.mark.parametrize(
+    ("obj", "path"),
+    [
+        (Stuck(), ""),
+        ({"targets": [{"mask": 1}, {"mask": Stuck()}]}, "targets[1].mask"),
+        ([torch.ones(1), Stuck()], "[1]"),
+        ({"a": Pair(1, (Stuck(),))}, "a.b[0]"),
+        ({"a": {3: Holder(Stuck())}}, "a[3].stuck"),
+        (DeviceDict({"n": {"x": torch.ones(1), "k": [Stuck()]}}, objects="keep"), "n.k"),
+    ],
+)
+def test_a_note_names_the_object_whose_to_raises(obj: Any, path: str) -> None:
+    with pytest.raises(LookupError, match="stuck") as caught:
+        to_device(obj, SIM)
+    said = "\n".join([*map(str, caught.value.args), *getattr(caught.value, "__notes__", [])])
+    what = "kept value" if isinstance(obj, DeviceDict) else "object"
+    assert said == (f"stuck\nthe {what} is {path!r}" if path else "stuck")

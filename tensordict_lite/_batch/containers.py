@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .._errors import add_note, dotted
 from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, resolve
 from .._memory.transfer import transfer
-from .._tree.inside import kept_tensors, move_itself, numpy_inside, open_value, placed, tensors_of
+from .._tree.inside import kept_tensors, move_itself, numpy_inside, open_container, open_value, path_inside, tensors_of
 from .._tree.tree import TreeDict
 
 T = TypeVar("T")
@@ -21,16 +21,17 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
 
     Visits dicts, lists, tuples, named tuples, dataclasses, ``OrderedDict``, ``defaultdict``, `DeviceDict`, other
     mappings, and every container registered with PyTorch's pytree. An object with a method ``to(device)`` of its own,
-    such as a ``PackedSequence``, is moved by it, on a ``copy.copy``. The result has new containers of the same types;
-    ``obj`` is not changed. What holds nothing to move is returned itself: strings, None, sets, modules, a list of
-    numbers.
+    such as a ``PackedSequence``, is moved by it, on a ``copy.copy``. The result has new containers of
+    the same types; ``obj`` is not changed. What holds nothing to move is returned itself: strings, None, sets, modules,
+    a list of numbers.
 
     Args:
         obj: a tensor, or a container of tensors at any depth.
         device: the target device.
         non_blocking: as in `DeviceDict.to`. By default the copies are complete on return.
 
-    Raises: torch's own error for a device that does not exist or is out of memory.
+    Raises: torch's own error for a device that does not exist or is out of memory. An error of the method ``to`` of an
+        object has a note with the path of the object.
     Cost: one `DeviceDict.to` for all tensors together. A packed `DeviceDict` moves as one tensor.
 
     >>> import torch
@@ -40,13 +41,20 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
     (device(type='meta'), ['a', 'b'], <class 'tuple'>)
     """
     target = resolve(device)
-    found: list[Any] = []
-    rebuild = open_value(obj, found)
-    if rebuild is None:
+    inside = open_container(obj)
+    if inside is None:
         return obj
-    moved = transfer([tensor for item in found for tensor in tensors_of(item)], target, non_blocking=non_blocking)
-    move = partial(move_itself, device=target, non_blocking=non_blocking)
-    return rebuild(placed(found, iter(moved), target, {}, move))
+
+    def move(item: Any) -> Any:
+        try:
+            return move_itself(item, target, non_blocking)
+        except Exception as error:
+            if path := path_inside(obj, (), lambda one: one is item):
+                add_note(error, f"the object is {dotted(path)}")
+            raise
+
+    moved = transfer(inside.tensors(), target, non_blocking=non_blocking)
+    return inside.place(iter(moved), target, {}, move)
 
 
 def tensors_inside(obj: Any) -> list[Tensor]:

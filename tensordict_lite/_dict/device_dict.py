@@ -35,7 +35,7 @@ from .._tree import encoding, sendable
 from .._tree.compare import equal_trees
 from .._tree.fields import refuse_ragged, tolist
 from .._tree.frames import RaggedColumn, arrow_items, pandas_items
-from .._tree.inside import kept_tensors, move_itself, numpy_inside, stay
+from .._tree.inside import Opened, kept_tensors, move_itself, numpy_inside, stay
 from .._tree.kinds import KEPT, Field, kind_of
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
@@ -573,15 +573,15 @@ class DeviceDict(TreeDict[V]):
         stays = device is None or device == self._device
         if stays and dtype is None and not copy:
             return self
-        tensors, flat = self._tensors_and_kind(kept=True)
+        kept: list[Opened | None] = []
+        tensors, flat = self._tensors_and_kind(kept)
         moved = transfer(tensors, None if stays else device, dtype, non_blocking, copy, self._device)
         if stays and not copy and all(map(is_, tensors, moved)):
             return self
         if stays or device is None:
-            return self._replace_tensors(moved, self._device, flat, stay)
-        return self._replace_tensors(
-            moved, device, flat, partial(move_itself, device=device, non_blocking=non_blocking)
-        )
+            return self._replace_tensors(moved, self._device, flat, kept, stay)
+        move = partial(move_itself, device=device, non_blocking=non_blocking)
+        return self._replace_tensors(moved, device, flat, kept, move)
 
     def to_(self, *args: Any, **kwargs: Any) -> Self:
         """Move or cast this dict in place, as `to` does to a copy. Returns ``self``.
@@ -652,9 +652,10 @@ class DeviceDict(TreeDict[V]):
         >>> d = DeviceDict({"x": 1.0})
         >>> pinned = d.pin_memory() if torch.cuda.is_available() else d
         """
-        tensors, flat = self._tensors_and_kind(kept=True)
+        kept: list[Opened | None] = []
+        tensors, flat = self._tensors_and_kind(kept)
         pinned = map_storages(tensors, self._device, pin) or [pin(t) for t in tensors]
-        return self._replace_tensors(pinned, self._device, flat, _pinned)
+        return self._replace_tensors(pinned, self._device, flat, kept, _pinned)
 
     def is_pinned(self) -> bool:
         """Whether all tensors are in pinned memory. False if there are no tensors. Cost: a driver call per tensor.
@@ -787,8 +788,9 @@ class DeviceDict(TreeDict[V]):
         >>> d.clone()["x"].add_(1) is not None, d["x"]
         (True, tensor([1.]))
         """
-        tensors, flat = self._tensors_and_kind(kept=True)
-        return self._replace_tensors(clone_tensors(tensors, self._device), self._device, flat, stay)
+        kept: list[Opened | None] = []
+        tensors, flat = self._tensors_and_kind(kept)
+        return self._replace_tensors(clone_tensors(tensors, self._device), self._device, flat, kept, stay)
 
     def new_zeros(self, *lead: int) -> Self:
         """Create a dict of zeros with the same keys, dtypes, device and encoders.

@@ -20,7 +20,7 @@ from .._memory.device import canonical
 from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.convert import Converted, convert, holds_numbers, holds_strings
-from .._tree.inside import kept_tensors, nests, path_inside
+from .._tree.inside import kept_tensors, nests, path_off
 from .._tree.kinds import KEPT, NESTED, Home, Misplaced, kind_of
 from .._tree.missing import closest, keys_in
 from .._tree.policy import Encoders
@@ -239,7 +239,7 @@ def _mismatch(
         found = [((*at, *way), value, one) for way, value in leaves(data) for one in kept_tensors(value)]
         expected = canonical(Counter(one.device for _, _, one in found).most_common(1)[0][0])
         path, value, tensor = next(each for each in found if each[2].device != expected)
-        path = path_inside(value, path, lambda one: one.device != expected)
+        path = path_off(value, path, expected)
         way_out = f"move it with .to({str(expected)!r}), or build with device={str(expected)!r}"
     stored: Any = d
     for part in path[len(at) :]:

@@ -9,7 +9,7 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,17 +31,10 @@ NO_TENSORS = frozenset(
 )
 """Types of values in which no tensor is looked for. A Size is a tuple that must stay one."""
 
-
 _PLAIN_DICTS = frozenset((dict, OrderedDict))
-
-
-class Children(NamedTuple):
-    """The values in a container, and how to build a container like it."""
-
-    names: Sequence[Any]
-    """The keys of a mapping, the names of fields, or indices."""
-    values: Sequence[Any]
-    build: Callable[[list[Any]], Any]
+_PLAIN = frozenset((Tensor,))
+Children = tuple[Sequence[Any], Callable[[list[Any]], Any]]
+"""The values in a container, and how to build a container like it from others."""
 
 
 def without_tensors(value: Any, levels: int = 2) -> bool:
@@ -71,32 +64,49 @@ _Known = dict[int, tuple[Any, Rebuild | None]]
 
 def _open(obj: Any, found: list[Any], known: _Known, made: dict[int, Any], depth: int) -> Rebuild | None:
     """``made``: the containers that were rebuilt, by the id of the original."""
-    if depth <= DEPTH and without_tensors(obj, 2 if depth < DEPTH else 1):
-        return None
     kind = type(obj)
-    if isinstance(obj, Tensor) or hasattr(kind, "_holds_tensors") or (hasattr(kind, "to") and takes_device(kind)):
+    if kind is list or kind is tuple:  # the types of all items at once: a list may have thousands of strings
+        if depth <= DEPTH and NO_TENSORS.issuperset(map(type, obj)):
+            return None
+    elif kind in NO_TENSORS:
+        return None
+    elif isinstance(obj, Tensor) or hasattr(kind, "_holds_tensors") or (hasattr(kind, "to") and takes_device(kind)):
         found.append(obj)
         return next
     number = id(obj)
-    if number in known and known[number][1] is not _OPENING:
-        return None if known[number][1] is None else lambda _: made[number]
+    before = known.get(number)
+    if before is not None and before[1] is not _OPENING:
+        return None if before[1] is None else lambda _: made[number]
     inside = children(obj)
     if inside is None:
         return None
-    if number in known or depth > DEPTH:
+    if before is not None or depth > DEPTH:
         raise TooDeep(f"nested more than {DEPTH} levels deep, or holds itself; flatten it first")
     known[number] = obj, _OPENING
-    parts = [_open(child, found, known, made, depth + 1) for child in inside.values]
-    known[number] = obj, partial(_rebuild, inside, parts, made, number) if any(parts) else None
-    return known[number][1]
+    values, build = inside
+    parts: list[Rebuild | None] = []
+    for child in values:
+        if type(child) is Tensor:
+            found.append(child)
+            parts.append(next)
+        else:
+            parts.append(None if type(child) in NO_TENSORS else _open(child, found, known, made, depth + 1))
+    rebuild = partial(_rebuild, values, build, parts, made, number) if any(parts) else None
+    known[number] = obj, rebuild
+    return rebuild
 
 
 def _rebuild(
-    inside: Children, parts: list[Rebuild | None], made: dict[int, Any], number: int, results: Iterator[Any]
+    values: Sequence[Any],
+    build: Callable[[list[Any]], Any],
+    parts: list[Rebuild | None],
+    made: dict[int, Any],
+    number: int,
+    results: Iterator[Any],
 ) -> Any:
-    pairs = zip(inside.values, parts, strict=True)
-    made[number] = inside.build([child if part is None else part(results) for child, part in pairs])
-    return made[number]
+    replaced = [value if part is None else part(results) for value, part in zip(values, parts, strict=True)]
+    out = made[number] = build(replaced)
+    return out
 
 
 @lru_cache(maxsize=256)
@@ -131,9 +141,9 @@ def nests(value: object) -> bool:
     a dict.
     """
     kind = type(value)
-    return isinstance(value, Mapping) and (
-        hasattr(kind, "_holds_tensors") or (kind in _PLAIN_DICTS and all(isinstance(k, str) for k in value))
-    )
+    if kind in _PLAIN_DICTS:
+        return all(isinstance(key, str) for key in cast("dict[Any, Any]", value))
+    return hasattr(kind, "_holds_tensors") and isinstance(value, Mapping)
 
 
 def stay(obj: Any) -> Any:
@@ -145,29 +155,41 @@ def children(obj: Any) -> Children | None:
     """What is in a container: a list, tuple, mapping, dataclass, or a class that is registered with pytree."""
     kind: Any = type(obj)
     if kind is list or kind is tuple:
-        return Children(range(len(obj)), obj, kind)
+        return obj, kind
     if kind is dict:
-        return Children([*obj], [*obj.values()], lambda parts: dict(zip(obj, parts, strict=True)))
+        keys = [*obj]
+        return [*obj.values()], lambda parts: dict(zip(keys, parts, strict=True))
     if isinstance(obj, (type, Module)):
         return None
     if kind in pytree.SUPPORTED_NODES or isinstance(obj, tuple):
         values, spec = pytree.tree_flatten(obj, is_leaf=lambda one: one is not obj)
         if len(values) == 1 and values[0] is obj:  # a tuple that pytree does not know
-            return Children(range(len(obj)), obj, getattr(kind, "_make", kind))
-        return Children(_names(obj, len(values)), values, lambda parts: pytree.tree_unflatten(parts, spec))
+            return obj, getattr(kind, "_make", kind)
+        return values, lambda parts: pytree.tree_unflatten(parts, spec)
     if isinstance(obj, Mapping):
-        return Children([*obj], [*obj.values()], lambda parts: _mapping(obj, parts))
+        return [*obj.values()], lambda parts: _mapping(obj, parts)
     if dataclasses.is_dataclass(obj):
-        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
-        return Children(names, [getattr(obj, name) for name in names], lambda parts: _dataclass(obj, names, parts))
+        names = _set_fields(obj)
+        return [getattr(obj, name) for name in names], lambda parts: _dataclass(obj, names, parts)
     if isinstance(obj, list):  # a subclass: pytree treats it as a leaf
-        return Children(range(len(obj)), obj, lambda parts: _list_like(obj, parts))
+        return obj, lambda parts: _list_like(obj, parts)
     return None
 
 
-def _names(obj: Any, count: int) -> Sequence[Any]:
-    names = [*obj] if isinstance(obj, Mapping) else getattr(obj, "_fields", None)
+def names_in(obj: Any, count: int) -> Sequence[Any]:
+    """The names of the ``count`` values of `children`: the keys of a mapping, the names of fields, or indices."""
+    if isinstance(obj, Mapping):
+        names: Any = [*obj]
+    elif dataclasses.is_dataclass(obj) and type(obj) not in pytree.SUPPORTED_NODES:
+        names = _set_fields(obj)
+    else:
+        names = getattr(obj, "_fields", None)
     return names if isinstance(names, (list, tuple)) and len(names) == count else range(count)
+
+
+def _set_fields(obj: Any) -> list[str]:
+    """The names of the fields of a dataclass that have a value."""
+    return [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
 
 
 def _dataclass(obj: Any, names: Sequence[str], values: list[Any]) -> Any:
@@ -196,6 +218,40 @@ def _list_like(obj: list[Any], values: list[Any]) -> Any:
     return clone
 
 
+class Opened(NamedTuple):
+    """A kept value with something that can move: see `open_value`."""
+
+    found: list[Any]
+    rebuild: Rebuild
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that move with the dict. Those of an object that moves itself do not."""
+        if _PLAIN.issuperset(map(type, self.found)):
+            return self.found
+        return [tensor for item in self.found for tensor in tensors_of(item)]
+
+    def place(self, tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move) -> Any:
+        """The value with the next of ``tensors`` in place of its own, on ``device``. ``made``: see `Made`."""
+        if _PLAIN.issuperset(map(type, self.found)):
+            return self.rebuild(tensors)
+        return self.rebuild(_placed(self.found, tensors, device, made, move))
+
+
+def open_container(value: Any) -> Opened | None:
+    """Open a value; None if nothing in it can move. Raises ``TooDeep`` as `open_value` does."""
+    found: list[Any] = []
+    rebuild = open_value(value, found)
+    return None if rebuild is None else Opened(found, rebuild)
+
+
+def open_kept(value: Any) -> Opened | None:
+    """`open_container` for a value that was inserted: one that is too deep holds no tensor."""
+    try:
+        return open_container(value)
+    except TooDeep:
+        return None
+
+
 def tensors_of(item: Any) -> list[Tensor]:
     """The tensors of an item of `open_value`, without those of an object that moves itself."""
     if isinstance(item, Tensor):
@@ -203,35 +259,27 @@ def tensors_of(item: Any) -> list[Tensor]:
     return item._tensors_inside() if hasattr(type(item), "_holds_tensors") else []
 
 
-def movable(value: Any) -> list[Any]:
-    """What `open_value` finds in a kept value."""
+def kept_tensors(value: Any) -> list[Tensor]:
+    """The tensors of a kept value that move with the dict."""
+    inside = open_kept(value)
+    return [] if inside is None else inside.tensors()
+
+
+def stays_on(value: Any, device: torch.device | None) -> bool:
+    """Whether a dict on ``device`` keeps a value itself: it is no dict, and only plain tensors there can move in it."""
+    if type(value) in _PLAIN_DICTS:
+        return False
     found: list[Any] = []
     try:
         open_value(value, found)
-    except TooDeep:  # an insert allows it only without tensors
-        return []
-    return found
-
-
-def kept_tensors(value: Any) -> list[Tensor]:
-    """The tensors of a kept value that move with the dict."""
-    return [tensor for item in movable(value) for tensor in tensors_of(item)]
-
-
-def place(value: Any, tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move) -> Any:
-    """A kept value with the next of ``tensors`` in place of `kept_tensors`, on ``device``. ``made``: see `Made`."""
-    found: list[Any] = []
-    try:
-        rebuild = open_value(value, found)
     except TooDeep:
-        return value
-    return value if rebuild is None else rebuild(placed(found, tensors, device, made, move))
+        return False
+    return _PLAIN.issuperset(map(type, found)) and all(tensor.device == device for tensor in found)
 
 
-def placed(
+def _placed(
     found: list[Any], tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move
 ) -> Iterator[Any]:
-    """The items of `open_value` with other tensors: see `place`."""
     for item in found:
         own = [next(tensors) for _ in tensors_of(item)]
         if isinstance(item, Tensor):
@@ -243,16 +291,24 @@ def placed(
             yield item._placed(iter(own), device, made, move) if is_dict else move(item)
 
 
-def path_inside(value: Any, path: Path, wanted: Callable[[Tensor], bool]) -> Path:
-    """The path of the first tensor in a value, at ``path``, that is wanted: ``('targets[0]', 'boxes')``."""
-    if isinstance(value, Tensor) or hasattr(type(value), "_holds_tensors"):
-        return path if any(map(wanted, tensors_of(value))) else ()
-    inside = children(value) if kept_tensors(value) else None
-    for name, child in zip(inside.names, inside.values, strict=True) if inside else ():
-        at = (*path, name) if isinstance(name, str) else (*path[:-1], f"{path[-1]}[{name!r}]")
-        if found := path_inside(child, at, wanted):
-            return found
+def path_inside(value: Any, path: Path, wanted: Callable[[Any], bool]) -> Path:
+    """The path of the first item of `open_value` that is wanted in a value at ``path``: ``('targets[0]', 'boxes')``."""
+    found: list[Any] = []
+    rebuild = open_value(value, found)
+    if rebuild is next:
+        return path if wanted(value) else ()
+    inside = children(value) if found else None
+    names = names_in(value, len(inside[0])) if inside else ()
+    for name, child in zip(names, inside[0], strict=True) if inside else ():
+        at = (*path, name) if isinstance(name, str) else (*path[:-1], f"{path[-1] if path else ''}[{name!r}]")
+        if way := path_inside(child, at, wanted):
+            return way
     return ()
+
+
+def path_off(value: Any, path: Path, device: torch.device) -> Path:
+    """The path of the first tensor that is not on ``device`` in a value at ``path``."""
+    return path_inside(value, path, lambda item: any(tensor.device != device for tensor in tensors_of(item)))
 
 
 def numpy_inside(value: Any, convert: Callable[[Tensor], Any]) -> Any:

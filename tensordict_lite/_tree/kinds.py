@@ -41,14 +41,13 @@ from .convert import refuse_tensor_in_cycle
 from .inside import (
     children,
     kept_tensors,
-    movable,
     move_itself,
+    names_in,
     nests,
-    open_value,
-    path_inside,
-    placed,
+    open_container,
+    open_kept,
+    path_off,
     stay,
-    tensors_of,
 )
 from .ragged import Known, Lengths, Made, Ragged, rows_of, validated
 
@@ -508,23 +507,22 @@ class KeptKind(Kind):
 
     def placed(self, value: Any, home: Home, path: Path) -> Any:
         """A container is copied if its tensors move."""
-        found: list[Any] = []
         try:
-            rebuild = open_value(value, found)
+            inside = open_container(value)
         except TooDeep:
             refuse_tensor_in_cycle(value, path)
             return value
-        tensors = [tensor for item in found for tensor in tensors_of(item)]
-        if rebuild is None or (not home.moves and all(tensor.device == home.device for tensor in tensors)):
+        tensors = [] if inside is None else inside.tensors()
+        if inside is None or (not home.moves and all(tensor.device == home.device for tensor in tensors)):
             return value
         try:
             parts = [home.tensor(tensor, path) for tensor in tensors]
         except Misplaced as error:
-            path = path_inside(value, path, lambda tensor: tensor.device != home.device)
+            path = path_off(value, path, home.device)
             raise Misplaced(path, *error.args[1:]) from None
         move = partial(move_itself, device=home.device) if home.moves else stay
         try:
-            return rebuild(placed(found, iter(parts), home.device, home.made, move))
+            return inside.place(iter(parts), home.device, home.made, move)
         except Exception as error:
             add_note(error, f"the kept value is {dotted(path)}")
             raise
@@ -592,11 +590,12 @@ def _same_object(x: Any, y: Any, same: Callable[[Tensor, Tensor], bool]) -> bool
         return True
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return same(x, y)
-    if type(x) is type(y) and movable(x):  # a tensor has no truth value
+    if type(x) is type(y) and open_kept(x) is not None:  # a tensor has no truth value
         a, b = children(x), children(y)
         if a is not None and b is not None:
-            pairs = zip(a.values, b.values, strict=False)
-            return list(a.names) == list(b.names) and all(_same_object(one, other, same) for one, other in pairs)
+            if list(names_in(x, len(a[0]))) != list(names_in(y, len(b[0]))):
+                return False
+            return all(_same_object(one, other, same) for one, other in zip(a[0], b[0], strict=True))
     if any(isinstance(value, np.ndarray) for value in (x, y)):
         return np.array_equal(x, y)  # == would broadcast
     return bool(np.all(x == y))

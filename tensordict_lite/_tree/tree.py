@@ -18,7 +18,7 @@ from .._memory.device import canonical
 from .._memory.dtypes import CASTABLE
 from . import pytree
 from .compare import equal_trees
-from .inside import Move, kept_tensors, place, stay, without_tensors
+from .inside import Move, Opened, open_kept, stay, without_tensors
 from .policy import OPTIONS, Options, Policy, refuse_option
 from .ragged import Lengths, Made, Ragged
 from .walk import leaves, only_tensors
@@ -147,12 +147,12 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
     def _tensors_inside(self) -> list[Tensor]:
         """Every tensor of the tree, also those in kept values."""
-        return self._tensors_and_kind(kept=True)[0]
+        return self._tensors_and_kind([])[0]
 
-    def _tensors_and_kind(self, kept: bool = False) -> tuple[list[Tensor], bool]:
+    def _tensors_and_kind(self, kept: list[Opened | None] | None = None) -> tuple[list[Tensor], bool]:
         """Every tensor of the tree, as `_tensors` lists them, and whether all values are plain tensors.
 
-        ``kept``: also the tensors in kept values.
+        ``kept``: a list lists the tensors in kept values too, and gets the result of `open_kept` for each of them.
         """
         if only_tensors(self.values()):
             tensors: list[Any] = list(self.values())
@@ -161,7 +161,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         self._list_tensors(found, set(), kept)
         return found, False
 
-    def _list_tensors(self, found: list[Tensor], known: set[Lengths], kept: bool) -> None:
+    def _list_tensors(self, found: list[Tensor], known: set[Lengths], kept: list[Opened | None] | None) -> None:
         """Append every tensor of the tree: see `_tensors_and_kind`. ``known``: see `Ragged._list_tensors`."""
         for value in self.values():
             if type(value) is Tensor or isinstance(value, Tensor):
@@ -172,8 +172,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 value._list_tensors(found, known)
             elif isinstance(value, TreeDict):
                 value._list_tensors(found, known, kept)
-            elif kept:
-                found += kept_tensors(value)
+            elif kept is not None:
+                inside = open_kept(value)
+                kept.append(inside)
+                found += () if inside is None else inside.tensors()
 
     def _leaves(self) -> list[Any]:
         """Every value that is not a nested dict, depth first."""
@@ -196,16 +198,21 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         return self._new(items, device, self._policy)
 
     def _replace_tensors(
-        self, tensors: list[Tensor], device: torch.device | None, flat: bool = False, move: Move | None = None
+        self,
+        tensors: list[Tensor],
+        device: torch.device | None,
+        flat: bool = False,
+        kept: list[Opened | None] | None = None,
+        move: Move | None = None,
     ) -> Self:
         """The same tree on ``device`` with other tensors, in the order of `_tensors`. Does not validate them.
 
-        ``flat``: the caller knows that all values are plain tensors. ``move``: the tensors are those of
-        `_tensors_inside`; it moves kept objects that move themselves. None: kept values stay.
+        ``flat``: the caller knows that all values are plain tensors. ``kept``: as `_tensors_and_kind` filled it.
+        ``move`` moves kept objects that move themselves. None: kept values stay.
         """
         if flat or only_tensors(self.values()):
             return self._new(zip(self, tensors, strict=True), device, self._policy)
-        return self._placed(iter(tensors), device, {}, move)
+        return self._placed(iter(tensors), device, {}, move, None if kept is None else iter(kept))
 
     def _placed(
         self,
@@ -213,6 +220,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         device: torch.device | None,
         made: Made,
         move: Move | None = None,
+        kept: Iterator[Opened | None] | None = None,
         at: Path = (),
     ) -> Self:
         """The same tree, at a path, with the next of ``tensors``: see `_replace_tensors`. ``made``: see `Made`."""
@@ -225,10 +233,13 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             elif isinstance(value, Ragged):
                 items[key] = value._rebuilt(tensors, made)
             elif isinstance(value, TreeDict):
-                items[key] = value._placed(tensors, device, made, move, (*at, key))
+                items[key] = value._placed(tensors, device, made, move, kept, (*at, key))
             elif move is not None:
+                inside = open_kept(value) if kept is None else next(kept)
+                if inside is None:
+                    continue
                 try:
-                    items[key] = place(value, tensors, device, made, move)
+                    items[key] = inside.place(tensors, device, made, move)
                 except Exception as error:
                     add_note(error, f"the kept value is {dotted((*at, key))}")
                     raise
@@ -259,8 +270,11 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
             elif isinstance(value, Ragged):
                 out.append(value._with_data(next(results), path, made))
             else:
-                parts = map(inside, kept_tensors(value)) if inside else None
-                out.append(value if parts is None else place(value, parts, device, {}, stay))
+                kept = None if inside is None else open_kept(value)
+                if inside is None or kept is None:
+                    out.append(value)
+                else:
+                    out.append(kept.place(map(inside, kept.tensors()), device, {}, stay))
         return self._with_leaves(iter(out), device)
 
     def _infer_device(self, fallback: torch.device | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._errors import Path, described, dotted, refuse_deeper
 from .._memory.device import CPU
 from .frames import table_columns
-from .inside import nests, without_tensors
+from .inside import nests, stays_on, without_tensors
 from .kinds import kind_of
 from .missing import no_key
 from .ragged import Ragged
@@ -81,14 +81,14 @@ def refuse_key(key: Any, at: Path, rows: str = "") -> NoReturn:
 def all_on(data: Mapping[str, Any], device: torch.device | None, keeps: bool = False) -> bool:
     """Whether every key is a ``str`` and every value a tensor on ``device``.
 
-    ``keeps``: a value may also be of a type that holds no tensor, or a list or tuple of such values.
+    ``keeps``: a value may also be one that is kept as it is, without tensors or with tensors on ``device``.
     """
     # One loop instead of several over map(): see "construct from tensors" in benchmarks/count_instructions.py.
     on_cpu = device is CPU
     for key, value in data.items():
         plain = type(value) is Tensor
         if (not plain and not isinstance(value, Tensor)) or type(key) is not str:
-            if keeps and type(key) is str and without_tensors(value):
+            if keeps and type(key) is str and (without_tensors(value) or stays_on(value, device)):
                 continue
             return False
         if not (value.is_cpu if on_cpu and plain else value.device == device):
