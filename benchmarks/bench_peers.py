@@ -107,6 +107,9 @@ IN_PLACE = {
     "`copy_`": ("c.copy_(y)", "for k, v in c.items(): v.copy_(y[k])"),
     "`zero_`": ("c.zero_()", "for k, v in c.items(): v.zero_()"),
 }
+# 4 tensors, and 4 values that ``objects="keep"`` keeps as they are.
+KEPT: dict[str, Any] = {f"k{i}": torch.rand(ROWS, WIDTH) for i in range(4)}
+KEPT |= {"size": (480, 640), "split": "train", "names": ["a", "b"], "hidden": None}
 # Small samples and parsed JSON, in the main process: the data, the call, the same with plain dicts, what must be equal.
 SMALL: dict[str, tuple[Any, str, str, str]] = {
     "collate 8 samples with strings": (
@@ -125,6 +128,13 @@ SMALL: dict[str, tuple[Any, str, str, str]] = {
         f"collate {n} requests": ([request(i) for i in range(n)], "collate(x, cls=Requests)", "checked(x)", "")
         for n in (1, 8, 32)
     },
+    "construct with 4 kept values": (KEPT, "DeviceDict(x, objects='keep')", "dict(x)", ""),
+    "`.to(torch.float64)` with 4 kept values": (
+        KEPT,
+        "keeps.to(torch.float64)",
+        "{k: v.to(torch.float64) if isinstance(v, Tensor) else v for k, v in x.items()}",
+        "",
+    ),
     "`from_dict` of a request": (request(0), "Request.from_dict(x)", "checked_one(x)", ""),
 }
 # Functions that make a batch of samples, in a worker.
@@ -197,7 +207,9 @@ def container_cases(batch: Fields) -> list[Case]:
 
 def small_cases() -> list[Case]:
     """Batches and requests that are so small that the calls of Python decide."""
-    names = {one.__name__: one for one in (collate, default_collate, checked, checked_one, Request, Requests)}
+    known = (collate, default_collate, checked, checked_one, Request, Requests, DeviceDict, Tensor)
+    names: dict[str, Any] = {one.__name__: one for one in known}
+    names |= {"torch": torch, "keeps": DeviceDict(KEPT, objects="keep")}
     found: list[Case] = []
     for operation, (data, ours, by_hand, result) in SMALL.items():
         codes, makers = {OURS: ours, DICT: by_hand}, dict.fromkeys((OURS, DICT), lambda given: given)

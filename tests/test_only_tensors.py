@@ -398,6 +398,8 @@ def test_to_in_place_is_all_or_nothing() -> None:
     before = {key: id(value) for key, value in nested.flatten().items()}
     with memory_left(8), pytest.raises(torch.OutOfMemoryError):
         nested.to_(torch.float64)
+    with pytest.raises(TypeError, match=r"3\.5"):
+        nested.to_(3.5)
     assert {key: id(value) for key, value in nested.flatten().items()} == before and inner["r"].dtype == torch.float32
 
 

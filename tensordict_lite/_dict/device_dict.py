@@ -583,6 +583,18 @@ class DeviceDict(TreeDict[V]):
         move = partial(move_itself, device=device, non_blocking=non_blocking)
         return self._replace_tensors(moved, device, flat, kept, move)
 
+    @overload
+    def to_(
+        self,
+        device: DeviceLike | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+        copy: bool = False,
+    ) -> Self: ...
+    @overload
+    def to_(self, dtype: torch.dtype, non_blocking: bool = False, copy: bool = False) -> Self: ...
+    @overload
+    def to_(self, other: Tensor | TreeDict[Any], non_blocking: bool = False, copy: bool = False) -> Self: ...
     def to_(self, *args: Any, **kwargs: Any) -> Self:
         """Move or cast this dict in place, as `to` does to a copy. Returns ``self``.
 

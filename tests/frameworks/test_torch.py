@@ -150,6 +150,56 @@ def test_a_ragged_field_as_an_output(mode: str) -> None:
     on_ranks(ragged_outputs, mode)
 
 
+class KeptNet(nn.Module):
+    """Gives kept values beside tensors: strings, numbers, and a tuple of tensors that require grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sometimes = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.seen: Any = None
+
+    def forward(self, batch: DeviceDict[Any], both: bool = True) -> DeviceDict[Any]:
+        self.seen = batch
+        hidden = (self.used(batch["x"]), self.sometimes(batch["x"]) if both else None)
+        kept = {"split": batch["split"], "names": batch["names"], "size": batch["size"]}
+        return DeviceDict({**kept, "hidden": hidden, "n": {"pair": [hidden[0], "a"]}}, objects="keep")
+
+
+def kept_outputs(rank: int, mode: str) -> None:
+    torch.manual_seed(0)
+    model: Any = KeptNet()
+    if mode == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = DistributedDataParallel(model, **({} if mode == "plain" else {mode: True}))
+    both = mode != "find_unused_parameters"
+    for step in range(2):
+        model.zero_grad()  # first, as FSDP2 keeps the parameters of the root unsharded until the backward pass
+        kept = {"split": "train", "names": [f"rank {rank}", "b"], "size": (480, 640)}
+        x = torch.tensor([[rank + 1.0], [float(step)]])
+        out = model(DeviceDict({"x": x, **kept}, objects="keep"), both)
+        check_invariants(out)
+        net = model if mode == "fsdp2" else model.module
+        assert type(out) is DeviceDict and type(net.seen) is DeviceDict
+        for d in (out, net.seen):
+            assert {key: d[key] for key in kept} == kept and type(d["size"]) is tuple
+        used, other = out["hidden"]
+        assert type(out["hidden"]) is tuple and (other is None) != both and out["n", "pair"][1] == "a"
+        (used.sum() + out["n", "pair"][0].sum() + (other.sum() if both else 0)).backward()
+        for layer, times in ((net.used, 2), (net.sometimes, 1)):
+            got: Any = layer.weight.grad
+            got = got.full_tensor() if mode == "fsdp2" else got
+            if times == 2 or both:
+                assert got.tolist() == [[times * (1.5 + step)]], (mode, rank)  # the mean of both ranks
+            else:
+                assert got is None or got.tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph", "fsdp2"])
+def test_kept_values_as_outputs(mode: str) -> None:
+    on_ranks(kept_outputs, mode)
+
+
 def test_a_wrapper_with_a_device_moves_tensors_only() -> None:
     """DDP with ``device_ids`` and FSDP2 move their inputs so. A ragged field in a dict raises, and none is lost."""
     meta, field = torch.device("meta"), Ragged.from_rows([[1.0, 2.0], [3.0]])

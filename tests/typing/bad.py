@@ -60,6 +60,8 @@ batch.rows[0].imge.sum()  # error
 d = DeviceDict({"x": x})
 print(d.x)  # error
 d.to(3.5)  # error
+d.to_(3.5)  # error
+d.to_("cuda", blocking=True)  # error
 DeviceDict({"x": x}, "cpu")  # error
 Scaled(scale=x)  # error
 Scaled(x=x, scal=x)  # error
