@@ -225,7 +225,7 @@ class TestRoundTrip:
         )
         with pytest.raises(TypeError, match=r"^'obs' is missing; the fields of Typed are x, obs, w$"):
             Typed.load(path, keys=["x"])
-        with pytest.raises(TypeError, match=r"^Obs has no field 'obs'\. Its fields are state$"):
+        with pytest.raises(TypeError, match=r"^Obs has no field 'x'\. Its fields are state$"):
             Obs.load(path)
 
     def test_encoders(self, tmp_path: Path) -> None:

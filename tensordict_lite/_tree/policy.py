@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
 import torch
@@ -113,7 +112,7 @@ class Policy:
         known = self.encoders
         for key, encoder in encoders.items():
             if known.get(key) != encoder:
-                return Policy({**known, **encoders}, *_others(self))
+                return Policy({**known, **encoders}, *[getattr(self, name) for name in _OTHERS])
         return self
 
     def carried(self, keys: Iterable[str]) -> Mapping[str, StringEncoder]:
@@ -144,7 +143,7 @@ class Policy:
 
 
 _DEFAULTS = Policy()
-_others = attrgetter(*[one.name for one in fields(Policy)[1:]])
+_OTHERS = [one.name for one in fields(Policy)[1:]]  # read in a loop, because torch.compile cannot trace `attrgetter`
 _OPTIONS = {one.name: one.metadata for one in fields(Policy) if one.metadata}
 OPTIONS = ("device", "encoders", *_OPTIONS)
 """The keywords of the constructor. A class takes the same options, except ``device``."""
