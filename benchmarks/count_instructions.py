@@ -73,7 +73,14 @@ OPERATIONS = {
     "to(float64) with kept values": Operation(
         "keeps.to(torch.float64)",
         "{k: v.to(torch.float64) if isinstance(v, Tensor) else v for k, v in kept.items()}",
-        1.75,
+        1.55,
+    ),
+    "construct with kept containers": Operation(
+        "DeviceDict(outputs, objects='keep')",
+        proof="DeviceDict(outputs, objects='keep')['hidden'] is outputs['hidden']",
+    ),
+    "to(float64) with kept containers": Operation(
+        "deep.to(torch.float64)", "cast_outputs(outputs)", 2.2, "deep.to(torch.float64) == cast_outputs(outputs)"
     ),
     "numpy": Operation(
         "flat.numpy()",
@@ -245,8 +252,16 @@ def scope() -> dict[str, Any]:
     episode = DeviceDict(transition).new_zeros(4)
     samples = [DeviceDict(tensors).clone() for _ in range(4)]
     kept = {**dict(list(tensors.items())[:4]), "size": (480, 640), "split": "train", "names": ["a"] * 4, "label": None}
+    outputs = {
+        **dict(list(tensors.items())[:4]),
+        "hidden": (torch.rand(4, 2), torch.rand(4, 2)),
+        "targets": [{"boxes": torch.rand(3, 4), "id": i} for i in range(4)],
+    }
     return {
         "kept": kept,
+        "outputs": outputs,
+        "deep": DeviceDict(outputs, objects="keep"),
+        "cast_outputs": cast_outputs,
         "keeps": DeviceDict(kept, objects="keep"),
         "Tensor": Tensor,
         "ema": ema,
@@ -293,6 +308,14 @@ def scope() -> dict[str, Any]:
         "samples": samples,
         "plain": [dict(sample) for sample in samples],
     }
+
+
+def cast_outputs(outputs: dict[str, Any]) -> dict[str, Any]:
+    """Cast the tensors of a dict that holds a tuple of tensors and a list of dicts, as code for these keys does."""
+    out = {k: v.to(torch.float64) for k, v in outputs.items() if isinstance(v, Tensor)}
+    out["hidden"] = tuple([v.to(torch.float64) for v in outputs["hidden"]])
+    out["targets"] = [{**one, "boxes": one["boxes"].to(torch.float64)} for one in outputs["targets"]]
+    return out
 
 
 def loop(statement: str, known: dict[str, Any]) -> Callable[[int], None]:
