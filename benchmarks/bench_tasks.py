@@ -643,6 +643,22 @@ RECIPES: dict[str, Recipe] = {
         "(lambda index: {key: value[index] for key, value in x.items()})"
         '(x["label"].argsort(stable=True, descending=True))',
     ),
+    "Split into a training set and a test set": (
+        lambda: rows_of(100),
+        "[x.rows[:80], x.rows[80:]]",
+        "[{key: value[part] for key, value in x.items()} for part in (slice(80), slice(80, None))]",
+    ),
+    "Pad token ids: 32 samples": (
+        dict,
+        'collate(texts, pad={"ids": 0})',
+        '{"ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(one["ids"]) for one in texts], batch_first=True)}',
+    ),
+    "Pack sequences without padding: 32 samples": (
+        dict,
+        '(lambda ids: {"ids": ids.values, "offsets": ids.offsets})(collate(texts, ragged=["ids"])["ids"])',
+        '(lambda rows: {"ids": torch.cat(rows), "offsets": torch.tensor([0, *map(len, rows)]).cumsum(0, dtype=torch.int32)})'
+        '([torch.tensor(one["ids"]) for one in texts])',
+    ),
     "Accumulate gradients: 4 parts": (
         lambda: rows_of(100),
         "x.rows.split(25)",
@@ -695,6 +711,7 @@ def recipe_case(operation: str) -> Case:
         "other": weights_of(),
         "one": torch.ones(()),
         "requests": [{"x": [1.0, float(i)]} for i in range(32)],
+        "texts": [{"ids": [*range(5 + i)]} for i in range(32)],
         "KINDS": KINDS,
         "DeviceDict": DeviceDict,
         "collate": collate,
