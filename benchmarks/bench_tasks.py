@@ -656,7 +656,7 @@ RECIPES: dict[str, Recipe] = {
     "Pack sequences without padding: 32 samples": (
         dict,
         '(lambda ids: {"ids": ids.values, "offsets": ids.offsets})(collate(texts, ragged=["ids"])["ids"])',
-        '(lambda rows: {"ids": torch.cat(rows), "offsets": torch.tensor([0, *map(len, rows)]).cumsum(0, dtype=torch.int32)})'
+        '(lambda rows: {"ids": torch.cat(rows), "offsets": torch.tensor([0, *map(len, rows)]).cumsum(0).int()})'
         '([torch.tensor(one["ids"]) for one in texts])',
     ),
     "Accumulate gradients: 4 parts": (
