@@ -205,7 +205,7 @@ def test_a_wrapper_with_a_device_moves_tensors_only() -> None:
     meta, field = torch.device("meta"), Ragged.from_rows([[1.0, 2.0], [3.0]])
     d = DeviceDict({"x": torch.ones(2), "r": field})
     assert _recursive_to(field, meta, False)[0] is field
-    with pytest.raises(DeviceMismatchError, match=r"^'r' is on cpu, this DeviceDict is on meta"):
+    with pytest.raises(DeviceMismatchError, match=r"^'x' is on meta, this DeviceDict is on cpu"):
         _recursive_to(d, meta, False)
     (moved,) = _recursive_to(d.to(meta), meta, False)
     assert type(moved) is DeviceDict and moved["r"].device == meta and moved["r"].max_length == 2
