@@ -131,7 +131,7 @@ def test_accelerate_on_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="older frameworks are tested there")
 def test_the_page_names_the_versions_that_were_tested() -> None:
     page = (ROOT / "docs" / "order.md").read_text(encoding="utf-8")
-    found = dict(re.findall(r"^\| (\w[\w ]*) \| (\d[\d.]*) \|", page, re.MULTILINE))
+    found = dict(re.findall(r"^- \*\*(\w[\w ]*) (\d[\d.]*)\*\*", page, re.MULTILINE))
     packages = {"PyTorch": "torch", "Fabric": "lightning", "HF Trainer": "transformers"}
     assert len(found) == len(PROGRAMS)
     for name, tested in found.items():
