@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
 from math import inf
-from operator import attrgetter, getitem
+from operator import getitem
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +26,6 @@ from .._tree.kinds import KEPT, RAGGED
 from .._tree.tree import TreeDict, data_in, data_of
 from .._tree.walk import only_tensors
 
-_is_cpu = attrgetter("is_cpu")
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  (not in its type stubs)
 D = TypeVar("D", bound=TreeDict[Any])
 
@@ -49,7 +48,8 @@ def match(d: TreeDict[Any], other: Any, called: str) -> list[Tensor]:
         )
     device, values = d._device, list(other.values())
     flat = list(d) == list(other) and only_tensors(d.values()) and only_tensors(values)
-    if flat and (all(map(_is_cpu, values)) if device is CPU else {t.device for t in values} == {device}):
+    # In a loop, because torch.compile cannot trace `attrgetter`.
+    if flat and (False not in [t.is_cpu for t in values] if device is CPU else {t.device for t in values} == {device}):
         return values
     found: list[Any] = []
     refuse_other_trees(d, other, "the other mapping", f"this {type(d).__name__}")
