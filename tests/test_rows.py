@@ -208,6 +208,17 @@ class TestRows:
         with pytest.raises(ValueError, match=r"'i': expected numbers that int64 can hold, got float32; convert it"):
             DeviceDict({"i": [1, 2]}).rows[0] = {"i": 1.7}
 
+    @pytest.mark.parametrize("index", [0, slice(0, 1), [0]], ids=["a row", "a slice", "indices"])
+    def test_a_refused_leaf_leaves_no_history_in_other_fields(self, index: Any) -> None:
+        """The rows of the field before the leaf had been written and restored, but their gradient went to the value."""
+        x, leaf, value = (torch.zeros(3, requires_grad=True) for _ in range(3))
+        d = DeviceDict({"plain": torch.zeros(3), "made": x * 2, "leaf": leaf})
+        with pytest.raises(RuntimeError, match=r"^'leaf': .* leaf"):
+            d.rows[index] = {"plain": value[index], "made": value[index], "leaf": torch.ones(3)[index]}
+        assert not d["plain"].requires_grad
+        d["made"].sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [2, 2, 2] and value.grad is None
+
     def test_an_index_needs_no_default_device(self) -> None:
         d = DeviceDict({"x": [1, 2, 3]})
         torch.set_default_device("sim:0")

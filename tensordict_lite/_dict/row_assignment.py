@@ -121,6 +121,7 @@ class _Assignment:
     def run(self) -> None:
         """Write all values and objects."""
         index, targets, values = self.index, self.targets, self.values
+        self.risky.sort(key=_is_taken)  # else a write before the refused one would leave its history in the graph
         late = [value for *_, value in self.risky]
         every = [*targets, *[target for _, target, _, _ in self.risky]] if late else targets
         if share_memory(every, [*values, *late, index] if isinstance(index, Tensor) else [*values, *late]):
@@ -135,6 +136,12 @@ class _Assignment:
         else:
             calls = copies(targets, values)
         write_all([*calls, *self.calls], risky)
+
+
+def _is_taken(write: tuple[Path, Tensor, Any, Tensor]) -> bool:
+    """Whether the tensor of a write is no leaf that requires grad, nor a view of one: torch refuses those."""
+    base = write[1] if write[1]._base is None else write[1]._base
+    return not (base.is_leaf and base.requires_grad)
 
 
 def _write_alone(path: Path, target: Tensor, place: Any, value: Tensor) -> None:
