@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import resume_programs
+import torch.distributed as dist
 from ranks import on_ranks
 from resume_programs import EPOCHS, PROGRAMS, SIZE, STEPS, TABLE, Run, Stop
 
@@ -87,6 +88,7 @@ def on_rank(rank: int, name: str, folder: Path, runs: list[tuple[str, int | None
     for where, stop in runs:
         with contextlib.suppress(Stop):
             PROGRAMS[name](Run(folder / where, stop=stop, log=f"log-{rank}"))
+        dist.barrier()  # the first rank may still write the checkpoint that the next run loads
 
 
 @pytest.mark.ranks
