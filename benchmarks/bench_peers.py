@@ -8,7 +8,8 @@ way. All contenders use one thread. Packages that are not installed are left out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import cache, partial
 from statistics import median
@@ -18,6 +19,7 @@ from typing import Any
 import bench_loader
 import numpy as np
 import torch
+import torch.multiprocessing
 from containers import BATCH, CONTAINERS, FEATURE, Batch, BatchFeature, TensorDict, as_tensordict
 from count_instructions import Request, Requests, checked, checked_one, request
 from harness import DICT, OURS, PEER, Case, Fields, Helpers, Prepare, Run, fresh, main, optional, statement, statements
@@ -239,7 +241,18 @@ def in_place_case(operation: str, batch: Fields) -> Case:
     return Case(operation, f"{len(batch)} fields", {who: contender(who) for who in (OURS, DICT, PEER)}, equal=close)
 
 
-def loader_case(count: int) -> Case:
+@contextmanager
+def sharing(strategy: str) -> Iterator[None]:
+    """Share memory between processes by this strategy of torch. Workers that fork inherit it."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def loader_case(count: int, strategy: str) -> Case:
     """The seconds per batch that a worker collates from samples in memory."""
     size = bench_loader.Size(count, (WIDTH,))
     makers = {**MAKERS, PEER: partial(as_tensordict, batch_dims=0)}
@@ -247,7 +260,8 @@ def loader_case(count: int) -> Case:
         who: bench_loader.loading(bench_loader.Contender(makers[who], function), size, workers=1)
         for who, function in COLLATED.items()
     }
-    return Case("receive a batch from a DataLoader worker", "", contenders)
+    operation = f"receive a batch from a worker, `{strategy}`"
+    return Case(operation, "", contenders, within=partial(sharing, strategy))
 
 
 held: list[Any] = []
@@ -295,7 +309,8 @@ def import_case() -> Case:
 def cases(fields: int = 40) -> list[Case]:
     batch, many = (default_collate(bench_loader.Size(count, (WIDTH,)).samples(ROWS)) for count in (fields, 400))
     in_place = [in_place_case(operation, many) for operation in IN_PLACE]
-    return [*container_cases(batch), *small_cases(), *in_place, loader_case(fields), queue_case(batch), import_case()]
+    loaders = [loader_case(fields, strategy) for strategy in ("file_descriptor", "file_system")]
+    return [*container_cases(batch), *small_cases(), *in_place, *loaders, queue_case(batch), import_case()]
 
 
 if __name__ == "__main__":

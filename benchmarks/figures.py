@@ -110,13 +110,14 @@ ON_PAGE = (
 )  # fmt: skip
 BESIDE_FORMATS = ("write", "256 rows", "4096 rows")
 LOADED = ("8 x 64 float32", "40 x 16 float32", "200 x 4 float32", "4 images")
+RECEIVE = [f"receive a batch from a worker, `{strategy}`" for strategy in ("file_descriptor", "file_system")]
 IN_README = Table(
     "peers",
     OPERATION,
     {"DeviceDict (µs)": OURS, "plain dict and a loop (µs)": DICT, "tensordict (µs)": PEER},
     (
         "read one field", "write 80 fields", "construct", "cast of every tensor", "clone", "stack 32 dicts",
-        "receive a batch from a DataLoader worker",
+        *RECEIVE,
     ),
 )  # fmt: skip
 FROM_RESULTS = {
@@ -131,7 +132,7 @@ FROM_RESULTS = {
         "peers",
         OPERATION,
         {"dict (x)": DICT, "joined by hand (x)": "dict, packed", "TensorDict (x)": PEER},
-        ("receive a batch from a DataLoader worker", "send a batch through a queue"),
+        (*RECEIVE, "send a batch through a queue"),
     ),
     "packing": Table(
         "transfer",
@@ -483,7 +484,7 @@ def bars() -> str:
 
     The chart has a background of its own, so that it is legible on light and dark pages.
     """
-    medians = line("peers", "receive a batch from a DataLoader worker")["medians"]
+    medians = line("peers", RECEIVE[0])["medians"]
     most = max(medians[who] for who in BARS.values())
     height = TOP + STEP * len(BARS) + 8
     out = [
