@@ -21,9 +21,9 @@ def to_device(obj: T, device: DeviceLike, *, non_blocking: bool = False) -> T:
 
     Visits dicts, lists, tuples, named tuples, dataclasses, ``OrderedDict``, ``defaultdict``, `DeviceDict`, other
     mappings, and every container registered with PyTorch's pytree. An object with a method ``to(device)`` of its own,
-    such as a ``PackedSequence``, is moved by it, on a ``copy.copy``. The result has new containers of
-    the same types; ``obj`` is not changed. What holds nothing to move is returned itself: strings, None, sets, modules,
-    a list of numbers.
+    such as a ``PackedSequence``, is moved by it, on a ``copy.copy``. The result has new containers of the same types;
+    ``obj`` is not changed. What holds nothing to move is returned itself: strings, None, sets, modules, a list of
+    numbers.
 
     Args:
         obj: a tensor, or a container of tensors at any depth.

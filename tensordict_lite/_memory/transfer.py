@@ -94,7 +94,7 @@ def plan_copies(
 
     Anything else goes to a device through pinned memory while the current stream of the device has work. Without work
     there is nothing to wait for, and one wait for the copies takes less time than another copy on the host. That holds
-    with work too for more than `STAGED_PINNED` bytes in pinned memory; the largest tensor is asked for all of them.
+    with work too for more than `STAGED_PINNED` bytes in pinned memory. Whether the largest tensor is pinned decides.
     Which tensors lie together afterwards does not depend on the stream.
     """
     here, there = capabilities(source), capabilities(target)
