@@ -1,6 +1,7 @@
 """Every way to make a dict of another one, and every way in for values.
 
-Run by test_option_paths.py with a package that has one option more. The option refuses the key "forbidden".
+Run by test_option_paths.py with a package that has two options more. ``tag`` refuses the key "forbidden". ``levels`` is
+the number of levels of dicts that may be inside of a dict.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import multiprocessing
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from torch.utils.data import DataLoader, default_collate
 from tensordict_lite import (
     DeviceDict,
     Ragged,
+    StringEncoder,
     TypedDeviceDict,
     Vocabulary,
     cat,
     collate,
     load,
     prefetch,
+    register_encoder,
     save,
     stack,
     to_device,
@@ -38,7 +41,8 @@ from tensordict_lite import (
 from tensordict_lite.tables import RowWriter
 
 LETTERS = Vocabulary(["a", "b"])
-OPTION: Any = {"tag": "kept"} if __name__ == "__main__" else {}
+OPTION: Any = {"tag": "kept", "levels": 4} if __name__ == "__main__" else {}
+LEVELS: Any = {"levels": 2} if OPTION else {}
 
 
 class Typed(TypedDeviceDict):
@@ -53,6 +57,25 @@ class Rebuilt(DeviceDict[Any], **OPTION):
 
 class Strict(TypedDeviceDict, **OPTION):
     n: DeviceDict[Any]
+
+
+class Shallow(DeviceDict[Any], **LEVELS):
+    """Two levels of dicts."""
+
+
+class TypedShallow(TypedDeviceDict, **LEVELS):
+    n: DeviceDict[Any]
+
+
+@register_encoder
+class Zeros(StringEncoder):
+    name = "zeros"
+
+    def encode(self, strings: Sequence[str], /) -> dict[str, Tensor]:
+        return {"z": torch.zeros(len(strings))}
+
+    def to_json(self) -> dict[str, Any]:
+        return {}
 
 
 def data() -> dict[str, Any]:
@@ -252,9 +275,9 @@ def encode(strings: list[str]) -> dict[str, Tensor]:
     return {"forbidden": torch.zeros(len(strings))}
 
 
-def loaded(write: Callable[[Any, Any], None], cls: type[DeviceDict[Any]]) -> Any:
+def loaded(write: Callable[[Any, Any], None], cls: type[DeviceDict[Any]], value: Any = None) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        write(DeviceDict({"n": {"forbidden": [1.5]}}), Path(folder) / "d")
+        write(DeviceDict({"n": {"forbidden": [1.5]}} if value is None else value), Path(folder) / "d")
         return cls.load(Path(folder) / "d")
 
 
@@ -305,6 +328,85 @@ UNSEEN: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+def after(write: Callable[[Any], Any]) -> Any:
+    d = DeviceDict({"x": [1.5]}, **LEVELS)
+    write(d)
+    return d
+
+
+def with_strings(n: Any) -> Any:
+    """A string in place of each innermost dict, for the encoder `Zeros`."""
+    nested = any(isinstance(value, dict) for value in n.values())
+    return {key: with_strings(value) for key, value in n.items()} if nested else ["a"]
+
+
+# Each makes a dict with an item "n", and two levels of dicts in it.
+BUILT: dict[str, Callable[[Any], Any]] = {
+    "constructor": lambda n: DeviceDict({"n": n}, **LEVELS),
+    "constructor of a class": lambda n: Shallow({"n": n}),
+    "of a DeviceDict": lambda n: Shallow(DeviceDict({"n": n})),
+    "of a nested DeviceDict": lambda n: Shallow({"n": DeviceDict({"n": n})["n"]}),
+    "of its own class": lambda n: Shallow({"n": Shallow(n)}),
+    "typed": lambda n: TypedShallow(n=n),
+    "typed, from_dict": lambda n: TypedShallow.from_dict({"n": n}),
+    "typed, wrap": lambda n: TypedShallow.wrap(DeviceDict({"n": n})),
+    "write": lambda n: after(lambda d: d.__setitem__("n", n)),
+    "nested write": lambda n: after(lambda d: (d.update(n={}), d["n"].__setitem__("m", n["m"]))),
+    "path": lambda n: after(lambda d: d.__setitem__(("n", "m"), n["m"])),
+    "update": lambda n: after(lambda d: d.update(n=n)),
+    "setdefault": lambda n: after(lambda d: d.setdefault("n", n)),
+    "|": lambda n: Shallow() | {"n": n},
+    "reflected |": lambda n: {"n": n} | Shallow(),
+    "|=": lambda n: after(lambda d: d.__ior__({"n": n})),
+    "unflatten": lambda n: Shallow.unflatten(DeviceDict({"n": n}).flatten()),
+    "map": lambda n: Shallow({"n": {"m": {"z": 1.5}}}).map(lambda _: n["m"]["z"]),
+    "codes": lambda n: DeviceDict({"n": with_strings(n)}, encoders=Zeros(), **LEVELS),
+    "collate": lambda n: collate([{"n": n}], cls=Shallow),
+    "collate of dicts": lambda n: collate([DeviceDict({"n": n})], cls=Shallow),
+    "collate, typed": lambda n: collate([{"n": n}], cls=TypedShallow),
+    "load": lambda n: loaded(save, Shallow, {"n": n}),
+    "load, typed": lambda n: loaded(save, TypedShallow, {"n": n}),
+    "load of a table": lambda n: loaded(write_table, Shallow, {"n": n}),
+}
+COPIED: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda d: pickle.loads(pickle.dumps(d)),
+    "torch.save": in_memory,
+    "file": lambda d: on_disk(save, d),
+    "pytree": lambda d: pytree.tree_map(torch.clone, d),
+    "to": lambda d: d.to(torch.float64),
+    "copy": lambda d: d.copy(),
+    "map": lambda d: d.map(torch.clone),
+    "select": lambda d: d.select(("n", "m")),
+    "constructor": lambda d: type(d)(d),
+    "stack": lambda d: stack([d, d]),
+}
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "nested write": lambda d: d["n"]["m"].__setitem__("q", {"z": 1.5}),
+    "nested write of a DeviceDict": lambda d: d["n"].__setitem__("m", DeviceDict({"q": {"z": 1.5}})),
+    "path": lambda d: d.__setitem__(("n", "m", "q", "z"), 1.5),
+    "nested update": lambda d: d["n"].update(m={"q": {}}),
+    "nested setdefault": lambda d: d["n"]["m"].setdefault("q", {"z": 1.5}),
+    "nested |=": lambda d: d["n"]["m"].__ior__({"q": {"z": 1.5}}),
+}
+
+
+def deeper(name: str) -> str:
+    """The writes that put a dict too deep into what a way of `BUILT` makes; "" if each raises the error of the rule."""
+    made = BUILT[name]({"m": {"z": torch.zeros(1)}})
+    calls: dict[str, Callable[[], Any]] = {"itself": lambda: BUILT[name]({"m": {"z": {"q": torch.zeros(1)}}})}
+    for how, copied in {"": lambda d: d.copy(), **COPIED}.items():
+        for where, write in WRITTEN.items():
+            calls[f"{how}, {where}"] = lambda copied=copied, write=write: write(copied(made))
+    passed: list[str] = []
+    for call, function in calls.items():
+        try:
+            function()
+            passed.append(call)
+        except Exception as error:
+            passed += [] if str(error).endswith("it is too deep") else [f"{call}: {error}"]
+    return "; ".join(passed)
+
+
 def refused(way: Callable[[Any], Any]) -> str:
     """The error of a way in for a forbidden key; "" if there is none."""
     d = DeviceDict(data(), encoders={"s": LETTERS}, **OPTION)
@@ -333,12 +435,18 @@ def lost(name: str) -> str:
         found = dicts(PATHS[name](DeviceDict(data(), encoders={"s": LETTERS}, **OPTION)))
         if not found:
             return "it gives no dict"
-        return "; ".join(repr(one) for one in found if one._policy.tag != "kept")  # pyright: ignore
+        return "; ".join(repr(one) for one in found if one._policy.tag != "kept" or not _lowered(one))  # pyright: ignore
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _lowered(d: Any) -> bool:
+    """Whether each nested dict may have one level fewer than the dict around it."""
+    nested: list[Any] = [one for one in d.values() if isinstance(one, DeviceDict)]
+    return all(one._policy.levels == d._policy.levels - 1 for one in nested)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     errors = {name: refused(way) for name, way in {**WAYS_IN, **UNSEEN}.items()}
-    print(json.dumps([{name: lost(name) for name in PATHS}, errors]))
+    print(json.dumps([{name: lost(name) for name in PATHS}, errors, {name: deeper(name) for name in BUILT}]))

@@ -20,13 +20,20 @@ from tensordict_lite._tree.policy import OPTIONS, Options, Policy
 PACKAGE = Path(tensordict_lite.__file__).parent
 POLICY = PACKAGE / "_tree" / "policy.py"
 LAST = "    dtype: torch.dtype | None = field("
-NEW = '    tag: str = field(default="default", metadata=_choice("tag", "default", "kept"))\n'
-
+NEW = """
+    tag: str = field(default="default", metadata=_choice("tag", "default", "kept"))
+    levels: int = field(default=99, metadata={"check": int, "from_json": int})
+"""
 
 RULE = """
     def refuse(self, items: Mapping[str, Any]) -> None:
         if self.tag == "kept" and "forbidden" in items:
             raise ValueError("the key is forbidden")
+
+    def below(self, above: Policy) -> Policy:
+        if not above.levels:
+            raise ValueError("it is too deep")
+        return replace(self, levels=above.levels - 1)
 """
 END_OF_POLICY = "\n\n_DEFAULTS = Policy()"
 TREE = PACKAGE / "_tree" / "tree.py"
@@ -35,6 +42,9 @@ GATES = {  # of `_commit` and of `_validate`: the first line of each
     "        for key, value in self.items():\n            if isinstance(value, TreeDict):\n                nested = ": (
         "        self._policy.refuse(self)\n"
     ),
+    # Both give a nested dict its policy: `kind_nested` and `_validate`.
+    "    return cls, policy\n": "    policy = policy.below(above)\n",
+    "                nested = before.get": "                value._policy = value._policy.below(self._policy)\n",
 }
 
 
@@ -49,7 +59,7 @@ def with_texts(path: Path, texts: dict[str, str]) -> str:
 
 @pytest.mark.slow
 def test_a_new_option_takes_one_line_and_holds_on_every_path(tmp_path: Path) -> None:
-    """An option with a rule in both gates: no path loses it, and no way in for values skips its rule."""
+    """Two options with rules for both gates: no path loses them, and no way in for values skips their rules."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     for path, texts in ((POLICY, {LAST: NEW, END_OF_POLICY: RULE}), (TREE, GATES)):
         (tmp_path / path.relative_to(PACKAGE.parent)).write_text(with_texts(path, texts), encoding="utf-8")
@@ -58,13 +68,16 @@ def test_a_new_option_takes_one_line_and_holds_on_every_path(tmp_path: Path) -> 
         run, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )
     assert not done.returncode, done.stderr
-    walked, errors = json.loads(done.stdout.splitlines()[-1])  # torch 2.10 prints a warning before it
+    walked, errors, deeper = json.loads(done.stdout.splitlines()[-1])  # torch 2.10 prints a warning before it
     assert walked.keys() == option_paths.PATHS.keys()
     lost = {path: what for path, what in walked.items() if what}
     assert not lost, "build the new dict with the policy of the old one, or with dataclasses.replace of it"
     skipped = {way: errors[way] for way in option_paths.WAYS_IN if not errors[way].endswith("the key is forbidden")}
     assert not skipped, "let the values go through TreeDict._commit, or call _validate of the new dict"
     assert not any(errors[way] for way in option_paths.UNSEEN), "name in CONTRIBUTING.md what no rule sees"
+    assert deeper.keys() == option_paths.BUILT.keys()
+    passed = {way: why for way, why in deeper.items() if why}
+    assert not passed, "let `kind_nested` or `_validate` give a nested dict its policy"
 
 
 def test_type_checkers_know_every_option() -> None:

@@ -141,6 +141,12 @@ class TestNested:
         twice = Own({"n": inner}, encoders={"u": C})["n"]
         assert twice._policy is inner._policy, "of one class, of several instances"
 
+    def test_unflatten_of_a_class_with_options(self) -> None:
+        flat = DeviceDict({"s": "b", "n": {"s": "c"}}, encoders={"s": C}, dtype=torch.float16).flatten()
+        back = Own.unflatten(flat)
+        assert options(back) == options(back["n"]) == OWN
+        assert (back.decode("s"), back.decode(("n", "s"))) == ("b", "c")
+
     def test_a_declared_class(self) -> None:
         class Inner(TypedDeviceDict, encoders={"s": B}, objects="keep"):
             s: Tensor

@@ -349,7 +349,7 @@ class _Walk:
         trees = _trees(values)
         own = merged_policy(trees, path, "sample") if trees else None
         first: Any = trees[0] if trees else {}
-        cls, policy = kind_nested(type(batch), path[-1], type(first), own, first, batch._policy)
+        cls, policy = kind_nested(type(batch), batch._policy, path[-1], type(first), own, first)
         nested = cls._new((), self.device, policy)
         builtin_dict.__setitem__(batch, path[-1], nested)
         self.collect(values, nested, path, list(map(type, values)).count(dict) == self.count)
@@ -492,7 +492,7 @@ class _Walk:
 
         ``items``: the mappings of all samples. ``lengths``: how many of them each sample has.
         """
-        _, policy = kind_nested(type(batch), path[-1], dict, None, (), batch._policy)
+        _, policy = kind_nested(type(batch), batch._policy, path[-1], dict)
         joined = DeviceDict[Any]._new((), self.device, policy)
         walk = _Walk(len(items), self.device, self.moves, False, self.pads, frozenset())
         try:

@@ -445,7 +445,7 @@ class DeviceDict(TreeDict[V]):
             return cls(_split_keys(as_dict(mapping), sep))
         known = mapping._policy.encoders
         policy = replace(mapping._policy, encoders={key: known[key] for key in known if sep not in key})
-        out = cls._new((), mapping._device, policy)
+        out = cls._new((), mapping._device, cls._policy_of_copy(policy, [key for key in mapping if sep not in key]))
         insert(out, _split_keys(mapping, sep))
         for key, encoder in known.items():
             if sep in key and (path := tuple(key.split(sep))) in out:

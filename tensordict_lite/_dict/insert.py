@@ -255,7 +255,8 @@ def place_codes(d: TreeDict[Any], codes: Any, target: torch.device, path: Path) 
     if isinstance(codes, Tensor):
         return codes if codes.device == target else transfer([codes], target)[0]
     refuse_deeper(path)
-    nested = (d._nested_class(path[-1]) or type(d))._new((), target, d._policy)
+    cls, policy = kind_nested(type(d), d._policy, path[-1], dict)
+    nested = cls._new((), target, policy)
     insert(nested, codes, consent=True, at=path)
     return nested
 
@@ -265,7 +266,7 @@ def _insert_nested(d: TreeDict[Any], value: Mapping[str, Any], home: Home, path:
     refuse_deeper(path)
     kind: Any = type(value)
     given = value._policy if isinstance(value, TreeDict) else None
-    cls, policy = kind_nested(type(d), path[-1], kind, given, value, d._policy)
+    cls, policy = kind_nested(type(d), d._policy, path[-1], kind, given, value)
     nested: Any = cls._new((), home.device, policy)
     validated = cls is kind  # a second validation would reject a row of a typed batch, which lost its batch dimension
     data = nested._given(value, path) if nested._has_fields and not validated else value

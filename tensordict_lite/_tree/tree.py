@@ -320,23 +320,27 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
 
 
 def kind_nested(
-    outer: type[TreeDict[Any]], key: str, kind: Any, given: Policy | None, keys: Iterable[str], policy: Policy
+    outer: type[TreeDict[Any]],
+    above: Policy,
+    key: str,
+    kind: Any,
+    given: Policy | None = None,
+    keys: Iterable[str] = (),
 ) -> tuple[type[Any], Policy]:
     """The class and policy of a nested dict that is built from a mapping.
 
     Args:
         outer: the class of the parent dict.
+        above: the policy of the parent dict.
         key: the key of the nested dict.
         kind: the class of the mapping.
         given: the policy of the mapping; None for a plain mapping.
         keys: the keys of the mapping.
-        policy: the policy of the parent dict.
     """
     asked: Any = outer._nested_class(key) or (TreeDict if issubclass(kind, TreeDict) else outer)
     keeps_class = issubclass(kind, asked)
     cls: Any = kind if keeps_class else asked
-    if cls is not outer and cls._has_policy():
-        policy = cls._class_policy
+    policy = cls._class_policy if cls is not outer and cls._has_policy() else above
     if given is not None:
         own = keeps_class and cls._has_policy()
         policy = given if own else policy.with_encoders(given.carried(keys))
