@@ -224,7 +224,7 @@ def test_the_files_stay_open_between_two_flushes(tmp_path: Path, monkeypatch: py
         return whole(folder, name, mode)
 
     with RowWriter(tmp_path / "t", like=LIKE) as writer:
-        inodes = {os.fstat(file.fileno()).st_ino for file in writer._table._folder.files}
+        inodes = {os.fstat(file.fileno()).st_ino for file in writer._table.folder.files}
         for _ in range(2):
             writer.write(rows(10))
             synced: list[int] = []

@@ -126,7 +126,7 @@ def test_the_largest_width_of_strings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("method", ["append", "publish"])
+@pytest.mark.parametrize("method", ["append", "flush"])
 def test_a_failed_join_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool, method: str
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_failed_join_leaves_nothing(
     def fail(*args: Any, **options: Any) -> None:
         real(*args, **options)
         calls.append(1)
-        if len(calls) > 2 or method == "publish":
+        if len(calls) > 2 or method == "flush":
             raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:

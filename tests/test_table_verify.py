@@ -150,7 +150,7 @@ def test_damaged_checksums(tmp_path: Path) -> None:
     for entry in ('{"file":"x"}', '{"file":"../x.jsonl","bytes":1}', '{"file":"checksums.jsonl","bytes":-1}', "3"):
         write_index(folder, json.loads(text.replace(f'{{"file":"checksums.jsonl","bytes":{len(lines)}}}', entry)))
         for call in (lambda: verify(folder), lambda: load(folder)):
-            with pytest.raises(InvalidFileError, match=r"the checksums in its table.json|is no name of a column file"):
+            with pytest.raises(InvalidFileError, match=r"'checksums'|size of the checksums|no name of a column file"):
                 call()
     index.write_text(text)
     sums.write_bytes(lines.replace(b'"x.safetensors":[10,', b'"x.safetensors":[11,'))

@@ -270,7 +270,7 @@ class Reader:
 
     def __init__(self, manifest: Any, count: int | None, given: Encoders | None = None) -> None:
         refuse_other_version(manifest, MANIFEST_VERSION)
-        fields = _members(manifest, "a manifest", version=int, root=dict, policies=list, encoders=list)
+        fields = members(manifest, "a manifest", version=int, root=dict, policies=list, encoders=list)
         self.policies, self.encoders, self.given = list(map(_policy, fields["policies"])), fields["encoders"], given
         self.count = 0
         self.root = self._node(fields["root"], 0)
@@ -321,7 +321,7 @@ class Reader:
             invalid(f"it is nested {DEPTH} levels deep or more")
         self.count += 1
         items: dict[str, Any] = {}
-        for item in _members(node, "a dict", policy=int, items=list)["items"]:
+        for item in members(node, "a dict", policy=int, items=list)["items"]:
             key, value = item if type(item) is list and len(item) == 2 else (None, None)
             if type(key) is not str:
                 invalid("an item of a dict is not a pair of key and value")
@@ -384,7 +384,7 @@ def _policy(entry: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     """A validated policy: the number of the encoder of each key, that of the default encoder or None, the options."""
     options: dict[str, Any] = dict(entry) if type(entry) is dict else {}
     numbers = {name: options.pop(name) for name in ("encoders", "default") if name in options}
-    fields = _members(numbers, "a policy", encoders=dict, default=object)
+    fields = members(numbers, "a policy", encoders=dict, default=object)
     try:
         return fields["encoders"], fields["default"], options_from_json(options)
     except (TypeError, ValueError) as error:
@@ -570,7 +570,7 @@ def _entry_at(entries: Sequence[Any], number: Any, what: str) -> Any:
     return entries[number]
 
 
-def _members(value: Any, what: str, **kinds: type) -> dict[str, Any]:
+def members(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     """``value``, validated: a dict with exactly these fields, of these classes. Raises `InvalidManifest`."""
     if type(value) is not dict or set(value) != set(kinds):
         invalid(f"expected {what} with the fields {', '.join(kinds)}")

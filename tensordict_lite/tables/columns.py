@@ -108,7 +108,7 @@ def add_column(
                 append_rows(writer, added, value, at)
                 if writer.rows > index.rows:
                     raise _other_rows(path, index.rows, f"{writer.rows} or more")
-                if writer.has_checksums:
+                if writer.index.checksums is not None:
                     writer.sync(_RANGE)
                 report(writer.rows)
             if writer is None:

@@ -43,7 +43,6 @@ class TableFolder:
     """
 
     def __init__(self, path: FilePath) -> None:
-        """Raises ``BlockingIOError`` if another writer has locked the folder, and ``OSError``."""
         self.path = os.path.abspath(os.fsdecode(path))
         self.files: list[FileIO] = []
         self.rows = 0
@@ -58,22 +57,21 @@ class TableFolder:
         disk, and every text of a replacement that failed since."""
         self.process = os.getpid()
         self.descriptor: int | None = None  # stays None on Windows, which opens no folders
+
+    def lock(self) -> None:
+        """Raises ``BlockingIOError`` if another writer has locked the folder, and ``OSError``."""
         if fcntl is None:
             return
         self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self.close()
             raise BlockingIOError(
                 f"{self.path!r} is open in a RowWriter, add_column or drop_column, in this process or another; "
                 "close it, or wait for it"
             ) from error
         except OSError:  # the file system cannot lock folders
             pass
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def is_mine(self) -> bool:
@@ -187,15 +185,11 @@ class TableFolder:
             left.clear()
             for done in running:
                 done.acquire()
-        first = min(
-            errors, key=lambda error: isinstance(error, Exception), default=None
-        )  # an interrupt, if there is one
-        errors.clear()
-        if first is not None:
-            try:
-                raise first
-            finally:
-                del first  # which refers to this frame
+        try:
+            if errors:
+                raise min(errors, key=lambda error: isinstance(error, Exception))  # an interrupt, if there is one
+        finally:
+            errors.clear()  # they refer to this frame
 
     def append_checksums(self, line: bytes, at: int) -> None:
         """Write a line to the file with the checksums, from position ``at`` on, and flush it to disk."""
@@ -270,9 +264,10 @@ def write_bytes(file: FileIO, data: bytes | memoryview) -> None:
 
 @contextmanager
 def opened(path: FilePath) -> Generator[TableFolder]:
-    """Open the folder of a table. It is closed after an error only."""
+    """Open and lock the folder of a table. It is closed after an error only."""
     folder = TableFolder(path)
     try:
+        folder.lock()
         yield folder
     except BaseException:
         folder.close()

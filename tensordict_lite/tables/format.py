@@ -40,7 +40,7 @@ from .._errors import dtype_name
 from .._files.safetensors import MAX_MANIFEST, distinct, is_too_long, stored_as
 from .._memory.dtypes import STORED
 from .._memory.packed import MAX_DIMENSIONS
-from .._tree.manifest import invalid, refuse_other_version
+from .._tree.manifest import invalid, members, refuse_other_version
 
 INDEX = "table.json"
 """The file with the schema and the row count."""
@@ -230,9 +230,19 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     columns = [_read_column(entry) for entry in listed]
     if not columns:
         invalid("it has no columns")
-    unused = _unused(data["open"]) if "open" in data else None
-    checksums = _checksums(data["checksums"]) if "checksums" in data else None
-    part = _part(data["part"]) if "part" in data else None
+    unused = checksums = part = None
+    if "open" in data:
+        unused = [*map(_file_name, members(data["open"], "'open'", writer=str, unused=list)["unused"])]
+    if "checksums" in data:
+        found = members(data["checksums"], "'checksums'", file=str, bytes=int)
+        checksums = _file_name(found["file"]), found["bytes"]
+        if checksums[1] < 0:
+            invalid(f"the size of the checksums in its {INDEX} is damaged")
+    if "part" in data:
+        found = members(data["part"], "'part'", number=int, of=int)
+        part = found["number"], found["of"]
+        if not 0 <= part[0] < part[1]:
+            invalid(f"the number of the part in its {INDEX} is damaged")
     index = TableIndex(rows, columns, data["manifest"], unused, checksums, part)
     files = [file.casefold() for file in (*index.files, *(unused or []))]
     if len(set(files)) != len(files):
@@ -243,36 +253,14 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
     return index
 
 
-def _unused(entry: Any) -> list[str]:
-    """Validate what ``table.json`` says about the writer that is open or was killed. Returns the unused files."""
-    unused: Any = entry.get("unused") if isinstance(entry, dict) else None
-    if not isinstance(unused, list):
-        invalid(f"the unused files in its {INDEX} are damaged")
-    return [_file_and_name(file, "")[0] for file in unused]
-
-
-def _checksums(entry: Any) -> tuple[str, int]:
-    given = entry if isinstance(entry, dict) else {}
-    nbytes = given.get("bytes")
-    if set(given) != {"file", "bytes"} or type(nbytes) is not int or nbytes < 0:
-        invalid(f"the checksums in its {INDEX} are not described by file and bytes")
-    return _file_and_name(given["file"], "")[0], nbytes
-
-
-def _part(entry: Any) -> tuple[int, int]:
-    number, of = (entry.get("number"), entry.get("of")) if isinstance(entry, dict) else (None, None)
-    if type(number) is not int or type(of) is not int or not 0 <= number < of:
-        invalid(f"the number of the part in its {INDEX} is damaged")
-    return number, of
-
-
 def _read_column(entry: Any) -> Column:
     """Validate the entry of a column in ``table.json``."""
     given = entry if isinstance(entry, dict) else {}
     if set(given) - {"id"} != {"file", "name", "dtype", "shape", "kind"} or type(given.get("id", "")) is not str:
         invalid("a column is not described by file, name, dtype, shape, kind and id")
-    dtype, shape, kind = given["dtype"], given["shape"], given["kind"]
-    file, name = _file_and_name(given["file"], given["name"])
+    name, dtype, shape, kind = given["name"], given["dtype"], given["shape"], given["kind"]
+    if type(name) is not str:
+        invalid(f"{name!r:.60} is no name of a column")
     if type(dtype) is not str or dtype not in STORED:
         invalid(f"{dtype!r:.60} is no dtype of a column")
     sizes: list[Any] = shape if isinstance(shape, list) else [None]
@@ -280,10 +268,10 @@ def _read_column(entry: Any) -> Column:
         invalid(f"the shape of the column {name[:60]!r} is damaged")
     if kind not in (ROWS, VALUES, OFFSETS) or (kind == OFFSETS and (dtype, sizes) != ("int64", [])):
         invalid(f"the kind of the column {name[:60]!r} is damaged")
-    return Column(file, name, STORED[dtype], tuple(sizes), kind, given.get("id", ""))
+    return Column(_file_name(given["file"]), name, STORED[dtype], tuple(sizes), kind, given.get("id", ""))
 
 
-def _file_and_name(file: Any, name: Any) -> tuple[str, str]:
-    if type(file) is not str or not _FILE.fullmatch(file) or type(name) is not str:
+def _file_name(file: Any) -> str:
+    if type(file) is not str or not _FILE.fullmatch(file):
         invalid(f"{file!r:.60} is no name of a column file")
-    return file, name
+    return file

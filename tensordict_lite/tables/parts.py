@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from .._batch.join import cat
 from .._batch.joined_rows import JoinedRows
@@ -14,8 +14,6 @@ from .._errors import Path
 from .._files.atomic_write import FilePath
 from .._files.safetensors import invalid_file
 from .._look.progress import Progress, reporter
-from .._tree.alike import decided_values
-from .._tree.fields import ragged_paths
 from .._tree.policy import Encoders
 from .format import PART, described_part, part_name
 from .reader import index_of
@@ -116,9 +114,6 @@ def join_parts(
     report = reporter(progress, len(rows), "row")
     made = not os.path.exists(table)
     like = cat([d.rows[:0] for d in rows.parts])
-    for path in ragged_paths(like):
-        values = decided_values([d[path] for d in cast("list[Any]", rows.parts)])[0]
-        like[path] = like[path].with_values(values[:0])
     writer = RowWriter(table, like=like)
     try:
         for d in rows.parts:
@@ -127,5 +122,5 @@ def join_parts(
                 report(len(writer))
         writer.close()
     except BaseException:
-        writer._table.undo(made)
+        writer._table.discard(None, made)
         raise

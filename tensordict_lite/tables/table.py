@@ -52,7 +52,14 @@ class State(NamedTuple):
     sums: int
     """The number of bytes of the checksums."""
     durable: int
-    """The number of rows that survive a crash. 0 until this table has replaced another."""
+    """The number of rows that survive a crash, and that `load` shows. 0 until this table has replaced another."""
+    unused: list[str]
+    """The files that the next `flush` removes: those of a table that this table replaces, or what a crash left."""
+
+    @property
+    def pending(self) -> int:
+        """The number of rows that no `flush` has made durable."""
+        return self.appended.rows - self.durable
 
 
 class TableWriter:
@@ -66,8 +73,8 @@ class TableWriter:
     """
 
     def __init__(self, folder: TableFolder, columns: Sequence[Column], index: TableIndex) -> None:
-        self._folder, self.folder = folder, folder.path
-        self._columns, self._index = columns, index
+        self.folder, self.index = folder, index
+        self._columns = columns
         self._offsets = [i for i, column in enumerate(columns) if column.kind == OFFSETS]
         """The indices of the columns with offsets. The column before such a column has the values."""
         self.files = index._replace(columns=list(columns)).files
@@ -79,35 +86,16 @@ class TableWriter:
         row = sum(size for i, size in enumerate(self._sizes) if i not in ragged)
         self._rooms = [max(1, share // max(1, size if i in ragged else row)) for i, size in enumerate(self._sizes)]
         self._buffers: list[Tensor] = []
-        self._unused = index.unused
         extent = Extent(index.rows, tuple([column.length(index.rows) for column in columns]))
         sums = 0 if index.checksums is None else index.checksums[1]
-        self._state = State(extent, extent, Extent(index.rows, (0,) * len(columns)), sums, 0)
+        summed = Extent(index.rows, (0,) * len(columns))
+        self.state = State(extent, extent, summed, sums, durable=0, unused=index.unused or [])
         self.closed = False
 
     @property
     def rows(self) -> int:
         """The number of rows, including rows that are not flushed."""
-        return self._state.appended.rows
-
-    @property
-    def pending(self) -> int:
-        """The number of rows that no `flush` has made visible."""
-        return self.rows - self._state.durable
-
-    @property
-    def has_checksums(self) -> bool:
-        return self._index.checksums is not None
-
-    @property
-    def part(self) -> tuple[int, int] | None:
-        """The number of this part, and how many parts there are."""
-        return self._index.part
-
-    @property
-    def is_usable(self) -> bool:
-        """False in a forked process, and after an error that is final."""
-        return self._folder.is_usable
+        return self.state.appended.rows
 
     def append(self, tensors: list[Tensor], count: int) -> None:
         """Append ``count`` rows. Raises ``OSError``; then no row was appended.
@@ -117,7 +105,7 @@ class TableWriter:
         copied or written before the call returns.
         """
         self.refuse_unusable()
-        state = self._state
+        state = self.state
         extent, written = state.appended, state.written
         for i in self._offsets:
             tensors[i] = tensors[i].cumsum(0).add_(extent.lengths[i - 1])
@@ -126,13 +114,13 @@ class TableWriter:
         # For many rows, a copy into the buffers would save few system calls.
         direct = any(2 * size > room for size, room in zip(added, self._rooms, strict=True))
         if direct or any(map(gt, map(sub, after.lengths, written.lengths), self._rooms)):
-            with self._folder.explained():
+            with self.folder.explained():
                 self._write_buffers()
                 written = extent
                 if direct:
                     for i, tensor in enumerate(tensors):
                         self._write(i, extent.lengths[i], tensor.to(self._columns[i].dtype))
-                    self._state = state._replace(appended=after, written=after)
+                    self.state = state._replace(appended=after, written=after)
                     return
         if not self._buffers:
             with torch.inference_mode(False):  # a later call outside inference mode cannot write to inference tensors
@@ -145,94 +133,100 @@ class TableWriter:
             for buffer, start, first, number in zip(self._buffers, written.lengths, extent.lengths, added, strict=True)
         ]
         torch._foreach_copy_(into, tensors)
-        self._state = State(after, written, *state[2:])  # `_replace` takes longer
+        self.state = State(after, written, *state[2:])  # `_replace` takes longer
 
     def sync(self, least: int = 0) -> None:
         """Flush rows and their checksums to disk, and show none of them.
 
         ``least``: do nothing for fewer bytes of rows that lack a checksum. Raises ``OSError``.
         """
-        after, before = self._state.appended, self._state.summed
+        after, before = self.state.appended, self.state.summed
         if sum(map(mul, self._sizes, map(sub, after.lengths, before.lengths))) >= least:
-            with self._folder.explained():
-                self._folder.refuse_other_writer()
+            with self.folder.explained():
+                self.folder.refuse_other_writer()
                 self._write_buffers()
-                self._folder.sync_files(self._write_checksums)
-
-    def flush(self) -> None:
-        """Make all rows visible and durable, at once. Raises ``OSError``; then the table is as it was."""
-        self.publish()
+                self.folder.sync_files(self._write_checksums)
 
     def close(self) -> None:
         """Flush, make each column a safetensors file, and release the table. Raises the errors of `flush`."""
         try:
             if not self.closed:
-                self.publish(at_rest=True)
+                self.flush(at_rest=True)
         finally:
             self.release()
 
-    def publish(self, at_rest: bool = False) -> None:
-        """Flush. ``at_rest``: make each column a safetensors file too."""
+    def flush(self, at_rest: bool = False) -> None:
+        """Make all rows visible and durable, at once. Raises ``OSError``; then the table is as it was.
+
+        ``at_rest``: make each column a safetensors file too.
+        """
         self.refuse_unusable()
-        with self._folder.explained():
-            self._folder.refuse_other_writer()
+        with self.folder.explained():
+            self.folder.refuse_other_writer()
             self._write_buffers()
             if at_rest:
                 self._finish()
-            elif not self.pending and not self._unused:
+            elif not self.state.pending and not self.state.unused:
                 return
-            self._folder.sync_files(self._write_checksums)
-            if self._unused or not at_rest:
-                self._write_index(self._unused or [])
-                self._folder.remove_unused(self._unused or [])
-                self._unused = []
+            self.folder.sync_files(self._write_checksums)
+            if self.state.unused or not at_rest:
+                self._write_index(self.state.unused)
+                self._remove_unused()
             if at_rest:
                 self._write_index(None)
 
     def _write_checksums(self) -> None:
         """Write the checksums of the rows that were written to the files since the last call."""
-        state = self._state
-        if self.has_checksums and state.appended.rows != state.summed.rows:
-            line = checksum_line(self._folder.files, self._columns, state.summed, state.appended)
-            self._folder.append_checksums(line, state.sums)
-            self._state = state._replace(summed=state.appended, sums=state.sums + len(line))
+        state = self.state
+        if self.index.checksums is not None and state.appended.rows != state.summed.rows:
+            line = checksum_line(self.folder.files, self._columns, state.summed, state.appended)
+            self.folder.append_checksums(line, state.sums)
+            self.state = state._replace(summed=state.appended, sums=state.sums + len(line))
+
+    def _remove_unused(self) -> None:
+        self.folder.remove_unused(self.state.unused)
+        self.state = self.state._replace(unused=[])
 
     def _write_index(self, unused: list[str] | None) -> None:
-        sums = self._index.checksums and (self._index.checksums[0], self._state.sums)
-        index = self._index._replace(rows=self.rows, unused=unused, checksums=sums)
-        self._folder.write_index(index, self._text)
-        self._state = self._state._replace(durable=self.rows)
+        sums = self.index.checksums and (self.index.checksums[0], self.state.sums)
+        index = self.index._replace(rows=self.rows, unused=unused, checksums=sums)
+        self.folder.write_index(index, self._text)
+        self.state = self.state._replace(durable=self.rows)
 
     def release(self) -> None:
         """Let another writer open the table. Rows that are not flushed are lost."""
         self.closed = True
         self._buffers = []
-        self._folder.close()
+        self.folder.close()
 
     def abandon(self) -> int:
         """Release the table as the last `flush` left it, at rest. Returns the number of rows that it lacks."""
-        rows, kept = self.rows, self._state.durable
-        closed, is_usable = self.closed, self.is_usable
+        lost = 0 if self.closed or not self.folder.is_mine else self.state.pending
+        is_open = not self.closed and self.folder.is_usable
         self.release()
-        if closed or not is_usable:
-            return rows - kept if self._folder.is_mine and not closed else 0
-        # For example, another writer may open the table first.
-        with suppress(OSError, InvalidFileError), table_at_rest(self.folder, repair=True) as (_, index):
-            # An interrupt may come after `flush` has replaced `table.json`, and before it returns.
-            kept = index.rows if set(index.columns) == set(self._columns) else 0
-        return rows - kept
+        if is_open:
+            # For example, another writer may open the table first.
+            with suppress(OSError, InvalidFileError), table_at_rest(self.folder.path, repair=True) as (_, index):
+                # An interrupt may come after `flush` has replaced `table.json`, and before it returns.
+                lost = self.rows - (index.rows if set(index.columns) == set(self._columns) else 0)
+        return lost
 
-    def create(self, old: TableIndex | None = None) -> None:
-        """Start a new table without rows, or new columns.
+    def create(self, old: TableIndex | None, made: bool = False) -> None:
+        """Start a new table without rows, or new columns. After an error, the folder is as it was.
 
         ``old``: the table that this table replaces at the first `flush`. It may have the same file of checksums.
+        ``made``: the folder is new.
         """
-        # First, so that a crash leaves a table.
-        if old is None:
-            self._write_index([])
-        else:
-            self._folder.write_index(old._replace(unused=[*self._new_files(old), *(old.unused or [])]))
-        self._create_columns()
+        try:
+            # First, so that a crash leaves a table.
+            if old is None:
+                self._write_index([])
+            else:
+                self.folder.write_index(old._replace(unused=[*self._new_files(old), *(old.unused or [])]))
+            self._open_files("x+b")
+        except BaseException:
+            self.discard(old, made)
+            raise
 
     def open(self) -> None:
         """Open the table, and remove its unused files.
@@ -241,103 +235,88 @@ class TableWriter:
         """
         if self.rows:
             self._open_columns()
-        unused, self._unused = self._unused or [], []
-        self._write_index(unused)
-        self._folder.remove_unused(unused)
+        self._write_index(self.state.unused)
+        self._remove_unused()
         if not self.rows:  # the files may be missing
-            self._create_columns()
+            self._open_files("x+b")
 
-    def _create_columns(self) -> None:
-        """Create a file without rows for each column."""
+    def _open_files(self, mode: str) -> None:
+        """Open the file of each column, and the file with the checksums. Mode ``"x+b"`` creates files without rows."""
         for column in self._columns:
-            file = self._folder.open(column.file, "x+b")
-            self._folder.files.append(file)
-            file.truncate(column.end(column.length(0)))  # the offset 0 of the first row
-        if self._index.checksums is not None:
-            name, at = self._index.checksums
-            self._folder.checksums = self._folder.open(name, "r+b" if at else "x+b")
-        self._folder.sync_names()
+            with missing_file(column.file):
+                self.folder.files.append(self.folder.open(column.file, mode))
+        if self.index.checksums is not None:
+            name, at = self.index.checksums
+            with missing_file(name):
+                self.folder.checksums = self.folder.open(name, "r+b" if at else "x+b")
+        if mode == "x+b":
+            for file, column in zip(self.folder.files, self._columns, strict=True):
+                file.truncate(column.end(column.length(0)))  # the offset 0 of the first row
+            self.folder.sync_names()
 
-    def discard(self, old: TableIndex) -> None:
-        """Remove the files that `create` made, and release the table, which is still ``old``.
+    def discard(self, old: TableIndex | None, made: bool = False) -> None:
+        """Remove the files that `create` made, and release the folder, which has the table ``old``, or none.
 
-        A later writer removes what remains, for example after an error of the disk.
+        A later writer removes what remains, for example after an error of the disk. ``made``: remove the folder too.
         """
-        if self.closed:
-            return
         with suppress(OSError):
-            if self.is_usable:
-                self._folder.refuse_other_writer()
-                self._folder.remove_unused(self._new_files(old))
-                self._folder.write_index(old._replace(unused=None))
+            if old is None:
+                for name in (*self.files, INDEX):
+                    self.folder.remove(name)
+                if made:
+                    os.rmdir(self.folder.path)
+            elif self.folder.is_usable:
+                self.folder.refuse_other_writer()
+                self.folder.remove_unused(self._new_files(old))
+                self.folder.write_index(old)
         self.release()
 
     def _new_files(self, old: TableIndex) -> list[str]:
         return [name for name in self.files if name not in old.files]
 
     def _open_columns(self) -> None:
-        for column in self._columns:
-            with missing_file(column.file):
-                self._folder.files.append(self._folder.open(column.file))
-        lengths = list(self._state.appended.lengths)
+        self._open_files("r+b")
+        lengths = list(self.state.appended.lengths)
         for i in self._offsets:
             column = self._columns[i]
-            path = os.path.join(self.folder, column.file)
-            lengths[i - 1] = count_values(self._folder.files[i], path, column, lengths[i])
-        for file, column, length in zip(self._folder.files, self._columns, lengths, strict=True):
+            path = os.path.join(self.folder.path, column.file)
+            lengths[i - 1] = count_values(self.folder.files[i], path, column, lengths[i])
+        for file, column, length in zip(self.folder.files, self._columns, lengths, strict=True):
             check_size(file, column, length)
-        if self._index.checksums is not None:
-            name, _ = self._index.checksums
-            with missing_file(name):
-                self._folder.checksums = self._folder.open(name)
         extent = Extent(self.rows, tuple(lengths))
-        self._state = self._state._replace(appended=extent, written=extent, summed=extent)
+        self.state = self.state._replace(appended=extent, written=extent, summed=extent)
 
     def _write_buffers(self) -> None:
-        state = self._state
+        state = self.state
         extent, written = state.appended, state.written
         if extent is not written:
             for i, buffer in enumerate(self._buffers):
                 self._write(i, written.lengths[i], buffer[: extent.lengths[i] - written.lengths[i]])
-            self._state = state._replace(written=extent)
-
-    def undo(self, made: bool, old: TableIndex | None = None) -> None:
-        """Remove the files of this new table, and release it. ``old``: the table that it would have replaced.
-
-        ``made``: remove the folder too.
-        """
-        with suppress(OSError):
-            for file in self.files:
-                self._folder.remove(file)
-            if old is None:
-                self._folder.remove(INDEX)
-            if made:
-                os.rmdir(self.folder)
-        self.release()
+            self.state = state._replace(written=extent)
 
     def _write(self, i: int, first: int, tensor: Tensor) -> None:
         """Write rows into file ``i``, beginning at its row ``first``."""
-        file = self._folder.files[i]
+        file = self.folder.files[i]
         file.seek(self._columns[i].end(first))
         write_bytes(file, bytes_of(tensor))
 
     def _finish(self) -> None:
         """Write the header of each file, and remove the bytes after its rows, which a crash or a failed write left."""
-        for file, column, length in zip(self._folder.files, self._columns, self._state.appended.lengths, strict=True):
+        for file, column, length in zip(self.folder.files, self._columns, self.state.appended.lengths, strict=True):
             file.truncate(column.end(length))
             file.seek(0)
             write_bytes(file, column.header(length))
 
     def refuse_unusable(self) -> None:
         """Raise an error in a forked process, for a closed writer, and after an error of a flush to disk."""
-        if not self._folder.is_mine:
+        if not self.folder.is_mine:
             raise RuntimeError(
-                f"this RowWriter belongs to process {self._folder.process}, and this process was forked from it; "
+                f"this RowWriter belongs to process {self.folder.process}, and this process was forked from it; "
                 "write, flush and close there, or write another table here"
             )
         if self.closed:
             raise ValueError("this RowWriter is closed")
-        self._folder.refuse_failed()
+        self.folder.refuse_failed()
 
 
 def is_table(path: FilePath) -> bool:
@@ -371,11 +350,7 @@ def create_table(
         columns = _new_columns(d, leaves, used)
         sums = (checksums_name(used), 0) if checksums else None
         writer = TableWriter(folder, columns, TableIndex(0, columns, manifest, used, sums, part))
-        try:
-            writer.create(old)
-        except BaseException:
-            writer.undo(made, old)
-            raise
+        writer.create(old, made)
     return writer
 
 
@@ -468,7 +443,7 @@ def table_at_rest(path: FilePath, repair: bool = False) -> Generator[tuple[Table
             if repair or index.unused is not None:
                 writer = TableWriter(folder, index.columns, index)
                 writer.open()
-                writer.publish(at_rest=True)
+                writer.flush(at_rest=True)
                 folder.close_files()
         yield folder, index._replace(unused=None)
         folder.close()

@@ -142,14 +142,14 @@ class RowWriter:
         if new is None or (mode == "append" and is_table(folder)):
             self._table, fields = open_table(folder, DeviceDict, encoders)
             try:
-                if numbers is not None and self._table.part != numbers:
+                if numbers is not None and self._table.index.part != numbers:
                     raise ValueError(
-                        f"{self._table.folder!r} is {described_part(self._table.part)}, and RowWriter got "
+                        f"{self._table.folder.path!r} is {described_part(self._table.index.part)}, and RowWriter got "
                         f"part={part}, parts={parts}; give the number of parts that it has, or write to another folder"
                     )
                 if given is not None and new is not None:
                     _refuse_other_fields(fields, new, given)
-                    if checksums and not self._table.has_checksums:
+                    if checksums and self._table.index.checksums is None:
                         raise ValueError("this table has no checksums; only a new table can start them")
             except BaseException:
                 self._table.close()
@@ -256,20 +256,20 @@ class RowWriter:
 
     def __repr__(self) -> str:
         table = self._table
-        said = ", closed" if table.closed else f", {table.pending} not flushed" if table.pending else ""
-        return f"RowWriter({table.folder!r}, {table.rows} rows{said})"
+        said = ", closed" if table.closed else f", {table.state.pending} not flushed" if table.state.pending else ""
+        return f"RowWriter({table.folder.path!r}, {table.rows} rows{said})"
 
 
 def _close_forgotten(table: TableWriter) -> None:
     """Close the table of a writer that nobody closed, and warn."""
-    if table.closed or not table.is_usable:
+    if table.closed or not table.folder.is_usable:
         _abandon(table, "a RowWriter of {} was not closed after an error of the disk")
         return
-    pending = table.pending
+    pending = table.state.pending
     table.close()
     warnings.warn(
-        f"a RowWriter of {table.folder!r} was not closed, and {pending} rows are flushed only now; close it, or write "
-        "`with RowWriter(...) as writer:`",
+        f"a RowWriter of {table.folder.path!r} was not closed, and {pending} rows are flushed only now; close it, or "
+        "write `with RowWriter(...) as writer:`",
         RuntimeWarning,
         stacklevel=3,
     )
@@ -279,7 +279,7 @@ def _abandon(table: TableWriter, event: str) -> None:
     """Release a table, and warn if it lacks rows that were written."""
     if lost := table.abandon():
         warnings.warn(
-            f"{event.format(repr(table.folder))}: {lost} rows were not flushed, and the table does not have them",
+            f"{event.format(repr(table.folder.path))}: {lost} rows were not flushed, and the table does not have them",
             RuntimeWarning,
             stacklevel=3,
         )
