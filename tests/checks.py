@@ -7,10 +7,11 @@ import importlib.util
 import inspect
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +21,12 @@ from tensordict_lite._tree.inside import kept_tensors, nests
 from tensordict_lite._tree.policy import Policy
 from tensordict_lite._tree.ragged import Ragged
 from tensordict_lite._tree.tree import TreeDict
+
+
+def fails(error: type[Exception] | tuple[type[Exception], ...], text: str, call: Callable[[], Any]) -> None:
+    """That the call raises the error, with a text in which the pattern is found."""
+    with pytest.raises(error, match=text):
+        call()
 
 
 def check_rows(r: Ragged, at: Path = ()) -> None:

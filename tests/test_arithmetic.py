@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import compiles
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -64,34 +64,19 @@ class TestMap:
         three = d.map(lambda x, y, z: x + y * z, e, reordered(d))
         assert torch.equal(three["n", "b"], d["n", "b"] + e["n", "b"] * d["n", "b"])
 
-    @pytest.mark.parametrize(
-        ("change", "error", "text"),
-        [
-            (lambda e: e["n"].pop("b"), ValueError, "the other mapping lacks 'n.b'"),
-            (lambda e: e.pop("d"), ValueError, "the other mapping lacks 'd'"),
-            (
-                lambda e: e["n"]["m"].update(q=torch.ones(1)),
-                ValueError,
-                "the other mapping has 'n.m.q', which this DeviceDict lacks",
-            ),
-            (
-                lambda e: e.update(d=1.5),
-                TypeError,
-                "'d': expected a tensor, got a float in the other mapping; DeviceDict(...) makes tensors of numbers",
-            ),
-            (lambda e: e.update(d={"x": 1}), TypeError, "'d': expected a tensor, got a mapping in the other mapping"),
-            (
-                lambda e: e.update(n=torch.ones(1)),
-                TypeError,
-                "'n': expected a mapping, got float32[1] in the other mapping",
-            ),
-            (
-                lambda e: e["n"].update(b=torch.ones(5, device="meta")),
-                DeviceMismatchError,
-                "'n.b' is on meta, this DeviceDict is on cpu; move the other with .to('cpu')",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("change", "error", "text"), [
+        (lambda e: e["n"].pop("b"), ValueError, "the other mapping lacks 'n.b'"),
+        (lambda e: e.pop("d"), ValueError, "the other mapping lacks 'd'"),
+        (lambda e: e["n"]["m"].update(q=torch.ones(1)), ValueError,
+         "the other mapping has 'n.m.q', which this DeviceDict lacks"),
+        (lambda e: e.update(d=1.5), TypeError,
+         "'d': expected a tensor, got a float in the other mapping; DeviceDict(...) makes tensors of numbers"),
+        (lambda e: e.update(d={"x": 1}), TypeError, "'d': expected a tensor, got a mapping in the other mapping"),
+        (lambda e: e.update(n=torch.ones(1)), TypeError,
+         "'n': expected a mapping, got float32[1] in the other mapping"),
+        (lambda e: e["n"].update(b=torch.ones(5, device="meta")), DeviceMismatchError,
+         "'n.b' is on meta, this DeviceDict is on cpu; move the other with .to('cpu')"),
+    ])  # fmt: skip
     @pytest.mark.parametrize("method", ["map", "add_", "copy_", "lerp_"])
     def test_what_does_not_match(self, method: str, change: Any, error: type[Exception], text: str) -> None:
         d, other = sample(), sample(seed=1).to_dict()
@@ -161,9 +146,8 @@ class TestAsALoop:
         assert torch.allclose(fresh().add_(3, alpha=2)["n", "b"], x + 6)
         assert torch.equal(fresh().lerp_(e, 0.1)["n", "b"], torch.lerp(x, y, 0.1))
         assert torch.equal(fresh().lerp_(torch.tensor(1.0), 0.1)["n", "b"], torch.lerp(x, torch.tensor(1.0), 0.1))
-        assert torch.equal(fresh().copy_(e)["n", "b"], y) and torch.equal(
-            fresh().copy_(torch.tensor(7))["a"], torch.full((2, 3), 7.0)
-        )
+        assert torch.equal(fresh().copy_(e)["n", "b"], y)
+        assert torch.equal(fresh().copy_(torch.tensor(7))["a"], torch.full((2, 3), 7.0))
         assert all(not t.any() for t in fresh().zero_()._tensors())
         assert fresh().copy_(e.to(torch.float64)) == e  # the dtype of the field stays
 
@@ -336,8 +320,7 @@ class TestPacked:
         w = torch.ones(16, requires_grad=True)
         loss = (w * d["k3"]).sum()
         d.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        fails(RuntimeError, "modified by an inplace operation", loss.backward)
 
     def test_a_part_of_a_packed_dict_leaves_the_rest_alone(self) -> None:
         d = DeviceDict({f"k{i}": torch.ones(16) for i in range(40)}).pack()
@@ -403,17 +386,13 @@ class TestAutograd:
         assert leaf.grad is not None and leaf.grad.tolist() == [1, 1]
 
     @pytest.mark.parametrize("method", ["add_", "mul_", "copy_", "lerp_", "rows of a slice", "rows of indices"])
-    @pytest.mark.parametrize(
-        "slices",
-        [
-            (slice(2), slice(2, 4)),
-            (slice(4), slice(2)),
-            (slice(2), slice(4)),
-            (slice(3), slice(1, 4)),
-            (slice(4), slice(4)),
-        ],
-        ids=["halves", "whole and part", "part and whole", "overlap", "twice"],
-    )
+    @pytest.mark.parametrize("slices", [
+        (slice(2), slice(2, 4)),
+        (slice(4), slice(2)),
+        (slice(2), slice(4)),
+        (slice(3), slice(1, 4)),
+        (slice(4), slice(4)),
+    ], ids=["halves", "whole and part", "part and whole", "overlap", "twice"])  # fmt: skip
     def test_views_of_one_tensor_with_operands_that_require_grad(
         self, slices: tuple[slice, slice], method: str
     ) -> None:
@@ -744,8 +723,7 @@ def test_total_norm() -> None:
 
 @pytest.mark.parametrize("order", [0, -1, -math.inf, "2", math.nan], ids=repr)
 def test_what_is_no_order_of_a_norm(order: Any) -> None:
-    with pytest.raises(ValueError, match=r"^ord is a number above 0, or inf, got"):
-        DeviceDict({"x": [3.0]}).total_norm(order)
+    fails(ValueError, r"^ord is a number above 0, or inf, got", lambda: DeviceDict({"x": [3.0]}).total_norm(order))
 
 
 class TestToList:
@@ -773,9 +751,8 @@ class TestToList:
         }
         assert got == expected and type(got) is dict and type(got["n"]) is dict and type(got["n"]["ok"]) is bool
         assert json.loads(json.dumps(got)) == got
-        assert d.pack().tolist() == got and DeviceDict({"x": torch.ones(1, requires_grad=True)}).tolist() == {
-            "x": [1.0]
-        }
+        assert d.pack().tolist() == got
+        assert DeviceDict({"x": torch.ones(1, requires_grad=True)}).tolist() == {"x": [1.0]}
 
     def test_what_cannot_be_listed(self) -> None:
         with pytest.raises(TypeError, match=r"^'name': .*Hashing"):

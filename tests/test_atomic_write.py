@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import fails
 from files import DEPTH, saved
 
 from tensordict_lite import (
@@ -66,8 +67,7 @@ class TestWriting:
 
         with monkeypatch.context() as patch:
             patch.setattr(os, name, fail)
-            with pytest.raises(OSError, match="No space left"):
-                save({"x": 3}, path)
+            fails(OSError, "No space left", lambda: save({"x": 3}, path))
         assert os.listdir(tmp_path) == ["d"] and load(path)["x"] == 1
 
     def test_a_failed_flush_of_the_folder_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,11 +93,9 @@ class TestWriting:
     def test_what_is_no_regular_file_stays(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             save({"x": 1}, tmp_path / "nowhere" / "d")
-        with pytest.raises(OSError, match="exists and is not a regular file, so it cannot be replaced"):
-            save({"x": 1}, tmp_path)
+        fails(OSError, "exists and is not a regular file, so it cannot be replaced", lambda: save({"x": 1}, tmp_path))
         os.mkfifo(tmp_path / "fifo")
-        with pytest.raises(OSError, match="is not a regular file"):
-            save({"x": 1}, tmp_path / "fifo")
+        fails(OSError, "is not a regular file", lambda: save({"x": 1}, tmp_path / "fifo"))
         assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
     @pytest.mark.slow
@@ -215,8 +213,7 @@ class TestWriting:
         deep: Any = {"x": 1}
         for _ in range(DEPTH):
             deep = {"n": deep}
-        with pytest.raises(ValueError, match=rf"^'n.n.n.….n' is nested more than {DEPTH} levels deep"):
-            save(deep, tmp_path / "d")
+        fails(ValueError, rf"^'n.n.n.….n' is nested more than {DEPTH} levels deep", lambda: save(deep, tmp_path / "d"))
         assert load(saved(deep["n"], tmp_path / "d")) == DeviceDict(deep["n"])
         with pytest.raises(ValueError, match="the structure and encoders of this dict take"):
             save(DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["a", "b" * (17 << 20)])}), tmp_path / "large")

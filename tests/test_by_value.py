@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import fails
 from files import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,23 +69,19 @@ class TestEqual:
         d = DeviceDict({"x": torch.tensor([1, 0, 1]).to(dtype)})
         assert d.equal("x", 1).tolist() == [True, False, True] and d.equal("x", [0, 1]).all()
 
-    @pytest.mark.parametrize(
-        ("key", "value", "error", "message"),
-        [
-            ("z", 1, KeyError, "'z'"),
-            ("n", 1, TypeError, r"^'n': equal takes a tensor field, got a mapping$"),
-            ("age", "cat", ValueError, r"^'age': expected numbers, got strings; encode them first$"),
-            ("age", None, TypeError, r"^'age': expected .*, got a NoneType"),
-            ("age", [[1], [2]], TypeError, r"^'age': equal takes one value or a flat list of values, got a list$"),
-            ("age", {"a": 1}, TypeError, r"^'age': equal takes one value or a flat list of values, got a mapping$"),
-            ("name", [["cat"]], TypeError, r"^'name': equal takes one value or a flat list of values, got a list$"),
-            ("word", "bat", ValueError, r"^'word': 'bat' is not among the 1 tokens of "),
-        ],
-    )
+    @pytest.mark.parametrize(("key", "value", "error", "message"), [
+        ("z", 1, KeyError, "'z'"),
+        ("n", 1, TypeError, r"^'n': equal takes a tensor field, got a mapping$"),
+        ("age", "cat", ValueError, r"^'age': expected numbers, got strings; encode them first$"),
+        ("age", None, TypeError, r"^'age': expected .*, got a NoneType"),
+        ("age", [[1], [2]], TypeError, r"^'age': equal takes one value or a flat list of values, got a list$"),
+        ("age", {"a": 1}, TypeError, r"^'age': equal takes one value or a flat list of values, got a mapping$"),
+        ("name", [["cat"]], TypeError, r"^'name': equal takes one value or a flat list of values, got a list$"),
+        ("word", "bat", ValueError, r"^'word': 'bat' is not among the 1 tokens of "),
+    ])  # fmt: skip
     def test_what_is_refused(self, key: str, value: Any, error: type[Exception], message: str) -> None:
         d = animals(encoders={"word": Vocabulary(["cat"])}) | {"word": ["cat"] * 4}
-        with pytest.raises(error, match=message):
-            d.equal(key, value)
+        fails(error, message, lambda: d.equal(key, value))
 
     def test_integers_that_the_field_cannot_hold_are_in_no_row(self) -> None:
         whole = [one for name, one in DTYPES.items() if name.startswith(("int", "uint"))]
@@ -101,13 +98,11 @@ class TestEqual:
 
     def test_codes_of_another_shape(self) -> None:
         d = DeviceDict({"s": ["ab", "cd"]}, encoders={"s": lambda strings: torch.ones(len(strings), len(strings[0]))})
-        with pytest.raises(ValueError, match=r"^'s': equal takes a value for \w+\[2, 2\], got float32\[1\]$"):
-            d.equal("s", "a")
+        fails(ValueError, r"^'s': equal takes a value for \w+\[2, 2\], got float32\[1\]$", lambda: d.equal("s", "a"))
 
     def test_a_nested_tensor(self) -> None:
         d = DeviceDict({"x": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)})
-        with pytest.raises(TypeError, match=r"^'x': equal takes a field with rows of one shape, got .*$"):
-            d.equal("x", 1)
+        fails(TypeError, r"^'x': equal takes a field with rows of one shape, got .*$", lambda: d.equal("x", 1))
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(TEXTS, min_size=1, max_size=8), st.lists(TEXTS, max_size=3))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -49,17 +49,11 @@ class TestCollate:
         check_invariants(d)
         assert d.is_packed and list(d) == list(samples[0]) and type(d["n"]) is DeviceDict
         assert d["x"].tolist() == [[float(i)] * 3 for i in range(4)] and d["x"].dtype == torch.float32
-        assert (
-            d["y"].tolist() == [0, 1, 2, 3]
-            and d["f"].tolist() == [0.0, 0.5, 1.0, 1.5]
-            and d["f"].dtype == torch.float32
-        )
+        assert d["y"].tolist() == [0, 1, 2, 3] and d["f"].tolist() == [0.0, 0.5, 1.0, 1.5]
+        assert d["f"].dtype == torch.float32
         assert d["flag"].dtype == torch.bool and d["c"].dtype == torch.complex64 and d["a"].dtype == torch.int16
-        assert (
-            d["a"].shape == (4, 2, 2)
-            and d["scalar"].dtype == torch.float64
-            and d["list"].tolist() == [[i, i + 1] for i in range(4)]
-        )
+        assert d["a"].shape == (4, 2, 2) and d["scalar"].dtype == torch.float64
+        assert d["list"].tolist() == [[i, i + 1] for i in range(4)]
         assert d.decode("name") == ["", "n", "nn", "nnn"] and d.decode("words") == [["a", "b" * i] for i in range(4)]
         assert d["n", "z"].tolist() == [0, 1, 2, 3] and d.decode(("n", "t")) == ["t0", "t1", "t2", "t3"]
         assert all(
@@ -159,32 +153,19 @@ class TestCollate:
             collate([wrap(s) for s in samples])
         assert message in f"{caught.value}$"  # so that a message can name the end
 
-    @pytest.mark.parametrize(
-        ("samples", "error", "message"),
-        [
-            ([], ValueError, "collate takes a list of at least one sample, got an empty list"),
-            ({"x": 1}, TypeError, "collate takes a list of samples, got a mapping; for one sample write [sample]"),
-            (
-                [{"x": 1}, (1, 2)],
-                TypeError,
-                "collate takes samples that are mappings, sample 1 is a tuple; torch's default_collate",
-            ),
-            ([{"x": 1}, {"x": None}], TypeError, "sample 1: 'x': expected a tensor"),
-            ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has an int, sample 0 has a str"),
-            (
-                [{"x": np.zeros(2)}, {"x": np.zeros(3)}],
-                ValueError,
-                "'x': sample 1 has float64[3], sample 0 has float64[2]",
-            ),
-            (
-                [{"x": np.zeros(2)}, {"x": np.zeros(2, dtype=np.int64)}],
-                ValueError,
-                "'x': sample 1 has int64[2], sample 0 has float64[2]",
-            ),
-            ([{"x": torch.ones(1)}, {"x": torch.ones(1, device="meta")}], DeviceMismatchError, "'x' is on meta"),
-            ([{"x": torch.ones(1), "y": torch.ones(1, device="meta")}], DeviceMismatchError, "'y' is on meta"),
-        ],
-    )
+    @pytest.mark.parametrize(("samples", "error", "message"), [
+        ([], ValueError, "collate takes a list of at least one sample, got an empty list"),
+        ({"x": 1}, TypeError, "collate takes a list of samples, got a mapping; for one sample write [sample]"),
+        ([{"x": 1}, (1, 2)], TypeError,
+         "collate takes samples that are mappings, sample 1 is a tuple; torch's default_collate"),
+        ([{"x": 1}, {"x": None}], TypeError, "sample 1: 'x': expected a tensor"),
+        ([{"x": "a"}, {"x": 3}], ValueError, "'x': sample 1 has an int, sample 0 has a str"),
+        ([{"x": np.zeros(2)}, {"x": np.zeros(3)}], ValueError, "'x': sample 1 has float64[3], sample 0 has float64[2]"),
+        ([{"x": np.zeros(2)}, {"x": np.zeros(2, dtype=np.int64)}], ValueError,
+         "'x': sample 1 has int64[2], sample 0 has float64[2]"),
+        ([{"x": torch.ones(1)}, {"x": torch.ones(1, device="meta")}], DeviceMismatchError, "'x' is on meta"),
+        ([{"x": torch.ones(1), "y": torch.ones(1, device="meta")}], DeviceMismatchError, "'y' is on meta"),
+    ])  # fmt: skip
     def test_samples_that_are_none(self, samples: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             collate(samples)
@@ -220,20 +201,14 @@ class TestCollate:
             TypeError, match=r"^collate takes a list of samples, and .* functools.partial\(collate, ...\)$"
         ):
             collate(pad={"x": 0})
-        with pytest.raises(ValueError, match=r"give pad=\{'x': 0\}; to keep the lengths, ragged=\['x'\]$"):
-            collate(samples)
+        fails(ValueError, r"give pad=\{'x': 0\}; to keep the lengths, ragged=\['x'\]$", lambda: collate(samples))
 
-    @pytest.mark.parametrize(
-        ("arguments", "expected"),
-        [
-            ({"pad": 5}, "a mapping from keys to fill values as pad="),
-            ({"cls": dict}, "a DeviceDict class as cls="),
-        ],
-        ids=["pad", "cls"],
-    )
+    @pytest.mark.parametrize(("arguments", "expected"), [
+        ({"pad": 5}, "a mapping from keys to fill values as pad="),
+        ({"cls": dict}, "a DeviceDict class as cls="),
+    ], ids=["pad", "cls"])  # fmt: skip
     def test_arguments_of_another_type(self, arguments: Any, expected: str) -> None:
-        with pytest.raises(TypeError, match=f"^collate takes {expected}"):
-            collate([{"x": [1]}, {"x": [1, 2]}], **arguments)
+        fails(TypeError, f"^collate takes {expected}", lambda: collate([{"x": [1]}, {"x": [1, 2]}], **arguments))
 
     @pytest.mark.parametrize("fill", [1.5, 1 << 70, float("nan")], ids=repr)
     def test_a_fill_value_that_does_not_fit(self, fill: float) -> None:
@@ -263,12 +238,8 @@ class TestCollate:
     def test_the_class_that_is_asked_for_brings_its_policy(self) -> None:
         sample = DeviceDict({"x": 1.0, "n": {"s": torch.tensor(0)}})
         d = collate([sample] * 2, cls=Batch)
-        assert (
-            type(d) is Batch
-            and d._policy.objects == "keep"
-            and type(d["n"]) is type(Batch(sample)["n"]) is DeviceDict
-            and d.decode(("n", "s")) == ["a", "a"]
-        )
+        assert type(d) is Batch and d._policy.objects == "keep"
+        assert type(d["n"]) is type(Batch(sample)["n"]) is DeviceDict and d.decode(("n", "s")) == ["a", "a"]
         nested = collate([{"n": DeviceDict({"s": torch.tensor(1)})}] * 2, encoders={"s": Vocabulary(["x", "y"])})
         assert nested.decode(("n", "s")) == ["y", "y"]
 
@@ -307,12 +278,7 @@ class TestCollate:
         samples = [Batch({"x": torch.full((2,), float(i)), "s": "abc"[i], "o": None}) for i in range(3)]
         before = [copy.copy(s) for s in samples]
         d = default_collate(samples)
-        assert (
-            type(d) is Batch
-            and d.is_packed
-            and d["o"] == [None] * 3
-            and d.decode("s") == ["a", "b", "c"]
-            and samples == before
-        )
+        assert type(d) is Batch and d.is_packed and d["o"] == [None] * 3 and d.decode("s") == ["a", "b", "c"]
+        assert samples == before
         pairs = default_collate([(s, i) for i, s in enumerate(samples)])
         assert type(pairs[0]) is Batch and pairs[1].tolist() == [0, 1, 2]

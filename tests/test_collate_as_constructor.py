@@ -133,18 +133,15 @@ def test_collate_is_the_stack_of_what_the_class_makes(name: str, cls: Any, encod
 
 
 class TestMoving:
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: [{"x": on("cpu"), "y": on(SIM)}] * 2,
-            lambda: [{"x": on("cpu"), "y": on("cpu")}, {"x": on(SIM), "y": on("cpu")}],
-            lambda: [{"x": on("cpu"), "n": {"y": on(SIM)}}, {"x": on(SIM), "n": {"y": on("cpu")}}],
-            lambda: [{"x": 1.0, "y": on(SIM)}, {"x": 2.0, "y": on("cpu")}],
-            lambda: [{"x": 1.0, "y": on(SIM)}, {"x": on("cpu")[0], "y": on("cpu")}],
-            lambda: [{"x": on("cpu")}, DeviceDict({"x": on(SIM)})],
-            lambda: [{"x": torch.ones(1)}, {"x": on(SIM)}],
-        ],
-    )
+    @pytest.mark.parametrize("make", [
+        lambda: [{"x": on("cpu"), "y": on(SIM)}] * 2,
+        lambda: [{"x": on("cpu"), "y": on("cpu")}, {"x": on(SIM), "y": on("cpu")}],
+        lambda: [{"x": on("cpu"), "n": {"y": on(SIM)}}, {"x": on(SIM), "n": {"y": on("cpu")}}],
+        lambda: [{"x": 1.0, "y": on(SIM)}, {"x": 2.0, "y": on("cpu")}],
+        lambda: [{"x": 1.0, "y": on(SIM)}, {"x": on("cpu")[0], "y": on("cpu")}],
+        lambda: [{"x": on("cpu")}, DeviceDict({"x": on(SIM)})],
+        lambda: [{"x": torch.ones(1)}, {"x": on(SIM)}],
+    ])  # fmt: skip
     @pytest.mark.parametrize("pack", [True, False])
     def test_as_the_class_says(self, make: Callable[[], Any], pack: bool) -> None:
         samples = make()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -235,36 +235,33 @@ FLAT = [{key: value for key, value in sample.items() if key != "n"} | {"a": np.a
 
 class TestWhatCouldFool:
     @pytest.mark.parametrize("names", [["x"], ["y"], ["z"], ["a"], ["x", "y"], ["a", "z", "y", "x"]])
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda sample: dict(sample, x=torch.ones(16).double()),
-            lambda sample: dict(sample, x=torch.ones(4, 4)),
-            lambda sample: dict(sample, x=torch.ones(0)),
-            lambda sample: dict(sample, x=np.ones(16, np.float32)),
-            lambda sample: dict(sample, x=torch.ones(16, device="meta")),
-            lambda sample: dict(sample, y=1.0),
-            lambda sample: dict(sample, y=True),
-            lambda sample: dict(sample, y=1 << 70),
-            lambda sample: dict(sample, y="a"),
-            lambda sample: dict(sample, y=[1]),
-            lambda sample: dict(sample, y=np.int64(1)),
-            lambda sample: dict(sample, y=None),
-            lambda sample: dict(sample, z=1),
-            lambda sample: dict(sample, z=1e300),
-            lambda sample: dict(sample, a=np.ones(2)),
-            lambda sample: dict(sample, a=np.arange(3)),
-            lambda sample: dict(sample, a=np.arange(2, dtype=np.uint16)),
-            lambda sample: dict(sample, a=np.arange(4)[::2]),
-            lambda sample: dict(reversed(sample.items())),
-            lambda sample: dict(sample, more=1),
-            lambda sample: dict(list(sample.items())[1:]),
-            lambda sample: dict(sample, x={"y": 1}),
-            DeviceDict,
-            OrderedDict,
-            lambda sample: defaultdict(int, sample),
-        ],
-    )
+    @pytest.mark.parametrize("change", [
+        lambda sample: dict(sample, x=torch.ones(16).double()),
+        lambda sample: dict(sample, x=torch.ones(4, 4)),
+        lambda sample: dict(sample, x=torch.ones(0)),
+        lambda sample: dict(sample, x=np.ones(16, np.float32)),
+        lambda sample: dict(sample, x=torch.ones(16, device="meta")),
+        lambda sample: dict(sample, y=1.0),
+        lambda sample: dict(sample, y=True),
+        lambda sample: dict(sample, y=1 << 70),
+        lambda sample: dict(sample, y="a"),
+        lambda sample: dict(sample, y=[1]),
+        lambda sample: dict(sample, y=np.int64(1)),
+        lambda sample: dict(sample, y=None),
+        lambda sample: dict(sample, z=1),
+        lambda sample: dict(sample, z=1e300),
+        lambda sample: dict(sample, a=np.ones(2)),
+        lambda sample: dict(sample, a=np.arange(3)),
+        lambda sample: dict(sample, a=np.arange(2, dtype=np.uint16)),
+        lambda sample: dict(sample, a=np.arange(4)[::2]),
+        lambda sample: dict(reversed(sample.items())),
+        lambda sample: dict(sample, more=1),
+        lambda sample: dict(list(sample.items())[1:]),
+        lambda sample: dict(sample, x={"y": 1}),
+        DeviceDict,
+        OrderedDict,
+        lambda sample: defaultdict(int, sample),
+    ])  # fmt: skip
     def test_samples_that_differ(self, names: Any, change: Any) -> None:
         usual = [{name: sample[name] for name in names} for sample in FLAT]
         for places in ({0}, {1}, {3}, set(range(4))):
@@ -333,21 +330,18 @@ class TestWhatCouldFool:
         same(words)
         assert collate(PLAIN, objects="keep")._policy.objects == "keep"
 
-    @pytest.mark.parametrize(
-        "odd",
-        [
-            torch.ones(16).double(),
-            torch.ones(17),
-            torch.ones(16, requires_grad=True),
-            torch.nn.Parameter(torch.ones(16)),
-            torch.ones(32)[::2],
-            torch.ones(16, device="meta"),
-            torch.ones(16, dtype=torch.complex64).conj().imag,
-            torch.ones(16).to_sparse(),
-            1.0,
-            None,
-        ],
-    )
+    @pytest.mark.parametrize("odd", [
+        torch.ones(16).double(),
+        torch.ones(17),
+        torch.ones(16, requires_grad=True),
+        torch.nn.Parameter(torch.ones(16)),
+        torch.ones(32)[::2],
+        torch.ones(16, device="meta"),
+        torch.ones(16, dtype=torch.complex64).conj().imag,
+        torch.ones(16).to_sparse(),
+        1.0,
+        None,
+    ])  # fmt: skip
     @pytest.mark.parametrize("place", range(4))
     def test_one_sample_that_differs(self, odd: Any, place: int) -> None:
         same([dict(sample, x=odd) if i == place else sample for i, sample in enumerate(PLAIN)])
@@ -399,37 +393,34 @@ class TestWhatCouldFool:
         assert failures == []
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        torch.ones(3).double(),
-        torch.ones(2, 1),
-        torch.ones(()),
-        torch.ones(0, 3),
-        torch.ones(3, requires_grad=True),
-        torch.nn.Parameter(torch.ones(3)),
-        torch.ones(6)[::2],
-        torch.ones(3, device="meta"),
-        torch.ones(3).to_sparse(),
-        torch.ones(3, dtype=torch.complex64).conj().imag,
-        [1.0, 2.0],
-        [1],
-        [],
-        [True],
-        [None],
-        ["a"],
-        np.ones(3),
-        1.0,
-        None,
-        "ab",
-        torch.ones(0),
-        torch.ones(2, 2),
-        torch.ones(0, 2),
-        torch.ones(2, 0),
-        torch.ones(2, 2).T,
-        torch.ones(1, 2).double(),
-    ],
-)
+@pytest.mark.parametrize("odd", [
+    torch.ones(3).double(),
+    torch.ones(2, 1),
+    torch.ones(()),
+    torch.ones(0, 3),
+    torch.ones(3, requires_grad=True),
+    torch.nn.Parameter(torch.ones(3)),
+    torch.ones(6)[::2],
+    torch.ones(3, device="meta"),
+    torch.ones(3).to_sparse(),
+    torch.ones(3, dtype=torch.complex64).conj().imag,
+    [1.0, 2.0],
+    [1],
+    [],
+    [True],
+    [None],
+    ["a"],
+    np.ones(3),
+    1.0,
+    None,
+    "ab",
+    torch.ones(0),
+    torch.ones(2, 2),
+    torch.ones(0, 2),
+    torch.ones(2, 0),
+    torch.ones(2, 2).T,
+    torch.ones(1, 2).double(),
+])  # fmt: skip
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("pad", [0, Pad(1, "left", 4, "lengths", "mask")])
 def test_one_padded_sample_that_differs(odd: Any, place: int, pad: Any) -> None:
@@ -532,41 +523,15 @@ class TestRegisteredTypes:
         scans: Any = made["scan"]
         assert type(made) is DeviceDict and scans.origin == [1, 2]
 
-    @pytest.mark.parametrize(
-        ("values", "options", "error", "message"),
-        [
-            (
-                [Scan.at(1.0), torch.ones(2)],
-                {},
-                TypeError,
-                "'x': sample 1 is of type Tensor, sample 0 of type Scan; convert",
-            ),
-            (
-                [torch.ones(2), Scan.at(1.0)],
-                {},
-                TypeError,
-                "'x': sample 1 is of type Scan, sample 0 of type Tensor; convert",
-            ),
-            (
-                [Scan.at(1.0), Scan.at(1.0, (3,))],
-                {},
-                ValueError,
-                "'x': sample 1 has float32[3], sample 0 has float32[2]",
-            ),
-            (
-                [Scan.at(1.0), Scan.at(1.0, (3,))],
-                {"pad": {"x": 0}},
-                TypeError,
-                "'x': pad= and ragged= do not take Scan, whose",
-            ),
-            (
-                [Scan.at(1.0), Scan.at(1.0)],
-                {"ragged": ["x"]},
-                TypeError,
-                "'x': pad= and ragged= do not take Scan, whose",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("values", "options", "error", "message"), [
+        ([Scan.at(1.0), torch.ones(2)], {}, TypeError,
+         "'x': sample 1 is of type Tensor, sample 0 of type Scan; convert"),
+        ([torch.ones(2), Scan.at(1.0)], {}, TypeError,
+         "'x': sample 1 is of type Scan, sample 0 of type Tensor; convert"),
+        ([Scan.at(1.0), Scan.at(1.0, (3,))], {}, ValueError, "'x': sample 1 has float32[3], sample 0 has float32[2]"),
+        ([Scan.at(1.0), Scan.at(1.0, (3,))], {"pad": {"x": 0}}, TypeError,
+         "'x': pad= and ragged= do not take Scan, whose"),
+        ([Scan.at(1.0), Scan.at(1.0)], {"ragged": ["x"]}, TypeError, "'x': pad= and ragged= do not take Scan, whose"),
+    ])  # fmt: skip
     def test_errors_name_the_field(self, values: Any, options: Any, error: Any, message: str) -> None:
-        with pytest.raises(error, match=f"^{re.escape(message)}"):
-            collate([{"x": value} for value in values], **options)
+        fails(error, f"^{re.escape(message)}", lambda: collate([{"x": value} for value in values], **options))

@@ -156,14 +156,11 @@ def test_an_encoder_that_load_does_not_build(here: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "DeviceDict.rows(2): the first 1\n   x\n0  1\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("nope", "No such file or directory"),
-        (".", "Is a directory, and no table: it has no table.json"),
-        ("a\nb", "No such"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [
+    ("nope", "No such file or directory"),
+    (".", "Is a directory, and no table: it has no table.json"),
+    ("a\nb", "No such"),
+])  # fmt: skip
 def test_a_wrong_path_is_an_error_of_one_line(
     here: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str
 ) -> None:

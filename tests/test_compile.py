@@ -131,9 +131,8 @@ def test_in_one_graph_with_the_same_result(run: Callable[[DeviceDict], Any], pac
     assert type(got) is type(expected)
     if isinstance(expected, DeviceDict):
         check_invariants(got)
-        assert repr(got).replace(", packed", "") == repr(expected) and (
-            got == expected or got.device == torch.device("meta")
-        )
+        assert repr(got).replace(", packed", "") == repr(expected)
+        assert got == expected or got.device == torch.device("meta")
     elif isinstance(expected, torch.Tensor):
         assert torch.equal(got, expected)
     else:
@@ -177,12 +176,8 @@ def test_a_packed_field_is_written_in_place() -> None:
         return d["x"].sum() + before.sum() + d["n", "x"].sum()
 
     for d in (sample(), sample().pack(), sample().pack()):
-        assert (
-            step(d) == 13
-            and d["x"].tolist() == [2, 2]
-            and d["n", "x"].tolist() == [3, 3, 3]
-            and d["y"].tolist() == [0, 0]
-        )
+        assert step(d) == 13 and d["x"].tolist() == [2, 2] and d["n", "x"].tolist() == [3, 3, 3]
+        assert d["y"].tolist() == [0, 0]
 
 
 @pytest.mark.slow

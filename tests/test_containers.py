@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
@@ -193,8 +193,7 @@ def test_numpy_does_not_have_everything() -> None:
 
 
 def test_an_unknown_device() -> None:
-    with pytest.raises(RuntimeError, match="nonsense"):
-        to_device([], "nonsense")
+    fails(RuntimeError, "nonsense", lambda: to_device([], "nonsense"))
 
 
 def test_packed_dicts_keep_their_ties_and_the_result_is_always_new(copies: Any) -> None:
@@ -235,17 +234,14 @@ class Holder:
     stuck: Stuck
 
 
-@pytest.mark.parametrize(
-    ("obj", "path"),
-    [
-        (Stuck(), ""),
-        ({"targets": [{"mask": 1}, {"mask": Stuck()}]}, "targets[1].mask"),
-        ([torch.ones(1), Stuck()], "[1]"),
-        ({"a": Pair(1, (Stuck(),))}, "a.b[0]"),
-        ({"a": {3: Holder(Stuck())}}, "a[3].stuck"),
-        (DeviceDict({"n": {"x": torch.ones(1), "k": [Stuck()]}}, objects="keep"), "n.k"),
-    ],
-)
+@pytest.mark.parametrize(("obj", "path"), [
+    (Stuck(), ""),
+    ({"targets": [{"mask": 1}, {"mask": Stuck()}]}, "targets[1].mask"),
+    ([torch.ones(1), Stuck()], "[1]"),
+    ({"a": Pair(1, (Stuck(),))}, "a.b[0]"),
+    ({"a": {3: Holder(Stuck())}}, "a[3].stuck"),
+    (DeviceDict({"n": {"x": torch.ones(1), "k": [Stuck()]}}, objects="keep"), "n.k"),
+])  # fmt: skip
 def test_a_note_names_the_object_whose_to_raises(obj: Any, path: str) -> None:
     with pytest.raises(LookupError, match="stuck") as caught:
         to_device(obj, SIM)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import DTYPES, OPAQUE, compiles
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
@@ -184,8 +184,7 @@ class TestPytree:
         d = DeviceDict({"x": 1.0})
         out = pytree.tree_map(lambda a, b: a + b.cpu(), d, d.to(device))
         assert out["x"].item() == 2.0
-        with pytest.raises(ValueError, match="mismatch"):
-            pytree.tree_map(lambda a, b: a, d, DeviceDict({"y": 1.0}))
+        fails(ValueError, "mismatch", lambda: pytree.tree_map(lambda a, b: a, d, DeviceDict({"y": 1.0})))
 
     def test_key_paths(self) -> None:
         paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(DeviceDict({"n": {"y": 2}}))[0]]

@@ -195,15 +195,12 @@ def test_the_rows_are_not_guessed() -> None:
     assert "of epoch" not in text
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "expected"),
-    [
-        (ValueError, ("x: bad", 3), "('x: bad\\nbatch 3', 3)"),
-        (OSError, (2, "no file"), "[Errno 2] no file\nbatch 3"),
-        (ValueError, (), ""),
-        (ValueError, (3,), "3"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "args", "expected"), [
+    (ValueError, ("x: bad", 3), "('x: bad\\nbatch 3', 3)"),
+    (OSError, (2, "no file"), "[Errno 2] no file\nbatch 3"),
+    (ValueError, (), ""),
+    (ValueError, (3,), "3"),
+])  # fmt: skip
 def test_python_without_notes(kind: Any, args: Any, expected: str) -> None:
     """Before 3.11, the message has it."""
 

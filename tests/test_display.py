@@ -59,12 +59,8 @@ def test_sizes(count: int, shown: str) -> None:
 
 def test_a_long_dict_is_folded() -> None:
     lines = repr(DeviceDict({f"k{i}": i for i in range(1000)})).splitlines()
-    assert (
-        len(lines) == 100
-        and lines[50] == "┆  … 902 more"
-        and lines[1].startswith("├─ k0 ")
-        and lines[-1].startswith("└─ k999")
-    )
+    assert len(lines) == 100 and lines[50] == "┆  … 902 more" and lines[1].startswith("├─ k0 ")
+    assert lines[-1].startswith("└─ k999")
     note = repr(DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["a", "b" * 100])})).splitlines()[1]
     assert "…" in note and len(note) <= 80
 
@@ -75,12 +71,8 @@ def test_special_tensors() -> None:
     assert "float32[jagged]" in repr(DeviceDict({"n": jagged}))
     eye = torch.eye(4)
     sparse = [
-        eye.to_sparse(),
-        eye.to_sparse_csr(),
-        eye.to_sparse_csc(),
-        eye.to_sparse_bsr((2, 2)),
-        eye.to_sparse_bsc((2, 2)),
-    ]
+        eye.to_sparse(), eye.to_sparse_csr(), eye.to_sparse_csc(), eye.to_sparse_bsr((2, 2)), eye.to_sparse_bsc((2, 2)),
+    ]  # fmt: skip
     assert [DeviceDict({"s": s}).nbytes for s in sparse] == [80, 88, 88, 72, 72]
     assert all("float32[4, 4]" in repr(DeviceDict({"s": s})) for s in sparse)
 
@@ -126,13 +118,8 @@ def test_the_title_says_that_all_tensors_are_views() -> None:
     assert repr(d.rows[0]).startswith("DeviceDict(cpu, 2 fields, 12 B, views)\n")
     assert repr(d.rows[1:]).startswith("DeviceDict(cpu, 2 rows, 2 fields, 24 B, views)\n")
     for own in (
-        d,
-        d.rows[[0]],
-        d.pack(),
-        collate([{"x": 1.0}] * 2),
-        DeviceDict({"o": None}, objects="keep"),
-        DeviceDict(),
-    ):
+        d, d.rows[[0]], d.pack(), collate([{"x": 1.0}] * 2), DeviceDict({"o": None}, objects="keep"), DeviceDict(),
+    ):  # fmt: skip
         assert "views" not in repr(own)
 
 

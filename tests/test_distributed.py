@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checks import check_invariants
+from checks import check_invariants, fails
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import meet, on_ranks
@@ -109,42 +109,32 @@ def every_call(rank: int, world: int) -> None:
         if gathered is not None:
             assert gathered == [sample(r) if r else sample(0).drop("b") for r in ranks]
         everyone = d_.all_gather(DeviceDict({"x": torch.full((rank + 1,), rank), "n": {f"r{rank}": 1}}))
-        assert [one["x"].tolist() for one in everyone] == [[r] * (r + 1) for r in ranks] and [
-            list(one["n"]) for one in everyone
-        ] == [[f"r{r}"] for r in ranks]
+        assert [one["x"].tolist() for one in everyone] == [[r] * (r + 1) for r in ranks]
+        assert [list(one["n"]) for one in everyone] == [[f"r{r}"] for r in ranks]
         assert [type(one) for one in d_.all_gather(Obs(y=torch.ones(rank)))] == [Obs] * world
 
         rows = DeviceDict({"x": torch.arange(2 * world), "s": [f"r{i}" for i in range(2 * world)]})
         part = d_.scatter(rows if rank == 0 else None)
         check_invariants(part)
-        assert part["x"].tolist() == [2 * rank, 2 * rank + 1] and part.decode("s") == [
-            f"r{2 * rank}",
-            f"r{2 * rank + 1}",
-        ]
+        assert part["x"].tolist() == [2 * rank, 2 * rank + 1]
+        assert part.decode("s") == [f"r{2 * rank}", f"r{2 * rank + 1}"]
         part = d_.scatter(rows.rows[: world + 1] if rank == 1 else None, 1, uneven=True)
         assert part["x"].tolist() == ([0, 1] if rank == 0 else [rank + 1])
 
         reduced = d_.all_reduce(sample(rank).drop("b"))
         check_invariants(reduced)
-        assert (
-            reduced["n", "y"].tolist() == [sum(ranks)] * 2
-            and reduced["i"].tolist() == [sum(ranks), 7 * world]
-            and reduced["x"].shape == (2, 3)
-        )
-        assert d_.all_reduce(sample(rank), "max")["b"].tolist() == [True, True] and d_.all_reduce(sample(rank), "min")[
-            "b"
-        ].tolist() == [True, False]
+        assert reduced["n", "y"].tolist() == [sum(ranks)] * 2 and reduced["i"].tolist() == [sum(ranks), 7 * world]
+        assert reduced["x"].shape == (2, 3)
+        assert d_.all_reduce(sample(rank), "max")["b"].tolist() == [True, True]
+        assert d_.all_reduce(sample(rank), "min")["b"].tolist() == [True, False]
         mean = d_.all_reduce(
             DeviceDict(
                 {"h": torch.tensor([rank], dtype=torch.bfloat16), "c": torch.tensor([1j * rank]), "e": torch.zeros(0)}
             ),
             "mean",
         )
-        assert (
-            mean["h"] == torch.tensor(sum(ranks) / world).bfloat16()
-            and mean["c"] == 1j * sum(ranks) / world
-            and mean["h"].dtype == torch.bfloat16
-        )
+        assert mean["h"] == torch.tensor(sum(ranks) / world).bfloat16() and mean["c"] == 1j * sum(ranks) / world
+        assert mean["h"].dtype == torch.bfloat16
         mine = DeviceDict(
             {"loss": float(rank), "n": {"tokens": rank + 1}, "h": torch.tensor([rank], dtype=torch.bfloat16)}
         )
@@ -215,19 +205,15 @@ def errors(rank: int, world: int) -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (kept, TypeError, "'n.o': expected what JSON can hold, got a type; drop it first, d.drop(('n', 'o'))"),
         (None, TypeError, "broadcast takes a DeviceDict on the rank that sends, got NoneType"),
-        (
-            sparse,
-            TypeError,
-            "'m' cannot be sent: a torch.sparse_coo Tensor of torch.float32 has more state than its bytes",
-        ),
+        (sparse, TypeError,
+         "'m' cannot be sent: a torch.sparse_coo Tensor of torch.float32 has more state than its bytes"),
         (hook, TypeError, "'s': <lambda> has no JSON form"),
         (DeviceDict({"x": torch.ones(2, device="meta")}), TypeError, "a dict on meta has no values to send"),
-    ]
+    ]  # fmt: skip
     for bad, kind, message in cases:
         told = text(lambda bad=bad: d_.broadcast(bad if rank == 0 else None), kind if rank == 0 else RuntimeError)
-        assert message in told and (
-            rank == 0 or told.startswith(f"rank {rank}: rank 0 could not send: {kind.__name__}: ")
-        )
+        assert message in told
+        assert rank == 0 or told.startswith(f"rank {rank}: rank 0 could not send: {kind.__name__}: ")
     told = text(
         lambda: d_.scatter(DeviceDict({"x": torch.arange(world + 1)}) if rank == 0 else None),
         ValueError if rank == 0 else RuntimeError,
@@ -290,9 +276,8 @@ def again(rank: int, world: int, kept: DeviceDict) -> None:
         waits = [d_.irecv(1 - rank) for _ in range(4)]
         sends = [d_.isend(one, 1 - rank) for one in (sample(1), kept, sample(2).drop("i"), good)]
         assert waits[3].wait() == good and waits[0].wait() == sample(1)
-        assert "could not send" in text(waits[1].wait, RuntimeError) and "could not send" in text(
-            waits[1].wait, RuntimeError
-        )
+        assert "could not send" in text(waits[1].wait, RuntimeError)
+        assert "could not send" in text(waits[1].wait, RuntimeError)
         assert waits[2].wait() == sample(2).drop("i")
         text(sends.pop(1).wait, TypeError)
         for work in sends:
@@ -456,9 +441,8 @@ def large_tensors(rank: int) -> None:
         assert different[1 - rank] == (made(0).drop("large") if rank else made(1))
         check_invariants(different[1 - rank])
         of_one = d_.all_gather(mine if rank else DeviceDict({"x": 7}))[1 - rank]
-        assert of_one == (DeviceDict({"x": 7}) if rank else made(1)) and of_one.is_packed == (
-            bool(rank) or mine.is_packed
-        )
+        assert of_one == (DeviceDict({"x": 7}) if rank else made(1))
+        assert of_one.is_packed == (bool(rank) or mine.is_packed)
         assert [len(one) for one in d_.all_gather(mine if rank else DeviceDict())] == [0, len(mine)]
         gathered = d_.gather(mine)
         assert (gathered is None) == (rank == 1)
@@ -502,16 +486,9 @@ def test_large_tensors_are_not_copied() -> None:
 
 
 DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int16,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.complex64,
+    torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64,
     torch.uint32,
-)
+)  # fmt: skip
 KEYS = st.text(st.characters(codec="utf-8"), max_size=3)
 TENSORS = st.builds(
     lambda dtype, shape: torch.randint(0, 2, shape).to(dtype),
@@ -576,8 +553,7 @@ def dies(rank: int) -> None:
 
 @pytest.mark.ranks
 def test_a_peer_that_dies() -> None:
-    with pytest.raises(Exception, match=r"signal SIGKILL|exit code 7"):
-        on_ranks(dies)
+    fails(Exception, r"signal SIGKILL|exit code 7", lambda: on_ranks(dies))
 
 
 # By what is wrong with it: a header, made of a valid one.
@@ -623,16 +599,13 @@ class TestHeaders:
     @pytest.mark.parametrize("name", HEADERS)
     def test_a_damaged_header(self, name: str) -> None:
         wrong = HEADERS[name](message_of(sample(0)).schema.text)
-        with pytest.raises(ValueError, match=r"^not a valid message: a damaged header: "):
-            read_header(wrong, _digest(wrong))
+        fails(ValueError, r"^not a valid message: a damaged header: ", lambda: read_header(wrong, _digest(wrong)))
 
     def test_a_prefix_is_checked(self) -> None:
         cpu = torch.device("cpu")
         schema = message_of(sample(0)).schema
-        assert (
-            read_prefix(prefix_of(schema, 3, cpu)) == (False, schema.digest, 3, schema.nbytes, 1)
-            and read_prefix(prefix_of(None, 1, cpu))[0]
-        )
+        assert read_prefix(prefix_of(schema, 3, cpu)) == (False, schema.digest, 3, schema.nbytes, 1)
+        assert read_prefix(prefix_of(None, 1, cpu))[0]
 
     @pytest.mark.parametrize("name", PREFIXES)
     def test_a_damaged_prefix(self, name: str) -> None:
@@ -641,8 +614,7 @@ class TestHeaders:
             read_prefix(torch.tensor(PREFIXES[name](magic)))
 
     def test_without_a_group(self) -> None:
-        with pytest.raises((RuntimeError, ValueError), match=r"process.group"):
-            d_.broadcast(sample(0))
+        fails((RuntimeError, ValueError), r"process.group", lambda: d_.broadcast(sample(0)))
 
 
 def _digest(content: bytes) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checks import fails
 from ranks import on_ranks
 from test_distributed import Typed, only_here, sample
 
@@ -231,8 +232,7 @@ def stuck(rank: int, world: int) -> None:
 
 @pytest.mark.ranks
 def test_a_receiver_that_dies_costs_one_timeout() -> None:
-    with pytest.raises(Exception, match=r"signal SIGKILL|exit code 7"):
-        on_ranks(stuck, 2)
+    fails(Exception, r"signal SIGKILL|exit code 7", lambda: on_ranks(stuck, 2))
 
 
 def test_no_part_waits_after_one_that_failed() -> None:
@@ -247,8 +247,7 @@ def test_no_part_waits_after_one_that_failed() -> None:
             if self.part == 1:
                 raise RuntimeError("timed out")
 
-    with pytest.raises(RuntimeError, match="timed out"):
-        channel_module.together(Transfer, range(4))
+    fails(RuntimeError, "timed out", lambda: channel_module.together(Transfer, range(4)))
     assert waited == [0, 1]
 
 

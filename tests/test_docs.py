@@ -138,23 +138,9 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_every_page_of_the_guide_has_examples() -> None:
     guide = [
-        "index",
-        "start",
-        "storing",
-        "moving",
-        "move",
-        "batches",
-        "order",
-        "tables",
-        "typed",
-        "strings",
-        "files",
-        "whole",
-        "ranks",
-        "frameworks",
-        "recipes",
-        "limits",
-    ]
+        "index", "start", "storing", "moving", "move", "batches", "order", "tables", "typed", "strings", "files",
+        "whole", "ranks", "frameworks", "recipes", "limits",
+    ]  # fmt: skip
     assert set(guide) <= {page.stem for page in PAGES if _blocks(page)}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -143,103 +143,49 @@ class TestRoundTrips:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("encoder", "value", "error", "message"),
-        [
-            (Utf8(), "a\0b", ValueError, "'n.s': 'a\\x00b' holds a NUL character, which UTF-8 codes use as padding"),
-            (Utf8(), "\ud800", ValueError, "'n.s': '\\ud800' is not valid Unicode text (a lone surrogate)"),
-            (
-                Utf8(3),
-                ["é", "éé"],
-                ValueError,
-                "'n.s': 'éé' is 4 bytes in UTF-8, over max_length=3; raise max_length, strings are never cut",
-            ),
-            (
-                Vocabulary(["a", "b"]),
-                ["a", "c"],
-                ValueError,
-                "'n.s': 'c' is not among the 2 tokens of Vocabulary(['a', 'b']); add it, or give unknown=",
-            ),
-            (
-                Utf8(),
-                ["a", None],
-                TypeError,
-                "'n.s': item [1]: expected a str as for the others, got a NoneType; fill missing values first",
-            ),
-            (
-                Utf8(),
-                ["a", float("nan")],
-                TypeError,
-                "'n.s': item [1]: expected a str as for the others, got a float; fill missing values first",
-            ),
-            (
-                Utf8(),
-                [None, "a"],
-                TypeError,
-                "'n.s': item [0]: expected a str as for the others, got a NoneType; fill missing values first",
-            ),
-            (Utf8(), ["a", 3], TypeError, "'n.s': item [1]: expected a str as for the others, got an int"),
-            (
-                Utf8(),
-                [1.0, 2.0, "n/a"],
-                TypeError,
-                "'n.s': item [2]: expected a number as for the others, got the str 'n/a'",
-            ),
-            (
-                Utf8(),
-                [[1, 2], ["-", 3, 4]],
-                TypeError,
-                "'n.s': item [1][0]: expected a number as for the others, got the str '-'",
-            ),
-            (
-                Utf8(),
-                np.array(["a", None], dtype=object),
-                TypeError,
-                "'n.s': item [1]: expected a str as for the others, got a NoneType",
-            ),
-            (
-                Utf8(),
-                [["a", "b"], ["c"]],
-                ValueError,
-                "'n.s': item [1]: expected a length of 2, got 1; nested lists must be rectangular",
-            ),
-            (Utf8(), [["a"], "b"], TypeError, "'n.s': item [1]: expected a list of 1, got a str"),
-            (
-                lambda strings: [1],
-                "a",
-                TypeError,
-                "encode: expected a Tensor or a mapping of tensors, got a list; wrap a "
-                "Hugging Face tokenizer in Tokenizer",
-            ),
-            (
-                lambda strings: torch.zeros(3),
-                ["a", "b"],
-                TypeError,
-                "encode: expected a first dimension of 2, that of the strings, got shape [3]",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("encoder", "value", "error", "message"), [
+        (Utf8(), "a\0b", ValueError, "'n.s': 'a\\x00b' holds a NUL character, which UTF-8 codes use as padding"),
+        (Utf8(), "\ud800", ValueError, "'n.s': '\\ud800' is not valid Unicode text (a lone surrogate)"),
+        (Utf8(3), ["é", "éé"], ValueError,
+         "'n.s': 'éé' is 4 bytes in UTF-8, over max_length=3; raise max_length, strings are never cut"),
+        (Vocabulary(["a", "b"]), ["a", "c"], ValueError,
+         "'n.s': 'c' is not among the 2 tokens of Vocabulary(['a', 'b']); add it, or give unknown="),
+        (Utf8(), ["a", None], TypeError,
+         "'n.s': item [1]: expected a str as for the others, got a NoneType; fill missing values first"),
+        (Utf8(), ["a", float("nan")], TypeError,
+         "'n.s': item [1]: expected a str as for the others, got a float; fill missing values first"),
+        (Utf8(), [None, "a"], TypeError,
+         "'n.s': item [0]: expected a str as for the others, got a NoneType; fill missing values first"),
+        (Utf8(), ["a", 3], TypeError, "'n.s': item [1]: expected a str as for the others, got an int"),
+        (Utf8(), [1.0, 2.0, "n/a"], TypeError,
+         "'n.s': item [2]: expected a number as for the others, got the str 'n/a'"),
+        (Utf8(), [[1, 2], ["-", 3, 4]], TypeError,
+         "'n.s': item [1][0]: expected a number as for the others, got the str '-'"),
+        (Utf8(), np.array(["a", None], dtype=object), TypeError,
+         "'n.s': item [1]: expected a str as for the others, got a NoneType"),
+        (Utf8(), [["a", "b"], ["c"]], ValueError,
+         "'n.s': item [1]: expected a length of 2, got 1; nested lists must be rectangular"),
+        (Utf8(), [["a"], "b"], TypeError, "'n.s': item [1]: expected a list of 1, got a str"),
+        (lambda strings: [1], "a", TypeError,
+         "encode: expected a Tensor or a mapping of tensors, got a list; wrap a Hugging Face tokenizer in Tokenizer"),
+        (lambda strings: torch.zeros(3), ["a", "b"], TypeError,
+         "encode: expected a first dimension of 2, that of the strings, got shape [3]"),
+    ])  # fmt: skip
     def test_encoding(self, encoder: Any, value: Any, error: type[Exception], message: str) -> None:
         d = DeviceDict({"n": {"x": 1}}, encoders={"s": encoder})
         with pytest.raises(error, match=re.escape(message)):
             d["n", "s"] = value
         assert list(d["n"]) == ["x"]
 
-    @pytest.mark.parametrize(
-        ("key", "error", "message"),
-        [
-            ("v", ValueError, "'v': code -1 is outside Vocabulary(['a', 'b']), whose codes are 0 to 1"),
-            ("h", TypeError, "'h': Hashing(buckets=4, seed=0) is one way and cannot be decoded"),
-            ("f", TypeError, "'f': <lambda> only encodes; give an object with encode and decode to get strings back"),
-            (
-                "x",
-                TypeError,
-                "'x': Utf8() decodes uint8 codes, got float32; 'x' has no encoder of its own, give one as encoders=",
-            ),
-            ("o", TypeError, "'o': expected encoded strings, got a NoneType"),
-            ("nope", KeyError, "'nope' is not in this DeviceDict"),
-        ],
-    )
+    @pytest.mark.parametrize(("key", "error", "message"), [
+        ("v", ValueError, "'v': code -1 is outside Vocabulary(['a', 'b']), whose codes are 0 to 1"),
+        ("h", TypeError, "'h': Hashing(buckets=4, seed=0) is one way and cannot be decoded"),
+        ("f", TypeError, "'f': <lambda> only encodes; give an object with encode and decode to get strings back"),
+        ("x", TypeError,
+         "'x': Utf8() decodes uint8 codes, got float32; 'x' has no encoder of its own, give one as encoders="),
+        ("o", TypeError, "'o': expected encoded strings, got a NoneType"),
+        ("nope", KeyError, "'nope' is not in this DeviceDict"),
+    ])  # fmt: skip
     def test_decoding(self, key: str, error: type[Exception], message: str) -> None:
         d = DeviceDict(
             {"v": ["a"], "h": ["a"], "f": ["a"], "x": torch.tensor([1.5]), "o": None},
@@ -247,8 +193,7 @@ class TestErrors:
             encoders={"v": Vocabulary(["a", "b"]), "h": Hashing(4), "f": lambda strings: torch.zeros(len(strings))},
         )
         d["v"] = torch.tensor([0, -1])
-        with pytest.raises(error, match=re.escape(message)):
-            d.decode(key)
+        fails(error, re.escape(message), lambda: d.decode(key))
 
     def test_decoding_floats(self) -> None:
         with pytest.raises(TypeError, match="decodes integer codes, got float32"):
@@ -269,8 +214,7 @@ class TestErrors:
         ],
     )
     def test_making(self, make: Any, message: str) -> None:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            make()
+        fails(ValueError, re.escape(message), make)
 
     @pytest.mark.parametrize("kind", [set, frozenset])
     def test_a_set_has_no_order(self, kind: Any) -> None:
@@ -284,18 +228,14 @@ class TestErrors:
         assert Vocabulary.fit(kind(["dog", "cat"])).tokens == ("cat", "dog") == Vocabulary({"cat": 0, "dog": 1}).tokens
 
     def test_tokens_are_strings(self) -> None:
-        with pytest.raises(TypeError, match="tokens are str, got int: 3"):
-            Vocabulary(["a", 3])  # type: ignore[list-item]
+        fails(TypeError, "tokens are str, got int: 3", lambda: Vocabulary(["a", 3]))  # type: ignore[list-item]
         assert "a" in Vocabulary(["a"]) and "b" not in Vocabulary(["a"])
-        with pytest.raises(TypeError, match="expected a Hugging Face tokenizer, got int"):
-            Tokenizer(3)
-        with pytest.raises(TypeError, match="return_tensors is always 'pt' here"):
-            Tokenizer(Words("a"), return_tensors="np")
+        fails(TypeError, "expected a Hugging Face tokenizer, got int", lambda: Tokenizer(3))
+        fails(TypeError, "return_tensors is always 'pt' here", lambda: Tokenizer(Words("a"), return_tensors="np"))
 
     @pytest.mark.parametrize("missing", [None, float("nan")])
     def test_missing_tokens(self, missing: Any) -> None:
-        with pytest.raises(TypeError, match=r"tokens are str, got .*; fill missing values first"):
-            Vocabulary.fit(["a", missing])
+        fails(TypeError, r"tokens are str, got .*; fill missing values first", lambda: Vocabulary.fit(["a", missing]))
 
     def test_a_key_error_in_an_encoder_names_the_field(self) -> None:
         with pytest.raises(ValueError, match=r"^'s': 'q'$"):
@@ -306,22 +246,19 @@ class TestErrors:
     )
     def test_decoding_a_nested_dict_that_holds_no_codes(self, key: str, message: str) -> None:
         d = DeviceDict({"e": {}, "n": {"m": {"x": 1}}, "t": {"x": torch.zeros(2, dtype=torch.uint8)}})
-        with pytest.raises(TypeError, match=f"^'{key}': .*{message}"):
-            d.decode(key)
+        fails(TypeError, f"^'{key}': .*{message}", lambda: d.decode(key))
 
     def test_a_class_is_not_an_encoder(self) -> None:
         with pytest.raises(TypeError, match=r"an encoder is an instance, got the class Utf8; call it: Utf8\(\.\.\.\)"):
             DeviceDict(encoders=Utf8)
-        with pytest.raises(TypeError, match=r"got the one string 'abc'; for its characters use list\(\)"):
-            Vocabulary("abc")
+        fails(TypeError, r"got the one string 'abc'; for its characters use list\(\)", lambda: Vocabulary("abc"))
 
 
 def strings_of(d: Any) -> list[Any]:
     """The strings of the field; the codes of each string if its encoder is one way."""
     if type(d.encoders["s"]) not in ONE_WAY:
         return d.decode("s")
-    with pytest.raises(TypeError, match=r"^'s': .* is one way and cannot be decoded"):
-        d.decode("s")
+    fails(TypeError, r"^'s': .* is one way and cannot be decoded", lambda: d.decode("s"))
     return d["s"].tolist()
 
 
@@ -430,8 +367,7 @@ class TestEncoderValues:
     def test_an_unknown_name_is_shown(self) -> None:
         with pytest.raises(ValueError, match=r"no encoder is registered as 'os\.system'; known are .*hashing, .*utf8"):
             encoder_from_json({"name": "os.system"})
-        with pytest.raises(ValueError, match="registered as None"):
-            encoder_from_json({})
+        fails(ValueError, "registered as None", lambda: encoder_from_json({}))
         with pytest.raises(TypeError, match="has no JSON form; register its class with register_encoder"):
             encoder_to_json(lambda strings: torch.zeros(0))  # type: ignore[arg-type]
 
@@ -440,8 +376,7 @@ class TestEncoderValues:
             name = "utf8"
             to_json = lambda self: {}  # noqa: E731
 
-        with pytest.raises(ValueError, match="the encoder name 'utf8' is taken by Utf8; choose another"):
-            register_encoder(Other)
+        fails(ValueError, "the encoder name 'utf8' is taken by Utf8; choose another", lambda: register_encoder(Other))
         assert register_encoder(Utf8) is Utf8
 
     def test_a_long_vocabulary_has_a_short_repr(self) -> None:
@@ -461,22 +396,18 @@ class TestEncoderValues:
     def test_a_subclass_of_an_encoder_is_pickled_as_itself(self) -> None:
         assert type(pickle.loads(pickle.dumps(Tokens(["a"])))) is Tokens
 
-    @pytest.mark.parametrize(
-        "data",
-        [
-            None,
-            "utf8",
-            {"name": "vocabulary"},
-            {"name": "vocabulary", "tokens": None},
-            {"name": "vocabulary", "tokens": "abc"},
-            {"name": "utf8", "max_length": 3, "more": 1},
-            {"name": "hashing", "buckets": "4"},
-            {"name": "vocabulary", "tokens": ["a"], "unknown": ["b"]},
-        ],
-    )
+    @pytest.mark.parametrize("data", [
+        None,
+        "utf8",
+        {"name": "vocabulary"},
+        {"name": "vocabulary", "tokens": None},
+        {"name": "vocabulary", "tokens": "abc"},
+        {"name": "utf8", "max_length": 3, "more": 1},
+        {"name": "hashing", "buckets": "4"},
+        {"name": "vocabulary", "tokens": ["a"], "unknown": ["b"]},
+    ])  # fmt: skip
     def test_json_of_the_wrong_form_is_refused(self, data: Any) -> None:
-        with pytest.raises(ValueError, match=r"the JSON form of|buckets is a whole number"):
-            encoder_from_json(data)
+        fails(ValueError, r"the JSON form of|buckets is a whole number", lambda: encoder_from_json(data))
 
     def test_an_encoder_can_be_registered_again_by_the_same_cell(self) -> None:
         for _ in range(2):
@@ -514,14 +445,12 @@ class TestBaseClass:
             "", None, None, None, False, False,
         )  # fmt: skip
         assert mine.encode_ragged(["a"]) is None and mine.decode_ragged(torch.zeros(0), torch.zeros(1)) is None
-        with pytest.raises(NotImplementedError, match=r"^the encoder class Mine has no encode$"):
-            mine.encode(["a"])
+        fails(NotImplementedError, r"^the encoder class Mine has no encode$", lambda: mine.encode(["a"]))
         with pytest.raises(
             TypeError, match=r"only encodes; give an object with encode and decode to get strings back$"
         ):
             mine.decode(torch.zeros(1))
-        with pytest.raises(TypeError, match=r"has no JSON form; register its class with register_encoder$"):
-            encoder_to_json(mine)
+        fails(TypeError, r"has no JSON form; register its class with register_encoder$", lambda: encoder_to_json(mine))
 
     def test_the_built_in_encoders_declare_nothing_else(self) -> None:
         """So that `StringEncoder` documents everything that the package asks of an encoder."""
@@ -570,14 +499,12 @@ class TestTokenizer:
 
     def test_is_a_value(self) -> None:
         a, b = Tokenizer(Words("a b"), max_length=3), Tokenizer(Words("a b"), max_length=3)
-        assert (
-            a == b and hash(a) == hash(b) and a != Tokenizer(Words("a b")) and a != Tokenizer(Words("a"), max_length=3)
-        )
+        assert a == b and hash(a) == hash(b) and a != Tokenizer(Words("a b"))
+        assert a != Tokenizer(Words("a"), max_length=3)
         assert pickle.loads(pickle.dumps(a)) == a and a != 3
         with pytest.raises(AttributeError, match="immutable"):
             a.call = {}
-        with pytest.raises(TypeError, match="Words has no save_pretrained, so it has no JSON form"):
-            encoder_to_json(a)
+        fails(TypeError, "Words has no save_pretrained, so it has no JSON form", lambda: encoder_to_json(a))
 
 
 class TestHuggingFace:
@@ -610,26 +537,20 @@ class TestHuggingFace:
         again = encoder_from_json(json.loads(before))
         assert again == encoder and again.tokenizer is not tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         for name in (
-            "padding_side",
-            "model_max_length",
-            "chat_template",
-            "all_special_tokens",
-            "clean_up_tokenization_spaces",
-        ):
+            "padding_side", "model_max_length", "chat_template", "all_special_tokens", "clean_up_tokenization_spaces",
+        ):  # fmt: skip
             assert getattr(again.tokenizer, name) == getattr(tokenizer, name), name  # pyright: ignore[reportAttributeAccessIssue]
         assert (
             again.encode(["a cat .", "dog"])["input_ids"].tolist()  # pyright: ignore[reportArgumentType]
             == encoder.encode(["a cat .", "dog"])["input_ids"].tolist()
         )
-        assert again != Tokenizer(tokenizer) and again.decode(again.encode(["cat ."])) == encoder.decode(
-            encoder.encode(["cat ."])
-        )
+        assert again != Tokenizer(tokenizer)
+        assert again.decode(again.encode(["cat ."])) == encoder.decode(encoder.encode(["cat ."]))
 
     def test_a_file_outside_the_folder_is_refused(self, tokenizer: Any) -> None:
         data = encoder_to_json(Tokenizer(tokenizer))
         data["files"]["../evil"] = {"text": ""}
-        with pytest.raises(ValueError, match="must be inside its folder"):
-            encoder_from_json(data)
+        fails(ValueError, "must be inside its folder", lambda: encoder_from_json(data))
 
     def test_without_wrapping_the_way_out_is_told(self, tokenizer: Any) -> None:
         with pytest.raises(TypeError, match=r"wrap a Hugging Face tokenizer in Tokenizer") as caught:
@@ -744,8 +665,7 @@ class TestTokenizerErrors:
     def test_codes_are_a_mapping(self) -> None:
         wrong: Any = torch.ones(1)
         message = r"^Tokenizer\(Words\) decodes ids, or a mapping with input_ids, got float32\[1\]$"
-        with pytest.raises(TypeError, match=message):
-            Tokenizer(Words("a")).decode(wrong)
+        fails(TypeError, message, lambda: Tokenizer(Words("a")).decode(wrong))
 
     def test_without_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "transformers", None)
@@ -764,5 +684,4 @@ class TestTokenizerErrors:
 
 def test_codes_with_too_few_dimensions() -> None:
     d = DeviceDict({"s": torch.tensor(65, dtype=torch.uint8)})
-    with pytest.raises(ValueError, match=r"Utf8\(\) decodes codes of 1 dimensions or more, got shape \[\]"):
-        d.decode("s")
+    fails(ValueError, r"Utf8\(\) decodes codes of 1 dimensions or more, got shape \[\]", lambda: d.decode("s"))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -69,33 +69,27 @@ class TestOptions:
         with pytest.raises(TypeError, match=rf"^DeviceDict\(\) has no option '{name}', did you mean '{option}'\?"):
             make({"x": 1}, **{name: "cpu"})
 
-    @pytest.mark.parametrize(
-        ("cls", "given", "shown"),
-        [
-            (DeviceDict, ("cpu",), "'cpu'"),
-            (DeviceDict, (torch.device("cuda", 1), True), "..."),
-            (DeviceDict, (0,), "0"),
-            (DeviceDict, ({},), "..."),
-            (Batch, ("cpu",), "'cpu'"),
-        ],
-        ids=["a name", "two arguments", "a number", "a dict", "a typed class"],
-    )
+    @pytest.mark.parametrize(("cls", "given", "shown"), [
+        (DeviceDict, ("cpu",), "'cpu'"),
+        (DeviceDict, (torch.device("cuda", 1), True), "..."),
+        (DeviceDict, (0,), "0"),
+        (DeviceDict, ({},), "..."),
+        (Batch, ("cpu",), "'cpu'"),
+    ], ids=["a name", "two arguments", "a number", "a dict", "a typed class"])  # fmt: skip
     def test_options_are_given_by_name(self, cls: Any, given: tuple[Any, ...], shown: str) -> None:
         text = f"takes one positional argument, the data; name the options: device={shown}"
         refused(TypeError, f"{cls.__name__}() {text}", lambda: cls({"image": 1}, *given))
 
     def test_options_of_from_dict_are_given_by_name(self) -> None:
         make: Any = Batch.from_dict
-        with pytest.raises(TypeError, match="positional argument"):
-            make({"image": 1}, "cpu")
+        fails(TypeError, "positional argument", lambda: make({"image": 1}, "cpu"))
 
     def test_a_subclass_is_named_by_its_own_name(self) -> None:
         class Named(DeviceDict):
             pass
 
         make: Any = Named
-        with pytest.raises(TypeError, match=r"^Named\(\) has no option 'x'; .*Named\(\{\"x\": \.\.\.\}\)$"):
-            make(x=1)
+        fails(TypeError, r"^Named\(\) has no option 'x'; .*Named\(\{\"x\": \.\.\.\}\)$", lambda: make(x=1))
 
     def test_of_a_class(self) -> None:
         def declare(**options: Any) -> None:
@@ -252,26 +246,20 @@ class TestIndices:
         refused(KeyError, message, lambda: d.__delitem__(index))
 
     @pytest.mark.parametrize("make", [nested, lambda: Batch(image=torch.ones(2))], ids=["plain", "typed"])
-    @pytest.mark.parametrize(
-        ("index", "message"),
-        [
-            (0, "keys are str, got 0 of type int; use '0'; rows are d.rows[0]"),
-            (slice(1, 3), "keys are str, got slice(1, 3, None) of type slice; rows are d.rows[1:3]"),
-            (slice(None, 8, 2), "keys are str, got slice(None, 8, 2) of type slice; rows are d.rows[:8:2]"),
-            (torch.tensor([0]), "keys are str, got Tensor; rows are d.rows[mask_or_indices]"),
-        ],
-    )
+    @pytest.mark.parametrize(("index", "message"), [
+        (0, "keys are str, got 0 of type int; use '0'; rows are d.rows[0]"),
+        (slice(1, 3), "keys are str, got slice(1, 3, None) of type slice; rows are d.rows[1:3]"),
+        (slice(None, 8, 2), "keys are str, got slice(None, 8, 2) of type slice; rows are d.rows[:8:2]"),
+        (torch.tensor([0]), "keys are str, got Tensor; rows are d.rows[mask_or_indices]"),
+    ])  # fmt: skip
     def test_write(self, index: Any, message: str, make: Callable[[], DeviceDict[Any]]) -> None:
         refused(TypeError, message, lambda: make().__setitem__(index, 1))
 
-    @pytest.mark.parametrize(
-        ("index", "message"),
-        [
-            (["image", "n"], "keys are str, got list; several keys are d.select('image', 'n')"),
-            ([0, 1], "keys are str, got list; rows are d.rows[mask_or_indices]"),
-            (np.array([0]), "keys are str, got ndarray; rows are d.rows[mask_or_indices]"),
-        ],
-    )
+    @pytest.mark.parametrize(("index", "message"), [
+        (["image", "n"], "keys are str, got list; several keys are d.select('image', 'n')"),
+        ([0, 1], "keys are str, got list; rows are d.rows[mask_or_indices]"),
+        (np.array([0]), "keys are str, got ndarray; rows are d.rows[mask_or_indices]"),
+    ])  # fmt: skip
     def test_lists(self, index: Any, message: str) -> None:
         """Reads are those of `dict`, which asks a list for its hash first."""
         d: Any = nested()
@@ -340,8 +328,7 @@ class TestObjects:
     def test_the_way_out_of_none_is_open(self) -> None:
         refused(TypeError, self.NONE, lambda: DeviceDict({"x": None}))
         assert DeviceDict({"x": None}, objects="keep")["x"] is None
-        with pytest.raises(TypeError, match=rf"^sample 0: {re.escape(self.NONE)}$"):
-            collate([{"x": None}, {"x": None}])
+        fails(TypeError, rf"^sample 0: {re.escape(self.NONE)}$", lambda: collate([{"x": None}, {"x": None}]))
         batch = collate([{"x": None, "n": {"o": {1}}}, {"x": None, "n": {"o": {2}}}], objects="keep")
         assert batch["x"] == [None, None] and batch["n", "o"] == [{1}, {2}]
         assert DeviceDict(batch)["x"] == [None, None], "the policy stays with the batch"
@@ -351,8 +338,7 @@ class TestObjects:
         refused(ValueError, "objects is 'error' or 'keep', got 'kept'", lambda: collate([{"x": 1}], objects=bad))
 
     def test_a_module_has_a_state(self) -> None:
-        with pytest.raises(TypeError, match=r"store its state_dict\(\)$"):
-            DeviceDict({"m": torch.nn.Linear(1, 1)})
+        fails(TypeError, r"store its state_dict\(\)$", lambda: DeviceDict({"m": torch.nn.Linear(1, 1)}))
 
 
 def _encoder(**members: Any) -> type[Any]:

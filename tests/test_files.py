@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import Batch, Obs, Typed, sample, saved, torch_saved_and_loaded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,12 +52,8 @@ class TestRoundTrip:
         for one in (d, d.pack(), d.clone()):
             again = load(saved(one, tmp_path / "d.safetensors"))
             check_invariants(again)
-            assert (
-                type(again) is DeviceDict
-                and again == d
-                and list(again) == list(d)
-                and again.decode("name") == ["Ada", "Bo"]
-            )
+            assert type(again) is DeviceDict and again == d and list(again) == list(d)
+            assert again.decode("name") == ["Ada", "Bo"]
             assert again._policy == one._policy and again["n", "e"].device == torch.device("cpu")
         empty = load(saved(DeviceDict(), tmp_path / "empty"))
         assert empty == {} and load(saved({"n": {}}, tmp_path / "empty"), device="meta").device == torch.device("meta")
@@ -108,15 +104,9 @@ class TestRoundTrip:
     @given(data=st.data())
     def test_any_tree(self, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
         dtypes = [
-            torch.bool,
-            torch.uint8,
-            torch.int16,
-            torch.uint64,
-            torch.bfloat16,
-            torch.float8_e5m2,
-            torch.float64,
+            torch.bool, torch.uint8, torch.int16, torch.uint64, torch.bfloat16, torch.float8_e5m2, torch.float64,
             torch.complex64,
-        ]
+        ]  # fmt: skip
         key = st.text(st.characters(codec="utf-8"), max_size=4) | st.sampled_from(
             ["a.b", "__metadata__", "a.b~2", "\ud800", "\0"]
         )
@@ -139,19 +129,12 @@ class TestRoundTrip:
     def test_other_programs_read_it_and_are_read(self, tmp_path: Path) -> None:
         d = DeviceDict({"a": {"b": 1, "c": {"d": [2.0]}}, "a.b": 3, "x": torch.ones(2, dtype=torch.bfloat16)})
         plain = load_file(saved(d, tmp_path / "ours"))
-        assert (
-            set(plain) == {"a.b", "a.b~2", "a.c.d", "x"}
-            and plain["a.b"] == 1
-            and plain["a.b~2"] == 3
-            and plain["x"].dtype == torch.bfloat16
-        )
+        assert set(plain) == {"a.b", "a.b~2", "a.c.d", "x"} and plain["a.b"] == 1 and plain["a.b~2"] == 3
+        assert plain["x"].dtype == torch.bfloat16
         save_file(plain, tmp_path / "theirs", metadata={"format": "pt"})
         again = load(tmp_path / "theirs")
-        assert (
-            type(again) is DeviceDict
-            and again == plain
-            and again.unflatten(again.drop("a.b", "a.b~2"))["a", "c", "d"] == 2
-        )
+        assert type(again) is DeviceDict and again == plain
+        assert again.unflatten(again.drop("a.b", "a.b~2"))["a", "c", "d"] == 2
         save_file({}, tmp_path / "none")
         assert load(tmp_path / "none") == {}
 
@@ -187,46 +170,30 @@ class TestRoundTrip:
     )
     def test_keys_that_are_none(self, tmp_path: Path, keys: Any, error: type[Exception], message: str) -> None:
         path = saved(sample(), tmp_path / "d")
-        with pytest.raises(error, match=message):
-            load(path, keys=keys)
+        fails(error, message, lambda: load(path, keys=keys))
 
     def test_an_encoder_that_is_a_class(self, tmp_path: Path) -> None:
         path = saved(sample(), tmp_path / "d")
-        with pytest.raises(TypeError, match=r"^an encoder is "):
-            load(path, encoders={"x": Utf8})
+        fails(TypeError, r"^an encoder is ", lambda: load(path, encoders={"x": Utf8}))
 
     def test_classes_choose(self, tmp_path: Path) -> None:
         d = Batch({"s": ["b"], "t": "x", "n": {"s": "a"}}, encoders={"t": Utf8(3)}, dtype=torch.float16)
         path = saved(d, tmp_path / "d")
         plain = load(path)
-        assert (
-            type(plain) is DeviceDict
-            and type(plain["n"]) is DeviceDict
-            and plain._policy == d._policy
-            and plain.decode("s") == ["b"]
-        )
+        assert type(plain) is DeviceDict and type(plain["n"]) is DeviceDict and plain._policy == d._policy
+        assert plain.decode("s") == ["b"]
         own = Batch.load(path)
-        assert (
-            type(own) is Batch
-            and type(own["n"]) is Batch
-            and own._policy.on_mismatch == "move"
-            and own._policy.dtype is None
-        )
+        assert type(own) is Batch and type(own["n"]) is Batch and own._policy.on_mismatch == "move"
+        assert own._policy.dtype is None
         assert own.decode("t") == "x" and own.encoders["t"] == Utf8(3)
 
     def test_typed(self, tmp_path: Path) -> None:
         path = saved(Typed.from_dict({"x": [1.0], "obs": {"state": [2.0]}}), tmp_path / "d")
         again = Typed.load(path)
-        assert (
-            type(again.obs) is Obs
-            and again.obs.state == 2
-            and again.w is None
-            and type(load(path)["obs"]) is DeviceDict
-        )
-        with pytest.raises(TypeError, match=r"^'obs' is missing; the fields of Typed are x, obs, w$"):
-            Typed.load(path, keys=["x"])
-        with pytest.raises(TypeError, match=r"^Obs has no field 'x'\. Its fields are state$"):
-            Obs.load(path)
+        assert type(again.obs) is Obs and again.obs.state == 2 and again.w is None
+        assert type(load(path)["obs"]) is DeviceDict
+        fails(TypeError, r"^'obs' is missing; the fields of Typed are x, obs, w$", lambda: Typed.load(path, keys=["x"]))
+        fails(TypeError, r"^Obs has no field 'x'\. Its fields are state$", lambda: Obs.load(path))
 
     def test_encoders(self, tmp_path: Path) -> None:
         path = saved(DeviceDict({"a": "x", "b": "x"}, encoders=Hashing(8)), tmp_path / "d")
@@ -250,10 +217,8 @@ class TestRoundTrip:
     def test_foreign_dtypes_and_many_dimensions(self, tmp_path: Path) -> None:
         four = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
         save_file({"x": four, "y": torch.ones(2)}, tmp_path / "four")
-        assert (
-            load(tmp_path / "four")["x"].dtype == torch.float4_e2m1fn_x2
-            and load(tmp_path / "four", keys=["y"])["y"].sum() == 2
-        )
+        assert load(tmp_path / "four")["x"].dtype == torch.float4_e2m1fn_x2
+        assert load(tmp_path / "four", keys=["y"])["y"].sum() == 2
         header = json.dumps({"x": {"dtype": "F32", "shape": [1] * 40_000, "data_offsets": [0, 4]}}).encode()
         (tmp_path / "dims").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
         start = time.monotonic()
@@ -288,15 +253,13 @@ class TestPaths:
                     OSError, match=f"^{str(path)!r} is not a regular file; only regular files can be loaded$"
                 ):
                     load(path, keys=keys)
-        with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-            load(tmp_path, keys=keys)
+        fails(IsADirectoryError, str(tmp_path), lambda: load(tmp_path, keys=keys))
 
     def test_a_pipe_that_takes_the_name_is_not_waited_for(self, tmp_path: Path, monkeypatch: Any) -> None:
         os.mkfifo(tmp_path / "fifo")
         regular = os.stat(__file__)
         monkeypatch.setattr(os, "stat", lambda *_, **__: regular)
-        with pytest.raises(OSError, match="is not a regular file"):
-            load(tmp_path / "fifo")
+        fails(OSError, "is not a regular file", lambda: load(tmp_path / "fifo"))
 
 
 class TestMemory:
@@ -320,9 +283,8 @@ class TestMemory:
     def test_a_field_is_no_more_than_itself(self, tmp_path: Path) -> None:
         path = saved({"big": torch.zeros(8 << 20, dtype=torch.uint8), "x": torch.ones(2), "y": 1}, tmp_path / "d")
         d = load(path)
-        assert (
-            d["x"].untyped_storage().nbytes() == 8 and len(pickle.dumps(load(path, keys=["x"]).requires_grad_())) < 3000
-        )
+        assert d["x"].untyped_storage().nbytes() == 8
+        assert len(pickle.dumps(load(path, keys=["x"]).requires_grad_())) < 3000
         part = load(path, keys=["x", "y"])
         for copied in (part.pack(), part.share_memory_(), pickle.loads(ForkingPickler.dumps(part))):
             assert copied == {"x": torch.ones(2), "y": torch.tensor(1)}
@@ -374,10 +336,8 @@ def test_a_registered_encoder_of_the_user(tmp_path: Path) -> None:
             return cls()
 
     d = DeviceDict({"s": ["a", "bb"]}, encoders={"s": Length()})
-    assert load(saved(d, tmp_path / "d")).decode("s") == ["?", "??"] and torch_saved_and_loaded(d).decode("s") == [
-        "?",
-        "??",
-    ]
+    assert load(saved(d, tmp_path / "d")).decode("s") == ["?", "??"]
+    assert torch_saved_and_loaded(d).decode("s") == ["?", "??"]
 
 
 def len_of(strings: Any) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import simulated
 import torch
+from checks import fails
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, MissingKeyError, TypedDeviceDict, collate
 
@@ -46,20 +47,16 @@ def mappings() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "again",
-    [
-        lambda d: d,
-        lambda d: d.clone(),
-        lambda d: d.to(simulated.SIM),
-        lambda d: d.double(),
-        copy.copy,
-        copy.deepcopy,
-        lambda d: pickle.loads(pickle.dumps(d)),
-        lambda d: d.rows[:2],
-    ],
-    ids=["insert", "clone", "to", "double", "copy", "deepcopy", "pickle", "rows"],
-)
+@pytest.mark.parametrize("again", [
+    lambda d: d,
+    lambda d: d.clone(),
+    lambda d: d.to(simulated.SIM),
+    lambda d: d.double(),
+    copy.copy,
+    copy.deepcopy,
+    lambda d: pickle.loads(pickle.dumps(d)),
+    lambda d: d.rows[:2],
+], ids=["insert", "clone", "to", "double", "copy", "deepcopy", "pickle", "rows"])  # fmt: skip
 def test_a_mapping_that_is_no_plain_dict_keeps_its_class_and_moves_with_the_dict(again: Any) -> None:
     given = mappings()
     d = again(Kept({"x": torch.zeros(3), "deep": {"config": given["config"]}, **given}))
@@ -98,18 +95,13 @@ def test_a_tensor_in_a_kept_mapping_on_another_device() -> None:
     assert list(d) == ["x"]
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (("config", "lr"), r"^'config.lr' is not in this Kept: 'config' is a kept Config, not a nested dict"),
-        (("names", 0), r"^a path is made of str, got int: 'names' is a kept dict; index it as d\['names'\]\[...\]$"),
-        (("names", "dog"), r"^'names.dog' is not in this Kept: 'names' is a kept dict"),
-    ],
-    ids=["attribute", "number", "name"],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    (("config", "lr"), r"^'config.lr' is not in this Kept: 'config' is a kept Config, not a nested dict"),
+    (("names", 0), r"^a path is made of str, got int: 'names' is a kept dict; index it as d\['names'\]\[...\]$"),
+    (("names", "dog"), r"^'names.dog' is not in this Kept: 'names' is a kept dict"),
+], ids=["attribute", "number", "name"])  # fmt: skip
 def test_a_path_into_a_kept_mapping_says_how_to_read_it(path: Any, message: str) -> None:
-    with pytest.raises(MissingKeyError, match=message):
-        Kept(mappings())[path]
+    fails(MissingKeyError, message, lambda: Kept(mappings())[path])
 
 
 def test_a_batch_joins_mappings_of_every_class() -> None:

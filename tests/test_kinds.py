@@ -103,10 +103,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Rows], Rows]]] = {
     "split": (lambda d: cat(d.rows.split([1, 5])[::-1]), lambda rows: [*rows[1:], rows[0]]),
     "sort": (lambda d: d.rows.sort_by("number"), sorted_rows),
     "group": (lambda d: cat(list(d.rows.group_by("number").values())), sorted_rows),
-    "shuffled batches": (
-        lambda d: cat(list(d.rows.batches(4, shuffle=True))).rows.sort_by("number"),
-        sorted_rows,
-    ),
+    "shuffled batches": (lambda d: cat(list(d.rows.batches(4, shuffle=True))).rows.sort_by("number"), sorted_rows),
     "shuffle": (lambda d: d.rows.shuffle().rows.sort_by("number"), sorted_rows),
     "cat": (lambda d: cat([d, d.rows[:0], d.rows[2:4]]), lambda rows: [*rows, *rows[2:4]]),
     "torch.cat": (lambda d: torch.cat([d, d.rows[:1]]), lambda rows: [*rows, rows[0]]),
@@ -119,7 +116,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Rows], Rows]]] = {
     "pickled rows": (lambda d: pickle.loads(pickle.dumps(d.rows))[1:5], lambda rows: rows[1:5]),
     "joined": (lambda d: JoinedRows([d, d.rows[:2]])[[7, 0]], lambda rows: [rows[1], rows[0]]),
     "joined slice": (lambda d: JoinedRows([d.rows[:2], d.rows[2:]])[1:4], lambda rows: rows[1:4]),
-}
+}  # fmt: skip
 """Operations that take a dict and give a dict, and what they do to a list of rows."""
 
 

@@ -98,25 +98,22 @@ def test_fields_share_a_buffer_that_is_small_or_at_most_four_times_each(specs: l
     assert len(small) <= 2 * sum(aligned(n) for n in sizes if n <= SMALL // 2) // SMALL + 1, "at least half full"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "parts"),
-    [
-        ([64] * 1000, [1000]),
-        ([2048] * 40, [32, 8]),
-        ([16 << 10] * 6, [4, 2]),
-        ([1 << 20] * 9, [4, 4, 1]),
-        ([1 << 20] * 4, [4]),
-        ([(1 << 20) + 1] * 4, [3, 1]),
-        ([150_528 * 32, 256, 1024, 8], [1, 3]),
-        ([1 << 20, 1 << 18, 1 << 18, 100], [1, 2, 1]),
-        ([3 << 20, 1 << 20], [2]),
-        ([(3 << 20) + 1, 1 << 20], [1, 1]),
-        ([0, 8, 0], [3]),
-        ([0, 1 << 20, 0], [1, 2]),
-        ([0, 0], [2]),
-        ([], []),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "parts"), [
+    ([64] * 1000, [1000]),
+    ([2048] * 40, [32, 8]),
+    ([16 << 10] * 6, [4, 2]),
+    ([1 << 20] * 9, [4, 4, 1]),
+    ([1 << 20] * 4, [4]),
+    ([(1 << 20) + 1] * 4, [3, 1]),
+    ([150_528 * 32, 256, 1024, 8], [1, 3]),
+    ([1 << 20, 1 << 18, 1 << 18, 100], [1, 2, 1]),
+    ([3 << 20, 1 << 20], [2]),
+    ([(3 << 20) + 1, 1 << 20], [1, 1]),
+    ([0, 8, 0], [3]),
+    ([0, 1 << 20, 0], [1, 2]),
+    ([0, 0], [2]),
+    ([], []),
+])  # fmt: skip
 def test_how_many_fields_share_a_buffer(sizes: list[int], parts: list[int]) -> None:
     groups: list[Group] = [((torch.uint8, (size,), (1,)), (i,)) for i, size in enumerate(sizes)]
     assert [len(layout.members) for layout in lay_out_apart(tuple(groups))] == parts

@@ -207,18 +207,15 @@ BY_VALUE = 1 << 20
 class TestSize:
     """A small batch goes through the pipe. A large one is made in shared memory, and small ones allocate none."""
 
-    @pytest.mark.parametrize(
-        ("wrap", "size", "context"),
-        [
-            (dict, BY_VALUE // 2, "fork"),
-            (DeviceDict, BY_VALUE // 2, "forkserver"),
-            (dict, BY_VALUE, "forkserver"),
-            (DeviceDict, BY_VALUE, "fork"),
-            (dict, 2 * BY_VALUE, "fork"),
-            (DeviceDict, 2 * BY_VALUE, "forkserver"),
-            pytest.param(dict, 2 * BY_VALUE, "spawn", marks=pytest.mark.slow),
-        ],
-    )
+    @pytest.mark.parametrize(("wrap", "size", "context"), [
+        (dict, BY_VALUE // 2, "fork"),
+        (DeviceDict, BY_VALUE // 2, "forkserver"),
+        (dict, BY_VALUE, "forkserver"),
+        (DeviceDict, BY_VALUE, "fork"),
+        (dict, 2 * BY_VALUE, "fork"),
+        (DeviceDict, 2 * BY_VALUE, "forkserver"),
+        pytest.param(dict, 2 * BY_VALUE, "spawn", marks=pytest.mark.slow),
+    ])  # fmt: skip
     def test_shared_memory_is_for_large_batches(self, wrap: Any, size: int, context: str) -> None:
         data: Any = [wrap(Wide(size)[i]) for i in range(8)]
         made = partial(counting, size)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from checks import ABSTRACT, check_invariants, claims, protocols
+from checks import ABSTRACT, check_invariants, claims, fails, protocols
 
 from tensordict_lite import (
     DeviceDict,
@@ -147,8 +147,7 @@ WRITERS = {
 def test_no_writer_bypasses_the_rule_and_a_failure_changes_nothing(write: Any, bad: Any) -> None:
     d = DeviceDict({"x": torch.ones(2), "n": {"w": torch.ones(1)}})
     before, tensors = d.to_dict(), d._tensors()
-    with pytest.raises(DeviceMismatchError if isinstance(bad, torch.Tensor) else TypeError, match=r"y|er"):
-        write(d, bad)
+    fails(DeviceMismatchError if isinstance(bad, torch.Tensor) else TypeError, r"y|er", lambda: write(d, bad))
     check_invariants(d)
     assert d.to_dict().keys() == before.keys() and d["n"].keys() == {"w"}  # pyright: ignore[reportAttributeAccessIssue]
     assert all(a is b for a, b in zip(d._tensors(), tensors, strict=True))
@@ -174,17 +173,14 @@ SAMPLES: Any = [{"image": 1, "label": 2}, {"image": 3, "label": 4}]
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, tuple(SAMPLES), iter(SAMPLES)], ids=type)
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda d, given: DeviceDict(given),
-        lambda d, given: d.update(given),
-        lambda d, given: d.__ior__(given),
-        lambda d, given: DeviceDict.unflatten(given),
-        lambda d, given: Batch.from_dict(given),
-        lambda d, given: JoinedRows([given]),
-    ],
-)
+@pytest.mark.parametrize("write", [
+    lambda d, given: DeviceDict(given),
+    lambda d, given: d.update(given),
+    lambda d, given: d.__ior__(given),
+    lambda d, given: DeviceDict.unflatten(given),
+    lambda d, given: Batch.from_dict(given),
+    lambda d, given: JoinedRows([given]),
+])  # fmt: skip
 def test_samples_are_no_pairs(write: Any, samples: Any) -> None:
     """``dict([{"image": ..., "label": ...}])`` is ``{"image": "label"}``."""
     d = DeviceDict({"x": 1})
@@ -195,19 +191,15 @@ def test_samples_are_no_pairs(write: Any, samples: Any) -> None:
     assert d == DeviceDict({"x": 1})
 
 
-@pytest.mark.parametrize(
-    ("data", "got"),
-    [
-        (["ab"], "list with a str"),
-        (["a"], "list with a str"),
-        ("abc", "str with a str"),
-        ([{"a", "b"}], "list with a set"),
-        ([frozenset("ab")], "list with a frozenset"),
-    ],
-)
+@pytest.mark.parametrize(("data", "got"), [
+    (["ab"], "list with a str"),
+    (["a"], "list with a str"),
+    ("abc", "str with a str"),
+    ([{"a", "b"}], "list with a set"),
+    ([frozenset("ab")], "list with a frozenset"),
+])  # fmt: skip
 def test_other_things_of_two_items_are_no_pairs(data: Any, got: str) -> None:
-    with pytest.raises(TypeError, match=f"pairs, got {got} among its items$"):
-        DeviceDict(data)
+    fails(TypeError, f"pairs, got {got} among its items$", lambda: DeviceDict(data))
     pairs: Any = [["a", 1], ("b", 2)]
     assert DeviceDict(pairs).tolist() == {"a": 1, "b": 2}
 
@@ -220,8 +212,7 @@ def test_a_frame_that_iterates_over_columns_names_to_dict() -> None:
         def __iter__(self) -> Any:
             return iter([("x", "y")])
 
-    with pytest.raises(TypeError, match=r"got Frame; give it the to_dict\(\)$"):
-        DeviceDict(Frame())  # type: ignore[arg-type]
+    fails(TypeError, r"got Frame; give it the to_dict\(\)$", lambda: DeviceDict(Frame()))  # type: ignore[arg-type]
     assert DeviceDict(Frame().to_dict())["x"].tolist() == [1, 2]
 
 
@@ -248,8 +239,7 @@ def test_it_is_a_dict_everywhere() -> None:
             assert x is d["x"] and rest.keys() == {"y"}
         case _:
             raise AssertionError
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(d)
+    fails(TypeError, "unhashable", lambda: hash(d))
 
 
 def test_it_claims_to_be_a_dict_and_nothing_else() -> None:
@@ -272,10 +262,8 @@ def test_pop_popitem_clear_setdefault() -> None:
     d = DeviceDict({"x": 1, "n": {"y": 2, "z": 3}})
     assert d.pop("x").item() == 1 and d.pop("x", None) is None and d.pop(("n", "q"), 7) == 7
     assert d.pop(("n", "y")).item() == 2 and list(d["n"]) == ["z"]
-    with pytest.raises(KeyError, match="'x'"):
-        d.pop("x")
-    with pytest.raises(KeyError, match=r"^'n\.y' is not in this DeviceDict: 'n' has no 'y'"):
-        d.pop(("n", "y"))
+    fails(KeyError, "'x'", lambda: d.pop("x"))
+    fails(KeyError, r"^'n\.y' is not in this DeviceDict: 'n' has no 'y'", lambda: d.pop(("n", "y")))
     assert d.setdefault("w", 4) is d["w"] and d.setdefault("w", 5).item() == 4
     assert d.setdefault(("n", "k"), 6) is d["n", "k"]
     assert d.popitem()[0] == "w"
@@ -504,15 +492,12 @@ class TestShaping:
         ):
             DeviceDict.unflatten({"a.b": 2, "a": 1})
 
-    @pytest.mark.parametrize(
-        ("d", "sep", "key"),
-        [
-            ({"a": {"b": 1}, "a.b": 2}, ".", "'a.b'"),
-            (torch.nn.Sequential(torch.nn.Linear(1, 1)).state_dict(), ".", "'0.weight'"),
-            ({"m": {"o": {"0.weight": 1}}}, ".", "'0.weight' in 'm.o'"),
-            ({"a.": {"b": 1}}, "..", "'b' in 'a.'"),
-        ],
-    )
+    @pytest.mark.parametrize(("d", "sep", "key"), [
+        ({"a": {"b": 1}, "a.b": 2}, ".", "'a.b'"),
+        (torch.nn.Sequential(torch.nn.Linear(1, 1)).state_dict(), ".", "'0.weight'"),
+        ({"m": {"o": {"0.weight": 1}}}, ".", "'0.weight' in 'm.o'"),
+        ({"a.": {"b": 1}}, "..", "'b' in 'a.'"),
+    ])  # fmt: skip
     def test_flatten_refuses_a_key_that_unflatten_would_split(self, d: Any, sep: str, key: str) -> None:
         d = DeviceDict(d)
         with pytest.raises(ValueError, match="unflatten could not restore") as caught:
@@ -540,8 +525,7 @@ class TestShaping:
 
     def test_unflatten_leaves_the_callers_dict_alone(self) -> None:
         inner = {"x": 1}
-        with pytest.raises(ValueError, match="both a field and a nested dict"):
-            DeviceDict.unflatten({"a": inner, "a.b": 2})
+        fails(ValueError, "both a field and a nested dict", lambda: DeviceDict.unflatten({"a": inner, "a.b": 2}))
         assert inner == {"x": 1}
 
     def test_unflatten_undoes_all_of_flatten(self) -> None:

@@ -173,19 +173,16 @@ class TestTo:
             with pytest.raises((RuntimeError, AssertionError)):
                 sample().cuda()
 
-    @pytest.mark.parametrize(
-        ("args", "options"),
-        [
-            ((torch.float16, "sim:0"), {}),
-            ((torch.float16, torch.float64), {}),
-            (("cpu",), {"device": "sim:0"}),
-            ((torch.float16,), {"dtype": torch.float64}),
-            ((torch.zeros(1),), {"device": "sim:0"}),
-            (("cpu", torch.float16, 1), {}),
-            (("cpu",), {"copy": "yes"}),
-            (("cpu",), {"memory_format": torch.channels_last}),
-        ],
-    )
+    @pytest.mark.parametrize(("args", "options"), [
+        ((torch.float16, "sim:0"), {}),
+        ((torch.float16, torch.float64), {}),
+        (("cpu",), {"device": "sim:0"}),
+        ((torch.float16,), {"dtype": torch.float64}),
+        ((torch.zeros(1),), {"device": "sim:0"}),
+        (("cpu", torch.float16, 1), {}),
+        (("cpu",), {"copy": "yes"}),
+        (("cpu",), {"memory_format": torch.channels_last}),
+    ])  # fmt: skip
     def test_an_argument_that_would_be_ignored_is_refused(self, args: Any, options: Any) -> None:
         """``to(torch.float16, "cuda")`` took "cuda" for ``non_blocking`` and stayed on the CPU."""
         with pytest.raises(TypeError, match=r"^to\(\)(: expected .*, got| got an unexpected)"):
@@ -215,17 +212,13 @@ class TestNumpy:
                 "i": torch.tensor([1j]).conj().imag,
             }
         )
-        assert (
-            d.numpy()["g"].tolist() == [1.0] and d.numpy()["c"].tolist() == [-1j] and d.numpy()["i"].tolist() == [-1.0]
-        )
+        assert d.numpy()["g"].tolist() == [1.0] and d.numpy()["c"].tolist() == [-1j]
+        assert d.numpy()["i"].tolist() == [-1.0]
 
-    @pytest.mark.parametrize(
-        ("tensor", "message"),
-        [
-            (torch.ones(1, dtype=torch.bfloat16), "'n.x': NumPy has no bfloat16; call .float() first"),
-            (torch.eye(2).to_sparse(), "'n.x': NumPy has no float32, torch.sparse_coo; convert it first"),
-        ],
-    )
+    @pytest.mark.parametrize(("tensor", "message"), [
+        (torch.ones(1, dtype=torch.bfloat16), "'n.x': NumPy has no bfloat16; call .float() first"),
+        (torch.eye(2).to_sparse(), "'n.x': NumPy has no float32, torch.sparse_coo; convert it first"),
+    ])  # fmt: skip
     def test_what_numpy_does_not_have(self, tensor: torch.Tensor, message: str) -> None:
         with pytest.raises(TypeError) as caught:
             DeviceDict({"n": {"x": tensor}}).numpy()

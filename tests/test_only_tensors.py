@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import compiles
 from ranks import on_ranks
 from simulated import memory_left
@@ -310,20 +310,17 @@ def test_a_kept_value_reads_back_as_it_was(operation: str) -> None:
         same(value, before)
 
 
-@pytest.mark.parametrize(
-    ("value", "path"),
-    [
-        ((rows(1),), "'k[0]'"),
-        ([{"boxes": rows(1)}], "'k[0].boxes'"),
-        ({1: (None, rows(1))}, "'k[1][1]'"),
-        (Pair("a", rows(1)), "'k.second'"),
-        (Slots([Frozen(rows(1))]), "'k.hidden[0].hidden'"),
-        (OrderedDict([(0, rows(1))]), "'k[0]'"),
-        (UserDict({0: rows(1)}), "'k[0]'"),
-        ((Ragged(rows(1), [0, 1]),), "'k[0]'"),
-        ((DeviceDict({"x": rows(1)}),), "'k[0]'"),
-    ],
-)
+@pytest.mark.parametrize(("value", "path"), [
+    ((rows(1),), "'k[0]'"),
+    ([{"boxes": rows(1)}], "'k[0].boxes'"),
+    ({1: (None, rows(1))}, "'k[1][1]'"),
+    (Pair("a", rows(1)), "'k.second'"),
+    (Slots([Frozen(rows(1))]), "'k.hidden[0].hidden'"),
+    (OrderedDict([(0, rows(1))]), "'k[0]'"),
+    (UserDict({0: rows(1)}), "'k[0]'"),
+    ((Ragged(rows(1), [0, 1]),), "'k[0]'"),
+    ((DeviceDict({"x": rows(1)}),), "'k[0]'"),
+])  # fmt: skip
 def test_tensors_in_kept_values_obey_the_device_rule(value: Any, path: str) -> None:
     d = Keep({"x": rows(1, device=SIM), "n": {"k": None}})
     before = dict(d)
@@ -398,8 +395,7 @@ def test_to_in_place_is_all_or_nothing() -> None:
     before = {key: id(value) for key, value in nested.flatten().items()}
     with memory_left(8), pytest.raises(torch.OutOfMemoryError):
         nested.to_(torch.float64)
-    with pytest.raises(TypeError, match=r"3\.5"):
-        nested.to_(3.5)
+    fails(TypeError, r"3\.5", lambda: nested.to_(3.5))
     assert {key: id(value) for key, value in nested.flatten().items()} == before and inner["r"].dtype == torch.float32
 
 
@@ -482,8 +478,7 @@ def test_what_reaches_tensors_inside() -> None:
     assert all(np.shares_memory(a, b.numpy()) for a, b in zip(inside(d.numpy()), inside(d), strict=True))
     assert not any(np.shares_memory(a, b.numpy()) for a, b in zip(inside(d.numpy(copy=True)), inside(d), strict=True))
     assert inside(to_numpy({"n": {"k": d["n", "k"]}}))[0].tolist() == [[0, 1], [2, 3]]
-    with pytest.raises(TypeError, match=r"^'n\.k': NumPy has no bfloat16; call \.float\(\) first$"):
-        d.bfloat16().drop("x").numpy()
+    fails(TypeError, r"^'n\.k': NumPy has no bfloat16; call \.float\(\) first$", lambda: d.bfloat16().drop("x").numpy())
     needs = d.clone().requires_grad_()
     assert all(one.requires_grad for one in inside(needs)) and not any(one.requires_grad for one in inside(d))
     assert not any(one.requires_grad for one in inside(needs.detach())) and inside(needs)[0].requires_grad

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, RandomSampler, Subset
@@ -226,10 +227,8 @@ class TestEpochs:
     def test_one_batch(self) -> None:
         order = BatchOrder(10, 2, rank=1, world=2)
         assert [order.batch(at) for at in range(3)] == list(order) == [[2, 3], [6, 7], [9]]
-        with pytest.raises(IndexError, match="epoch 0 has no batch 3 on rank 1"):
-            order.batch(3)
-        with pytest.raises(ValueError, match="BatchOrder takes a number of a batch of at least 0, got -1"):
-            order.batch(-1)
+        fails(IndexError, "epoch 0 has no batch 3 on rank 1", lambda: order.batch(3))
+        fails(ValueError, "BatchOrder takes a number of a batch of at least 0, got -1", lambda: order.batch(-1))
 
 
 class TestTokens:
@@ -248,8 +247,7 @@ class TestTokens:
             "row 1 has 11 tokens, and a batch has at most tokens=10; give it a batch of its own with "
             'longer="alone", or leave it out with BatchOrder(row_numbers, ...)'
         )
-        with pytest.raises(ValueError, match=re.escape(message)):
-            BatchOrder(4, tokens=10, lengths=lengths)
+        fails(ValueError, re.escape(message), lambda: BatchOrder(4, tokens=10, lengths=lengths))
         assert list(BatchOrder(4, tokens=10, lengths=lengths, longer="alone")) == [[0, 2], [1], [3]]
         assert list(BatchOrder([0, 2, 3], tokens=10, lengths=lengths)) == [[0, 2], [3]]
 
@@ -475,29 +473,17 @@ class TestMix:
             (ValueError, ([one, one], [1, 0]), {}, "takes a weight above 0 for each of 2 orders, got [1.0, 0.0]"),
             (ValueError, ([one], [float("nan")]), {}, "takes a weight above 0 for each of 1 orders, got [nan]"),
             (ValueError, ([one], [1]), {"stop": "last"}, 'takes stop="first" or stop="all", got \'last\''),
-            (
-                ValueError,
-                ([one, BatchOrder(5, 2, rank=0, world=1)], [1, 1]),
-                {},
-                "order 1 of a mix has a rank of its own",
-            ),
-            (
-                ValueError,
-                ([one, BatchOrder(0, 2)], [1, 1]),
-                {},
-                "BatchOrder.mix takes orders with rows, got none in order 1",
-            ),
-            (
-                ValueError,
-                ([BatchOrder([1], 2)], [1]),
-                {},
-                "order 0 has row numbers only, and mix counts on from the length",
-            ),
+            (ValueError, ([one, BatchOrder(5, 2, rank=0, world=1)], [1, 1]), {},
+             "order 1 of a mix has a rank of its own"),
+            (ValueError, ([one, BatchOrder(0, 2)], [1, 1]), {},
+             "BatchOrder.mix takes orders with rows, got none in order 1"),
+            (ValueError, ([BatchOrder([1], 2)], [1]), {},
+             "order 0 has row numbers only, and mix counts on from the length"),
             (ValueError, ([one], [1]), {"size": None, "tokens": 9}, "a mix by tokens needs lengths, order 0 has none"),
             (TypeError, ([one], [1]), {"size": None}, "BatchOrder takes size or tokens=, got neither"),
             (TypeError, ([one], [1]), {"padded": True}, "BatchOrder takes padded=True with tokens=, got a size"),
             (TypeError, ([one], [1]), {"world": 2}, "BatchOrder takes rank= and world= together, got world=2"),
-        ]
+        ]  # fmt: skip
         for error, arguments, options, message in wrong:
             with pytest.raises(error, match=re.escape(message)):
                 BatchOrder.mix(*arguments, **{"size": 2, **options})
@@ -512,8 +498,7 @@ class TestMix:
             order.load_state_dict(one.state_dict())
         with pytest.raises(ValueError, match="the state is of a BatchOrder of a mix of datasets; make"):
             one.load_state_dict(order.state_dict())
-        with pytest.raises(IndexError, match="row 10 is out of range, the datasets have 10"):
-            order.source(10)
+        fails(IndexError, "row 10 is out of range, the datasets have 10", lambda: order.source(10))
         assert one.source(4) == 0
 
 
@@ -641,8 +626,7 @@ class TestPrefetch:
             return batch
 
         batches = prefetch(DataLoader(TABLE.rows, batch_sampler=BatchOrder(23, 3), collate_fn=broken), where)
-        with pytest.raises(OSError, match="broken"):
-            list(batches)
+        fails(OSError, "broken", lambda: list(batches))
         assert batches.state_dict()["position"] == 6
 
     @pytest.mark.parametrize("workers", [0, 1])
@@ -672,8 +656,7 @@ class TestPrefetch:
     def test_what_has_no_state(self) -> None:
         batches = loaded(BatchOrder(23, 3), "cpu", 1, in_order=False)
         message = "a DataLoader with in_order=False has no state; make the DataLoader with in_order=True"
-        with pytest.raises(ValueError, match=message):
-            batches.state_dict()
+        fails(ValueError, message, batches.state_dict)
         assert hasattr(loaded(BatchOrder(23, 3), "cpu", 0), "load_state_dict")
         plain = prefetch(DataLoader(TABLE.rows, 3), "cpu")  # pyright: ignore[reportArgumentType]
         assert not hasattr(plain, "state_dict")
@@ -731,17 +714,14 @@ class TestErrors:
         ],
     )  # fmt: skip
     def test_arguments(self, arguments: Any, options: Any, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=re.escape(message)):
-            BatchOrder(*arguments, **options)
+        fails(error, re.escape(message), lambda: BatchOrder(*arguments, **options))
 
     @pytest.mark.parametrize("size", [1, 4])
     def test_an_order_as_the_sampler(self, size: int) -> None:
         loader: Any = DataLoader(TABLE.rows, size, sampler=BatchOrder(23, 3), collate_fn=collate)  # pyright: ignore
         way_out = "give it to the DataLoader as batch_sampler=, not as sampler="
-        with pytest.raises(TypeError, match=f"a BatchOrder yields whole batches; {way_out}"):
-            prefetch(loader, "cpu")
-        with pytest.raises(TypeError, match="a BatchOrder yields whole batches: give it to DataLoader as batch_s"):
-            list(loader)
+        fails(TypeError, f"a BatchOrder yields whole batches; {way_out}", lambda: prefetch(loader, "cpu"))
+        fails(TypeError, "a BatchOrder yields whole batches: give it to DataLoader as batch_s", lambda: list(loader))
         for rows in ([[0, 1], [2, 3]], [[0, 1], [2]]):
             with pytest.raises(TypeError, match=r"by a list of ints.* give it to DataLoader as batch_sampler="):
                 TABLE.rows.__getitems__(rows)  # pyright: ignore
@@ -773,10 +753,7 @@ class TestErrors:
             with pytest.raises(error, match=re.escape(message)):
                 order.load_state_dict(bad)
             assert order.state_dict() == before
-        with pytest.raises(ValueError, match="got 4 of 3"):
-            order.state_dict(4)
-        with pytest.raises(ValueError, match="BatchOrder takes an epoch of at least 0, got -1"):
-            order.set_epoch(-1)
+        fails(ValueError, "got 4 of 3", lambda: order.state_dict(4))
+        fails(ValueError, "BatchOrder takes an epoch of at least 0, got -1", lambda: order.set_epoch(-1))
         some = BatchOrder([1, 2, 3], 2)
-        with pytest.raises(ValueError, match="other row numbers"):
-            some.load_state_dict(BatchOrder([1, 2, 4], 2).state_dict())
+        fails(ValueError, "other row numbers", lambda: some.load_state_dict(BatchOrder([1, 2, 4], 2).state_dict()))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checks import fails
 from ranks import on_ranks
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
@@ -86,8 +87,7 @@ def resumed(rank: int, folder: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_killed_run_goes_on_in_any_number_of_ranks(tmp_path: Path) -> None:
-    with pytest.raises(ProcessExitedException, match="terminated with signal SIGKILL"):
-        on_ranks(killed, tmp_path)
+    fails(ProcessExitedException, "terminated with signal SIGKILL", lambda: on_ranks(killed, tmp_path))
     on_ranks(resumed, tmp_path, count=4)
     before: list[Step] = torch.load(tmp_path / "state.pt")["steps"]
     whole, rest = torch.load(tmp_path / "pair.pt")

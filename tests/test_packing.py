@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import DTYPES, compiles
 from hypothesis import given
 from hypothesis import strategies as st
@@ -202,8 +202,7 @@ class TestFieldsAreOrdinaryTensors:
         packed = sample().pack()
         loss = (torch.ones(2, 3, requires_grad=True) * packed["x"]).sum()
         packed["x"].zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        fails(RuntimeError, "modified by an inplace operation", loss.backward)
 
     def test_writes_in_place_are_in_what_is_sent(self, device: torch.device) -> None:
         packed = sample().pack()
@@ -308,23 +307,10 @@ def transposed(d: DeviceDict) -> None:
 
 
 CHANGES = [
-    replaced,
-    deleted,
-    added,
-    reordered,
-    swapped,
-    nested_replaced,
-    given_data,
-    given_data_of_another_dtype,
-    set_to_other_storage,
-    set_within_the_storage,
-    set_to_another_stride,
-    set_to_overlap,
-    storage_grown,
-    set_to_another_shape,
-    resized,
-    transposed,
-]
+    replaced, deleted, added, reordered, swapped, nested_replaced, given_data, given_data_of_another_dtype,
+    set_to_other_storage, set_within_the_storage, set_to_another_stride, set_to_overlap, storage_grown,
+    set_to_another_shape, resized, transposed,
+]  # fmt: skip
 STILL_ALONE = {reordered, swapped, given_data_of_another_dtype, set_to_another_shape, transposed}
 """After these changes the fields still fill the storage but for alignment."""
 
@@ -464,19 +450,10 @@ class TestWhatCostsOneTensor:
     def test_what_only_looks_at_the_tensors_keeps_it_packed(self) -> None:
         packed = Batch(sample()).pack()
         for again in (
-            packed.copy(),
-            packed.detach(),
-            packed.contiguous(),
-            copy.copy(packed),
-            copy.deepcopy(packed),
-            Batch(packed),
-            packed.flatten(),
-            DeviceDict.unflatten(packed.flatten()),
-            type(packed)(dict(packed)),
-            pytree.tree_map(lambda t: t, packed),
-            packed | {},
-            packed.map(lambda t: t),
-        ):
+            packed.copy(), packed.detach(), packed.contiguous(), copy.copy(packed), copy.deepcopy(packed),
+            Batch(packed), packed.flatten(), DeviceDict.unflatten(packed.flatten()), type(packed)(dict(packed)),
+            pytree.tree_map(lambda t: t, packed), packed | {}, packed.map(lambda t: t),
+        ):  # fmt: skip
             assert again.is_packed
         assert not packed.select("x", "id").is_packed and not packed.drop("x").is_packed
         assert copy.deepcopy(packed)["x"].data_ptr() != packed["x"].data_ptr()
@@ -601,16 +578,12 @@ class TestPickled:
         with pytest.raises(ValueError, match=r"^the layout of a pickled dict is damaged$"):
             rebuild(*head, [(block, LAYOUTS[name](specs))], leaves)
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda block, specs: (block, specs[:-1]),
-            lambda block, specs: (block, first(specs, shape=(1 << 40, 1))),
-            lambda block, specs: (block[:10].clone(), specs[:-1]),
-            lambda block, specs: (block[:10], specs[:-1]),
-        ],
-        ids=["a missing group", "a huge shape", "a short buffer", "a part of the buffer"],
-    )
+    @pytest.mark.parametrize("change", [
+        lambda block, specs: (block, specs[:-1]),
+        lambda block, specs: (block, first(specs, shape=(1 << 40, 1))),
+        lambda block, specs: (block[:10].clone(), specs[:-1]),
+        lambda block, specs: (block[:10], specs[:-1]),
+    ], ids=["a missing group", "a huge shape", "a short buffer", "a part of the buffer"])  # fmt: skip
     def test_a_buffer_of_another_size(self, change: Any) -> None:
         rebuild, (*head, ((block, specs),), leaves) = sample().pack().__reduce__()
         with pytest.raises(ValueError, match="a buffer of a pickled dict: expected"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -26,9 +26,8 @@ class TestPad:
     def test_it_is_a_value(self) -> None:
         same = Pad(-1, "left", 4, "n", "m")
         assert same == FULL and hash(same) == hash(FULL) and Pad(-1) != FULL
-        assert (
-            repr(FULL) == "Pad(-1, side='left', multiple_of=4, lengths='n', mask='m')" and repr(Pad(0.5)) == "Pad(0.5)"
-        )
+        assert repr(FULL) == "Pad(-1, side='left', multiple_of=4, lengths='n', mask='m')"
+        assert repr(Pad(0.5)) == "Pad(0.5)"
         for again in (
             pickle.loads(pickle.dumps(FULL)),
             copy.deepcopy(FULL),
@@ -52,8 +51,7 @@ class TestPad:
         ],
     )  # fmt: skip
     def test_arguments(self, arguments: Any, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=f"^{message}$"):
-            Pad(**arguments)
+        fails(error, f"^{message}$", lambda: Pad(**arguments))
 
 
 class TestCollate:
@@ -86,37 +84,30 @@ class TestCollate:
 
     @pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1, -(2**63)])
     @pytest.mark.parametrize("pack", [True, False])
-    @pytest.mark.parametrize(
-        "make",
-        [
-            torch.arange,
-            lambda n: list(range(n)),
-            lambda n: torch.arange(n).expand(1, n)[0],
-            lambda n: torch.zeros(n, 60000).long(),
-        ],
-        ids=["tensors", "lists", "views", "large"],
-    )
+    @pytest.mark.parametrize("make", [
+        torch.arange,
+        lambda n: list(range(n)),
+        lambda n: torch.arange(n).expand(1, n)[0],
+        lambda n: torch.zeros(n, 60000).long(),
+    ], ids=["tensors", "lists", "views", "large"])  # fmt: skip
     def test_large_numbers_stay_exact(self, value: int, pack: bool, make: Any) -> None:
         d = collate([{"x": make(n)} for n in (2, 3, 1)], pad={"x": Pad(value, multiple_of=4)}, pack=pack)
         assert d["x"].eq(value).view(3, 4, -1)[:, :, -1].tolist() == [[i >= n for i in range(4)] for n in (2, 3, 1)]
 
-    @pytest.mark.parametrize(
-        ("dtype", "fits", "too_large"),
-        [
-            (torch.uint8, 255, 256),
-            (torch.uint8, 0, -1),
-            (torch.uint16, 65535, -1),
-            (torch.uint64, 2**64 - 1, 2**64),
-            (torch.int8, -128, -129),
-            (torch.int64, 16777217.0, 0.5),
-            (torch.bool, True, 2),
-            (torch.float16, 65504, 1e10),
-            (torch.float32, float("inf"), 1e39),
-            (torch.bfloat16, float("nan"), 1e39),
-            (torch.float64, 1 << 70, 1 << 2000),
-            (torch.complex64, 0.5, 1e39),
-        ],
-    )
+    @pytest.mark.parametrize(("dtype", "fits", "too_large"), [
+        (torch.uint8, 255, 256),
+        (torch.uint8, 0, -1),
+        (torch.uint16, 65535, -1),
+        (torch.uint64, 2**64 - 1, 2**64),
+        (torch.int8, -128, -129),
+        (torch.int64, 16777217.0, 0.5),
+        (torch.bool, True, 2),
+        (torch.float16, 65504, 1e10),
+        (torch.float32, float("inf"), 1e39),
+        (torch.bfloat16, float("nan"), 1e39),
+        (torch.float64, 1 << 70, 1 << 2000),
+        (torch.complex64, 0.5, 1e39),
+    ])  # fmt: skip
     @pytest.mark.parametrize("pack", [True, False])
     def test_what_a_dtype_holds(self, dtype: torch.dtype, fits: float, too_large: float, pack: bool) -> None:
         samples = [{"x": torch.zeros(n, dtype=dtype)} for n in (1, 2)]
@@ -131,28 +122,17 @@ class TestCollate:
             with pytest.raises(ValueError, match=rf"^'x': pad=\{{'x': .*\}} does not fit {dtype}$"):
                 join({"x": too_large})
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (
-                {"pad": {"ids": 0, "id": 0}},
-                "pad= names 'id', which no sample has; did you mean 'ids'? Or allow it with Pad(0, optional=True)",
-            ),
-            (
-                {"pad": {"ids": 0, ("k", "bos"): 0}},
-                "pad= names ('k', 'bos'), which no sample has; did you mean 'k.box'? Or allow",
-            ),
-            (
-                {"pad": {"ids": 0, "other": 0}},
-                "pad= names 'other', which no sample has; its keys are 'ids', 'k', 'box', 'n'. Or allow",
-            ),
-            ({"ragged": ["ids", "boxes"]}, "ragged= names 'boxes', which no sample has; did you mean 'box'?"),
-            (
-                {"pad": {"ids": 0}, "encoders": {"id": Vocabulary(["a"])}},
-                "encoders= names 'id', which no sample has; did you mean 'ids'?",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "message"), [
+        ({"pad": {"ids": 0, "id": 0}},
+         "pad= names 'id', which no sample has; did you mean 'ids'? Or allow it with Pad(0, optional=True)"),
+        ({"pad": {"ids": 0, ("k", "bos"): 0}},
+         "pad= names ('k', 'bos'), which no sample has; did you mean 'k.box'? Or allow"),
+        ({"pad": {"ids": 0, "other": 0}},
+         "pad= names 'other', which no sample has; its keys are 'ids', 'k', 'box', 'n'. Or allow"),
+        ({"ragged": ["ids", "boxes"]}, "ragged= names 'boxes', which no sample has; did you mean 'box'?"),
+        ({"pad": {"ids": 0}, "encoders": {"id": Vocabulary(["a"])}},
+         "encoders= names 'id', which no sample has; did you mean 'ids'?"),
+    ])  # fmt: skip
     def test_keys_that_no_sample_has(self, options: Any, message: str) -> None:
         samples = [{"ids": [1] * n, "k": {"box": [0.5], "n": n}} for n in (1, 2)]
         with pytest.raises(ValueError, match="which no sample has") as caught:
@@ -202,62 +182,27 @@ class TestCollate:
         d = collate([{"s": ["a", "b"]}, {"s": ["b"]}], encoders=words, pad={"s": Pad(0, side="left", lengths="n")})
         assert d.decode("s") == [["a", "b"], ["-", "b"]] and d["n"].tolist() == [2, 1]
 
-    @pytest.mark.parametrize(
-        ("samples", "pad", "error", "message"),
-        [
-            (
-                [{"x": [1]}, {"x": [1, 2]}],
-                {"x": "0"},
-                TypeError,
-                "pad= of collate maps keys to real numbers or Pad objects; got '0' for 'x'",
-            ),
-            (
-                [{"x": [1]}, {"x": [1, 2]}],
-                {"x": 1j},
-                TypeError,
-                "pad= of collate maps keys to real numbers or Pad objects; got 1j for 'x'",
-            ),
-            (
-                [{"x": [1], "n": 1}] * 2,
-                {"x": FULL},
-                ValueError,
-                "'x': pad= puts its lengths at 'n', which the samples have too; choose another key",
-            ),
-            (
-                [{"k": {"x": [1], "y": [1]}}] * 2,
-                {"x": FULL, "y": FULL},
-                ValueError,
-                "'k.y': pad= puts its lengths at 'n', which the samples have",
-            ),
-            (
-                [{"x": 1}, {"x": 2}],
-                {"x": FULL},
-                ValueError,
-                "'x': Pad(-1, side='left', multiple_of=4, lengths='n', mask='m') pads the first dimension, "
-                "and the samples are single numbers",
-            ),
-            ([{"x": [1]}, {"x": [1, 2]}], {"x": Pad(1.5)}, ValueError, "'x': pad={'x': 1.5} does not fit torch.int64"),
-            (
-                [{"x": [1]}, {"x": [1, 2]}],
-                {"x": Pad(1.5, side="left")},
-                ValueError,
-                "'x': pad={'x': Pad(1.5, side='left')} does not fit torch.int64",
-            ),
-            (
-                [{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 3)}],
-                {"x": FULL},
-                ValueError,
-                "'x': sample 1 has float32[2, 3], sample 0 has float32[1, 2]; pad= fills up the first dimension only",
-            ),
-            (
-                [{"x": torch.ones(2)}, {"x": torch.ones(())}],
-                {"x": FULL},
-                ValueError,
-                "'x': sample 1 has float32[], sample 0 has float32[2]",
-            ),
-            ([{"x": "a"}, {"x": "bc"}], {"x": FULL}, ValueError, "the encoder of these strings pads its codes itself"),
-        ],
-    )
+    @pytest.mark.parametrize(("samples", "pad", "error", "message"), [
+        ([{"x": [1]}, {"x": [1, 2]}], {"x": "0"}, TypeError,
+         "pad= of collate maps keys to real numbers or Pad objects; got '0' for 'x'"),
+        ([{"x": [1]}, {"x": [1, 2]}], {"x": 1j}, TypeError,
+         "pad= of collate maps keys to real numbers or Pad objects; got 1j for 'x'"),
+        ([{"x": [1], "n": 1}] * 2, {"x": FULL}, ValueError,
+         "'x': pad= puts its lengths at 'n', which the samples have too; choose another key"),
+        ([{"k": {"x": [1], "y": [1]}}] * 2, {"x": FULL, "y": FULL}, ValueError,
+         "'k.y': pad= puts its lengths at 'n', which the samples have"),
+        ([{"x": 1}, {"x": 2}], {"x": FULL}, ValueError,
+         "'x': Pad(-1, side='left', multiple_of=4, lengths='n', mask='m') pads the first dimension, "
+         "and the samples are single numbers"),
+        ([{"x": [1]}, {"x": [1, 2]}], {"x": Pad(1.5)}, ValueError, "'x': pad={'x': 1.5} does not fit torch.int64"),
+        ([{"x": [1]}, {"x": [1, 2]}], {"x": Pad(1.5, side="left")}, ValueError,
+         "'x': pad={'x': Pad(1.5, side='left')} does not fit torch.int64"),
+        ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 3)}], {"x": FULL}, ValueError,
+         "'x': sample 1 has float32[2, 3], sample 0 has float32[1, 2]; pad= fills up the first dimension only"),
+        ([{"x": torch.ones(2)}, {"x": torch.ones(())}], {"x": FULL}, ValueError,
+         "'x': sample 1 has float32[], sample 0 has float32[2]"),
+        ([{"x": "a"}, {"x": "bc"}], {"x": FULL}, ValueError, "the encoder of these strings pads its codes itself"),
+    ])  # fmt: skip
     def test_errors(self, samples: Any, pad: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             collate(samples, pad=pad)
@@ -291,8 +236,7 @@ class TestCat:
 
     def test_the_fill_value_fits_each_dict(self) -> None:
         batches = [{"x": torch.ones(1, 2).long()}, {"x": torch.ones(1, 1, dtype=torch.uint8)}]
-        with pytest.raises(ValueError, match=r"'x': pad=\{'x': 300\} does not fit torch.uint8"):
-            cat(batches, pad={"x": 300})
+        fails(ValueError, r"'x': pad=\{'x': 300\} does not fit torch.uint8", lambda: cat(batches, pad={"x": 300}))
         assert cat(batches[:1] * 2, pad={"x": Pad(2**53 + 1, multiple_of=3)})["x"][:, 2].tolist() == [2**53 + 1] * 2
 
     @pytest.mark.parametrize("side", ["left", "right"])
@@ -301,21 +245,13 @@ class TestCat:
         samples = [{"k": {"x": torch.rand(n)}} for n in (1, 5, 2, 3)]
         assert cat([collate(samples[:2], pad=pad), collate(samples[2:], pad=pad)], pad=pad) == collate(samples, pad=pad)
 
-    @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            (
-                {"pad": {"x": 0}, "dim": 1},
-                ValueError,
-                "pad= fills up the second dimension for cat along dim=0, got dim=1",
-            ),
-            ({"pad": 3}, TypeError, "cat takes a mapping from keys to fill values as pad="),
-            ({"pad": {"x": None}}, TypeError, "pad= of cat maps keys to real numbers or Pad objects; got None for 'x'"),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "error", "message"), [
+        ({"pad": {"x": 0}, "dim": 1}, ValueError, "pad= fills up the second dimension for cat along dim=0, got dim=1"),
+        ({"pad": 3}, TypeError, "cat takes a mapping from keys to fill values as pad="),
+        ({"pad": {"x": None}}, TypeError, "pad= of cat maps keys to real numbers or Pad objects; got None for 'x'"),
+    ])  # fmt: skip
     def test_wrong_arguments(self, arguments: Any, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
-            cat([{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}], **arguments)
+        fails(error, message, lambda: cat([{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}], **arguments))
 
     def test_errors(self) -> None:
         with pytest.raises(
@@ -327,31 +263,25 @@ class TestCat:
         with pytest.raises(ValueError, match="dict 1 lacks 'x', which dict 0 has"):
             cat([{"x": [[1]]}, {"y": [[1, 2]]}], pad={"x": 1})
 
-    @pytest.mark.parametrize(
-        ("others", "shown"),
-        [
-            ({"n": torch.zeros(2)}, r"lengths at 'n', where dict 1 has float32\[2\]"),
-            ({"n": {"x": torch.zeros(2)}}, "lengths at 'n', where dict 1 has a mapping"),
-            ({"m": torch.zeros(2, 3)}, r"mask at 'm', where dict 1 has float32\[2, 3\]"),
-            ({"m": torch.ones(2, 2, dtype=torch.bool)}, r"mask at 'm', where dict 1 has bool\[2, 2\]"),
-        ],
-    )
+    @pytest.mark.parametrize(("others", "shown"), [
+        ({"n": torch.zeros(2)}, r"lengths at 'n', where dict 1 has float32\[2\]"),
+        ({"n": {"x": torch.zeros(2)}}, "lengths at 'n', where dict 1 has a mapping"),
+        ({"m": torch.zeros(2, 3)}, r"mask at 'm', where dict 1 has float32\[2, 3\]"),
+        ({"m": torch.ones(2, 2, dtype=torch.bool)}, r"mask at 'm', where dict 1 has bool\[2, 2\]"),
+    ])  # fmt: skip
     def test_a_field_of_another_meaning_is_not_taken_for_the_lengths_or_the_mask(self, others: Any, shown: str) -> None:
         batches = [DeviceDict({"ids": torch.zeros(2, 2)}), DeviceDict({"ids": torch.zeros(2, 3), **others})]
         with pytest.raises(ValueError, match=rf"^'ids': pad= puts its {shown}; choose another key$"):
             cat(batches, pad={"ids": Pad(0, lengths="n", mask="m")})
 
 
-@pytest.mark.parametrize(
-    ("lists", "dtype"),
-    [
-        ([[1, 2], [1.5]], torch.float32),
-        ([[2.5], [], (1, 2)], torch.float32),
-        ([[True], [2, 3]], torch.int64),
-        ([[1], [1j, 2.5]], torch.complex64),
-        ([[[1, 2]], [[1.5, 2], [3, 4]], []], torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("lists", "dtype"), [
+    ([[1, 2], [1.5]], torch.float32),
+    ([[2.5], [], (1, 2)], torch.float32),
+    ([[True], [2, 3]], torch.int64),
+    ([[1], [1j, 2.5]], torch.complex64),
+    ([[[1, 2]], [[1.5, 2], [3, 4]], []], torch.float32),
+])  # fmt: skip
 @pytest.mark.parametrize("wide", [None, torch.float64])
 def test_lists_of_numbers_of_different_types(lists: list[Any], dtype: torch.dtype, wide: torch.dtype | None) -> None:
     """They get the dtype that one list of all numbers has."""
@@ -411,21 +341,14 @@ class TestSeveralDimensions:
         collate([{"x": image} for image in images], pad={"x": Pad(0, dims=(1, 2))})["x"].sum().backward()
         assert all(image.grad is not None and torch.equal(image.grad, torch.ones_like(image)) for image in images)
 
-    @pytest.mark.parametrize(
-        ("pad", "message"),
-        [
-            (Pad(0, dims=(1, 5)), r"'image': Pad(0, dims=(1, 5)) pads dimensions that samples of 3 dimensions lack"),
-            (
-                Pad(0, dims=2),
-                "'image': sample 1 has float32[3, 6, 5], sample 0 has float32[3, 4, 8]; "
-                "Pad(0, dims=2) lets dense samples differ in the dimensions [0, 1] only",
-            ),
-        ],
-        ids=["no such dimension", "another dimension"],
-    )
+    @pytest.mark.parametrize(("pad", "message"), [
+        (Pad(0, dims=(1, 5)), r"'image': Pad(0, dims=(1, 5)) pads dimensions that samples of 3 dimensions lack"),
+        (Pad(0, dims=2),
+         "'image': sample 1 has float32[3, 6, 5], sample 0 has float32[3, 4, 8]; "
+         "Pad(0, dims=2) lets dense samples differ in the dimensions [0, 1] only"),
+    ], ids=["no such dimension", "another dimension"])  # fmt: skip
     def test_samples_that_do_not_fit(self, pad: Pad, message: str) -> None:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            collate(self.samples(), pad={"image": pad})
+        fails(ValueError, re.escape(message), lambda: collate(self.samples(), pad={"image": pad}))
 
     @pytest.mark.parametrize("dims", [1, 2])
     @pytest.mark.parametrize("view", [torch.Tensor.conj, lambda x: x.conj().imag], ids=["conjugate", "negative"])
@@ -444,15 +367,13 @@ class TestSeveralDimensions:
 
     def test_cat_refuses_them(self) -> None:
         d = DeviceDict({"x": torch.ones(1, 2, 2)})
-        with pytest.raises(ValueError, match="cat takes a Pad for the second"):
-            cat([d, d], pad={"x": Pad(0, dims=2)})
+        fails(ValueError, "cat takes a Pad for the second", lambda: cat([d, d], pad={"x": Pad(0, dims=2)}))
 
     @pytest.mark.parametrize(
         ("dims", "error"), [(0, ValueError), ((), TypeError), ("x", TypeError), (1.5, TypeError), (True, TypeError)]
     )
     def test_invalid_dims(self, dims: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match=r"^dims is "):
-            Pad(0, dims=dims)
+        fails(error, r"^dims is ", lambda: Pad(0, dims=dims))
 
     def test_json(self) -> None:
         pad = Pad(0, dims=(1, 2))

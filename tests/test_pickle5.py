@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -99,28 +99,19 @@ DICTS = {
     "one large": lambda: DeviceDict({"x": torch.rand(LARGE)}),
     "empty": DeviceDict,
     "no elements": lambda: DeviceDict({"x": torch.ones(0, 3)}),
-    "strings": lambda: DeviceDict(
-        {"v": ["a"], "h": ["b"], "u": ["c"], "n": {"v": ["a"]}},
-        encoders={"v": Vocabulary(["a"]), "h": Hashing(4), "u": Utf8(8)},
-    ),
+    "strings": lambda: DeviceDict({"v": ["a"], "h": ["b"], "u": ["c"], "n": {"v": ["a"]}},
+                                  encoders={"v": Vocabulary(["a"]), "h": Hashing(4), "u": Utf8(8)}),
     "kept": lambda: DeviceDict({"o": {1}, "x": 1, "n": {"o": None, "i": 7, "t": (1,), "l": [1, 2, 3]}}, objects="keep"),
     "class": lambda: Own({"s": "a", "n": {"s": "a"}}),
     "typed": lambda: Batch(x=torch.ones(2), obs=Obs(state=torch.ones(LARGE))),
     "typed packed": lambda: Batch(x=torch.ones(2), obs=Obs(state=torch.ones(LARGE))).pack(),
-    "unusual": lambda: DeviceDict(
-        {
-            "bfloat16": torch.rand(4).bfloat16(),
-            "transposed": torch.rand(3, 4).t(),
-            "large transposed": torch.rand(LARGE, 2).t(),
-            "channels last": torch.rand(2, 3, 100, 100).to(memory_format=torch.channels_last),
-            "0-d": 1,
-            "grad": torch.ones(2).requires_grad_(),
-            "parameter": torch.nn.Parameter(torch.ones(2)),
-            "sparse": torch.ones(2).to_sparse(),
-            "conj": torch.ones(2, dtype=torch.complex64).conj(),
-        }
-    ),
-}
+    "unusual": lambda: DeviceDict({"bfloat16": torch.rand(4).bfloat16(), "transposed": torch.rand(3, 4).t(),
+                                   "large transposed": torch.rand(LARGE, 2).t(),
+                                   "channels last": torch.rand(2, 3, 100, 100).to(memory_format=torch.channels_last),
+                                   "0-d": 1, "grad": torch.ones(2).requires_grad_(),
+                                   "parameter": torch.nn.Parameter(torch.ones(2)), "sparse": torch.ones(2).to_sparse(),
+                                   "conj": torch.ones(2, dtype=torch.complex64).conj()}),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -186,9 +177,8 @@ class TestBuffers:
                 assert len(dumped(d)[1]) == 1 and same(received(d), d) and received(d).is_packed
                 change(d["inner"] if nest else d)
                 again = received(d)
-                assert again == d and not any(
-                    t.data_ptr() == s.data_ptr() for t, s in zip(_filled(again), _filled(d), strict=True)
-                )
+                assert again == d
+                assert not any(t.data_ptr() == s.data_ptr() for t, s in zip(_filled(again), _filled(d), strict=True))
 
     def test_an_unpacked_dict_is_one_for_the_small_tensors_and_one_for_each_large(self) -> None:
         large = {f"l{i}": torch.rand(LARGE) for i in range(3)}
@@ -441,19 +431,13 @@ FORGED: dict[str, tuple[Any, type[Exception], str]] = {
     "negative": ([part(b"1234", (torch.float32, (-1,), (1,), (0,)))], ValueError, "the layout of a pickled dict is da"),
     "twice": ([part(b"12345678", (*GROUP[:3], (0, 0)))], ValueError, "the layout of a pickled dict is damaged"),
     "in two": ([part(b"1234", GROUP)] * 2, ValueError, "two buffers of a pickled dict contain the same field"),
-    "short": (
-        [part(b"123", GROUP)],
-        ValueError,
-        "expected 4 bytes, got 3; pass the buffers to pickle.loads in the ord",
-    ),
+    "short": ([part(b"123", GROUP)], ValueError,
+              "expected 4 bytes, got 3; pass the buffers to pickle.loads in the ord"),
     "huge": ([part(b"123", (torch.float32, (1 << 61,), (1,), (0,)))], ValueError, "bytes, got 3"),
     "no buffer": ([part(3, GROUP)], TypeError, "expected a contiguous buffer of bytes for a pickled dict, got int"),
-    "gaps": (
-        [part(memoryview(b"12345678")[::2], GROUP)],
-        TypeError,
-        "expected a contiguous buffer of bytes for a pick",
-    ),
-}
+    "gaps": ([part(memoryview(b"12345678")[::2], GROUP)], TypeError,
+             "expected a contiguous buffer of bytes for a pick"),
+}  # fmt: skip
 
 
 class TestForged:
@@ -480,8 +464,7 @@ class TestForged:
 
     def test_buffers_in_another_order(self) -> None:
         data, buffers = dumped(mixed())
-        with pytest.raises(ValueError, match="in the order in which they were made"):
-            pickle.loads(data, buffers=buffers[::-1])
+        fails(ValueError, "in the order in which they were made", lambda: pickle.loads(data, buffers=buffers[::-1]))
 
 
 DTYPES = [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex128, torch.bool]

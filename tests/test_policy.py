@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import simulated
 import torch
+from checks import fails
 from torch import Tensor
 
 from tensordict_lite import DeviceDict, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
@@ -93,9 +94,8 @@ class TestMadeOfAnother:
 
     def test_the_device(self) -> None:
         d = DeviceDict(device=SIM)
-        assert DeviceDict(d).device == Own(d).device == SIM and DeviceDict(d, device="cpu").device == torch.device(
-            "cpu"
-        )
+        assert DeviceDict(d).device == Own(d).device == SIM
+        assert DeviceDict(d, device="cpu").device == torch.device("cpu")
         assert DeviceDict(dict(d)).device is None
 
     def test_several_bases_with_policies_add_up(self) -> None:
@@ -109,11 +109,8 @@ class TestMadeOfAnother:
             pass
 
         policy = Both._class_policy
-        assert (policy.on_mismatch, policy.objects, policy.dtype) == (
-            "move",
-            "keep",
-            torch.float64,
-        ) and "s" in policy.encoders
+        assert (policy.on_mismatch, policy.objects, policy.dtype) == ("move", "keep", torch.float64)
+        assert "s" in policy.encoders
 
 
 class TestNested:
@@ -236,38 +233,24 @@ class TestPolicyItself:
         changed = Policy().override({"s": len}), Policy().override(len)
         assert changed[0].encoder("s") == changed[1].encoder("t") != len
 
-    @pytest.mark.parametrize(
-        ("options", "error", "message"),
-        [
-            ({"on_mismatch": "mvoe"}, ValueError, "on_mismatch is 'error' or 'move', got 'mvoe'"),
-            ({"on_mismatch": "keep"}, ValueError, "on_mismatch is 'error' or 'move', got 'keep'"),
-            ({"objects": "move"}, ValueError, "objects is 'error' or 'keep', got 'move'"),
-            (
-                {"dtype": torch.int64},
-                TypeError,
-                "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64",
-            ),
-            (
-                {"dtype": "float32"},
-                TypeError,
-                "dtype must be a floating-point torch.dtype (for floating-point host values), got 'float32'",
-            ),
-            (
-                {"encoders": {1: A}},
-                TypeError,
-                "encoders= maps keys, which are str, to encoders; got the key 1; "
-                "a key's encoder serves that key in nested dicts too",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "error", "message"), [
+        ({"on_mismatch": "mvoe"}, ValueError, "on_mismatch is 'error' or 'move', got 'mvoe'"),
+        ({"on_mismatch": "keep"}, ValueError, "on_mismatch is 'error' or 'move', got 'keep'"),
+        ({"objects": "move"}, ValueError, "objects is 'error' or 'keep', got 'move'"),
+        ({"dtype": torch.int64}, TypeError,
+         "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64"),
+        ({"dtype": "float32"}, TypeError,
+         "dtype must be a floating-point torch.dtype (for floating-point host values), got 'float32'"),
+        ({"encoders": {1: A}}, TypeError,
+         "encoders= maps keys, which are str, to encoders; got the key 1; "
+         "a key's encoder serves that key in nested dicts too"),
+    ])  # fmt: skip
     def test_a_wrong_option(self, options: Any, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=f"^{re.escape(message)}$"):
-            Policy().override(**options)
+        fails(error, f"^{re.escape(message)}$", lambda: Policy().override(**options))
 
     @pytest.mark.parametrize("encoders", [3, {"s": 3}, Utf8])
     def test_what_is_no_encoder(self, encoders: Any) -> None:
-        with pytest.raises(TypeError, match="encoder"):
-            Policy().override(encoders)
+        fails(TypeError, "encoder", lambda: Policy().override(encoders))
 
 
 @pytest.mark.parametrize("join", [stack, collate])
@@ -303,13 +286,11 @@ class TestPolicyAsData:
 
     def test_an_option_of_a_newer_version(self) -> None:
         message = "^the option 'later' is unknown; it may need a newer version of this package$"
-        with pytest.raises(ValueError, match=message):
-            options_from_json({"later": 1})
+        fails(ValueError, message, lambda: options_from_json({"later": 1}))
 
     @pytest.mark.parametrize("wrong", ["int64", "bool", "nonsense", 1, ["float64"], {}, False])
     def test_a_wrong_dtype_of_a_file(self, wrong: Any) -> None:
-        with pytest.raises(ValueError, match=r"is not a floating-point dtype$"):
-            options_from_json({"dtype": wrong})
+        fails(ValueError, r"is not a floating-point dtype$", lambda: options_from_json({"dtype": wrong}))
 
     def test_a_string_of_a_class_of_its_own_is_no_dtype_of_a_file(self) -> None:
         class Name(str):
@@ -321,8 +302,7 @@ class TestPolicyAsData:
     @pytest.mark.parametrize("wrong", [1, True, ["move"], "", "mo", "MOVE", "drop"])
     @pytest.mark.parametrize("name", ["on_mismatch", "objects"])
     def test_a_wrong_choice_of_a_file(self, name: str, wrong: Any) -> None:
-        with pytest.raises(ValueError, match=f"^{name} is 'error' or '(move|keep)', got "):
-            options_from_json({name: wrong})
+        fails(ValueError, f"^{name} is 'error' or '(move|keep)', got ", lambda: options_from_json({name: wrong}))
 
     def test_an_option_equal_to_a_choice_that_is_no_string_is_refused(self) -> None:
         class Equal:
@@ -332,8 +312,7 @@ class TestPolicyAsData:
             def __hash__(self) -> int:
                 return hash("move")
 
-        with pytest.raises(ValueError, match=r"^on_mismatch is 'error' or 'move', got <"):
-            Policy().override(on_mismatch=Equal())
+        fails(ValueError, r"^on_mismatch is 'error' or 'move', got <", lambda: Policy().override(on_mismatch=Equal()))
 
     def test_the_default_of_another(self) -> None:
         own = Policy({"s": A}, dtype=torch.float64)
@@ -375,17 +354,14 @@ LABELLED: Any = Labelled
 class TestMisspelledEncoders:
     LABEL = Vocabulary(["cat"])
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda **options: DeviceDict({"label": ["cat"]}, **options),
-            lambda **options: DeviceDict({"n": {"label": "cat"}, "x": 1}, **options),
-            lambda **options: DeviceDict(DeviceDict({"label": ["cat"]}), **options),
-            lambda **options: LABELLED({"label": ["cat"]}, **options),
-            lambda **options: LABELLED(label=["cat"], **options),
-            lambda **options: Labelled.from_dict({"label": ["cat"]}, **options),
-        ],
-    )
+    @pytest.mark.parametrize("make", [
+        lambda **options: DeviceDict({"label": ["cat"]}, **options),
+        lambda **options: DeviceDict({"n": {"label": "cat"}, "x": 1}, **options),
+        lambda **options: DeviceDict(DeviceDict({"label": ["cat"]}), **options),
+        lambda **options: LABELLED({"label": ["cat"]}, **options),
+        lambda **options: LABELLED(label=["cat"], **options),
+        lambda **options: Labelled.from_dict({"label": ["cat"]}, **options),
+    ])  # fmt: skip
     def test_a_key_close_to_strings_without_an_encoder(self, make: Any) -> None:
         with pytest.raises(ValueError, match="encoders= has") as caught:
             make(encoders={"lable": self.LABEL})
@@ -419,14 +395,11 @@ class TestMisspelledEncoders:
 class TestUpdateBringsEncoders:
     OURS, THEIRS = Vocabulary(["cat", "dog"]), Vocabulary(["dog", "cat"])
 
-    @pytest.mark.parametrize(
-        "write",
-        [
-            lambda d, other: d.update(other.select("k")),
-            lambda d, other: d.__ior__(other.select("k")),
-            lambda d, other: d.update(n=other.select("k")) or d.update(other.select("k")),
-        ],
-    )
+    @pytest.mark.parametrize("write", [
+        lambda d, other: d.update(other.select("k")),
+        lambda d, other: d.__ior__(other.select("k")),
+        lambda d, other: d.update(n=other.select("k")) or d.update(other.select("k")),
+    ])  # fmt: skip
     def test_codes_keep_the_encoder_that_made_them(self, write: Any) -> None:
         d: Any = DeviceDict({"k": ["cat"], "n": {"k": ["cat"]}}, encoders={"k": self.OURS})
         write(d, DeviceDict({"k": ["dog"]}, encoders={"k": self.THEIRS}))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import simulated
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
@@ -62,12 +62,8 @@ class TestOnAnyDevice:
                 return torch.full((2,), float(i))
 
         sources: list[Any] = [
-            batches(),
-            list(batches()),
-            map(torch.clone, batches()),
-            Indexed(),
-            prefetch(list(batches()), "cpu"),
-        ]
+            batches(), list(batches()), map(torch.clone, batches()), Indexed(), prefetch(list(batches()), "cpu"),
+        ]  # fmt: skip
         for source in sources:
             moved = prefetch(source, device, max_bytes=1 << 20)
             assert [t.tolist() for t in moved] == [[0, 0], [1, 1], [2, 2]]
@@ -92,8 +88,7 @@ class TestOnAnyDevice:
     def test_what_is_no_depth_and_no_device(self) -> None:
         with pytest.raises(ValueError, match=r"prefetch takes a depth of at least 1, an int, or None, got 1\.5"):
             prefetch([], "cpu", depth=1.5)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match="nonsense"):
-            prefetch([], "nonsense")
+        fails(RuntimeError, "nonsense", lambda: prefetch([], "nonsense"))
 
     @pytest.mark.parametrize("wrong", [0, 1.5, "1"], ids=repr)
     def test_what_is_no_number_of_bytes(self, wrong: Any) -> None:
@@ -238,8 +233,7 @@ class TestStreams:
 
         batches = self.ahead(source(), depth=5)
         assert next(batches)["x"].item() == 0 and next(batches)["x"].item() == 1
-        with pytest.raises(KeyError, match="broken"):
-            next(batches)
+        fails(KeyError, "broken", lambda: next(batches))
         assert list(batches) == []
 
     def test_what_is_on_the_device_already_may_still_be_computed_there(self, streams: simulated.Streams) -> None:

@@ -104,19 +104,16 @@ class TestAdvice:
             "num_workers=3 makes batches during the step"
         )
 
-    @pytest.mark.parametrize(
-        ("making", "step", "cores", "workers"),
-        [
-            (14.56, 10.05, 16, 2),
-            (3, 6, 16, 1),
-            (30, 10, 16, 3),
-            (31, 10, 16, 4),
-            (100, 1, 16, 15),
-            (100, 0, 16, 15),
-            (100, 1, 2, 1),
-            (5, 5, 1, 1),
-        ],
-    )
+    @pytest.mark.parametrize(("making", "step", "cores", "workers"), [
+        (14.56, 10.05, 16, 2),
+        (3, 6, 16, 1),
+        (30, 10, 16, 3),
+        (31, 10, 16, 4),
+        (100, 1, 16, 15),
+        (100, 0, 16, 15),
+        (100, 1, 2, 1),
+        (5, 5, 1, 1),
+    ])  # fmt: skip
     def test_as_many_workers_as_make_a_batch_in_each_step(
         self, monkeypatch: pytest.MonkeyPatch, making: float, step: float, cores: int, workers: int
     ) -> None:

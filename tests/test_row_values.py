@@ -26,37 +26,9 @@ UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 DTYPES = [torch.bool, *UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64,
           torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]  # fmt: skip
 EDGES = [
-    0,
-    1,
-    -1,
-    127,
-    128,
-    255,
-    256,
-    300,
-    2**15,
-    2**16,
-    2**31,
-    2**32,
-    2**53 + 1,
-    2**63 - 1,
-    -(2**63),
-    2**63,
-    2**70,
-    1700000000.123,
-    0.1,
-    -0.0,
-    1e10,
-    1e39,
-    1e300,
-    float("inf"),
-    float("nan"),
-    1.5,
-    1j,
-    1e39j,
-    True,
-    False,
-]
+    0, 1, -1, 127, 128, 255, 256, 300, 2**15, 2**16, 2**31, 2**32, 2**53 + 1, 2**63 - 1, -(2**63), 2**63, 2**70,
+    1700000000.123, 0.1, -0.0, 1e10, 1e39, 1e300, float("inf"), float("nan"), 1.5, 1j, 1e39j, True, False,
+]  # fmt: skip
 NUMBERS = st.sampled_from(EDGES) | st.integers(-(2**64), 2**64) | st.floats() | st.booleans() | st.complex_numbers()
 
 
@@ -109,25 +81,17 @@ def test_a_time_keeps_its_digits(value: Any, dtype: torch.dtype | None, tmp_path
         assert (stored if name == "dense" else stored.values).item() == 1700000000.123
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (300, "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
-        (
-            [[1, 300]],
-            "'x': uint8 cannot hold [[1, 300]]; torch says: value cannot be converted to type uint8 without overflow",
-        ),
-        (-1, "'x': uint8 cannot hold the negative numbers of -1"),
-        ([[0, -1]], "'x': uint8 cannot hold the negative numbers of [[0, -1]]"),
-        (
-            np.int64(300),
-            "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow",
-        ),
-        (1.5, "'x': expected numbers that uint8 can hold, got float32; convert it first"),
-        ("ab", "'x': expected numbers, got strings; encode them first"),
-        (torch.eye(2).to_sparse(), "'x': expected a dense tensor, got a sparse one; convert it first"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (300, "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
+    ([[1, 300]],
+     "'x': uint8 cannot hold [[1, 300]]; torch says: value cannot be converted to type uint8 without overflow"),
+    (-1, "'x': uint8 cannot hold the negative numbers of -1"),
+    ([[0, -1]], "'x': uint8 cannot hold the negative numbers of [[0, -1]]"),
+    (np.int64(300), "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
+    (1.5, "'x': expected numbers that uint8 can hold, got float32; convert it first"),
+    ("ab", "'x': expected numbers, got strings; encode them first"),
+    (torch.eye(2).to_sparse(), "'x': expected a dense tensor, got a sparse one; convert it first"),
+])  # fmt: skip
 def test_rows_and_tables_refuse_the_same_values(value: Any, text: str, tmp_path: Path) -> None:
     d = DeviceDict({"y": torch.zeros(1, 2), "x": torch.zeros(1, 2, dtype=torch.uint8)})
     with RowWriter(tmp_path, like=d) as writer:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from batches import Batch, batch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import DTYPES
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, StringEncoder, Utf8, Vocabulary, cat, collate
@@ -35,9 +35,8 @@ class TestRows:
         d = batch()
         row = d.rows[2]
         check_invariants(row)
-        assert (
-            type(row) is Batch and type(row["n"]) is Batch and row["x"].tolist() == [4.0, 5.0] and row["n", "id"] == 2
-        )
+        assert type(row) is Batch and type(row["n"]) is Batch and row["x"].tolist() == [4.0, 5.0]
+        assert row["n", "id"] == 2
         assert row.decode("s") == "c" and row.decode("name") == "n2" and row.decode(("n", "file")) == "f2f2f2"
         row["x"].zero_()
         assert not d["x"][2].any() and d.rows[-1]["n", "id"] == 5 and d.rows[np.int64(1)]["n", "id"] == 1
@@ -65,11 +64,8 @@ class TestRows:
         assert d.rows[range(0, 6, 3)]["n", "id"].tolist() == [0, 3]
         taken = d.rows[index]
         check_invariants(taken)
-        assert (
-            taken["n", "id"].tolist() == [0, 3, 5]
-            and taken["o"] == [None, None, {1}]
-            and taken.decode("name") == ["n0", "n3", "n5"]
-        )
+        assert taken["n", "id"].tolist() == [0, 3, 5] and taken["o"] == [None, None, {1}]
+        assert taken.decode("name") == ["n0", "n3", "n5"]
         taken["x"].zero_()
         assert d["x"][3].any() and len(d.rows[[]].rows) == 0
 
@@ -87,42 +83,29 @@ class TestRows:
         assert shared.is_packed and shared["image"].is_shared() and torch.equal(shared["image"], image[index])
         assert pickle.loads(pickle.dumps(shared)) == shared
 
-    @pytest.mark.parametrize(
-        ("index", "error", "message"),
-        [
-            (6, IndexError, "row 6 is out of range, there are 6"),
-            (-7, IndexError, "row -7 is out of range"),
-            ([9], IndexError, "out of"),
-            (True, TypeError, "got one bool"),
-            (np.bool_(True), TypeError, "got one bool"),
-            (
-                (1, 2),
-                TypeError,
-                "rows are indexed by int, slice, mask or indices (a tensor, array or list), got tuple; "
-                "use d[key] for a field",
-            ),
-            (
-                "x",
-                TypeError,
-                "rows are indexed by int, slice, mask or indices (a tensor, array or list), got str; "
-                "use d[key] for a field",
-            ),
-            (None, TypeError, "got NoneType"),
-            (1.5, TypeError, "got float"),
-            (torch.tensor([1.0]), TypeError, "got float32[1]"),
-            (torch.zeros(2, 2).long(), TypeError, "got int64[2, 2]"),
-            (["a"], TypeError, "a list of ints"),
-            ([[1], [2, 3]], TypeError, "a list of ints"),
-            ([True], IndexError, "a mask for 6 rows has the shape [6], got [1]"),
-            (
-                torch.tensor([1, 0, 0, 1, 0, 1], dtype=torch.uint8),
-                TypeError,
-                "an index of dtype uint8[6] may be a mask or row numbers; use .bool() for a mask, "
-                "and .long() for row numbers",
-            ),
-            (np.array([1, 0], dtype=np.uint8), TypeError, "an index of dtype uint8[2] may be a mask or row numbers"),
-        ],
-    )
+    @pytest.mark.parametrize(("index", "error", "message"), [
+        (6, IndexError, "row 6 is out of range, there are 6"),
+        (-7, IndexError, "row -7 is out of range"),
+        ([9], IndexError, "out of"),
+        (True, TypeError, "got one bool"),
+        (np.bool_(True), TypeError, "got one bool"),
+        ((1, 2), TypeError,
+         "rows are indexed by int, slice, mask or indices (a tensor, array or list), got tuple; "
+         "use d[key] for a field"),
+        ("x", TypeError,
+         "rows are indexed by int, slice, mask or indices (a tensor, array or list), got str; use d[key] for a field"),
+        (None, TypeError, "got NoneType"),
+        (1.5, TypeError, "got float"),
+        (torch.tensor([1.0]), TypeError, "got float32[1]"),
+        (torch.zeros(2, 2).long(), TypeError, "got int64[2, 2]"),
+        (["a"], TypeError, "a list of ints"),
+        ([[1], [2, 3]], TypeError, "a list of ints"),
+        ([True], IndexError, "a mask for 6 rows has the shape [6], got [1]"),
+        (torch.tensor([1, 0, 0, 1, 0, 1], dtype=torch.uint8), TypeError,
+         "an index of dtype uint8[6] may be a mask or row numbers; use .bool() for a mask, "
+         "and .long() for row numbers"),
+        (np.array([1, 0], dtype=np.uint8), TypeError, "an index of dtype uint8[2] may be a mask or row numbers"),
+    ])  # fmt: skip
     def test_what_is_no_index(self, index: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             batch().rows[index]
@@ -144,8 +127,7 @@ class TestRows:
             use(DeviceDict({"x": torch.ones(2), "n": {"s": 1.0}}).rows)
         with pytest.raises(ValueError, match=r"has 'x' \[\], 'y' \[\]; collate\(\[row\]\) makes a batch$"):
             use(DeviceDict({"x": 1, "y": 2}).rows)
-        with pytest.raises(ValueError, match=r"has no tensors$"):
-            use(DeviceDict().rows)
+        fails(ValueError, r"has no tensors$", lambda: use(DeviceDict().rows))
 
     @pytest.mark.parametrize("n", [0, 1, 64, 130])
     def test_iterating_is_indexing(self, n: int) -> None:
@@ -227,22 +209,16 @@ class TestRows:
         finally:
             torch.set_default_device(None)
 
-    @pytest.mark.parametrize(
-        ("other", "error", "message"),
-        [
-            ({"x": torch.ones(2)}, ValueError, "the given mapping lacks 'n', which this DeviceDict has"),
-            (
-                {"x": torch.ones(2), "n": {"y": 1, "z": 2}},
-                ValueError,
-                "the given mapping has 'n.z', which this DeviceDict lacks",
-            ),
-            ({"x": torch.ones(3), "n": {"y": 1}}, ValueError, "'x': expected [2] for these rows, got [3]"),
-            ({"x": torch.ones(2), "n": {"y": [1, 2]}}, ValueError, "'n.y': expected [] for these rows, got [2]"),
-            ({"x": torch.ones(2), "n": 1}, ValueError, "'n': expected a nested dict, got an int"),
-            ({"x": torch.ones(2, device="meta"), "n": {"y": 1}}, DeviceMismatchError, "'x' is on meta"),
-            ([1], TypeError, "rows are set from a mapping with the keys of the dict, got list"),
-        ],
-    )
+    @pytest.mark.parametrize(("other", "error", "message"), [
+        ({"x": torch.ones(2)}, ValueError, "the given mapping lacks 'n', which this DeviceDict has"),
+        ({"x": torch.ones(2), "n": {"y": 1, "z": 2}}, ValueError,
+         "the given mapping has 'n.z', which this DeviceDict lacks"),
+        ({"x": torch.ones(3), "n": {"y": 1}}, ValueError, "'x': expected [2] for these rows, got [3]"),
+        ({"x": torch.ones(2), "n": {"y": [1, 2]}}, ValueError, "'n.y': expected [] for these rows, got [2]"),
+        ({"x": torch.ones(2), "n": 1}, ValueError, "'n': expected a nested dict, got an int"),
+        ({"x": torch.ones(2, device="meta"), "n": {"y": 1}}, DeviceMismatchError, "'x' is on meta"),
+        ([1], TypeError, "rows are set from a mapping with the keys of the dict, got list"),
+    ])  # fmt: skip
     def test_what_cannot_be_set_leaves_the_dict_as_it_was(
         self, other: Any, error: type[Exception], message: str
     ) -> None:
@@ -298,23 +274,13 @@ class TestRows:
         with pytest.raises(ValueError, match=r"^'o': expected a list of 2 objects for these rows, got \[1\]$"):
             d.rows[0:2] = {**d.rows[0:2], "o": [1]}
 
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            (
-                {"meta": 1},
-                ValueError,
-                "'meta': expected the kept value of all rows, <class 'object'>, got 1; rows cannot change it, so "
-                "replace the whole field",
-            ),
-            (
-                {"o": [torch.ones(1, device="meta")]},
-                DeviceMismatchError,
-                "'o' is on meta, this DeviceDict is on cpu; move it with .to('cpu'), or build with "
-                'on_mismatch="move"',
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("change", "error", "message"), [
+        ({"meta": 1}, ValueError,
+         "'meta': expected the kept value of all rows, <class 'object'>, got 1; rows cannot change it, so "
+         "replace the whole field"),
+        ({"o": [torch.ones(1, device="meta")]}, DeviceMismatchError,
+         "'o' is on meta, this DeviceDict is on cpu; move it with .to('cpu'), or build with " 'on_mismatch="move"'),
+    ])  # fmt: skip
     def test_what_a_kept_list_refuses(self, change: Any, error: type[Exception], message: str) -> None:
         d = batch()
         with pytest.raises(error) as caught:
@@ -334,25 +300,16 @@ class TestRows:
         d = DeviceDict({"x": torch.ones(3), "y": torch.ones(3)}).pack()
         product = saved * d["x"]
         d.rows[0] = {"x": 5.0, "y": 5.0}
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            product.sum().backward()
+        fails(RuntimeError, "modified by an inplace operation", lambda: product.sum().backward())
 
     @pytest.mark.parametrize("index", [0, slice(0, 1), [0]], ids=repr)
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda: torch.zeros(2, requires_grad=True), "^'w': .* leaf"),
-            (
-                inference_tensor,
-                r"^'w' is an inference tensor; clone\(\) it before rows\[\.\.\.\] =, or use torch.inference_mode\(\)$",
-            ),
-            (
-                lambda: torch.zeros(1).expand(2),
-                r"^'w' is expanded: its elements share memory; clone\(\) it before rows\[\.\.\.\] =$",
-            ),
-        ],
-        ids=["a leaf", "an inference tensor", "an expanded tensor"],
-    )
+    @pytest.mark.parametrize(("make", "message"), [
+        (lambda: torch.zeros(2, requires_grad=True), "^'w': .* leaf"),
+        (inference_tensor,
+         r"^'w' is an inference tensor; clone\(\) it before rows\[\.\.\.\] =, or use torch.inference_mode\(\)$"),
+        (lambda: torch.zeros(1).expand(2),
+         r"^'w' is expanded: its elements share memory; clone\(\) it before rows\[\.\.\.\] =$"),
+    ], ids=["a leaf", "an inference tensor", "an expanded tensor"])  # fmt: skip
     def test_what_cannot_be_written_leaves_the_dict_as_it_was(self, index: Any, make: Any, message: str) -> None:
         d = DeviceDict({"x": torch.zeros(2), "w": make(), "y": torch.zeros(2)})
         with pytest.raises(RuntimeError, match=message):
@@ -384,16 +341,13 @@ class TestRows:
     def test_split_and_shuffle(self, device: torch.device) -> None:
         d = batch().drop("o", "meta").to(device)
         parts = d.rows.split(4)
-        assert (
-            [len(part.rows) for part in parts] == [4, 2] and cat(parts) == d and parts[1]["n", "id"].tolist() == [4, 5]
-        )
+        assert [len(part.rows) for part in parts] == [4, 2] and cat(parts) == d
+        assert parts[1]["n", "id"].tolist() == [4, 5]
         shuffled = d.rows.shuffle(torch.Generator().manual_seed(1))
         assert shuffled == d.rows.shuffle(torch.Generator().manual_seed(1)) and shuffled.device == device
-        assert sorted(shuffled["n", "id"].tolist()) == list(range(6)) and sorted(
-            d.rows.shuffle()["n", "id"].tolist()
-        ) == list(range(6))
-        with pytest.raises(ValueError, match="a size of at least 1, got 0"):
-            d.rows.split(0)
+        assert sorted(shuffled["n", "id"].tolist()) == list(range(6))
+        assert sorted(d.rows.shuffle()["n", "id"].tolist()) == list(range(6))
+        fails(ValueError, "a size of at least 1, got 0", lambda: d.rows.split(0))
         assert repr(d.rows).startswith("Batch.rows(6): the first 5\n")
 
     def test_rows_of_a_packed_dict_write_into_it(self) -> None:
@@ -402,16 +356,13 @@ class TestRows:
         packed.rows[0] = {"x": 2.0, "y": 3.0}
         assert packed.is_packed and packed["x"].tolist() == [[2, 2], [1, 1], [1, 1], [0, 0]]
 
-    @pytest.mark.parametrize(
-        ("data", "key"),
-        [
-            ({"input_ids": [3, 2], "name": "nl"}, "name"),
-            ({"name": "nl"}, "name"),
-            ({"x": [1, 2], "n": {"name": "nl"}}, "n.name"),
-            ({"x": [1, 2], "text": "nl"}, "text"),
-            ({"x": [1, 2], "n": {"text": "nl"}}, "n.text"),
-        ],
-    )
+    @pytest.mark.parametrize(("data", "key"), [
+        ({"input_ids": [3, 2], "name": "nl"}, "name"),
+        ({"name": "nl"}, "name"),
+        ({"x": [1, 2], "n": {"name": "nl"}}, "n.name"),
+        ({"x": [1, 2], "text": "nl"}, "text"),
+        ({"x": [1, 2], "n": {"text": "nl"}}, "n.text"),
+    ])  # fmt: skip
     def test_one_string_is_no_batch_of_characters(self, data: Any, key: str) -> None:
         """The first row of ``{"input_ids": [3, 2], "name": "nl"}`` decoded to "n"."""
         d = DeviceDict(data, encoders={"text": Characters()})
@@ -446,8 +397,7 @@ class TestEveryKindOfIndex:
     @pytest.mark.parametrize("field", [torch.zeros(3, 0), torch.zeros(0), torch.zeros(0, 2)])
     def test_fields_without_elements(self, field: torch.Tensor) -> None:
         d = DeviceDict({"x": field})
-        with pytest.raises(IndexError, match=f"row 3 is out of range, there are {len(field)}"):
-            d.rows[torch.tensor([3])]
+        fails(IndexError, f"row 3 is out of range, there are {len(field)}", lambda: d.rows[torch.tensor([3])])
         assert d.rows[torch.tensor([], dtype=torch.int64)]["x"].shape == (0, *field.shape[1:])
         with pytest.raises(IndexError, match=r"row 3 is out of range, there are 3"):
             DeviceDict({"x": torch.zeros(3, 0), "y": torch.zeros(3)}).rows[torch.tensor([3])]
@@ -457,8 +407,7 @@ class TestEveryKindOfIndex:
         index = torch.tensor([3, 0])
         assert d.rows[index]["x"].tolist() == [3.0, 0.0]
         d["x"].resize_(3)
-        with pytest.raises(ValueError, match=r"rows need fields that agree .* 'x' \[3\], 'y' \[4, 2\]"):
-            d.rows[index]
+        fails(ValueError, r"rows need fields that agree .* 'x' \[3\], 'y' \[4, 2\]", lambda: d.rows[index])
         with pytest.raises(ValueError, match=r"rows need fields that agree"):
             d.rows[index] = {"x": [1.0, 2.0], "y": [[1, 2], [3, 4]]}
         d["x"].set_(torch.arange(4.0) + 1)  # pyright: ignore[reportArgumentType]
@@ -472,8 +421,7 @@ class TestEveryKindOfIndex:
         part = d.rows[index]
         assert list(part) == ["x", "z"] and part["z"].requires_grad
         d["n"] = {"q": torch.zeros(3)}
-        with pytest.raises(ValueError, match=r"rows need fields that agree"):
-            d.rows[index]
+        fails(ValueError, r"rows need fields that agree", lambda: d.rows[index])
 
     def test_lists_are_what_numpy_reads(self) -> None:
         d = DeviceDict({"x": torch.arange(2)})
@@ -521,14 +469,10 @@ class TestEveryKindOfIndex:
         assert d["j"].tolist() == [2.0, 3.0, 0.0, 0.0] and memory.tolist() == [8, 9, 3, 4]
 
     @pytest.mark.parametrize("index", [1, slice(1, 2), torch.tensor([1])], ids=repr)
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda: inference_tensor(4), r"'y' is an inference tensor; clone\(\) it before"),
-            (lambda: torch.zeros(4, requires_grad=True), "'y': a"),
-        ],
-        ids=["an inference tensor", "a leaf"],
-    )
+    @pytest.mark.parametrize(("make", "message"), [
+        (lambda: inference_tensor(4), r"'y' is an inference tensor; clone\(\) it before"),
+        (lambda: torch.zeros(4, requires_grad=True), "'y': a"),
+    ], ids=["an inference tensor", "a leaf"])  # fmt: skip
     def test_nothing_is_written_before_all_is_valid(self, index: Any, make: Any, message: str) -> None:
         d = DeviceDict({"x": torch.zeros(4), "y": make()})
         with pytest.raises(RuntimeError, match=message):
@@ -567,11 +511,7 @@ class TestGroups:
 
     def test_what_has_no_order(self) -> None:
         d = DeviceDict({"z": torch.ones(2, dtype=torch.complex64), "x": [1, 2]})
-        with pytest.raises(
-            TypeError,
-            match=r"^'z': group_by takes values that torch sorts, got complex64",
-        ):
-            d.rows.group_by("z")
+        fails(TypeError, r"^'z': group_by takes values that torch sorts, got complex64", lambda: d.rows.group_by("z"))
 
 
 @pytest.mark.parametrize(("name", "text"), [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,9 +86,8 @@ class TestBatches:
         assert isinstance(batch, DeviceDict) and batch.is_packed
         in_turn = torch.stack([x[i % 7 : i % 7 + 1].reshape(-1).view(torch.uint8) for i in index])
         for key in ("x", "y", "f"):
-            assert batch[key].dtype == dtype and torch.equal(
-                batch[key].reshape(4, -1).view(torch.uint8), in_turn.reshape(4, -1)
-            )
+            assert batch[key].dtype == dtype
+            assert torch.equal(batch[key].reshape(4, -1).view(torch.uint8), in_turn.reshape(4, -1))
         plain = d.rows[index]
         assert all(
             torch.equal(plain[key].reshape(4, -1).view(torch.uint8), in_turn.reshape(4, -1)) for key in ("x", "y", "f")
@@ -122,9 +121,8 @@ class TestBatches:
             }
         )
         batch = collate(d.rows.__getitems__([1, 3]))
-        assert (
-            type(batch) is Kept and batch["o"] == [{1}, ()] and batch["m"] is object and batch["x"].tolist() == [1, 3]
-        )
+        assert type(batch) is Kept and batch["o"] == [{1}, ()] and batch["m"] is object
+        assert batch["x"].tolist() == [1, 3]
         assert batch["s"].to_dense().tolist() == [[0, 1, 0, 0], [0, 0, 0, 1]] and batch["p"].tolist() == [1, 3]
         batch["w"].sum().backward()
         assert w.grad is not None and w.grad.tolist() == [[0, 0], [2, 2], [0, 0], [2, 2]]
@@ -142,10 +140,8 @@ class TestBatches:
 
     def test_what_is_no_index(self) -> None:
         rows = table().rows
-        with pytest.raises(IndexError, match=r"^row 23 is out of range, there are 23$"):
-            rows.__getitems__([0, 23])
-        with pytest.raises(IndexError, match=r"^row -24 is out of range, there are 23$"):
-            rows.__getitems__([0, -24])
+        fails(IndexError, r"^row 23 is out of range, there are 23$", lambda: rows.__getitems__([0, 23]))
+        fails(IndexError, r"^row -24 is out of range, there are 23$", lambda: rows.__getitems__([0, -24]))
         with pytest.raises(TypeError, match=r"^__getitems__ takes a mask or indices, got int$"):
             rows.__getitems__(3)  # pyright: ignore[reportArgumentType]
 
@@ -155,8 +151,7 @@ class TestBatches:
         assert collate(batch) is batch._dict and default_collate(batch) is batch._dict  # pyright: ignore[reportArgumentType]
         point = collate(batch, cls=Point)
         assert type(point) is Point and point.x is batch._dict["x"]
-        with pytest.raises(TypeError, match="name"):
-            collate(d.drop("name").rows, cls=Point)
+        fails(TypeError, "name", lambda: collate(d.drop("name").rows, cls=Point))
         other = collate(batch, encoders={"x": Vocabulary(["a"])})
         assert "x" in other.encoders and other["x"] is batch._dict["x"]
         packed = collate(batch, pack=True)
@@ -266,25 +261,17 @@ class TestIterator:
         assert [len(batch.rows) for batch in d.rows.batches(10, shuffle=True, drop_last=True)] == [10, 10]
         assert list(d.rows[:0].rows.batches(3, shuffle=True)) == [] == list(d.rows[:0].rows.batches(3))
 
-    @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            ({"size": 0}, ValueError, "batches takes a size of at least 1, got 0"),
-            ({"size": 1.5}, TypeError, "batches takes a size, got 1.5"),
-            (
-                {"size": 2, "generator": torch.Generator()},
-                TypeError,
-                "batches takes a generator with shuffle=True only",
-            ),
-            ({"size": 2, "shuffle": True, "generator": 1}, TypeError, "batches takes a torch.Generator, got int"),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "error", "message"), [
+        ({"size": 0}, ValueError, "batches takes a size of at least 1, got 0"),
+        ({"size": 1.5}, TypeError, "batches takes a size, got 1.5"),
+        ({"size": 2, "generator": torch.Generator()}, TypeError, "batches takes a generator with shuffle=True only"),
+        ({"size": 2, "shuffle": True, "generator": 1}, TypeError, "batches takes a torch.Generator, got int"),
+    ])  # fmt: skip
     def test_arguments_are_checked_at_the_call(self, arguments: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             table().rows.batches(**arguments)
         assert str(caught.value) == message
-        with pytest.raises(ValueError, match="rows need fields that agree"):
-            DeviceDict({"x": [1], "y": [1, 2]}).rows.batches(1)
+        fails(ValueError, "rows need fields that agree", lambda: DeviceDict({"x": [1], "y": [1, 2]}).rows.batches(1))
 
 
 class Numbers(StringEncoder):
@@ -364,14 +351,10 @@ class TestGroups:
         d = Kept({"x": torch.zeros(2, 2), "n": {"y": [1, 2]}, "o": [None, 1]})
         with pytest.raises(ValueError, match=r"^'x': group_by takes a field with one value per row, got \w+\[2, 2\]$"):
             d.rows.group_by("x")
-        with pytest.raises(TypeError, match=r"^'n': group_by takes a tensor field, got a mapping$"):
-            d.rows.group_by("n")
-        with pytest.raises(TypeError, match=r"^'o': group_by takes a tensor field, got a list$"):
-            d.rows.group_by("o")
-        with pytest.raises(KeyError, match="'z'"):
-            d.rows.group_by("z")
-        with pytest.raises(KeyError, match=r"n.*z"):
-            d.rows.group_by(("n", "z"))
+        fails(TypeError, r"^'n': group_by takes a tensor field, got a mapping$", lambda: d.rows.group_by("n"))
+        fails(TypeError, r"^'o': group_by takes a tensor field, got a list$", lambda: d.rows.group_by("o"))
+        fails(KeyError, "'z'", lambda: d.rows.group_by("z"))
+        fails(KeyError, r"n.*z", lambda: d.rows.group_by(("n", "z")))
 
 
 class TestRollouts:
@@ -391,11 +374,8 @@ class TestRollouts:
         for t in range(8):
             buffer.rows[t] = step.map(lambda field, t=t: field + t if field.is_floating_point() else field)
         flat = buffer.rows.flatten()
-        assert (
-            flat["obs", "x"].shape == (32, 3)
-            and flat["done"].shape == (32,)
-            and flat.decode("a")[:5] == ["no", "ya", "", "n", "no"]
-        )
+        assert flat["obs", "x"].shape == (32, 3) and flat["done"].shape == (32,)
+        assert flat.decode("a")[:5] == ["no", "ya", "", "n", "no"]
         assert flat["obs", "x"][:, 0].tolist() == [1.0 + t for t in range(8) for _ in range(4)]
         flat["obs", "t"].fill_(7)
         assert (buffer["obs", "t"] == 7).all(), "views"
@@ -420,31 +400,15 @@ class TestRollouts:
         with pytest.raises(RuntimeError):
             d.new_zeros(-1)
 
-    @pytest.mark.parametrize(
-        ("d", "dims", "error", "message"),
-        [
-            (
-                DeviceDict({"x": torch.zeros(2, 3), "n": {"y": torch.zeros(2)}}),
-                2,
-                ValueError,
-                "'n.y': flatten(2) takes fields that agree on their first 2 dimensions, [2, 3] as in the first",
-            ),
-            (
-                DeviceDict({"x": torch.zeros(2, 3), "s": ["a", "b"]}),
-                2,
-                ValueError,
-                "'s': flatten(2) takes",
-            ),
-            (DeviceDict({"x": torch.zeros(2, 3)}), 0, ValueError, "flatten takes at least 1 dimension, got 0"),
-            (DeviceDict({"x": torch.zeros(2, 3)}), "2", TypeError, "flatten takes a number of dimensions, got '2'"),
-            (
-                Kept({"x": torch.zeros(2, 3), "o": [None, 1]}),
-                2,
-                TypeError,
-                "'o': flatten takes fields with dimensions, got a list",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("d", "dims", "error", "message"), [
+        (DeviceDict({"x": torch.zeros(2, 3), "n": {"y": torch.zeros(2)}}), 2, ValueError,
+         "'n.y': flatten(2) takes fields that agree on their first 2 dimensions, [2, 3] as in the first"),
+        (DeviceDict({"x": torch.zeros(2, 3), "s": ["a", "b"]}), 2, ValueError, "'s': flatten(2) takes"),
+        (DeviceDict({"x": torch.zeros(2, 3)}), 0, ValueError, "flatten takes at least 1 dimension, got 0"),
+        (DeviceDict({"x": torch.zeros(2, 3)}), "2", TypeError, "flatten takes a number of dimensions, got '2'"),
+        (Kept({"x": torch.zeros(2, 3), "o": [None, 1]}), 2, TypeError,
+         "'o': flatten takes fields with dimensions, got a list"),
+    ])  # fmt: skip
     def test_what_cannot_be_flattened(self, d: Any, dims: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             d.rows.flatten(dims)

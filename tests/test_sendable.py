@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -215,8 +215,7 @@ class TestLoader:
         error, message = error_of(name)
         batches = iter(loader_of(Made(name), pin))
         assert next(batches)["i"] == 0
-        with pytest.raises(error, match=f"(?s)in DataLoader worker process 0.*{message}"):
-            next(batches)
+        fails(error, f"(?s)in DataLoader worker process 0.*{message}", lambda: next(batches))
         assert next(batches)["i"] == 2
 
     @pytest.mark.parametrize("within", ["tuple", "dict"])
@@ -226,8 +225,7 @@ class TestLoader:
         error, message = error_of(name)
         batches = iter(loader_of(Made(name, within), pin))
         next(batches)
-        with pytest.raises(error, match=f"(?s)in DataLoader worker process 0.*{message}"):
-            inside(next(batches))["x"]
+        fails(error, f"(?s)in DataLoader worker process 0.*{message}", lambda: inside(next(batches))["x"])
         assert inside(next(batches))["i"] == 2
         with pytest.raises(StopIteration):
             next(batches)
@@ -238,8 +236,7 @@ class TestLoader:
         loader = loader_of(Made("computed", within), pin, batch_size=1, collate_fn=only, num_workers=2)
         batches = iter(loader)
         first = inside(next(batches))
-        with pytest.raises(TypeError, match=f"(?s)in DataLoader worker process 1.*{BAD[computed]}"):
-            len(inside(next(batches)))
+        fails(TypeError, f"(?s)in DataLoader worker process 1.*{BAD[computed]}", lambda: len(inside(next(batches))))
         assert [int(first["i"]), int(inside(next(batches))["i"])] == [0, 2]
         assert list(batches) == []
 
@@ -247,8 +244,7 @@ class TestLoader:
     def test_a_bad_dict_in_every_batch(self, within: str, pin: bool) -> None:
         batches = iter(loader_of(Made("kept", within, everywhere=True), pin))
         for _ in range(3):
-            with pytest.raises(TypeError, match="'f': the kept function"):
-                dict(**inside(next(batches)))
+            fails(TypeError, "'f': the kept function", lambda: dict(**inside(next(batches))))
         with pytest.raises(StopIteration):
             next(batches)
 
@@ -271,8 +267,7 @@ class TestLoader:
     def test_a_batch_is_named(self, name: str, collate_fn: Any, pin: bool) -> None:
         loader = loader_of(Made(name, everywhere=True), pin, batch_size=2, collate_fn=collate_fn)
         error, message = error_of(name)
-        with pytest.raises(error, match=message.replace("kept function", "kept list")):
-            list(loader)
+        fails(error, message.replace("kept function", "kept list"), lambda: list(loader))
 
     def test_parameters_are_named_where_they_are_stacked(self, pin: bool) -> None:
         for collate_fn in (collate, default_collate):
@@ -284,8 +279,7 @@ class TestLoader:
 
     def test_beside_a_label_under_default_collate(self, pin: bool) -> None:
         batches = iter(loader_of(Made("kept", "sample", everywhere=True), pin, batch_size=2))
-        with pytest.raises(TypeError, match="'f': the kept list"):
-            next(batches)[0]["x"]
+        fails(TypeError, "'f': the kept list", lambda: next(batches)[0]["x"])
 
     @pytest.mark.parametrize("name", ["computed", "local_class"])
     def test_persistent_workers(self, name: str, pin: bool) -> None:
@@ -354,31 +348,25 @@ class TestElsewhere:
         process = context.Process(target=put, args=(queue, name), daemon=True)
         process.start()
         error, message = error_of(name)
-        with pytest.raises(error, match=f"(?s)in a process that sends to this one.*{message}"):
-            queue.get(timeout=WAIT)["x"]
+        fails(error, f"(?s)in a process that sends to this one.*{message}", lambda: queue.get(timeout=WAIT)["x"])
         assert queue.get(timeout=WAIT) == "after"
         process.join(WAIT)
 
     def test_a_pipe_raises_where_it_is_sent(self) -> None:
         a, b = torch.multiprocessing.get_context("fork").Pipe()
-        with pytest.raises(TypeError, match=error_of("computed")[1]):
-            a.send(computed())
+        fails(TypeError, error_of("computed")[1], lambda: a.send(computed()))
         a.close()
         b.close()
 
     def test_pools_tell_their_caller(self) -> None:
         context = torch.multiprocessing.get_context("fork")
         with context.Pool(1) as pool:
-            with pytest.raises(TypeError, match=error_of("local_class")[1]):
-                pool.apply_async(echo, (local_class(),)).get(WAIT)
-            with pytest.raises(Exception, match=error_of("local_class")[1]):
-                pool.apply_async(make, ("local_class",)).get(WAIT)
+            fails(TypeError, error_of("local_class")[1], lambda: pool.apply_async(echo, (local_class(),)).get(WAIT))
+            fails(Exception, error_of("local_class")[1], lambda: pool.apply_async(make, ("local_class",)).get(WAIT))
             assert pool.apply_async(echo, (1,)).get(WAIT) == 1
         with ProcessPoolExecutor(1, mp_context=context) as executor:
-            with pytest.raises(TypeError, match=error_of("local_class")[1]):
-                executor.submit(len, local_class()).result(WAIT)
-            with pytest.raises(TypeError, match=error_of("local_class")[1]):
-                executor.submit(make, "local_class").result(WAIT)
+            fails(TypeError, error_of("local_class")[1], lambda: executor.submit(len, local_class()).result(WAIT))
+            fails(TypeError, error_of("local_class")[1], lambda: executor.submit(make, "local_class").result(WAIT))
             assert executor.submit(echo, 1).result(WAIT) == 1
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import compiles
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -54,20 +54,15 @@ class TestTable:
         named = DeviceDict({"name": ["Ada", "Grace"]})
         assert torch.stack([named, DeviceDict({"name": ["a", "b"]})]).decode("name") == [["Ada", "Grace"], ["a", "b"]]
         assert type(torch.stack([Point(x=1), Point(x=2)])) is Point
-        with pytest.raises(ValueError, match=r"^dict 1 lacks 'n', which dict 0 has$"):
-            torch.stack([d, d.drop("n")])
-        with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
-            torch.stack([d, d], out=d)
+        fails(ValueError, r"^dict 1 lacks 'n', which dict 0 has$", lambda: torch.stack([d, d.drop("n")]))
+        fails(TypeError, "unexpected keyword argument 'out'", lambda: torch.stack([d, d], out=d))
 
     def test_like(self) -> None:
         d = sample()
         zeros = torch.zeros_like(d)
         check_invariants(zeros)
-        assert (
-            zeros["n", "y"].tolist() == [0, 0, 0]
-            and zeros["n", "y"].dtype == torch.int64
-            and type(zeros["n"]) is DeviceDict
-        )
+        assert zeros["n", "y"].tolist() == [0, 0, 0] and zeros["n", "y"].dtype == torch.int64
+        assert type(zeros["n"]) is DeviceDict
         assert torch.ones_like(d)["x"].sum() == 6 and torch.full_like(d, 7)["n", "y"].tolist() == [7] * 3
         assert torch.empty_like(d, device="meta").device == torch.device("meta")
         for function in (torch.rand_like, torch.randn_like):
@@ -78,8 +73,7 @@ class TestTable:
         assert torch.zeros_like(d, dtype=torch.float64, requires_grad=True)["x"].requires_grad
         named = DeviceDict({"s": ["a", "b"], "o": 3.0}, encoders={"s": Vocabulary(["a", "b"])})
         assert torch.zeros_like(named).decode("s") == ["a", "a"]  # room for strings, as in a buffer
-        with pytest.raises(TypeError, match=r"^'s': torch\.ones_like takes numbers, got encoded strings"):
-            torch.ones_like(named)
+        fails(TypeError, r"^'s': torch\.ones_like takes numbers, got encoded strings", lambda: torch.ones_like(named))
         kept = torch.zeros_like(DeviceDict({"x": torch.tensor(1.0), "o": object}, objects="keep"))
         assert kept["o"] is object and kept["x"] == 0 and torch.zeros_like(DeviceDict()) == {}
 
@@ -88,8 +82,7 @@ class TestTable:
         near = d.map(lambda t: t * (1 + 1e-6) if t.is_floating_point() else t)
         assert torch.allclose(d, near) and not torch.allclose(d, near, rtol=0, atol=1e-12)
         assert torch.equal(d, d.clone()) and not torch.equal(d, near) and not torch.equal(d, d.drop("n"))
-        with pytest.raises(TypeError, match=r"^torch\.equal compares two mappings, got Tensor$"):
-            torch.equal(d, torch.ones(1))
+        fails(TypeError, r"^torch\.equal compares two mappings, got Tensor$", lambda: torch.equal(d, torch.ones(1)))
 
     def test_where(self) -> None:
         d, zero = sample(), torch.zeros_like(sample())
@@ -99,8 +92,7 @@ class TestTable:
         assert torch.where(mask, d, 0)["n", "y"].tolist() == [0, 0, 2]
         with pytest.raises(ValueError, match=r"^the other mapping lacks 'n', which this DeviceDict has$"):
             torch.where(mask, d, d.drop("n"))
-        with pytest.raises(RuntimeError, match=r"^'x': "):
-            torch.where(torch.ones(4, dtype=torch.bool), d, zero)
+        fails(RuntimeError, r"^'x': ", lambda: torch.where(torch.ones(4, dtype=torch.bool), d, zero))
 
     def test_parts(self) -> None:
         d = sample()
@@ -112,11 +104,8 @@ class TestTable:
         assert d["x"][0].sum() == 0
         times = DeviceDict({"a": torch.arange(6).reshape(2, 3), "s": [["a", "b", "c"], ["d", "e", "f"]]})
         columns = torch.unbind(times, dim=1)
-        assert (
-            columns[2]["a"].tolist() == [2, 5]
-            and columns[2].decode("s") == ["c", "f"]
-            and torch.unbind(times, -1) == columns
-        )
+        assert columns[2]["a"].tolist() == [2, 5] and columns[2].decode("s") == ["c", "f"]
+        assert torch.unbind(times, -1) == columns
         with pytest.raises(
             ValueError, match=r"^torch\.split: the fields differ in their size along dim=0: 'a' 2, 'b' 3$"
         ):
@@ -133,39 +122,27 @@ class TestTable:
 
 
 class TestEverythingElse:
-    @pytest.mark.parametrize(
-        ("call", "text"),
-        [
-            (
-                torch.relu,
-                "torch.relu takes no DeviceDict; call it for every field: d.map(torch.relu), or for one field: d[key]",
-            ),
-            (
-                F.relu,
-                "torch.nn.functional.relu takes no DeviceDict; call it for every field: d.map(lambda t: "
-                "torch.nn.functional.relu(t, ...))",
-            ),
-            (
-                lambda d: torch.add(d, 1),
-                "torch.add takes no DeviceDict; call it for every field: d.map(lambda t: torch.add(t, ...))",
-            ),
-            (nn.Linear(2, 1), "torch.nn.functional.linear takes no DeviceDict"),
-            (torch.sum, "d.map(torch.sum)"),
-            (
-                lambda d: torch.ones(2).add_(d),
-                "torch.Tensor.add_ takes no DeviceDict; call it for every field: d.map(lambda t: t.add_(...))",
-            ),
-            (lambda d: torch.ones(2)[d], "torch.Tensor.__getitem__ takes no DeviceDict"),
-            (lambda d: torch.lerp(torch.ones(2), d, 0.5), "torch.lerp takes no"),
-        ],
-    )
+    @pytest.mark.parametrize(("call", "text"), [
+        (torch.relu,
+         "torch.relu takes no DeviceDict; call it for every field: d.map(torch.relu), or for one field: d[key]"),
+        (F.relu,
+         "torch.nn.functional.relu takes no DeviceDict; call it for every field: d.map(lambda t: "
+         "torch.nn.functional.relu(t, ...))"),
+        (lambda d: torch.add(d, 1),
+         "torch.add takes no DeviceDict; call it for every field: d.map(lambda t: torch.add(t, ...))"),
+        (nn.Linear(2, 1), "torch.nn.functional.linear takes no DeviceDict"),
+        (torch.sum, "d.map(torch.sum)"),
+        (lambda d: torch.ones(2).add_(d),
+         "torch.Tensor.add_ takes no DeviceDict; call it for every field: d.map(lambda t: t.add_(...))"),
+        (lambda d: torch.ones(2)[d], "torch.Tensor.__getitem__ takes no DeviceDict"),
+        (lambda d: torch.lerp(torch.ones(2), d, 0.5), "torch.lerp takes no"),
+    ])  # fmt: skip
     def test_functions(self, call: Callable[[Any], Any], text: str) -> None:
         d = sample()
         with pytest.raises(TypeError) as caught:
             call(d)
         assert text in str(caught.value)
-        with pytest.raises(TypeError, match="takes no Point"):
-            torch.relu(Point(x=1))
+        fails(TypeError, "takes no Point", lambda: torch.relu(Point(x=1)))
 
     @pytest.mark.parametrize("symbol", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"])
     def test_operators(self, symbol: str) -> None:
@@ -190,8 +167,7 @@ class TestEverythingElse:
             with pytest.raises(TypeError) as caught:
                 function(other, d)
             assert str(caught.value) == f"DeviceDict has no operator {sign}; use d.map(lambda t: other {sign} t)"
-        with pytest.raises(TypeError, match=r"use d\.map\(torch\.\w+, other\)"):
-            function(d, d)
+        fails(TypeError, r"use d\.map\(torch\.\w+, other\)", lambda: function(d, d))
         before = d
         with pytest.raises(TypeError):
             getattr(operator, f"i{symbol}")(d, 2)
@@ -204,10 +180,8 @@ class TestEverythingElse:
             match=r"^DeviceDict has no operator \+; use d\.map\(lambda t: t \+ other\), or d\.add_\(other\) in place$",
         ):
             operator.add(d, 1)
-        with pytest.raises(TypeError, match="has no operator"):
-            sum([d, d])  # type: ignore[list-item]
-        with pytest.raises(TypeError, match="has no operator"):
-            np.ones(2) + d  # type: ignore[operator]
+        fails(TypeError, "has no operator", lambda: sum([d, d]))  # type: ignore[list-item]
+        fails(TypeError, "has no operator", lambda: np.ones(2) + d)  # type: ignore[operator]
         assert d.map(torch.add, d)["x"][1, 1] == 6 and d.map(torch.neg)["x"][1, 1] == -3
         assert (d | {"z": 1}).keys() == {"x", "n", "z"}  # merging is what it was
 
@@ -255,17 +229,13 @@ class TestEveryFunctionOfTorch:
             if result is not NotImplemented:
                 returned.add(resolve_name(function))
         names = "allclose clone detach empty_like equal ones_like unbind zeros_like"
-        assert returned - RANDOM == {f"torch.{name}" for name in names.split()} and d == sample().map(
-            torch.Tensor.float
-        )
+        assert returned - RANDOM == {f"torch.{name}" for name in names.split()}
+        assert d == sample().map(torch.Tensor.float)
 
     def test_a_dict_in_another_place(self) -> None:
-        with pytest.raises(TypeError, match=r"full_like.* DeviceDict"):
-            torch.full_like(torch.ones(2), sample())
-        with pytest.raises(TypeError, match=r"^aten\.add takes no DeviceDict"):
-            torch.ops.aten.add(torch.ones(2), sample())
-        with pytest.raises(TypeError, match=r"^aten\.add\.Tensor takes no DeviceDict"):
-            torch.ops.aten.add.Tensor(sample(), 1)
+        fails(TypeError, r"full_like.* DeviceDict", lambda: torch.full_like(torch.ones(2), sample()))
+        fails(TypeError, r"^aten\.add takes no DeviceDict", lambda: torch.ops.aten.add(torch.ones(2), sample()))
+        fails(TypeError, r"^aten\.add\.Tensor takes no DeviceDict", lambda: torch.ops.aten.add.Tensor(sample(), 1))
         assert (torch.ones(2) == sample()) is False
 
 
@@ -324,22 +294,17 @@ class TestFunctionsThatDoNotCompute:
         torch.testing.assert_close(d, d.clone())
         assert d == sample()
 
-    @pytest.mark.parametrize(
-        ("call", "text"),
-        [
-            (lambda d: torch.utils.swap_tensors(d, d.clone()), "_use_count"),
-            (torch.autograd.backward, "torch.Tensor|^$"),
-            (lambda d: torch.autograd.grad(torch.ones(1, requires_grad=True).sum(), d), "DeviceDict"),
-            (lambda d: nn.utils.rnn.pad_sequence([d]), "expected Tensor"),
-            (lambda d: torch.nn.utils.clip_grad_norm_(d, 1.0), "has no attribute 'grad'"),
-            (nn.Parameter, "DeviceDict"),
-        ],
-        ids=["swap_tensors", "backward", "grad", "pad_sequence", "clip_grad_norm_", "Parameter"],
-    )
+    @pytest.mark.parametrize(("call", "text"), [
+        (lambda d: torch.utils.swap_tensors(d, d.clone()), "_use_count"),
+        (torch.autograd.backward, "torch.Tensor|^$"),
+        (lambda d: torch.autograd.grad(torch.ones(1, requires_grad=True).sum(), d), "DeviceDict"),
+        (lambda d: nn.utils.rnn.pad_sequence([d]), "expected Tensor"),
+        (lambda d: torch.nn.utils.clip_grad_norm_(d, 1.0), "has no attribute 'grad'"),
+        (nn.Parameter, "DeviceDict"),
+    ], ids=["swap_tensors", "backward", "grad", "pad_sequence", "clip_grad_norm_", "Parameter"])  # fmt: skip
     def test_callers_that_need_a_tensor(self, call: Callable[[Any], Any], text: str) -> None:
         d = sample()
-        with pytest.raises((AttributeError, TypeError, AssertionError, RuntimeError), match=text):
-            call(d)
+        fails((AttributeError, TypeError, AssertionError, RuntimeError), text, lambda: call(d))
         assert d == sample()
 
     def test_what_a_module_holds(self) -> None:
@@ -350,8 +315,7 @@ class TestFunctionsThatDoNotCompute:
         with pytest.raises(TypeError, match=r"cannot assign 'tensordict_lite\.DeviceDict' object to parameter 's'"):
             module.register_parameter("s", d)
         refused = r"no attribute 'is_floating_point'$|object to buffer 's'"
-        with pytest.raises((AttributeError, TypeError), match=refused):
-            hold(module, d).to(torch.float64)
+        fails((AttributeError, TypeError), refused, lambda: hold(module, d).to(torch.float64))
         module = nn.Linear(2, 1)
         with pytest.raises(AttributeError, match=r"no attribute 'shape'$"):
             module.load_state_dict({"weight": d, "bias": torch.zeros(1)})
@@ -375,9 +339,9 @@ class TestWhatStays:
         d = sample()
         assert not torch.is_tensor(d) and not isinstance(d, Tensor) and is_tensor_like(d)
         assert default_collate([d, d]) == stack([d, d]) and repr(d).startswith("DeviceDict(cpu")
-        for fails in (torch.as_tensor, torch.tensor):
+        for refuses in (torch.as_tensor, torch.tensor):
             with pytest.raises((TypeError, RuntimeError)):
-                fails(d)
+                refuses(d)
         assert next(iter(DataLoader([d, d], batch_size=2))) == stack([d, d])  # type: ignore[arg-type]
 
     def test_copies_and_files(self) -> None:
@@ -398,8 +362,7 @@ class TestWhatStays:
         d = sample()
         with torch.device("cpu"):  # a mode that sees every function first
             assert torch.stack([d, d]) == stack([d, d])
-            with pytest.raises(TypeError, match=r"d\.map\(torch\.relu\)"):
-                torch.relu(d)
+            fails(TypeError, r"d\.map\(torch\.relu\)", lambda: torch.relu(d))
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(TypeError):
             torch.relu(d)
 
@@ -481,5 +444,4 @@ def test_with_inductor(join: Callable[..., Any]) -> None:
 
 
 def test_devices_that_disagree() -> None:
-    with pytest.raises(DeviceMismatchError, match="dict 1 is on meta"):
-        torch.stack([sample(), sample().to("meta")])
+    fails(DeviceMismatchError, "dict 1 is on meta", lambda: torch.stack([sample(), sample().to("meta")]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import DEPTH, Batch, Obs, Typed, sample, torch_saved_and_loaded
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -63,11 +63,8 @@ class TestTorchSave:
                     d.pack() if pack else d, map_location=location, weights_only=weights_only
                 )
                 check_invariants(again)
-                assert (
-                    type(again) is type(d)
-                    and again._policy == d._policy
-                    and (again == d or location == "meta" or not d)
-                )
+                assert type(again) is type(d) and again._policy == d._policy
+                assert again == d or location == "meta" or not d
                 assert again.is_packed == d.pack().is_packed or not pack or location == "meta"
                 assert [type(v) for v in again.values()] == [type(v) for v in d.values()]
 
@@ -89,15 +86,11 @@ class TestTorchSave:
             deep = DeviceDict({"n": deep})
         assert torch_saved_and_loaded(deep) == torch_saved_and_loaded(deep, weights_only=False) == deep
 
-    @pytest.mark.parametrize(
-        ("part", "bomb"),
-        [
-            ('"root":', '"root":' + '{"policy":-1,"items":[["n",' * 50_000),
-            ("[[", "[" * 100_000),
-            ('"version":1', f'"version":{"9" * 5000}'),
-        ],
-        ids=["deep dicts", "deep lists", "a long number"],
-    )
+    @pytest.mark.parametrize(("part", "bomb"), [
+        ('"root":', '"root":' + '{"policy":-1,"items":[["n",' * 50_000),
+        ("[[", "[" * 100_000),
+        ('"version":1', f'"version":{"9" * 5000}'),
+    ], ids=["deep dicts", "deep lists", "a long number"])  # fmt: skip
     def test_a_manifest_is_no_bomb(self, part: str, bomb: str) -> None:
         begin = time.monotonic()
         _, (text, *rest) = DeviceDict({"x": torch.ones(2)}).__reduce_ex__(2)
@@ -117,13 +110,10 @@ class TestTorchSave:
         with pytest.raises(pickle.UnpicklingError):
             torch_saved_and_loaded(hooked)
 
-    @pytest.mark.parametrize(
-        ("value", "policy", "message"),
-        [
-            (1.5, {}, r'^\'n\.o\': expected .*, got a float; convert it first, or build with objects="keep"'),
-            ({"a": 1}, {"objects": "keep"}, "^not a valid file or pickle: a tensor is missing$"),
-        ],
-    )
+    @pytest.mark.parametrize(("value", "policy", "message"), [
+        (1.5, {}, r'^\'n\.o\': expected .*, got a float; convert it first, or build with objects="keep"'),
+        ({"a": 1}, {"objects": "keep"}, "^not a valid file or pickle: a tensor is missing$"),
+    ])  # fmt: skip
     def test_an_object_that_the_options_do_not_allow(self, value: object, policy: dict[str, Any], message: str) -> None:
         d = DeviceDict({"n": DeviceDict({"o": {1}, "x": 1}, objects="keep")}, objects="keep")
         _, (text, classes, encoders, device, parts, leaves) = d.__reduce_ex__(2)
@@ -145,34 +135,31 @@ class TestTorchSave:
             ):
                 torch.load(io.BytesIO(content), weights_only=weights_only)
 
-    @pytest.mark.parametrize(
-        ("place", "value", "message"),
-        [
-            (0, None, "the data of the dict is damaged"),
-            (0, "", "its manifest: Expecting value"),
-            (0, "{}", "it has no version"),
-            (0, '{"version":9}', "its version is 9, and this package reads version 1; update the package"),
-            (1, None, "the data of the dict is damaged"),
-            (1, [], "the number of classes differs from the number of dicts"),
-            (1, ["os.system"] * 4, "the class 'os.system' of a saved dict is not defined here"),
-            (1, ["tensordict_lite._tree.tree.TreeDict"] * 4, "the class 'tensordict_lite._tree.tree.TreeDict'"),
-            (1, [int] * 4, "expected a DeviceDict class, got <class 'int'>"),
-            (2, None, "the data of the dict is damaged"),
-            (3, 3, "the data of the dict is damaged"),
-            (4, None, "the data of the dict is damaged"),
-            (4, [], "a tensor is missing"),
-            (4, [1], "the buffers of a pickled dict are damaged"),
-            (4, [(torch.zeros(2), ())], "the storage of a packed dict is damaged"),
-            (4, [(torch.zeros(2, dtype=torch.uint8), ())], "a buffer of a pickled dict: expected 0 bytes, got 2"),
-            (4, [(torch.zeros(2, dtype=torch.uint8), None)], "the layout of a pickled dict is damaged"),
-            (4, [(torch.zeros(2, dtype=torch.uint8), [3])], "the layout of a pickled dict is damaged"),
-            (4, [(torch.zeros(2, dtype=torch.uint8), [])], "a buffer of a pickled dict: expected 0 bytes, got 2"),
-            (5, (), "the data of the dict is damaged"),
-            (5, [0], "a tensor is missing"),
-            (5, [0, 1, 2, "x"], "a tensor is missing"),
-            (5, [0, 1, 2, 99], "a tensor is missing"),
-        ],
-    )
+    @pytest.mark.parametrize(("place", "value", "message"), [
+        (0, None, "the data of the dict is damaged"),
+        (0, "", "its manifest: Expecting value"),
+        (0, "{}", "it has no version"),
+        (0, '{"version":9}', "its version is 9, and this package reads version 1; update the package"),
+        (1, None, "the data of the dict is damaged"),
+        (1, [], "the number of classes differs from the number of dicts"),
+        (1, ["os.system"] * 4, "the class 'os.system' of a saved dict is not defined here"),
+        (1, ["tensordict_lite._tree.tree.TreeDict"] * 4, "the class 'tensordict_lite._tree.tree.TreeDict'"),
+        (1, [int] * 4, "expected a DeviceDict class, got <class 'int'>"),
+        (2, None, "the data of the dict is damaged"),
+        (3, 3, "the data of the dict is damaged"),
+        (4, None, "the data of the dict is damaged"),
+        (4, [], "a tensor is missing"),
+        (4, [1], "the buffers of a pickled dict are damaged"),
+        (4, [(torch.zeros(2), ())], "the storage of a packed dict is damaged"),
+        (4, [(torch.zeros(2, dtype=torch.uint8), ())], "a buffer of a pickled dict: expected 0 bytes, got 2"),
+        (4, [(torch.zeros(2, dtype=torch.uint8), None)], "the layout of a pickled dict is damaged"),
+        (4, [(torch.zeros(2, dtype=torch.uint8), [3])], "the layout of a pickled dict is damaged"),
+        (4, [(torch.zeros(2, dtype=torch.uint8), [])], "a buffer of a pickled dict: expected 0 bytes, got 2"),
+        (5, (), "the data of the dict is damaged"),
+        (5, [0], "a tensor is missing"),
+        (5, [0, 1, 2, "x"], "a tensor is missing"),
+        (5, [0, 1, 2, 99], "a tensor is missing"),
+    ])  # fmt: skip
     def test_it_checks_what_it_is_given(self, place: int, value: Any, message: str) -> None:
         rebuild, arguments = sample().pack().__reduce_ex__(2)
         assert rebuild(*arguments) == sample()
@@ -181,8 +168,7 @@ class TestTorchSave:
 
     def test_a_typed_class_that_has_changed(self) -> None:
         rebuild, (text, *rest) = Typed.from_dict({"x": 1, "obs": {"state": [2.0]}}).__reduce_ex__(2)
-        with pytest.raises(TypeError, match=r"^Typed has no field 'y'"):
-            rebuild(text.replace('"x"', '"y"'), *rest)
+        fails(TypeError, r"^Typed has no field 'y'", lambda: rebuild(text.replace('"x"', '"y"'), *rest))
 
     @pytest.mark.parametrize(
         "wrong",
@@ -191,14 +177,12 @@ class TestTorchSave:
     )
     def test_an_encoder_that_is_none(self, wrong: Any) -> None:
         rebuild, (text, classes, _, *rest) = DeviceDict({"s": "a"}, encoders={"s": Hashing(4)}).__reduce_ex__(2)
-        with pytest.raises(InvalidFileError, match="not a valid file or pickle: "):
-            rebuild(text, classes, [wrong], *rest)
+        fails(InvalidFileError, "not a valid file or pickle: ", lambda: rebuild(text, classes, [wrong], *rest))
 
     @pytest.mark.parametrize("name", ["nowhere", "cuda:999"])
     def test_a_device_that_is_none(self, name: str) -> None:
         rebuild, (text, classes, encoders, _, *rest) = DeviceDict({"n": {}}).__reduce_ex__(2)
-        with pytest.raises(InvalidFileError, match="not a valid file or pickle: "):
-            rebuild(text, classes, encoders, name, *rest)
+        fails(InvalidFileError, "not a valid file or pickle: ", lambda: rebuild(text, classes, encoders, name, *rest))
 
     def test_what_pytree_puts_in_is_saved_and_takes_trust(self) -> None:
         shapes: Any = pytree.tree_map(lambda tensor: tuple(tensor.shape), DeviceDict({"x": torch.ones(2, 3)}))

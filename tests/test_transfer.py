@@ -115,12 +115,8 @@ class TestPlan:
     def test_a_cast_is_planned_with_the_dtype_that_comes_out(self) -> None:
         tensors = [torch.zeros(SMALL // 16, dtype=torch.float64), *small(2), torch.zeros(3, dtype=torch.int64)]
         how = plan(tensors, CPU, SIM, torch.float32)
-        assert [sorted(part) for part in members(how)] == [[0, 1, 2, 3]] and {
-            run.dtype for run in how.coalesced[0].together.runs
-        } == {
-            torch.float32,
-            torch.int64,
-        }
+        assert [sorted(part) for part in members(how)] == [[0, 1, 2, 3]]
+        assert {run.dtype for run in how.coalesced[0].together.runs} == {torch.float32, torch.int64}
         assert plan([torch.zeros(SMALL // 4), *small(1)], CPU, SIM, torch.float64).one_by_one == (0, 1), (
             "too large when cast"
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -43,40 +43,32 @@ class TestInPlace:
             made = torch.ones(2)
             count = torch.ones(2).long()
         d = DeviceDict({"x": torch.ones(2), "n": {"made": made}})
-        with pytest.raises(RuntimeError, match=r"^'n\.made' is an inference tensor, .*; clone\(\) it first$"):
-            d.requires_grad_()
+        fails(RuntimeError, r"^'n\.made' is an inference tensor, .*; clone\(\) it first$", d.requires_grad_)
         assert not d["x"].requires_grad and d.requires_grad_(False) is d
         assert DeviceDict({"x": torch.ones(2), "count": count}).requires_grad_()["x"].requires_grad
         with torch.inference_mode():
             assert d.requires_grad_()["x"].requires_grad
 
-    @pytest.mark.parametrize(
-        ("make", "layout"),
-        [
-            (Tensor.to_sparse_csr, "sparse_csr"),
-            (Tensor.to_sparse_csc, "sparse_csc"),
-            (Tensor.to_sparse, "sparse_coo"),
-            (Tensor.to_mkldnn, "mkldnn"),
-        ],
-    )
+    @pytest.mark.parametrize(("make", "layout"), [
+        (Tensor.to_sparse_csr, "sparse_csr"),
+        (Tensor.to_sparse_csc, "sparse_csc"),
+        (Tensor.to_sparse, "sparse_coo"),
+        (Tensor.to_mkldnn, "mkldnn"),
+    ])  # fmt: skip
     @pytest.mark.filterwarnings("ignore:Sparse")
     def test_share_memory_looks_at_every_field_first(self, make: Any, layout: str) -> None:
         d = DeviceDict({"x": torch.ones(2), "n": {"s": make(torch.eye(2))}, "z": torch.ones(3)})
         message = f"'n.s' is {layout}, which has no storage to be moved to shared memory; to_dense() it first"
-        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
-            d.share_memory_()
+        fails(RuntimeError, f"^{re.escape(message)}$", d.share_memory_)
         assert not d["x"].is_shared() and not d["z"].is_shared()
         assert d.drop(("n", "s")).share_memory_()["x"].is_shared()
 
-    @pytest.mark.parametrize(
-        ("refused", "index"),
-        [
-            (torch.zeros(1, 2).expand(3, 2), slice(0, 2)),
-            (torch.zeros(3, 2, requires_grad=True), slice(0, 2)),
-            (torch.zeros(3, 2, requires_grad=True), [0, 2]),
-            (torch.zeros(3, 2, requires_grad=True), torch.tensor([True, False, True])),
-        ],
-    )
+    @pytest.mark.parametrize(("refused", "index"), [
+        (torch.zeros(1, 2).expand(3, 2), slice(0, 2)),
+        (torch.zeros(3, 2, requires_grad=True), slice(0, 2)),
+        (torch.zeros(3, 2, requires_grad=True), [0, 2]),
+        (torch.zeros(3, 2, requires_grad=True), torch.tensor([True, False, True])),
+    ])  # fmt: skip
     def test_rows_are_written_all_or_none(self, refused: Tensor, index: Any) -> None:
         d = DeviceDict({"x": torch.arange(3.0), "n": {"bad": refused}, "z": torch.zeros(3)})
         before = {"x": torch.arange(3.0), "n": {"bad": refused.detach().clone()}, "z": torch.zeros(3)}
@@ -195,8 +187,7 @@ class TestWrittenToMeanwhile:
             yield "x", torch.ones(1)
             d["other"] = torch.ones(1, device=SIM)
 
-        with pytest.raises(DeviceMismatchError, match=r"^'x' is on cpu"):
-            d.update(pairs())
+        fails(DeviceMismatchError, r"^'x' is on cpu", lambda: d.update(pairs()))
         check_invariants(d)
         d = DeviceDict()
         one = Reentrant(lambda: d.update(other=torch.ones(1, device=SIM)))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from PIL import Image
 from torch import Tensor, nn
 
@@ -140,10 +140,8 @@ class TestTensors:
         assert d.to("sim:1") is d and d.to("sim").device == torch.device("sim:0")
 
     def test_an_unknown_device(self) -> None:
-        with pytest.raises(RuntimeError, match="nonsense"):
-            DeviceDict(device="nonsense")
-        with pytest.raises(RuntimeError, match="nonsense"):
-            DeviceDict({"x": 1}).to("nonsense")
+        fails(RuntimeError, "nonsense", lambda: DeviceDict(device="nonsense"))
+        fails(RuntimeError, "nonsense", lambda: DeviceDict({"x": 1}).to("nonsense"))
 
     def test_parameters_are_stored_themselves(self) -> None:
         p = torch.nn.Parameter(torch.ones(1))
@@ -164,30 +162,27 @@ class Point(NamedTuple):
 
 
 class TestNumbers:
-    @pytest.mark.parametrize(
-        ("value", "dtype", "expected"),
-        [
-            (True, torch.bool, True),
-            (3, torch.int64, 3),
-            (1.5, torch.float32, 1.5),
-            (2j, torch.complex64, 2j),
-            (np.float64(1.5), torch.float64, 1.5),
-            (np.float32(1.5), torch.float32, 1.5),
-            (np.int16(7), torch.int16, 7),
-            (np.bool_(True), torch.bool, True),
-            (Colour.RED, torch.int64, 3),
-            ([1, 2], torch.int64, [1, 2]),
-            ([[1.0], [2.5]], torch.float32, [[1.0], [2.5]]),
-            ((1, 2.5, True), torch.float32, [1.0, 2.5, 1.0]),
-            ([np.float64(1), 2], torch.float64, [1.0, 2.0]),
-            (Point(1.0, 2.0), torch.float32, [1.0, 2.0]),
-            ([Point(1.0, 2.0)], torch.float32, [[1.0, 2.0]]),
-            ([], torch.float32, []),
-            ([np.array([1, 2]), np.array([3, 4])], torch.int64, [[1, 2], [3, 4]]),
-            ([[np.array([1.0])], [[2.0]]], torch.float64, [[[1.0]], [[2.0]]]),
-            (torch.Size([2, 3]), torch.int64, [2, 3]),
-        ],
-    )
+    @pytest.mark.parametrize(("value", "dtype", "expected"), [
+        (True, torch.bool, True),
+        (3, torch.int64, 3),
+        (1.5, torch.float32, 1.5),
+        (2j, torch.complex64, 2j),
+        (np.float64(1.5), torch.float64, 1.5),
+        (np.float32(1.5), torch.float32, 1.5),
+        (np.int16(7), torch.int16, 7),
+        (np.bool_(True), torch.bool, True),
+        (Colour.RED, torch.int64, 3),
+        ([1, 2], torch.int64, [1, 2]),
+        ([[1.0], [2.5]], torch.float32, [[1.0], [2.5]]),
+        ((1, 2.5, True), torch.float32, [1.0, 2.5, 1.0]),
+        ([np.float64(1), 2], torch.float64, [1.0, 2.0]),
+        (Point(1.0, 2.0), torch.float32, [1.0, 2.0]),
+        ([Point(1.0, 2.0)], torch.float32, [[1.0, 2.0]]),
+        ([], torch.float32, []),
+        ([np.array([1, 2]), np.array([3, 4])], torch.int64, [[1, 2], [3, 4]]),
+        ([[np.array([1.0])], [[2.0]]], torch.float64, [[[1.0]], [[2.0]]]),
+        (torch.Size([2, 3]), torch.int64, [2, 3]),
+    ])  # fmt: skip
     def test_become_tensors(self, value: Any, dtype: torch.dtype, expected: Any, device: torch.device) -> None:
         for where in ("cpu", device):
             d = DeviceDict({"x": value}, device=where)
@@ -317,35 +312,22 @@ def test_what_is_refused_with_its_message(value: Any, message: str) -> None:
     assert list(d["n"]) == ["y"]
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (
-            [[1, 2], [3]],
-            r"^'x': item \[1\]: expected a length of 2, got 1; nested lists must be rectangular; to keep the lengths, "
-            r"store Ragged\.from_rows\(rows\), or give collate ragged=\['x'\]; to fill the shorter ones up, give "
-            r"collate pad=\{'x': 0\}$",
-        ),
-        (
-            [[[1, 2], [3, 4]], [[5, 6], (7,)]],
-            r"^'x': item \[1\]\[1\]: expected a length of 2, got 1; nested lists must be rectangular$",
-        ),
-        ([1, [2]], r"^'x': item \[1\]: expected a number, got a list; nested lists must be rectangular$"),
-        ([[1], [2], 3], r"^'x': item \[2\]: expected a list, got a number; nested lists must be rectangular$"),
-        ([[1.5], []], r"^'x': item \[1\]: expected a length of 1, got 0; nested lists must be rectangular; to keep"),
-        (2**70, r"^'x': int64 cannot hold 1180591620717411303424; store float\(value\), or str\(value\)$"),
-        (
-            [[1], [-(2**63) - 1]],
-            r"^'x': int64 cannot hold -9223372036854775809; store float\(value\), or str\(value\)$",
-        ),
-        (
-            [np.uint64(2**63)],
-            r"^'x': int64 cannot hold 9223372036854775808; store float\(value\), or "
-            r"numpy\.array\(value, dtype='uint64'\)$",
-        ),
-        ([np.ones(2), np.ones(3)], r"^'x': the arrays in this list differ in shape"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    ([[1, 2], [3]],
+     r"^'x': item \[1\]: expected a length of 2, got 1; nested lists must be rectangular; to keep the lengths, "
+     r"store Ragged\.from_rows\(rows\), or give collate ragged=\['x'\]; to fill the shorter ones up, give "
+     r"collate pad=\{'x': 0\}$"),
+    ([[[1, 2], [3, 4]], [[5, 6], (7,)]],
+     r"^'x': item \[1\]\[1\]: expected a length of 2, got 1; nested lists must be rectangular$"),
+    ([1, [2]], r"^'x': item \[1\]: expected a number, got a list; nested lists must be rectangular$"),
+    ([[1], [2], 3], r"^'x': item \[2\]: expected a list, got a number; nested lists must be rectangular$"),
+    ([[1.5], []], r"^'x': item \[1\]: expected a length of 1, got 0; nested lists must be rectangular; to keep"),
+    (2**70, r"^'x': int64 cannot hold 1180591620717411303424; store float\(value\), or str\(value\)$"),
+    ([[1], [-(2**63) - 1]], r"^'x': int64 cannot hold -9223372036854775809; store float\(value\), or str\(value\)$"),
+    ([np.uint64(2**63)],
+     r"^'x': int64 cannot hold 9223372036854775808; store float\(value\), or numpy\.array\(value, dtype='uint64'\)$"),
+    ([np.ones(2), np.ones(3)], r"^'x': the arrays in this list differ in shape"),
+])  # fmt: skip
 def test_numbers_that_do_not_fit(value: Any, message: str) -> None:
     for device in [None, "meta"] if "rectangular" in message else [None]:
         with pytest.raises(ValueError, match=message):
@@ -390,8 +372,7 @@ class TestOtherLibraries:
         batch = collate(samples, pad={"x": 0})
         assert batch["x"].tolist() == [[0, 0], [0, 1]] and batch["y"].shape == (2, 2) and batch.is_packed
         assert batch["r"].tolist() == [[0, 1, 2]] * 2
-        with pytest.raises(ValueError, match=r"^'x': sample 1 has int64\[2\], sample 0 has int64\[1\]; "):
-            collate(samples)
+        fails(ValueError, r"^'x': sample 1 has int64\[2\], sample 0 has int64\[1\]; ", lambda: collate(samples))
 
     def test_memory_that_torch_cannot_share(self) -> None:
         class Refuses(Exported):
@@ -475,23 +456,20 @@ def test_keys_are_str(key: Any) -> None:
     assert str(caught.value) == f"keys are str, got {key!r} of type {kind} in 'n'{way_out}"
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (3, "got int"),
-        (object(), "got object"),
-        ([1, 2], "got list: "),
-        ([None], "got list: "),
-        ([("a", 1), 2], "got list: "),
-        (b"ab", "got bytes: "),
-        ({1, 2}, "got set: "),
-        ([([], 1)], "got list: "),
-        ([()], "got list: "),
-        ([("a",)], "got list: dictionary update sequence element #0 has length 1; 2 is required"),
-        ([("a", 1, 2)], "got list: dictionary update sequence element #0 has length 3; 2 is required"),
-        ([("a", 1), ("b",)], "got list: dictionary update sequence element #1 has length 1; 2 is required"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (3, "got int"),
+    (object(), "got object"),
+    ([1, 2], "got list: "),
+    ([None], "got list: "),
+    ([("a", 1), 2], "got list: "),
+    (b"ab", "got bytes: "),
+    ({1, 2}, "got set: "),
+    ([([], 1)], "got list: "),
+    ([()], "got list: "),
+    ([("a",)], "got list: dictionary update sequence element #0 has length 1; 2 is required"),
+    ([("a", 1, 2)], "got list: dictionary update sequence element #0 has length 3; 2 is required"),
+    ([("a", 1), ("b",)], "got list: dictionary update sequence element #1 has length 1; 2 is required"),
+])  # fmt: skip
 def test_what_is_no_mapping_raises_what_dict_raises(data: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as expected:
         dict(data)
@@ -508,8 +486,7 @@ def test_what_is_no_mapping_raises_what_dict_raises(data: Any, message: str) -> 
 def test_fromkeys_raises_what_dict_raises(keys: Any) -> None:
     with pytest.raises(TypeError) as expected:
         dict.fromkeys(keys)
-    with pytest.raises(TypeError, match=f"^{re.escape(str(expected.value))}$"):
-        DeviceDict.fromkeys(keys, 1)
+    fails(TypeError, f"^{re.escape(str(expected.value))}$", lambda: DeviceDict.fromkeys(keys, 1))
 
 
 def test_the_error_of_a_callers_generator_is_the_callers() -> None:
@@ -517,8 +494,7 @@ def test_the_error_of_a_callers_generator_is_the_callers() -> None:
         yield "x", 1
         raise ValueError("mine")
 
-    with pytest.raises(ValueError, match=r"^mine$"):
-        DeviceDict(broken())
+    fails(ValueError, r"^mine$", lambda: DeviceDict(broken()))
 
 
 class TestObjects:
@@ -591,31 +567,20 @@ class TestPolicy:
         with pytest.raises(TypeError):
             DeviceDict({"o": None})
 
-    @pytest.mark.parametrize(
-        ("options", "error", "message"),
-        [
-            ({"on_mismatch": "copy"}, ValueError, "on_mismatch is 'error' or 'move', got 'copy'"),
-            ({"objects": True}, ValueError, "objects is 'error' or 'keep', got True"),
-            (
-                {"dtype": torch.int64},
-                TypeError,
-                "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64",
-            ),
-            ({"dtype": "float32"}, TypeError, "got 'float32'"),
-            (
-                {"encoders": {("a", "b"): Utf8()}},
-                TypeError,
-                "encoders= maps keys, which are str, to encoders; got the key "
-                "('a', 'b'); a key's encoder serves that key in nested dicts too",
-            ),
-            ({"encoders": {"a": 3}}, TypeError, "an encoder has encode and decode, or is a callable; got an int: 3"),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "error", "message"), [
+        ({"on_mismatch": "copy"}, ValueError, "on_mismatch is 'error' or 'move', got 'copy'"),
+        ({"objects": True}, ValueError, "objects is 'error' or 'keep', got True"),
+        ({"dtype": torch.int64}, TypeError,
+         "dtype must be a floating-point torch.dtype (for floating-point host values), got torch.int64"),
+        ({"dtype": "float32"}, TypeError, "got 'float32'"),
+        ({"encoders": {("a", "b"): Utf8()}}, TypeError,
+         "encoders= maps keys, which are str, to encoders; got the key "
+         "('a', 'b'); a key's encoder serves that key in nested dicts too"),
+        ({"encoders": {"a": 3}}, TypeError, "an encoder has encode and decode, or is a callable; got an int: 3"),
+    ])  # fmt: skip
     def test_bad_options(self, options: Any, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=re.escape(message)):
-            DeviceDict(**options)
-        with pytest.raises(error, match=re.escape(message)):
-            type("Batch", (DeviceDict,), {}, **options)
+        fails(error, re.escape(message), lambda: DeviceDict(**options))
+        fails(error, re.escape(message), lambda: type("Batch", (DeviceDict,), {}, **options))
 
     def test_an_unknown_option_is_no_field(self) -> None:
         with pytest.raises(
@@ -672,8 +637,7 @@ def test_every_array_of_ints_is_an_index(index: np.ndarray[Any, Any]) -> None:
 def test_an_array_of_records_is_refused() -> None:
     array = np.zeros(3, [("a", np.float32)])
     message = r"^'x': expected a tensor, .*, got an array of dtype \[\('a', '<f4'\)\]; convert it first, or build with"
-    with pytest.raises(TypeError, match=message):
-        DeviceDict({"x": array})
+    fails(TypeError, message, lambda: DeviceDict({"x": array}))
     assert DeviceDict({"x": array}, objects="keep")["x"] is array
 
 
@@ -715,8 +679,7 @@ class TestHostValues:
     def test_host_values_that_torch_would_change_are_refused(
         self, value: Any, error: type[Exception], message: str
     ) -> None:
-        with pytest.raises(error, match=f"^{message}"):
-            DeviceDict({"x": value})
+        fails(error, f"^{message}", lambda: DeviceDict({"x": value}))
         assert DeviceDict({"x": np.ma.array([1, 2])})["x"].tolist() == [1, 2]
 
     @pytest.mark.parametrize(
@@ -761,8 +724,7 @@ def test_arrow_tables_and_columns() -> None:
     ):
         DeviceDict({"x": arrow.array([1.0, None])})
     twice = arrow.Table.from_arrays([arrow.array([1]), arrow.array([2])], names=["a", "a"])
-    with pytest.raises(ValueError, match=r"^the table has two columns 'a'; rename one$"):
-        DeviceDict(twice)
+    fails(ValueError, r"^the table has two columns 'a'; rename one$", lambda: DeviceDict(twice))
 
 
 def test_an_error_that_is_not_about_the_value_is_raised_itself(monkeypatch: pytest.MonkeyPatch) -> None:

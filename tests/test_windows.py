@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -138,41 +138,30 @@ class TestWindows:
         assert sorted(found) == list(range(40))
         assert pickle.loads(pickle.dumps(windows))[5]["action"].tolist() == [5, 6, 6]
 
-    @pytest.mark.parametrize(
-        ("spans", "options", "error", "message"),
-        [
-            ([], {}, TypeError, "windows takes a mapping from keys to offsets, got a list"),
-            ({}, {}, TypeError, "windows takes a mapping from keys to offsets, got a mapping"),
-            ({"action": 3}, {}, TypeError, "'action': windows takes a range or a list of ints, got 3"),
-            ({"action": [0.5]}, {}, TypeError, "'action': windows takes a range or a list of ints, got [0.5]"),
-            ({"action": range(0)}, {}, ValueError, "'action': windows takes at least one offset, got range(0, 0)"),
-            ({"nope": [0]}, {}, MissingKeyError, "nope"),
-            ({"action": [0]}, {"within": "nope"}, MissingKeyError, "nope"),
-            ({"action": [0]}, {"within": "obs"}, TypeError, "within= takes a field with a value for each row"),
-            (
-                {"action": [0]},
-                {"mask": "episode"},
-                ValueError,
-                "'episode' is a field already; give windows another name",
-            ),
-            ({"obs": [0], ("obs", "x"): [0]}, {}, ValueError, "'obs.x' and 'obs' are windows of the same field"),
-            ({("obs", "x"): [0], "obs": [0]}, {}, ValueError, "'obs' and 'obs.x' are windows of the same field"),
-            ({"k": [0]}, {}, TypeError, "'k': windows takes rows of one shape, got a list"),
-            ({"j": [0]}, {}, TypeError, "'j': windows takes rows of one shape, got a Ragged"),
-        ],
-    )
+    @pytest.mark.parametrize(("spans", "options", "error", "message"), [
+        ([], {}, TypeError, "windows takes a mapping from keys to offsets, got a list"),
+        ({}, {}, TypeError, "windows takes a mapping from keys to offsets, got a mapping"),
+        ({"action": 3}, {}, TypeError, "'action': windows takes a range or a list of ints, got 3"),
+        ({"action": [0.5]}, {}, TypeError, "'action': windows takes a range or a list of ints, got [0.5]"),
+        ({"action": range(0)}, {}, ValueError, "'action': windows takes at least one offset, got range(0, 0)"),
+        ({"nope": [0]}, {}, MissingKeyError, "nope"),
+        ({"action": [0]}, {"within": "nope"}, MissingKeyError, "nope"),
+        ({"action": [0]}, {"within": "obs"}, TypeError, "within= takes a field with a value for each row"),
+        ({"action": [0]}, {"mask": "episode"}, ValueError, "'episode' is a field already; give windows another name"),
+        ({"obs": [0], ("obs", "x"): [0]}, {}, ValueError, "'obs.x' and 'obs' are windows of the same field"),
+        ({("obs", "x"): [0], "obs": [0]}, {}, ValueError, "'obs' and 'obs.x' are windows of the same field"),
+        ({"k": [0]}, {}, TypeError, "'k': windows takes rows of one shape, got a list"),
+        ({"j": [0]}, {}, TypeError, "'j': windows takes rows of one shape, got a Ragged"),
+    ])  # fmt: skip
     def test_errors(self, spans: Any, options: Any, error: type[Exception], message: str) -> None:
         ragged = Ragged.from_rows([torch.ones(1), torch.ones(2), torch.ones(3)])
         d = DeviceDict({**series([0, 0, 1]), "j": ragged, "k": [None] * 3}, objects="keep")
-        with pytest.raises(error, match=re.escape(message)):
-            d.rows.windows(spans, **options)
+        fails(error, re.escape(message), lambda: d.rows.windows(spans, **options))
 
     def test_rows_that_are_not_there(self) -> None:
         windows = series([0, 0]).rows.windows({"action": [0]})
-        with pytest.raises(IndexError, match="row 2 is out of range, there are 2"):
-            windows[2]
-        with pytest.raises(TypeError, match="rows are indexed by int, slice, mask or indices"):
-            windows["x"]
+        fails(IndexError, "row 2 is out of range, there are 2", lambda: windows[2])
+        fails(TypeError, "rows are indexed by int, slice, mask or indices", lambda: windows["x"])
         with pytest.raises(TypeError, match="__getitems__ takes a mask or indices, got int"):
             windows.__getitems__(1)  # pyright: ignore[reportArgumentType]
         assert repr(windows) == "DeviceDict.rows.windows(2)"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 
 from tensordict_lite import DeviceDict, Ragged, Vocabulary
 
@@ -36,16 +36,10 @@ class TestArrow:
         d = DeviceDict.from_arrow(given, nulls="mask", encoders={"c": Vocabulary(["u", "v"])})
         check_invariants(d)
         assert list(d) == ["i", "i_valid", "f", "f_valid", "b", "b_valid", "s", "s_valid", "l", "l_valid", "v", "c"]
-        assert (
-            d["i"].tolist() == [1, 0, 3]
-            and d["i"].dtype == torch.int64
-            and d["i_valid"].tolist() == [True, False, True]
-        )
-        assert (
-            d["f"].tolist() == [1.5, 2.5, 0]
-            and d["f"].dtype == torch.float32
-            and d["b"].tolist() == [True, False, False]
-        )
+        assert d["i"].tolist() == [1, 0, 3] and d["i"].dtype == torch.int64
+        assert d["i_valid"].tolist() == [True, False, True]
+        assert d["f"].tolist() == [1.5, 2.5, 0] and d["f"].dtype == torch.float32
+        assert d["b"].tolist() == [True, False, False]
         assert d.decode("s") == ["a", "", "c"] and d.decode("c") == ["u", "v", "u"]
         assert isinstance(d["l"], Ragged) and d["l"].tolist() == [[1, 2], [], [3]]
         assert d["v"].tolist() == [[1, 2], [3, 4], [5, 6]] and d["l_valid"].tolist() == [True, False, True]
@@ -55,17 +49,13 @@ class TestArrow:
 
     def test_a_fill_value(self) -> None:
         d = DeviceDict.from_arrow(table().select(["i", "f", "b"]), nulls=1)
-        assert (
-            d["i"].tolist() == [1, 1, 3] and d["f"].tolist() == [1.5, 2.5, 1] and d["b"].tolist() == [True, True, False]
-        )
+        assert d["i"].tolist() == [1, 1, 3] and d["f"].tolist() == [1.5, 2.5, 1]
+        assert d["b"].tolist() == [True, True, False]
         d = DeviceDict.from_arrow(
             table().drop(["l", "f"]), nulls={"i": -1, "b": "mask", "s": "?", "v": "mask"}, dtype=torch.float64
         )
-        assert (
-            d["i"].tolist() == [1, -1, 3]
-            and d.decode("s") == ["a", "?", "c"]
-            and d["b_valid"].tolist() == [True, False, True]
-        )
+        assert d["i"].tolist() == [1, -1, 3] and d.decode("s") == ["a", "?", "c"]
+        assert d["b_valid"].tolist() == [True, False, True]
         assert d["v_valid"].all() and d["v"].dtype == torch.float64, "a mask that is named is always there"
 
     def test_without_nulls_it_is_the_constructor(self) -> None:
@@ -73,37 +63,24 @@ class TestArrow:
             {"i": [1, 2], "s": ["a", "b"], "l": [[1.5], [2.5, 3.5]], "e": pa.array([[], []], pa.list_(pa.int64()))}
         )
         d = DeviceDict.from_arrow(full, dtype=torch.float64)
-        assert (
-            d.drop("l", "e") == DeviceDict(full.select(["i", "s"]), dtype=torch.float64)
-            and d["l"].values.dtype == torch.float64
-        )
+        assert d.drop("l", "e") == DeviceDict(full.select(["i", "s"]), dtype=torch.float64)
+        assert d["l"].values.dtype == torch.float64
         assert d["l"].tolist() == [[1.5], [2.5, 3.5]] and d["e"].tolist() == [[], []] and len(d.rows) == 2
         batch = DeviceDict.from_arrow(full.to_batches()[0], nulls="mask")
         assert list(batch) == list(full.schema.names) and len(batch.rows) == 2
         sliced = DeviceDict.from_arrow(full.slice(1))
         assert [row.tolist() for row in sliced["l"].unbind()] == [[2.5, 3.5]] and sliced["i"].tolist() == [2]
 
-    @pytest.mark.parametrize(
-        ("columns", "nulls", "error", "message"),
-        [
-            (
-                ["i"],
-                "error",
-                ValueError,
-                "column 'i': 1 of 3 values are null; give nulls=\"mask\" or a fill value, as nulls={'i': 0}",
-            ),
-            (["s"], 0, TypeError, "column 's': nulls of string cannot become 0: "),
-            (["b"], -1, TypeError, "column 'b': nulls of bool cannot become -1: "),
-            (["i"], {"q": 0}, ValueError, "nulls= names 'q', which is not a column; the columns are 'i'"),
-            (
-                ["i"],
-                None,
-                TypeError,
-                'nulls= takes "error", "mask", a fill value, or a mapping from columns to these, got None',
-            ),
-            (["l"], 0, TypeError, "column 'l': nulls of list<"),
-        ],
-    )
+    @pytest.mark.parametrize(("columns", "nulls", "error", "message"), [
+        (["i"], "error", ValueError,
+         "column 'i': 1 of 3 values are null; give nulls=\"mask\" or a fill value, as nulls={'i': 0}"),
+        (["s"], 0, TypeError, "column 's': nulls of string cannot become 0: "),
+        (["b"], -1, TypeError, "column 'b': nulls of bool cannot become -1: "),
+        (["i"], {"q": 0}, ValueError, "nulls= names 'q', which is not a column; the columns are 'i'"),
+        (["i"], None, TypeError,
+         'nulls= takes "error", "mask", a fill value, or a mapping from columns to these, got None'),
+        (["l"], 0, TypeError, "column 'l': nulls of list<"),
+    ])  # fmt: skip
     def test_errors(self, columns: list[str], nulls: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             DeviceDict.from_arrow(table().select(columns), nulls=nulls)
@@ -188,10 +165,8 @@ class TestPandas:
         check_invariants(d)
         assert d["i"].tolist() == [1, 0] and d["f"].tolist() == [1, 0] and d["b"].tolist() == [True, False]
         assert d.decode("s") == ["x", ""] and d.decode("o") == ["", "y"] and d.decode("c") == ["u", ""]
-        assert all(d[f"{key}_valid"].tolist() == [True, False] for key in "ifscb") and d["o_valid"].tolist() == [
-            False,
-            True,
-        ]
+        assert all(d[f"{key}_valid"].tolist() == [True, False] for key in "ifscb")
+        assert d["o_valid"].tolist() == [False, True]
 
     def test_fill_values(self) -> None:
         frame = self.frame()
@@ -206,7 +181,6 @@ class TestPandas:
             DeviceDict.from_pandas(self.frame())
         with pytest.raises(TypeError, match=r"^column 's': missing values of \w+ cannot become 0: expected a string$"):
             DeviceDict.from_pandas(self.frame()[["s"]], nulls=0)
-        with pytest.raises(TypeError, match=r"^from_pandas takes a pandas.DataFrame, got dict$"):
-            DeviceDict.from_pandas({})
+        fails(TypeError, r"^from_pandas takes a pandas.DataFrame, got dict$", lambda: DeviceDict.from_pandas({}))
         with pytest.raises(ValueError, match=r"^the table has two columns 'a'; rename one$"):
             DeviceDict.from_pandas(pd.DataFrame([[1, 2]], columns=["a", "a"]))

@@ -66,17 +66,11 @@ def test_requests_are_batched_and_answers_split(url: str) -> None:
     assert max(answer["batch_size"] for _, answer in answers) > 1, "several requests share a call of the model"
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (
-            {"position": [1, 2], "name": "a"},
-            "Sample.position: expected a row of Float[Tensor, 'batch 3'], got float32[2]",
-        ),
-        ({"position": [1, 2, 3], "name": "a\0"}, "'name'"),
-        ({"position": [1, 2, 3]}, "Field required"),
-    ],
-)
+@pytest.mark.parametrize(("body", "said"), [
+    ({"position": [1, 2], "name": "a"}, "Sample.position: expected a row of Float[Tensor, 'batch 3'], got float32[2]"),
+    ({"position": [1, 2, 3], "name": "a\0"}, "'name'"),
+    ({"position": [1, 2, 3]}, "Field required"),
+])  # fmt: skip
 def test_an_invalid_request_is_told_why(url: str, body: Any, said: str) -> None:
     status, answer = ask(url, body)
     assert status == 422 and said in answer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import check_invariants, claims, protocols
+from checks import check_invariants, claims, fails, protocols
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
@@ -205,8 +205,7 @@ def test_a_wrapper_with_a_device_moves_tensors_only() -> None:
     meta, field = torch.device("meta"), Ragged.from_rows([[1.0, 2.0], [3.0]])
     d = DeviceDict({"x": torch.ones(2), "r": field})
     assert _recursive_to(field, meta, False)[0] is field
-    with pytest.raises(DeviceMismatchError, match=r"^'x' is on meta, this DeviceDict is on cpu"):
-        _recursive_to(d, meta, False)
+    fails(DeviceMismatchError, r"^'x' is on meta, this DeviceDict is on cpu", lambda: _recursive_to(d, meta, False))
     (moved,) = _recursive_to(d.to(meta), meta, False)
     assert type(moved) is DeviceDict and moved["r"].device == meta and moved["r"].max_length == 2
 

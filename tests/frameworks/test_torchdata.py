@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import fails
 from test_sendable import Made
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -123,8 +124,7 @@ def test_an_error_of_the_loader_leaves_the_state_of_the_last_batch(where: str, t
                 yield sample
 
     batches = prefetch(StatefulDataLoader(Broken(), batch_size=2, collate_fn=collate), where, depth=3)
-    with pytest.raises(OSError, match="broken"):
-        numbers(batches)
+    fails(OSError, "broken", lambda: numbers(batches))
     if where != "cpu":
         assert batches.state_dict()["_num_yielded"] == 2
 
