@@ -287,6 +287,49 @@ def test_a_part_keeps_its_number(tmp_path: Path) -> None:
         RowWriter(folder, like=LIKE, mode="append", part=4, parts=5)
 
 
+def killed(folder: Path, part: int, flushed: int) -> Path:
+    """A part as a kill leaves it, with rows that were flushed and a row that was not."""
+    writer = RowWriter(folder, like={"x": [0]}, part=part, parts=3)
+    if flushed:
+        writer.write({"x": range(flushed)})
+        writer.flush()
+    writer.write({"x": 9})
+    writer._table.release()
+    return folder / f"part-0000{part}"
+
+
+@pytest.mark.parametrize("flushed", [0, 2])
+def test_a_part_that_is_not_closed(tmp_path: Path, flushed: int) -> None:
+    """Its rows after the last flush are missing, so a dataset of all parts must not hide it."""
+    folder = tmp_path / "parts"
+    RowWriter(folder, like={"x": [0]}, part=0, parts=3).close()  # a rank without rows
+    parts = [killed(folder, 1, flushed), killed(folder, 2, 0)]
+    for count, part in ((2, parts[0]), (1, parts[1])):
+        said = (
+            f"{count} of 3 parts are not closed: {str(part)!r} has only the {flushed if count > 1 else 0} rows of its "
+            "last flush; wait for its writer, or if it was killed, write the part again, or keep these rows with "
+            f"repair({str(part)!r})"
+        )
+        with pytest.warns(RuntimeWarning) as caught:
+            assert len(load_parts(folder)) == flushed
+        assert [(str(one.message), Path(one.filename).parent) for one in caught] == [(said, Path(__file__).parent)]
+        with pytest.warns(RuntimeWarning) as caught:
+            join_parts(folder, tmp_path / f"{count}")
+        assert [str(one.message) for one in caught] == [said]
+        repair(part) if count > 1 else RowWriter(folder, like={"x": [0]}, mode="overwrite", part=2, parts=3).close()
+    assert len(load_parts(folder)) == flushed
+
+
+def test_a_part_with_an_open_writer(tmp_path: Path) -> None:
+    with RowWriter(tmp_path, like={"x": [0]}, part=0, parts=1) as writer:
+        for rows in (0, 3):
+            with pytest.warns(RuntimeWarning, match=rf"^1 of 1 parts are not closed: .* has only the {rows} rows of"):
+                assert len(load_parts(tmp_path)) == rows
+            writer.write({"x": [1, 2, 3]})
+            writer.flush()
+    assert len(load_parts(tmp_path)) == 6
+
+
 def test_columns_of_all_parts(tmp_path: Path) -> None:
     found, whole = load_parts(written(tmp_path)), rows(0, sum(SIZES))
     assert found.column("x").tolist() == whole["x"] and found.column(("n", "s")).tolist() == [0, 1] * 6

@@ -16,12 +16,13 @@ from .._errors import Path, described, dotted
 from .._files.atomic_write import FilePath
 from .._look.progress import Progress, reporter
 from .._tree.fields import fields as fields_in
+from .._tree.manifest import Reader, without
 from .._tree.missing import missing_key, refuse_unknown_encoders, rows_hint
 from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import data_of
 from .._tree.walk import refuse_key
-from .table import TableWriter, create_columns, drop_columns, empty_dict, table_at_rest
+from .table import TableWriter, create_columns, empty_dict, table_at_rest
 from .writer import append_rows, without_rows
 
 _RANGE = 64 << 20
@@ -82,8 +83,7 @@ def add_column(
         encoders = {path[-1]: encoders}
     Policy().override(encoders)  # raises for an invalid argument
     with table_at_rest(folder) as (table, index):
-        fields: DeviceDict[Any]
-        fields, _ = empty_dict(table, index, DeviceDict, encoders)
+        fields, _ = empty_dict(table, index, encoders)
         if path in fields:
             raise ValueError(f"{dotted(path)} is in this table already; drop_column removes it, or choose another key")
         fields.copy()[path] = torch.empty(0, device="cpu")  # raises for a path through a column
@@ -150,7 +150,16 @@ def drop_column(folder: FilePath, key: str | Path) -> None:
     """
     path = _as_path(key)
     with table_at_rest(folder) as (table, index):
-        drop_columns(table, index, path)
+        reader = Reader(index.manifest, len(index.columns))
+        reader.keep([path], "this table")
+        manifest, kept = without(index.manifest, path)
+        if not kept:
+            raise ValueError(f"{dotted(path)} has the last columns of this table; remove the folder {table.path!r}")
+        left = index._replace(columns=[index.columns[i] for i in kept], manifest=manifest)
+        unused = [index.columns[i].file for i in reader.numbers]
+        table.write_index(left._replace(unused=unused))
+        table.remove_unused(unused)
+        table.write_index(left)
 
 
 def _as_path(key: Any) -> Path:
@@ -194,7 +203,7 @@ def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragge
                 f"{dotted((*at, *field.path))}: a batch has a dimension for the rows{inside}, got {described(value)}; "
                 "for a single row or a whole column, give [values]"
             )
-    return without_rows(d, frozenset([path] * ragged), at, set())
+    return without_rows(d, frozenset([path] * ragged), at)
 
 
 def _other_rows(path: Path, rows: int, got: str) -> ValueError:

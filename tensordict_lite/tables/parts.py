@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ def load_parts(
     progress: Progress = None,
 ) -> JoinedRows:
     """Load the parts that `RowWriter` wrote with ``part=``, in the order of their numbers, as one dataset.
+
+    A part that is not closed has the rows of its last ``flush``, and a ``RuntimeWarning`` names it: its writer is open
+    or was killed.
 
     Args:
         folder: the folder of the parts.
@@ -66,20 +70,31 @@ def _part_folders(folder: str) -> list[str]:
     if not names:
         raise FileNotFoundError(f"{folder!r} has no parts; RowWriter(folder, part=0, parts=1) writes one")
     names.sort(key=lambda name: (int(name[5:]), name))
-    total = 0
+    total, left_open = 0, list[tuple[str, int]]()
     for name in names:
         number, path = int(name[5:]), os.path.join(folder, name)
         if name != part_name(number):
             raise ValueError(f"{path!r} is no part, whose name is {part_name(number)!r}; remove or rename it")
         with invalid_file(path):
-            found = index_of(path).part
+            index = index_of(path)
+        found = index.part
         total = total or (found[1] if found else 0)
         if found != (number, total):
             raise ValueError(
                 f"{path!r} is {described_part(found)}, and no part {number} of {total}; remove the parts of other runs"
             )
+        if index.unused is not None:
+            left_open.append((path, index.rows))
     if missing := set(range(total)) - {int(name[5:]) for name in names}:
         raise FileNotFoundError(f"{folder!r} has {len(names)} of {total} parts; part {min(missing)} is missing")
+    if left_open:
+        path, rows = left_open[0]
+        warnings.warn(
+            f"{len(left_open)} of {total} parts are not closed: {path!r} has only the {rows} rows of its last flush; "
+            f"wait for its writer, or if it was killed, write the part again, or keep these rows with repair({path!r})",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return [os.path.join(folder, name) for name in names]
 
 

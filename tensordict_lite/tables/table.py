@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._dict.device_dict import DeviceDict
 from .._errors import InvalidFileError, Path, dotted
 from .._files.atomic_write import FilePath, make_folder
 from .._files.safetensors import by_name, bytes_of, field_names, import_library, invalid_file, refuse_unwritable
 from .._memory.device import CPU
 from .._tree.fields import ragged_paths
-from .._tree.manifest import Leaves, Manifest, Reader, describe, without
+from .._tree.manifest import Leaves, Manifest, Reader, describe
 from .._tree.missing import refuse_unknown_encoders
 from .._tree.policy import Encoders
 from .._tree.tree import TreeDict
@@ -77,8 +78,6 @@ class TableWriter:
         self._columns = columns
         self._offsets = [i for i, column in enumerate(columns) if column.kind == OFFSETS]
         """The indices of the columns with offsets. The column before such a column has the values."""
-        self.files = index._replace(columns=list(columns)).files
-        """The names of all files of this table."""
         self._text = index_text(index.columns, index.manifest)
         self._sizes = [column.nbytes for column in columns]  # the bytes of a row in each file
         ragged = {i - 1 for i in self._offsets}
@@ -261,7 +260,7 @@ class TableWriter:
         """
         with suppress(OSError):
             if old is None:
-                for name in (*self.files, INDEX):
+                for name in (*self.index.files, INDEX):
                     self.folder.remove(name)
                 if made:
                     os.rmdir(self.folder.path)
@@ -272,7 +271,7 @@ class TableWriter:
         self.release()
 
     def _new_files(self, old: TableIndex) -> list[str]:
-        return [name for name in self.files if name not in old.files]
+        return [name for name in self.index.files if name not in old.files]
 
     def _open_columns(self) -> None:
         self._open_files("r+b")
@@ -373,8 +372,8 @@ def _new_columns(
     return columns
 
 
-def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[TableWriter, Any]:
-    """Open a table to append rows. Returns the writer, and a dict of class ``cls`` with the fields, without rows.
+def open_table(path: FilePath, encoders: Encoders | None) -> tuple[TableWriter, DeviceDict[Any]]:
+    """Open a table to append rows. Returns the writer, and a dict with the fields, without rows.
 
     ``encoders``: the encoders that `Reader` does not build. Another encoder than that of the table is refused.
 
@@ -383,7 +382,7 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     import_library()
     with opened(path) as folder:
         index = folder.read_index()
-        fields, columns = empty_dict(folder, index, cls, encoders)
+        fields, columns = empty_dict(folder, index, encoders)
         refuse_unknown_encoders(encoders, fields, "this table")
         writer = TableWriter(folder, columns, index)
         with invalid_file(folder.path, RuntimeError):
@@ -391,15 +390,17 @@ def open_table(path: FilePath, cls: Any, encoders: Encoders | None) -> tuple[Tab
     return writer, fields
 
 
-def empty_dict(folder: TableFolder, index: TableIndex, cls: Any, encoders: Encoders | None) -> tuple[Any, list[Column]]:
-    """A dict of class ``cls`` with the fields of a table, without rows; and their columns in the order of the dict.
+def empty_dict(
+    folder: TableFolder, index: TableIndex, encoders: Encoders | None
+) -> tuple[DeviceDict[Any], list[Column]]:
+    """A dict with the fields of a table, without rows; and their columns in the order of the dict.
 
     Raises the errors of `open_table` for ``encoders``, but for the keys that the table lacks.
     """
     with invalid_file(folder.path, RuntimeError):
         reader = Reader(index.manifest, len(index.columns), encoders)
         empty = [column.without_rows() for column in index.columns]
-        fields = reader.build(cls, empty.__getitem__, CPU, trusted=False)
+        fields: Any = reader.build(DeviceDict, empty.__getitem__, CPU, trusted=False)
     if encoders is not None:
         _require_same_encoders(fields, index.manifest)
     return fields, [index.columns[i] for i in reader.numbers]
@@ -464,21 +465,6 @@ def create_columns(folder: TableFolder, index: TableIndex, d: TreeDict[Any]) -> 
     writer = TableWriter(folder, added, whole)
     writer.create(index)
     return writer
-
-
-def drop_columns(folder: TableFolder, index: TableIndex, path: Path) -> None:
-    """Remove the columns at a path from a table at rest. Raises ``KeyError`` and ``ValueError``."""
-    reader = Reader(index.manifest, len(index.columns))
-    reader.keep([path], "this table")
-    manifest, kept = without(index.manifest, path)
-    columns = [index.columns[i] for i in kept]
-    if not columns:
-        raise ValueError(f"{dotted(path)} has the last columns of this table; remove the folder {folder.path!r}")
-    left = index._replace(columns=columns, manifest=manifest)
-    unused = [index.columns[i].file for i in reader.numbers]
-    folder.write_index(left._replace(unused=unused))
-    folder.remove_unused(unused)
-    folder.write_index(left)
 
 
 def _require_same_encoders(fields: TreeDict[Any], manifest: Manifest) -> None:

@@ -24,7 +24,7 @@ from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._tree.fields import fields as fields_in
 from .._tree.fields import ragged_paths
-from .._tree.missing import missing_key, refuse_unknown_encoders
+from .._tree.missing import holds, keys_in, missing_key, refuse_unknown_encoders
 from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, data_in
@@ -140,7 +140,7 @@ class RowWriter:
             raise TypeError("RowWriter takes like=, a batch with the fields of a new table, or append=True; give one")
         given, new = (None, None) if like is None else _no_rows(like, encoders, keys)
         if new is None or (mode == "append" and is_table(folder)):
-            self._table, fields = open_table(folder, DeviceDict, encoders)
+            self._table, fields = open_table(folder, encoders)
             try:
                 if numbers is not None and self._table.index.part != numbers:
                     raise ValueError(
@@ -310,12 +310,10 @@ def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> tu
         d = DeviceDict[Any](data, encoders=encoders)
         refuse_unknown_encoders(encoders, d, _LIKE)
     len(d.rows)  # raises if the fields disagree
-    found: set[Any] = set()
-    out = without_rows(d, ragged, (), found)
-    if ragged - found:
-        key: Any = min(ragged - found, key=str)
-        raise missing_key(d, key, _LIKE)
-    return d, out
+    for key in sorted(ragged, key=str):
+        if not (holds(d, key) if isinstance(key, tuple) else key in keys_in(d)):
+            raise missing_key(d, key, _LIKE)
+    return d, without_rows(d, ragged, ())
 
 
 def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any], given: DeviceDict[Any]) -> None:
@@ -348,15 +346,14 @@ def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: P
             _refuse_other_encoders(cast("Mapping[str, Any]", value), encoders, asked, (*at, key))
 
 
-def without_rows(d: Any, ragged: frozenset[Any], at: Path, found: set[Any]) -> Any:
-    """The fields of ``d`` without rows, for a new table. The names in ``ragged`` that a field has go to ``found``."""
+def without_rows(d: Any, ragged: frozenset[Any], at: Path) -> Any:
+    """The fields of ``d`` without rows, for a new table. ``ragged``: the keys and paths of more ragged fields."""
     items: dict[str, Any] = {}
     for key, value in d.items():
         path = (*at, key)
         names = ragged & {path, key}
-        found |= names
         if isinstance(value, TreeDict):
-            items[key] = without_rows(value, ragged, path, found)
+            items[key] = without_rows(value, ragged, path)
         elif isinstance(value, Ragged):
             items[key] = _no_ragged_rows(value.dtype, value.values.shape[1:])
         elif isinstance(value, list):
