@@ -430,3 +430,21 @@ def test_a_call_of_ranks(name: str, group: None) -> None:
             RANKS[name]()
     with without_collector(), suppress(Exception):
         RANKS[name]()
+
+
+@pytest.mark.parametrize("make", [flat, lambda: flat().pack(), lambda: collate([{"x": [1.0], "n": {"y": 2}}] * 2)])
+def test_a_pickle_leaves_nothing_to_the_collector(make: Callable[[], Any]) -> None:
+    """Garbage of each batch, even without a tensor, spreads the batches of a loader over more and more new memory."""
+
+    def twice() -> None:
+        for dumps in (lambda d: pickle.dumps(d, 5), ForkingPickler.dumps):
+            assert pickle.loads(dumps(make())).keys() == make().keys()
+
+    twice()
+    gc.collect()
+    gc.disable()
+    try:
+        twice()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -274,7 +274,7 @@ class Reader:
         self.policies, self.encoders, self.given = list(map(_policy, fields["policies"])), fields["encoders"], given
         self.count = 0
         self.root = self._node(fields["root"], 0)
-        self.paths, self.numbers = _numbered(self.root)
+        self._number_leaves()
         count = len(self.numbers) if count is None else count
         if sorted(self.numbers) != list(range(count)):
             if len(set(self.numbers)) != len(self.numbers):
@@ -292,7 +292,11 @@ class Reader:
             if not holds(self.root, path):
                 raise missing_key(self.names, path if len(path) != 1 else path[0], owner)
         self.root = _kept(self.root, paths)
-        self.paths, self.numbers = _numbered(self.root)
+        self._number_leaves()
+
+    def _number_leaves(self) -> None:
+        leaves = list(_leaves_of(self.root, (), set()))
+        self.paths, self.numbers = [path for path, _ in leaves], [number for _, number in leaves]
 
     def build(
         self,
@@ -346,33 +350,23 @@ def _ragged(key: str, entry: list[Any]) -> RaggedNode:
     return RaggedNode(*entry)
 
 
-def _numbered(root: Node) -> tuple[list[Path], list[int]]:
-    """The path and the number of each leaf, in the order of the tree."""
-    paths: list[Path] = []
-    numbers: list[int] = []
-    offsets: set[int] = set()
-
-    def walk(node: Node, at: Path) -> None:
-        for key, one in node.items():
-            if type(one) is int:
-                paths.append((*at, key))
-                numbers.append(one)
-            elif type(one) is Node:
-                walk(one, (*at, key))
-            elif type(one) is RaggedNode:
-                paths.append((*at, key, "values"))
-                numbers.append(one.values)
-                if one.offsets not in offsets:
-                    offsets.add(one.offsets)
-                    paths.append((*at, key, "offsets"))
-                    numbers.append(one.offsets)
-
-    walk(root, ())
-    return paths, numbers
+def _leaves_of(node: Node, at: Path, offsets: set[int]) -> Iterator[tuple[Path, int]]:
+    """The path and the number of each leaf, in the order of the tree. ``offsets``: of the leaves before this node."""
+    for key, one in node.items():
+        if type(one) is int:
+            yield (*at, key), one
+        elif type(one) is Node:
+            yield from _leaves_of(one, (*at, key), offsets)
+        elif type(one) is RaggedNode:
+            yield (*at, key, "values"), one.values
+            if one.offsets not in offsets:
+                offsets.add(one.offsets)
+                yield (*at, key, "offsets"), one.offsets
 
 
+@lru_cache(maxsize=64)  # every dict of a stream has the same few manifests
 def read_text(text: str) -> Reader:
-    """The reader of `Outline.text`."""
+    """The reader of `Outline.text`. It is shared: do not call its `keep`."""
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError) as error:
