@@ -903,9 +903,11 @@ class TestDamaged:
             (lambda i: i["columns"][0].update(shape=[1 << 62, 1 << 62]), "rows take|overflowed"),
             (
                 lambda i: i["columns"][0].pop("shape"),
-                "a column is not described by file, name, dtype, shape, kind and id",
+                "expected a column with the fields file, name, dtype, shape, kind, id",
             ),
-            (lambda i: i["columns"][0].update(id=1), "a column is not described by"),
+            (lambda i: i["columns"][0].update(id=1), "'id' of a column is not a str"),
+            (lambda i: i["columns"][0].update(name=1), "'name' of a column is not a str"),
+            (lambda i: i["columns"].insert(0, 1), "expected a column with the fields"),
             (lambda i: i["manifest"].pop("root"), "expected a manifest with the fields"),
             (lambda i: i.update(manifest=[]), "it has no version"),
         ],

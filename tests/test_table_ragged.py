@@ -464,7 +464,7 @@ class TestDamaged:
     @pytest.mark.parametrize(
         ("column", "change", "message"),
         [
-            (0, {"kind": None}, "the kind of the column 'text.values' is damaged"),
+            (0, {"kind": None}, "'kind' of a column is not a str"),
             (0, {"kind": "rows"}, "the values and the offsets of a ragged field are not side by side"),
             (0, {"kind": "offsets"}, "the kind of the column 'text.values' is damaged"),
             (1, {"kind": "rows"}, "the values and the offsets of a ragged field are not side by side"),
@@ -474,7 +474,7 @@ class TestDamaged:
             (1, {"file": "../x"}, r"'../x' is no name of a column file"),
             (1, {"file": "text.values.safetensors"}, "two columns have the same file"),
             (1, {"file": "Y.safetensors"}, "two columns have the same file"),
-            (1, {"extra": 1}, "a column is not described by file, name, dtype, shape, kind and id"),
+            (1, {"extra": 1}, "expected a column with the fields file, name, dtype, shape, kind, id"),
         ],
     )
     def test_a_forged_index(self, tmp_path: Path, column: int, change: Any, message: str) -> None:

@@ -255,20 +255,16 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
 
 def _read_column(entry: Any) -> Column:
     """Validate the entry of a column in ``table.json``."""
-    given = entry if isinstance(entry, dict) else {}
-    if set(given) - {"id"} != {"file", "name", "dtype", "shape", "kind"} or type(given.get("id", "")) is not str:
-        invalid("a column is not described by file, name, dtype, shape, kind and id")
-    name, dtype, shape, kind = given["name"], given["dtype"], given["shape"], given["kind"]
-    if type(name) is not str:
-        invalid(f"{name!r:.60} is no name of a column")
-    if type(dtype) is not str or dtype not in STORED:
+    entry = {"id": "", **entry} if type(entry) is dict else entry  # version 1 has no ids
+    given = members(entry, "a column", file=str, name=str, dtype=str, shape=list, kind=str, id=str)
+    name, dtype, sizes, kind = given["name"], given["dtype"], given["shape"], given["kind"]
+    if dtype not in STORED:
         invalid(f"{dtype!r:.60} is no dtype of a column")
-    sizes: list[Any] = shape if isinstance(shape, list) else [None]
     if len(sizes) >= MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
         invalid(f"the shape of the column {name[:60]!r} is damaged")
     if kind not in (ROWS, VALUES, OFFSETS) or (kind == OFFSETS and (dtype, sizes) != ("int64", [])):
         invalid(f"the kind of the column {name[:60]!r} is damaged")
-    return Column(_file_name(given["file"]), name, STORED[dtype], tuple(sizes), kind, given.get("id", ""))
+    return Column(_file_name(given["file"]), name, STORED[dtype], tuple(sizes), kind, given["id"])
 
 
 def _file_name(file: Any) -> str:

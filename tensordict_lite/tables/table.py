@@ -1,6 +1,7 @@
-"""Write a table: append rows to its columns, and make many rows visible at once.
+"""Create, open, change and `repair` a table: `TableWriter` appends rows to columns, and makes many visible at once.
 
-The order of the steps gives these guarantees after a crash at any moment:
+`RowWriter` and `add_column` convert values, and give them to a `TableWriter`. The order of its steps gives these
+guarantees after a crash at any moment:
 
 - The table has the rows of the last `flush` that returned, or of the `flush` that was running. `flush` replaces
   ``table.json`` last, when all of its rows are on the disk.

@@ -1,4 +1,4 @@
-"""The checksums of a table: a text file with one line of JSON for each flush.
+"""Find damage: `verify`, and the checksums of a table, a text file with one line of JSON for each flush.
 
 A line has the ``rows`` that were flushed, and for each of the ``files`` the first row in the file, the row after the
 last, and the CRC-32 of their bytes. ``table.json`` has the name of the text file, and how many of its bytes count.
