@@ -728,27 +728,18 @@ def test_what_is_no_order_of_a_norm(order: Any) -> None:
 
 class TestToList:
     def test_every_kind(self) -> None:
-        d = DeviceDict(
-            {
-                "loss": torch.tensor(0.5),
-                "n": {"ids": torch.tensor([[1, 2]]), "ok": torch.tensor(True)},
-                "name": ["Ada", "Bo"],
-                "kind": "b",
-                "o": None,
-                "h": torch.ones(1, dtype=torch.bfloat16),
-            },
-            encoders={"kind": Vocabulary(["a", "b"])},
-            objects="keep",
-        )
-        got = d.tolist()
-        expected = {
-            "loss": 0.5,
-            "n": {"ids": [[1, 2]], "ok": True},
+        d = DeviceDict({
+            "loss": torch.tensor(0.5),
+            "n": {"ids": torch.tensor([[1, 2]]), "ok": torch.tensor(True)},
             "name": ["Ada", "Bo"],
             "kind": "b",
             "o": None,
-            "h": [1.0],
-        }
+            "h": torch.ones(1, dtype=torch.bfloat16),
+        }, encoders={"kind": Vocabulary(["a", "b"])}, objects="keep")  # fmt: skip
+        got = d.tolist()
+        expected = {
+            "loss": 0.5, "n": {"ids": [[1, 2]], "ok": True}, "name": ["Ada", "Bo"], "kind": "b", "o": None, "h": [1.0],
+        }  # fmt: skip
         assert got == expected and type(got) is dict and type(got["n"]) is dict and type(got["n"]["ok"]) is bool
         assert json.loads(json.dumps(got)) == got
         assert d.pack().tolist() == got

@@ -89,19 +89,6 @@ class TestRagged:
         batch["x"].values.sum().backward()
         assert w.grad is not None and w.grad.tolist() == [4, 1]
 
-    def test_strings(self) -> None:
-        words = [["a", "b"], ["b"], []]
-        d: Any = collate([{"s": w} for w in words], ragged=["s"], encoders={"s": Vocabulary(["a", "b"])})
-        assert d.decode("s") == words and rows(d["s"]) == [[0, 1], [1], []]
-        texts = ["Ada", "", "Zoë"]
-        d: Any = collate([{"s": text} for text in texts], ragged=["s"])
-        assert d.decode("s") == texts and d["s"].lengths.tolist() == [3, 0, 4] and d.tolist() == {"s": texts}
-        assert d.rows[2].decode("s") == "Zoë" and d["s"].values.dtype == torch.uint8
-
-    def test_lists_of_texts(self) -> None:
-        texts = [["ab", "c"], ["def"]]
-        assert collate([{"s": w} for w in texts], ragged=["s"]).decode("s") == texts
-
     def test_typed_fields_need_no_mention(self) -> None:
         given = [{"ids": [1, 2], "n": {"ids": 1}, "y": 0.5}, {"ids": [], "n": {"ids": 2}, "y": 1.5}]
         assert collate(given, cls=Typed) == collate(given, cls=Typed, ragged=[("ids",)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -14,10 +13,8 @@ import pytest
 import simulated
 import torch
 from checks import check_invariants, fails
-from files import DTYPES, OPAQUE, compiles
-from torch.func import functional_call, grad, vmap
+from files import DTYPES, OPAQUE, torch_saved_and_loaded
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from tensordict_lite import (
     DeviceDict,
@@ -59,23 +56,13 @@ def test_every_dtype_in_every_protocol(dtype: torch.dtype) -> None:
     strided = DeviceDict({"t": tensor[:2].repeat(3).reshape(3, 2).t(), "0-d": tensor[0], "none": tensor[:0]})
     for one in (d, d.pack(), strided, strided.pack(), DeviceDict({"x": tensor}), DeviceDict({"x": tensor[:2]}).pack()):
         copies = [pickle.loads(pickle.dumps(one, protocol)) for protocol in PROTOCOLS]
-        copies += [copy.deepcopy(one), pickle.loads(ForkingPickler.dumps(one)), TestTorchSave().loaded(one)]
+        copies += [copy.deepcopy(one), pickle.loads(ForkingPickler.dumps(one)), torch_saved_and_loaded(one)]
         for again in copies:
             check_invariants(again)
             assert list(again) == list(one) and again.is_packed in (one.is_packed, True)
             for s, t in zip(again._tensors(), one._tensors(), strict=True):
                 assert (s.dtype, s.shape, s.stride()) == (t.dtype, t.shape, t.stride())
                 assert s.reshape(-1).view(torch.uint8).tolist() == t.reshape(-1).view(torch.uint8).tolist()
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_pickle(protocol: int) -> None:
-    d = full()
-    again = pickle.loads(pickle.dumps(d, protocol))
-    check_invariants(again)
-    assert again == d and type(again) is Batch and type(again["n"]) is Batch and list(again) == list(d)
-    assert again._policy == d._policy and again.decode("s") == ["b"] and again.device == d.device
-    assert isinstance(again["n", "e"], Batch)
 
 
 def test_an_unchanged_class_policy_is_not_pickled() -> None:
@@ -134,34 +121,6 @@ def test_the_stager_of_checkpoints_stages_the_tensors() -> None:
         assert [t.data_ptr() for t in staged[0]._tensors()] == [t.data_ptr() for t in staged[1]._tensors()]
 
 
-class TestTorchSave:
-    def saved(self, d: DeviceDict) -> io.BytesIO:
-        file = io.BytesIO()
-        torch.save(d, file)
-        file.seek(0)
-        return file
-
-    def loaded(self, d: DeviceDict) -> Any:
-        return torch.load(self.saved(d), weights_only=True)
-
-    def test_round_trip_and_map_location(self) -> None:
-        d = DeviceDict({"x": torch.arange(3.0), "n": {"y": torch.ones(1), "e": {}}}, encoders={"s": Vocabulary(["a"])})
-        for weights_only in (True, False):
-            again = torch.load(self.saved(d), weights_only=weights_only)
-            check_invariants(again)
-            assert again == d and again._policy == d._policy
-            moved = torch.load(self.saved(d), map_location="meta", weights_only=weights_only)
-            check_invariants(moved)
-            assert moved.device == torch.device("meta") and moved["n", "e"].device == torch.device("meta")
-
-    def test_weights_only_takes_the_encoders(self) -> None:
-        d = DeviceDict({"s": ["a"], "u": "x"}, encoders={"s": Vocabulary(["a"])})
-        file = io.BytesIO()
-        torch.save(d, file)
-        file.seek(0)
-        assert torch.load(file, weights_only=True).decode("s") == ["a"]
-
-
 class TestPytree:
     def test_tree_map_keeps_everything(self, device: torch.device) -> None:
         d = full()
@@ -199,33 +158,6 @@ class TestPytree:
             pass
 
         assert len(pytree.tree_leaves(Local({"x": torch.ones(1), "y": torch.ones(1)}))) == 2
-
-    def test_func_transforms_and_checkpoint(self) -> None:
-        d = DeviceDict({"x": torch.arange(6.0).reshape(3, 2), "y": torch.ones(3)})
-        out = vmap(lambda row: DeviceDict({"s": row["x"].sum() + row["y"]}))(d)
-        assert type(out) is DeviceDict and out["s"].tolist() == [2.0, 6.0, 10.0]
-        g = grad(lambda p: (p["w"] ** 2).sum() + p["n", "b"])(DeviceDict({"w": [1.0, 2.0], "n": {"b": 3.0}}))
-        assert type(g) is DeviceDict and g["w"].tolist() == [2.0, 4.0] and g["n", "b"].item() == 1.0
-        linear = torch.nn.Linear(2, 1, bias=False)
-        assert functional_call(linear, DeviceDict({"weight": [[2.0, 3.0]]}), torch.ones(1, 2)).item() == 5.0
-        x = DeviceDict({"x": torch.ones(2, requires_grad=True)})
-        checkpoint(lambda d: DeviceDict({"y": d["x"] * 3}), x, use_reentrant=False)["y"].sum().backward()
-        assert x["x"].grad.tolist() == [3.0, 3.0]  # pyright: ignore[reportOptionalMemberAccess]
-
-    @compiles
-    def test_export(self) -> None:
-        class Model(torch.nn.Module):
-            def forward(self, batch: DeviceDict) -> DeviceDict:
-                return DeviceDict({"y": batch["x"] * 2, "n": {"z": batch["x"] + 1}})
-
-        d = DeviceDict({"x": torch.ones(2)})
-        out = torch.export.export(Model(), (d,)).module()(d)
-        assert type(out) is DeviceDict and out == Model()(d)
-
-    def test_load_state_dict(self) -> None:
-        linear = torch.nn.Linear(2, 1)
-        linear.load_state_dict(DeviceDict(linear.state_dict()).map(torch.zeros_like))
-        assert not linear.weight.any()
 
     def test_a_mapping_that_tree_map_inserts_keeps_tensors_at_their_keys(self) -> None:
         """Tensors were collected through any mapping but put back through ours only: b came back with a's tensor."""

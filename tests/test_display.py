@@ -18,16 +18,12 @@ from tensordict_lite.tables import RowWriter
 
 
 def test_the_tree() -> None:
-    d = DeviceDict(
-        {
-            "image": torch.zeros(2, 3, dtype=torch.uint8),
-            "species": ["a", "b"],
-            "obs": {"q": torch.tensor(1.0), "deep": {"e": {}}},
-            "id": object,
-        },
-        encoders={"species": Vocabulary(["a", "b"])},
-        objects="keep",
-    )
+    d = DeviceDict({
+        "image": torch.zeros(2, 3, dtype=torch.uint8),
+        "species": ["a", "b"],
+        "obs": {"q": torch.tensor(1.0), "deep": {"e": {}}},
+        "id": object,
+    }, encoders={"species": Vocabulary(["a", "b"])}, objects="keep")  # fmt: skip
     assert repr(d) == (
         "DeviceDict(cpu, 4 fields, 26 B)\n"
         "├─ image    uint8[2, 3]\n"
@@ -163,17 +159,10 @@ def test_wide_things_fit_in_80_columns() -> None:
     deep: Any = torch.zeros(2)
     for _ in range(62):
         deep = {"level": deep}
-    d = cls(
-        {
-            "k" * 200: torch.zeros([1] * 40),
-            "\u754c" * 60: ["a"],
-            "deep": deep,
-            "kept": type("B" * 300, (), {})(),
-            "s": ["x" * 500],
-        },
-        encoders={"s": Vocabulary(["x" * 500])},
-        objects="keep",
-    )
+    d = cls({
+        "k" * 200: torch.zeros([1] * 40), "\u754c" * 60: ["a"], "deep": deep, "kept": type("B" * 300, (), {})(),
+        "s": ["x" * 500],
+    }, encoders={"s": Vocabulary(["x" * 500])}, objects="keep")  # fmt: skip
     lines = repr(d).splitlines()
     assert all(columns(line) <= 80 for line in lines)
     assert lines[0].startswith("AAAAAAAAAAAAAAAAAA…AAA") and lines[0].endswith("A(cpu, 5 fields, 20 B)")

@@ -37,17 +37,10 @@ class Typed(TypedDeviceDict):
 
 
 def sample(rank: int) -> DeviceDict:
-    return DeviceDict(
-        {
-            "x": torch.arange(6.0).reshape(2, 3) + rank,
-            "s": ["a", "bb"],
-            "n": {"y": torch.ones(2) * rank, "e": {}},
-            "b": [True, rank > 0],
-            "i": [rank, 7],
-        },
-        encoders={"q": Vocabulary(["z"])},
-        dtype=torch.float32,
-    )
+    return DeviceDict({
+        "x": torch.arange(6.0).reshape(2, 3) + rank, "s": ["a", "bb"], "n": {"y": torch.ones(2) * rank, "e": {}},
+        "b": [True, rank > 0], "i": [rank, 7],
+    }, encoders={"q": Vocabulary(["z"])}, dtype=torch.float32)  # fmt: skip
 
 
 def text(call: Callable[[], Any], kind: Any) -> str:

@@ -50,13 +50,9 @@ def forged(path: Path, plan: Any, tensors: dict[str, Tensor] | None = None) -> P
 def plan(**changes: Any) -> dict[str, Any]:
     policy = {"encoders": {}, "default": None, "on_mismatch": "error", "objects": "error", "dtype": None}
     return {
-        "version": 1,
-        "root": {"policy": 0, "items": [["x", 0]]},
-        "policies": [policy],
-        "encoders": [],
-        "tensors": ["x"],
-        **changes,
-    }
+        "version": 1, "root": {"policy": 0, "items": [["x", 0]]}, "policies": [policy], "encoders": [],
+        "tensors": ["x"], **changes,
+    }  # fmt: skip
 
 
 def with_policy(**changes: Any) -> dict[str, Any]:

@@ -342,15 +342,3 @@ def test_a_registered_encoder_of_the_user(tmp_path: Path) -> None:
 
 def len_of(strings: Any) -> Tensor:
     return torch.tensor([len(s) for s in strings])
-
-
-def test_a_key_that_is_not_in_the_file_is_told_with_those_that_are(tmp_path: Path) -> None:
-    path = saved({"x": 1, "n": {"yes": 1}}, tmp_path / "d")
-    for key, message in {
-        "xx": f"'xx' is not in {path}; did you mean 'x'?",
-        ("n", "yess"): f"'n.yess' is not in {path}: 'n' has no 'yess'; did you mean 'yes'?",
-        ("x", "y"): f"'x.y' is not in {path}: 'x' is a tensor, not a nested dict; it is d['x']",
-    }.items():
-        with pytest.raises(KeyError) as told:
-            load(path, keys=[key])
-        assert str(told.value) == message

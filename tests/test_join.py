@@ -31,13 +31,6 @@ class TestStackAndCat:
         assert cat(dict(d) for d in dicts)["x"].tolist() == [1, 2, 3, 4]
         assert stack([OrderedDict(x=1, y=2), UserDict(y=4, x=3)])["x"].tolist() == [1, 3]
 
-    def test_utf8_of_different_widths_decodes_the_same(self) -> None:
-        names = [["Ada", "Jo"], ["Grace", ""]]
-        dicts = [DeviceDict({"name": pair, "n": {"one": pair[0]}}) for pair in names]
-        stacked, catted = stack(dicts), cat([d.drop("n") for d in dicts])
-        assert stacked.decode("name") == names and stacked.decode(("n", "one")) == ["Ada", "Grace"]
-        assert catted.decode("name") == [*names[0], *names[1]]
-
     @pytest.mark.parametrize("join", [stack, cat])
     @pytest.mark.parametrize(("dicts", "error", "message"), [
         ([], ValueError, "needs at least one dict"),

@@ -112,17 +112,14 @@ class TestRows:
         assert cells(meta) == [["0", "float32[…]"], ["1", "float32[…]"]]
 
     def test_kept_objects_and_empty_ragged_fields(self) -> None:
-        d = DeviceDict(
-            {
-                "x": torch.tensor([1.0, 2.0]),
-                "file": ["a.png", None],
-                "all": {1},
-                "crop": np.array([1.5, 2.0], np.float32),
-                "map": np.zeros((2, 3)),
-                "r": Ragged.from_rows([torch.zeros(0, 4)] * 2),
-            },
-            objects="keep",
-        )
+        d = DeviceDict({
+            "x": torch.tensor([1.0, 2.0]),
+            "file": ["a.png", None],
+            "all": {1},
+            "crop": np.array([1.5, 2.0], np.float32),
+            "map": np.zeros((2, 3)),
+            "r": Ragged.from_rows([torch.zeros(0, 4)] * 2),
+        }, objects="keep")  # fmt: skip
         assert cells(d) == [
             ["0", "1", "a.png", "object set", "1.5", "[0, 0, 0]", "float32[0, 4]"],
             ["1", "2", "None", "object set", "2", "[0, 0, 0]", "float32[0, 4]"],

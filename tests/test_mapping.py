@@ -284,19 +284,6 @@ class TestPaths:
         assert ("obs", "state") in d and not d["obs", "state"]
         check_invariants(d)
 
-    @pytest.mark.parametrize("path", [(), ("nope",), ("obs", "nope"), ("x", "y"), ("obs", "image", "deeper")])
-    def test_a_missing_path_is_a_key_error_with_the_path(self, path: tuple[str, ...]) -> None:
-        d = DeviceDict({"obs": {"image": 1}, "x": 2})
-        for access in (d.__getitem__, d.__delitem__):
-            with pytest.raises(KeyError) as caught:
-                access(path)
-            assert caught.value.args == (path,)
-
-    def test_a_missing_key_is_dicts_own_key_error(self) -> None:
-        with pytest.raises(KeyError) as caught:
-            DeviceDict()["x"]
-        assert caught.value.args == ("x",)
-
     def test_a_path_through_a_tensor_cannot_be_set(self) -> None:
         d = DeviceDict({"n": {"x": 1}})
         with pytest.raises(TypeError, match=r"'n\.x': expected a nested dict to put 'n\.x\.y\.z' into, got int64"):
@@ -450,31 +437,12 @@ class TestEquality:
 
 
 class TestShaping:
-    def test_what_is_no_key_is_told(self) -> None:
-        d = DeviceDict({"x": [1, 2]})
-        for use in (d.select, d.drop):
-            with pytest.raises(TypeError, match=r"^pass keys one by one, each a str or a path; got a list: \['x'\]$"):
-                use(["x"])  # pyright: ignore[reportArgumentType]
-            with pytest.raises(KeyError, match=r"^'y' is not in this DeviceDict; its keys are 'x'$"):
-                use("y")
-        with pytest.raises(KeyError, match=r"^keys are str, got 0 of type int; rows are d\.rows\[0\]$"):
-            d[0]  # pyright: ignore[reportArgumentType]
-
     def test_select_and_drop(self) -> None:
         d = DeviceDict({"x": 1, "n": {"a": 2, "b": {"c": 3, "d": 4}}})
         picked = d.select(("n", "b", "c"), ("n", "a"), "x")
         assert list(picked) == ["n", "x"] and list(picked["n"]) == ["b", "a"] and list(picked["n", "b"]) == ["c"]
         check_invariants(picked)
         assert d.drop(("n", "b", "c"), "x").flatten().keys() == {"n.a", "n.b.d"}
-
-    @pytest.mark.parametrize("key", ["nope", ("n", "nope"), ("x", "y")], ids=repr)
-    def test_select_and_drop_of_a_missing_key(self, key: Any) -> None:
-        d = DeviceDict({"x": 1, "n": {"a": 2}})
-        with pytest.raises(KeyError):
-            d.select("x", key)
-        with pytest.raises(KeyError):
-            d.drop("x", key)
-        assert "x" in d
 
     def test_flatten_and_unflatten_are_inverse(self) -> None:
         d = DeviceDict({"x": 1, "n": {"a": 2, "e": {}}, "s": {"name": "ada"}})
@@ -580,18 +548,12 @@ class TestOddMappings:
         again = DeviceDict(d)
         assert again == d and again.device == SIM and DeviceDict(DeviceDict(device=SIM)).device == SIM
 
-    def test_init_cannot_be_called_again(self) -> None:
-        d = DeviceDict({"x": 1})
-        with pytest.raises(TypeError, match="this DeviceDict is already constructed; use update to add items"):
-            d.__init__({"y": torch.zeros(1, device="meta")})  # type: ignore[misc]
-        check_invariants(d)
-
 
 def test_init_is_refused_once_there_is_a_device_or_an_item() -> None:
     for d in (DeviceDict(device="cpu"), DeviceDict({"k": None}, objects="keep")):
         before = dict(d)
-        with pytest.raises(TypeError, match="is already constructed"):
-            d.__init__({"y": 1})  # type: ignore[misc]
+        with pytest.raises(TypeError, match="this DeviceDict is already constructed; use update to add items"):
+            d.__init__({"y": torch.zeros(1, device="meta")})  # type: ignore[misc]
         assert dict(d) == before
     empty: DeviceDict[Any] = DeviceDict()
     empty.__init__({"y": 1})  # type: ignore[misc]
@@ -605,17 +567,6 @@ def test_a_tensor_in_place_is_stored_by_its_path_and_under_no_other_key() -> Non
     with pytest.raises(TypeError, match="keys are str, got 3 of type int"):
         d[3] = torch.zeros(1)  # type: ignore[index]
     assert list(d) == ["x", "n"]
-
-
-def test_deleting_what_is_missing_raises() -> None:
-    d: DeviceDict[Any] = DeviceDict({"x": 1, "n": {"y": 2}})
-    with pytest.raises(KeyError) as told:
-        del d["z"]
-    assert "'z' is not in" in str(told.value)
-    with pytest.raises(KeyError) as told:
-        del d["n", "z"]
-    assert "'n.z' is not in" in str(told.value)
-    assert d == DeviceDict({"x": 1, "n": {"y": 2}})
 
 
 def test_a_union_with_another_type_is_a_type_error() -> None:

@@ -150,22 +150,11 @@ PLAIN: dict[str, Any] = {
 }
 """Kept values that JSON holds."""
 OPAQUE: dict[str, Any] = {
-    "array": np.arange(2),
-    "0-d array": np.array(1.5, np.float32),
-    "array of strings": np.array(["a", "b"]),
-    "array of dates": TIMES.repeat(2),
-    "NumPy scalar": np.float32(0.5),
-    "complex": 1j,
-    "bytes": b"a",
-    "set": {1, 2},
-    "path": Path("a"),
-    "torch.Size": torch.Size([2, 3]),
-    "dtype": torch.float16,
-    "device": torch.device("cpu"),
-    "range": range(2),
-    "int keys": {1: "a"},
-    "zone": ZONE,
-}
+    "array": np.arange(2), "0-d array": np.array(1.5, np.float32), "array of strings": np.array(["a", "b"]),
+    "array of dates": TIMES.repeat(2), "NumPy scalar": np.float32(0.5), "complex": 1j, "bytes": b"a", "set": {1, 2},
+    "path": Path("a"), "torch.Size": torch.Size([2, 3]), "dtype": torch.float16, "device": torch.device("cpu"),
+    "range": range(2), "int keys": {1: "a"}, "zone": ZONE,
+}  # fmt: skip
 """Kept values without tensors that JSON cannot hold."""
 
 

@@ -177,11 +177,6 @@ class TestCollate:
         with pytest.raises((TypeError, ValueError), match="'m'"):
             collate(samples, cls=Boxes, pad={"box": Pad(0.0, lengths="n", mask="m")})
 
-    def test_lists_of_words(self) -> None:
-        words = {"s": Vocabulary(["-", "a", "b"])}
-        d = collate([{"s": ["a", "b"]}, {"s": ["b"]}], encoders=words, pad={"s": Pad(0, side="left", lengths="n")})
-        assert d.decode("s") == [["a", "b"], ["-", "b"]] and d["n"].tolist() == [2, 1]
-
     @pytest.mark.parametrize(("samples", "pad", "error", "message"), [
         ([{"x": [1]}, {"x": [1, 2]}], {"x": "0"}, TypeError,
          "pad= of collate maps keys to real numbers or Pad objects; got '0' for 'x'"),

@@ -124,13 +124,9 @@ class TestStreams:
         batches = self.ahead([DeviceDict({"x": float(i)}) for i in range(4)])
         assert next(batches)["x"].item() == 0
         assert told(streams) == [
-            "copy 0 under way",
-            "host waits for copy 0",
-            "copy 1 under way",
-            "host waits for copy 1",
-            "copy 2 under way",
-            "recorded",
-        ]
+            "copy 0 under way", "host waits for copy 0", "copy 1 under way", "host waits for copy 1",
+            "copy 2 under way", "recorded",
+        ]  # fmt: skip
         streams.log.clear()
         assert next(batches)["x"].item() == 1
         assert told(streams) == ["host waits for copy 2", "copy 3 under way", "recorded"]

@@ -130,15 +130,9 @@ save = getattr(torch.serialization, "_save", None)
 def f(t): return t._version, Tensor._base, pytree.tree_map, _functorch.peek(), torch.add_, t.__class__, t.values()
 """
     assert private_names(source) == {
-        "torch._C",
-        "torch._C._functorch",
-        "torch._C._functorch.peek",
-        "torch.serialization._save",
-        "torch.Tensor._version",
-        "torch.Tensor._base",
-        "torch.utils._pytree",
-        "torch.utils._pytree.tree_map",
-    }
+        "torch._C", "torch._C._functorch", "torch._C._functorch.peek", "torch.serialization._save",
+        "torch.Tensor._version", "torch.Tensor._base", "torch.utils._pytree", "torch.utils._pytree.tree_map",
+    }  # fmt: skip
 
 
 def test_the_mark_of_a_constant_function() -> None:

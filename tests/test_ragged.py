@@ -31,7 +31,6 @@ from tensordict_lite import (
     DeviceMismatchError,
     JoinedRows,
     Ragged,
-    StringEncoder,
     Tokenizer,
     TypedDeviceDict,
     Utf8,
@@ -841,18 +840,6 @@ class TestAssignment:
         assert w.grad is not None and w.grad.tolist() == [3, 3]
 
 
-class Words(StringEncoder):
-    """An encoder without ragged codes of its own."""
-
-    code_ndim = 1
-
-    def encode(self, strings: Any, /) -> Tensor:
-        return torch.tensor([[len(s), ord(s[0])] for s in strings])
-
-    def decode(self, codes: Any, /) -> list[str]:
-        return [chr(int(row[1])) * int(row[0]) for row in codes]
-
-
 class Letters:
     """A tokenizer of transformers, as far as the encoder calls it."""
 
@@ -874,15 +861,6 @@ class TestTexts:
         assert generated.decode("a") == texts
         ids = DeviceDict({"a": Ragged.from_rows([[72, 105], []])}, encoders={"a": Tokenizer(Letters())})
         assert ids.decode("a") == ["Hi", ""]
-
-    def test_encoders(self) -> None:
-        lists = [["a", "b"], [], ["b"]]
-        d: Any = collate([{"s": row} for row in lists], ragged=["s"], encoders={"s": Vocabulary(["a", "b"])})
-        assert d.decode("s") == d.tolist()["s"] == lists and d.rows[0].decode("s") == ["a", "b"]
-        d: Any = collate([{"s": row} for row in lists if row], ragged=["s"], encoders={"s": Words()})
-        assert d.decode("s") == [["a", "b"], ["b"]]
-        d: Any = collate([{"s": "é" * n} for n in (0, 2)], ragged=["s"], encoders={"s": Utf8(4)})
-        assert d.decode("s") == ["", "éé"]
 
     def test_broken_codes(self) -> None:
         d: Any = DeviceDict({"s": Ragged.from_rows([torch.tensor([255], dtype=torch.uint8)])}, encoders={"s": Utf8()})

@@ -39,17 +39,11 @@ class Kept(DeviceDict, objects="keep"):
 
 
 def table(count: int = 23) -> DeviceDict[Any]:
-    return DeviceDict(
-        {
-            "x": torch.arange(2.0 * count).reshape(count, 2),
-            "name": [f"n{i}" for i in range(count)],
-            "n": {
-                "id": torch.arange(count),
-                "b": torch.arange(count) % 2 == 0,
-                "u": torch.arange(count).to(torch.uint16),
-            },
-        }
-    )
+    return DeviceDict({
+        "x": torch.arange(2.0 * count).reshape(count, 2),
+        "name": [f"n{i}" for i in range(count)],
+        "n": {"id": torch.arange(count), "b": torch.arange(count) % 2 == 0, "u": torch.arange(count).to(torch.uint16)},
+    })  # fmt: skip
 
 
 def rows_as_lists(batch: DeviceDict[Any]) -> tuple[list[int], list[str], list[float], list[bool]]:
@@ -110,16 +104,10 @@ class TestBatches:
     @pytest.mark.usefixtures("as_worker")
     def test_what_cannot_be_packed_travels_beside(self) -> None:
         w = torch.ones(4, 2, requires_grad=True)
-        d = Kept(
-            {
-                "w": w * 2,
-                "x": torch.arange(4),
-                "p": torch.nn.Parameter(torch.arange(4.0)),
-                "s": torch.eye(4).to_sparse(),
-                "o": [None, {1}, "x", ()],
-                "m": object,
-            }
-        )
+        d = Kept({
+            "w": w * 2, "x": torch.arange(4), "p": torch.nn.Parameter(torch.arange(4.0)), "s": torch.eye(4).to_sparse(),
+            "o": [None, {1}, "x", ()], "m": object,
+        })  # fmt: skip
         batch = collate(d.rows.__getitems__([1, 3]))
         assert type(batch) is Kept and batch["o"] == [{1}, ()] and batch["m"] is object
         assert batch["x"].tolist() == [1, 3]
@@ -289,15 +277,9 @@ class Numbers(StringEncoder):
 
 class TestGroups:
     def test_by_numbers_and_strings(self) -> None:
-        d = DeviceDict(
-            {
-                "s": ["dog", "cat", "dog", "ox"],
-                "i": [3, 1, 3, 2],
-                "v": [1.0, 2, 3, 4],
-                "n": {"c": ["b", "a", "b", "b"]},
-            },
-            encoders={"c": Vocabulary(["b", "a"])},
-        )
+        d = DeviceDict({
+            "s": ["dog", "cat", "dog", "ox"], "i": [3, 1, 3, 2], "v": [1.0, 2, 3, 4], "n": {"c": ["b", "a", "b", "b"]},
+        }, encoders={"c": Vocabulary(["b", "a"])})  # fmt: skip
         groups = d.rows.group_by("s")
         assert {key: part["v"].tolist() for key, part in groups.items()} == {"cat": [2], "dog": [1, 3], "ox": [4]}
         assert list(d.rows.group_by("i")) == [1, 2, 3] and d.rows.group_by("i")[3] == groups["dog"]
@@ -359,14 +341,10 @@ class TestGroups:
 
 class TestRollouts:
     def test_a_buffer_of_steps(self, device: torch.device) -> None:
-        step = DeviceDict(
-            {
-                "obs": {"x": torch.ones(4, 3), "t": 0},
-                "done": torch.zeros(4, dtype=torch.bool),
-                "a": ["no", "ya", "", "n"],
-            },
-            device=device,
-        )
+        step = DeviceDict({
+            "obs": {"x": torch.ones(4, 3), "t": 0}, "done": torch.zeros(4, dtype=torch.bool),
+            "a": ["no", "ya", "", "n"],
+        }, device=device)  # fmt: skip
         step["obs", "t"] = torch.zeros(4, device=device)
         buffer = step.new_zeros(8)
         check_invariants(buffer)

@@ -37,12 +37,8 @@ CELLS: dict[str, Any] = {
 }
 """A row of each kind of field, by its key. ``number`` is always there, so that a dict has rows."""
 ENCODERS: dict[str, Any] = {
-    "name": Utf8(),
-    "names": Utf8(),
-    "text": Utf8(),
-    "word": Vocabulary(WORDS),
-    "words": Vocabulary(WORDS),
-}
+    "name": Utf8(), "names": Utf8(), "text": Utf8(), "word": Vocabulary(WORDS), "words": Vocabulary(WORDS),
+}  # fmt: skip
 RAGGED = frozenset({"ragged", "boxes", "text", "words"})
 PATHS = st.builds(lambda key, nested: ("n", key) if nested else (key,), st.sampled_from([*CELLS][1:]), st.booleans())
 Rows = list[Any]

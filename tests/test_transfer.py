@@ -362,11 +362,8 @@ class TestHowStreamsAreUsed:
         count = STAGED_MOVE // (SMALL + 4) + 1
         transfer([*large(count), *small(2)], SIM, source=CPU)
         assert streams.log == [
-            f"{SLOT} pinned on sim:0",
-            "128 h2d",
-            *[f"{SMALL + 4} h2d"] * count,
-            "host waits for main",
-        ]
+            f"{SLOT} pinned on sim:0", "128 h2d", *[f"{SMALL + 4} h2d"] * count, "host waits for main",
+        ]  # fmt: skip
 
     def test_to_the_host_small_ones_share_a_copy_and_end_in_memory_of_their_own(
         self, streams: simulated.Streams

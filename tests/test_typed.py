@@ -750,15 +750,6 @@ class TestSurvival:
         image, obs = np.ones((3, 4, 4), np.float32), {"state": [1.0, 2.0], "goal": None}
         return [{"image": image.copy(), "label": i, "obs": {**obs}, "weight": None} for i in range(3)]
 
-    @pytest.mark.parametrize(("change", "error", "message"), [
-        ({"label": 1.5}, ValueError,
-         r"^Batch\.label: expected a row of Int\[Tensor, 'batch'\], got float32\[\]: as a batch, this array"),
-        ({"lable": 1}, TypeError, "^Batch has no field 'lable', did you mean 'label'"),
-        ({"obs": {}}, TypeError, "^'obs': 'state' is missing; the fields of Obs are state, goal$"),
-    ], ids=["a value", "a name", "a missing field"])  # fmt: skip
-    def test_collate_checks(self, change: Any, error: type[Exception], message: str) -> None:
-        fails(error, message, lambda: collate([{**sample, **change} for sample in self.samples()], cls=Batch))
-
     def test_collate_converts(self) -> None:
         samples = self.samples()
         d = collate(samples, cls=Batch)
@@ -1035,16 +1026,6 @@ class TestWrap:
             TypeError, match=r"^wrap takes a DeviceDict, got a mapping; Batch\.from_dict takes other mappings$"
         ):
             Batch.wrap(items())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "name", ["add_", "sub_", "mul_", "div_", "lerp_", "copy_", "zero_", "total_norm", "tolist", "wrap"]
-)
-def test_methods_take_their_names(name: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"^Bad\.{name}: a field cannot have the name of a method or property of DeviceDict"
-    ):
-        type("Bad", (TypedDeviceDict,), {"__annotations__": {name: Tensor}})
 
 
 def test_arithmetic_keeps_the_class() -> None:

@@ -63,19 +63,6 @@ class TestInPlace:
         assert not d["x"].is_shared() and not d["z"].is_shared()
         assert d.drop(("n", "s")).share_memory_()["x"].is_shared()
 
-    @pytest.mark.parametrize(("refused", "index"), [
-        (torch.zeros(1, 2).expand(3, 2), slice(0, 2)),
-        (torch.zeros(3, 2, requires_grad=True), slice(0, 2)),
-        (torch.zeros(3, 2, requires_grad=True), [0, 2]),
-        (torch.zeros(3, 2, requires_grad=True), torch.tensor([True, False, True])),
-    ])  # fmt: skip
-    def test_rows_are_written_all_or_none(self, refused: Tensor, index: Any) -> None:
-        d = DeviceDict({"x": torch.arange(3.0), "n": {"bad": refused}, "z": torch.zeros(3)})
-        before = {"x": torch.arange(3.0), "n": {"bad": refused.detach().clone()}, "z": torch.zeros(3)}
-        with pytest.raises(RuntimeError, match=r"^'n\.bad'(: a .*leaf| is expanded: its elements share memory; clone)"):
-            d.rows[index] = {"x": 7.0, "n": {"bad": 7.0}, "z": 7.0}
-        assert d.detach() == before
-
     @pytest.mark.parametrize("empty", [torch.zeros(2, 0), torch.zeros(1, 0).expand(2, 0), torch.zeros(0).expand(2, 0)])
     def test_a_field_without_elements_is_not_expanded(self, empty: Tensor) -> None:
         strided = torch.as_strided(empty, (2, 0), (0, 1))  # as arrays of NumPy have it

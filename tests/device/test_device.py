@@ -170,19 +170,16 @@ class TestCapture:
         graph.replay()
         assert all(t.cpu().eq(0).all() for t in outside) and again.device == D0
 
-    @pytest.mark.parametrize(
-        "work",
-        [
-            lambda: torch.ones(1).to(D0),
-            lambda: torch.ones(1).to(D0, non_blocking=True),
-            lambda: torch.empty(1, device=D0).cpu(),
-            lambda: current().synchronize(),
-            lambda: current().record_event(),
-            lambda: current(D1).record_event().query(),
-            lambda: current(D1).record_event().synchronize(),
-            lambda: torch.ones(1 << 22).pin_memory(),
-        ],
-    )
+    @pytest.mark.parametrize("work", [
+        lambda: torch.ones(1).to(D0),
+        lambda: torch.ones(1).to(D0, non_blocking=True),
+        lambda: torch.empty(1, device=D0).cpu(),
+        lambda: current().synchronize(),
+        lambda: current().record_event(),
+        lambda: current(D1).record_event().query(),
+        lambda: current(D1).record_event().synchronize(),
+        lambda: torch.ones(1 << 22).pin_memory(),
+    ])  # fmt: skip
     def test_what_waits_or_asks_ends_the_capture(self, work: Callable[[], object]) -> None:
         with (
             pytest.raises(RuntimeError, match="the capture ended with an error before"),

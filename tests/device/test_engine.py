@@ -692,21 +692,12 @@ class TestReport:
         report = batches.report()
         assert report.bytes == 100_000 and report.copies == 1 and 1e6 < report.bytes_per_second < 1e8
 
-    @pytest.mark.parametrize(
-        ("source", "expected"),
-        [
-            (lambda: batch(2, 100_000), "the batches lie in pageable memory, give the DataLoader pin_memory=True"),
-            (
-                lambda: dict(batch(40, 16)),
-                "40 small fields are gathered one by one, collate_fn=collate puts them together",
-            ),
-            (
-                lambda: batch(2, 100_000).pin_memory(),
-                "send fewer bytes, such as uint8 images, and convert them on the device",
-            ),
-        ],
-        ids=["pageable", "many small fields", "pinned"],
-    )
+    @pytest.mark.parametrize(("source", "expected"), [
+        (lambda: batch(2, 100_000), "the batches lie in pageable memory, give the DataLoader pin_memory=True"),
+        (lambda: dict(batch(40, 16)), "40 small fields are gathered one by one, collate_fn=collate puts them together"),
+        (lambda: batch(2, 100_000).pin_memory(),
+         "send fewer bytes, such as uint8 images, and convert them on the device"),
+    ], ids=["pageable", "many small fields", "pinned"])  # fmt: skip
     def test_advice(self, source: Callable[[], Any], expected: str) -> None:
         batches = prefetch([source()] * 30, D0)
         with strict.delays(1000, 1000):

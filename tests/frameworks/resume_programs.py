@@ -208,13 +208,9 @@ def trainer(run: Run) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Run], None]] = {
-    "plain": plain,
-    "torchdata": torchdata,
-    "accelerate": accelerate,
-    "fabric": fabric,
-    "lightning": lightning,
+    "plain": plain, "torchdata": torchdata, "accelerate": accelerate, "fabric": fabric, "lightning": lightning,
     "trainer": trainer,
-}
+}  # fmt: skip
 
 
 if __name__ == "__main__":

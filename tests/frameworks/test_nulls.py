@@ -149,16 +149,11 @@ def test_a_fill_value_is_stored_as_given_or_refused(arrow: str, pandas: str, fil
 
 class TestPandas:
     def frame(self) -> Any:
-        return pd.DataFrame(
-            {
-                "i": pd.array([1, None], dtype="Int64"),
-                "f": [1.0, np.nan],
-                "s": ["x", None],
-                "o": pd.Series([None, "y"], dtype=object),
-                "c": pd.Categorical(["u", None]),
-                "b": pd.array([True, None], dtype="boolean"),
-            }
-        )
+        return pd.DataFrame({
+            "i": pd.array([1, None], dtype="Int64"), "f": [1.0, np.nan], "s": ["x", None],
+            "o": pd.Series([None, "y"], dtype=object), "c": pd.Categorical(["u", None]),
+            "b": pd.array([True, None], dtype="boolean"),
+        })  # fmt: skip
 
     def test_masks(self) -> None:
         d = DeviceDict.from_pandas(self.frame(), nulls="mask")

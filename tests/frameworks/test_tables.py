@@ -37,11 +37,6 @@ class TestTensorDict:
         with pytest.raises(TypeError, match=r"^expected a TensorDict or another mapping, got list$"):
             DeviceDict.from_tensordict([])  # type: ignore[arg-type]
 
-    def test_without_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "tensordict", None)
-        with pytest.raises(ImportError, match=r"^to_tensordict needs TensorDict: pip install tensordict$"):
-            DeviceDict({"x": 1}).to_tensordict()
-
 
 class TestPandas:
     def test_columns(self) -> None:
@@ -133,10 +128,3 @@ def test_nothing_is_imported() -> None:
         "'accelerate', 'lightning'): assert name not in sys.modules, name"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_dlpack_is_the_tensors_own() -> None:
-    d = DeviceDict({"x": torch.arange(3)})
-    array = np.from_dlpack(d["x"])
-    array_back = torch.from_dlpack(array)
-    assert array_back.data_ptr() == d["x"].data_ptr()

@@ -17,7 +17,6 @@ from torch.distributed.utils import _recursive_to
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel.scatter_gather import gather, scatter
-from torch.utils.checkpoint import checkpoint
 
 from tensordict_lite import DeviceDict, DeviceMismatchError, Ragged, TypedDeviceDict
 
@@ -338,27 +337,6 @@ class TestFunctional:
         torch.testing.assert_close(state, DeviceDict(other.state_dict()))
         with pytest.raises(AssertionError, match="x"):
             torch.testing.assert_close(DeviceDict({"x": torch.ones(1)}), DeviceDict({"x": torch.zeros(1)}))
-
-    @pytest.mark.parametrize("reentrant", [True, False])
-    def test_checkpoint(self, reentrant: bool) -> None:
-        x = torch.ones(2, requires_grad=True)
-
-        def block(d: DeviceDict, scale: Tensor) -> Any:
-            return d["x"].exp().sum() * scale
-
-        # The reentrant kind looks for gradients among the arguments themselves, not inside of dicts.
-        checkpoint(block, DeviceDict({"x": x}), torch.ones((), requires_grad=True), use_reentrant=reentrant).backward()
-        assert reentrant or torch.allclose(x.grad, x.exp())
-
-    def test_export(self) -> None:
-        class Module(nn.Module):
-            def forward(self, d: DeviceDict) -> DeviceDict:
-                return DeviceDict({"y": d["x"] * 2, "n": {"z": d["n", "y"] + d["x"].sum()}})
-
-        d = DeviceDict({"x": torch.ones(2), "n": {"y": torch.zeros(1)}})
-        program = torch.export.export(Module(), (d,))
-        out = program.module()(d.clone())
-        assert type(out) is DeviceDict and out["n", "z"].tolist() == [2]
 
     def test_export_is_saved_and_loaded(self, tmp_path: Any) -> None:
         class Module(nn.Module):
