@@ -8,7 +8,9 @@ import io
 import os
 import pickle
 import re
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,11 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tensordict_lite import DeviceDict, TypedDeviceDict, cat, collate, prefetch, stack, to_device
+from tensordict_lite import DeviceDict, JoinedRows, TypedDeviceDict, cat, collate, load, prefetch, stack, to_device
 
 SMALL, TIMES = 64 << 10, 4
 """The documented limits: bytes, and times the bytes of the field."""
-PROCESSES = {"loader", "queues", "distributed", "ragged"}
+PROCESSES = {"loader", "queues", "distributed", "ragged", "1 worker", "2 workers"}
 """Paths that start processes, and so take long."""
 
 
@@ -79,8 +81,29 @@ def samples(d: Any) -> list[Any]:
     return [{**row, "r": row["x"][: i + 1]} for i, row in enumerate(d.rows)]
 
 
+def batches(d: Any, workers: int) -> list[Any]:
+    """Batches of the rows of a dict, of a table and of several dicts, and of samples: typed, nested, padded, ragged."""
+
+    def loaded(rows: Any, **options: Any) -> list[Any]:
+        context = "fork" if workers else None
+        given = partial(collate, **options)
+        return list(DataLoader(rows, 2, num_workers=workers, multiprocessing_context=context, collate_fn=given))
+
+    with tempfile.TemporaryDirectory() as folder:
+        option_paths.write_table(d, Path(folder) / "table")
+        sources = [d.rows, load(Path(folder) / "table").rows, JoinedRows([d, d])]
+        return [
+            *[batch for rows in sources for batch in loaded(rows)],
+            *(*loaded(samples(d), pad={"r": 0}), *loaded(samples(d), ragged=["r"]), *loaded([*d.rows], cls=Typed)),
+        ]
+
+
 PATHS: dict[str, Callable[[Any], Any]] = {
     **option_paths.PATHS,
+    "0 workers": lambda d: batches(d, 0),
+    "1 worker": lambda d: batches(d, 1),
+    "2 workers": lambda d: batches(d, 2),
+    "in place": lambda d: [d.clone().to_(torch.float64), d.clone().to_("sim"), d.clone().to_("sim").to_("cpu")],
     "moves": lambda d: [
         *(d.to("sim"), d.to("sim").cpu(), d.to("sim").to("sim:1"), d.to("sim", non_blocking=True), d.to(copy=True)),
         *(d.to("sim", torch.float64), d.to("sim").double(), d.to("sim").to("cpu", torch.float16), d.clone().to("sim")),
@@ -152,12 +175,13 @@ def verbs(rank: int) -> None:
                 *(verbs_.gather(d) or ()),
             ]
             numbers = d.drop("s") if "s" in d else d
-            received += [verbs_.all_reduce(numbers, op) for op in ("sum", "mean")]
+            received += [verbs_.all_reduce(numbers, op) for op in ("sum", "mean", "max")]
             if rank == 0:
                 verbs_.send(d, 1)
+                verbs_.isend(d, 1).wait()
             else:
-                received.append(verbs_.recv(0))
-                assert received[-1] == d
+                received += [verbs_.recv(0), verbs_.irecv(0).wait()]
+                assert received[-1] == received[-2] == d
             assert all(one == d for one in (received[0], *received[2:4])), "values"
             assert not excess(received, d)
     packed = DeviceDict(many).pack()

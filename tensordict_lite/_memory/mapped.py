@@ -97,8 +97,6 @@ def by_file(tensor: Tensor) -> Any:
 
     Any other tensor is returned. So is a tensor that was written since it was mapped, also if the file was replaced.
     """
-    if not tensor.is_cpu:
-        return tensor
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.nbytes < _SMALLEST:
         return tensor
     mapped: Any = getattr(tensor.untyped_storage(), "_mapped", None)
