@@ -96,21 +96,21 @@ OPERATIONS = {
     ),
     "iterate rows": Operation("list(flat.rows)", "[{k: v[i] for k, v in tensors.items()} for i in range(4)]", 1.5),
     "write rows": Operation(
-        "w8.rows[1:3] = part", "for k in p8: p8[k][1:3] = part[k]", 2.45, "w8.rows[1:3] == part and w8 == p8"
+        "w8.rows[1:3] = part", "for k in p8: p8[k][1:3] = part[k]", 2.15, "w8.rows[1:3] == part and w8 == p8"
     ),
     "write rows by index": Operation(
-        "w8.rows[index] = part", "for k in p8: p8[k][index] = part[k]", 2.75, "w8.rows[index] == part and w8 == p8"
+        "w8.rows[index] = part", "for k in p8: p8[k][index] = part[k]", 2.28, "w8.rows[index] == part and w8 == p8"
     ),
     "write a step": Operation(
         "rollout.rows[2] = step",
         "for k in buffer: buffer[k][2] = step[k]",
-        2.9,
+        2.45,
         "rollout.rows[2] == step and rollout == buffer",
     ),
     "write a nested step with numbers": Operation(
         "episode.rows[2] = transition",
         "write_row(fields, 2, transition)",
-        3.3,
+        3.2,
         "episode.rows[2].tolist() == DeviceDict(transition).tolist() and episode == fields",
     ),
     "lerp_ of 8": Operation(

@@ -142,3 +142,17 @@ def test_the_mark_of_a_constant_function() -> None:
         pass
 
     assert vars(torch.compiler.assume_constant_result(function)) == {"_dynamo_marked_constant": True}
+
+
+def test_a_storage_is_one_object_of_python() -> None:
+    """`share_memory` compares storages with ``is``, because their addresses take half as long again."""
+    tensor = torch.zeros(4, 2)
+    views = (
+        tensor[1],
+        tensor.T,
+        tensor.detach(),
+        tensor.view(torch.int32),
+        torch.zeros(0).set_(tensor.untyped_storage()),
+    )
+    assert all(view.untyped_storage() is tensor.untyped_storage() for view in views)
+    assert torch.zeros(4, 2).untyped_storage() is not tensor.untyped_storage()

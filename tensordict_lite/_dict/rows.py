@@ -122,9 +122,7 @@ class Rows(Dataset[D]):
         >>> d["x"]
         tensor([1, 0, 0])
         """
-        d = self._dict
-        count = len(self)
-        assign_rows(d, index if type(index) is slice else row_index(index, count, d._device), other, count)
+        assign_rows(self, index, other)
 
     def __iter__(self) -> Iterator[D]:
         """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""

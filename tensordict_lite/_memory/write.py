@@ -167,8 +167,8 @@ def share_memory(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
     except NotImplementedError:  # sparse tensors and some subclasses have no storage
         return True
     if all(map(_resizable, ours)) and all(map(_resizable, theirs)):
-        # torch allocated these storages, so two of them have no memory in common.
-        return not set(map(_start, ours)).isdisjoint(map(_start, theirs))
+        # torch allocated these storages, so two of them have no memory in common. A storage is one object of Python.
+        return not set(ours).isdisjoint(theirs)
     starts, ends = sorted(map(_start, ours)), sorted([_start(s) + s.nbytes() for s in ours])
     spans = [(_start(s), _start(s) + s.nbytes()) for s in theirs]
     # No overlap: our spans that start before the end of their span are exactly those that end before its start.

@@ -20,6 +20,8 @@ def row_index(given: Any, count: int, device: torch.device | None) -> int | Tens
     Raises ``TypeError`` for an invalid index, ``IndexError`` for a row that is out of range. Indices on an accelerator
     are not compared with ``count``, as that would synchronize; the kernels of torch check them.
     """
+    if type(given) is int and -count <= given < count:
+        return given
     if type(given) is Tensor and given.dtype is torch.int64 and given.dim() == 1:  # most indices
         at = _from_zero(given, count)
         return at if at.is_cpu and device is CPU else at.to(device)
