@@ -118,9 +118,31 @@ class BatchOrder(Sampler[list[int]]):
                 "BatchOrder takes a dataset, got a BatchOrder; "
                 "give it to a DataLoader as batch_sampler=, and the DataLoader to prefetch"
             )
-        if (tokens is None) != (lengths is None):
+        given: Any = rows  # of `mix`, `MixedVisits`
+        if not isinstance(given, MixedVisits) and (tokens is None) != (lengths is None):
             raise TypeError("BatchOrder takes tokens= and lengths= together: lengths= has the tokens of each row")
-        self._set_up(DatasetVisits(rows, shuffle, seed, lengths), size, tokens, padded, longer, rank, world, drop_last)
+        visits: Visits = given if isinstance(given, MixedVisits) else DatasetVisits(given, shuffle, seed, lengths)
+        if (size is None) == (tokens is None):
+            raise TypeError(f"BatchOrder takes size or tokens=, got {'neither' if size is None else 'both'}")
+        if padded and tokens is None:
+            raise TypeError("BatchOrder takes padded=True with tokens=, got a size")
+        if longer not in ("error", "alone"):
+            raise ValueError(f'BatchOrder takes longer="error" or longer="alone", got {longer!r}')
+        self._visits, self._count = visits, visits.count
+        self.batch_size = None if size is None else number("a size", size, 1)
+        self.tokens = None if tokens is None else number("tokens", tokens, 1)
+        self.padded = bool(padded)
+        self._ranked = rank is not None or world is not None
+        self.rank, self.world = _ranks(rank, world)
+        # Not a public attribute: Lightning makes its own sampler of one that has `batch_size` and `drop_last`.
+        self._drop_last = bool(drop_last)
+        if self.tokens is not None:
+            self._lengths = _lengths_that_fit(visits, self.tokens, longer)
+        self._planned: tuple[int, int] | None = None  # with tokens, an epoch and its number of batches
+        self._trail: Trail = [Place()]  # of the pass under way, or of the next one
+        self._next: Place | None = self._trail[0]  # where the next pass begins; None: with the next epoch
+        self._changes = 0  # how often an epoch was set or a state was loaded
+        self._held = False  # whether set_epoch does nothing
 
     @classmethod
     def mix(
@@ -180,41 +202,9 @@ class BatchOrder(Sampler[list[int]]):
         if tokens is not None and visits.without:
             raise ValueError(f"a mix by tokens needs lengths, order {visits.without[0]} has none; give it lengths=")
         mixed = cls.__new__(cls)
-        mixed._set_up(visits, size, tokens, padded, longer, rank, world, drop_last)
+        ranks: Any = {"rank": rank, "world": world, "drop_last": drop_last}
+        BatchOrder.__init__(mixed, cast(Any, visits), size, tokens=tokens, padded=padded, longer=longer, **ranks)
         return mixed
-
-    def _set_up(
-        self,
-        visits: Visits,
-        size: int | None,
-        tokens: int | None,
-        padded: bool,
-        longer: str,
-        rank: int | None,
-        world: int | None,
-        drop_last: bool,
-    ) -> None:
-        if (size is None) == (tokens is None):
-            raise TypeError(f"BatchOrder takes size or tokens=, got {'neither' if size is None else 'both'}")
-        if padded and tokens is None:
-            raise TypeError("BatchOrder takes padded=True with tokens=, got a size")
-        if longer not in ("error", "alone"):
-            raise ValueError(f'BatchOrder takes longer="error" or longer="alone", got {longer!r}')
-        self._visits, self._count = visits, visits.count
-        self.batch_size = None if size is None else number("a size", size, 1)
-        self.tokens = None if tokens is None else number("tokens", tokens, 1)
-        self.padded = bool(padded)
-        self._ranked = rank is not None or world is not None
-        self.rank, self.world = _ranks(rank, world)
-        # Not a public attribute: Lightning makes its own sampler of one that has `batch_size` and `drop_last`.
-        self._drop_last = bool(drop_last)
-        if self.tokens is not None:
-            self._lengths = _lengths_that_fit(visits, self.tokens, longer)
-        self._planned: tuple[int, int] | None = None  # with tokens, an epoch and its number of batches
-        self._trail: Trail = [Place()]  # of the pass under way, or of the next one
-        self._next: Place | None = self._trail[0]  # where the next pass begins; None: with the next epoch
-        self._changes = 0  # how often an epoch was set or a state was loaded
-        self._held = False  # whether set_epoch does nothing
 
     @property
     def epoch(self) -> int:

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from math import isfinite, lcm
 from numbers import Number
 from operator import index as as_int
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, SupportsIndex
 from zlib import crc32
 
 import numpy as np
@@ -26,42 +26,16 @@ _PERIOD = 1 << 18
 find the turns takes about a microsecond each, once."""
 
 
-class Visits(Protocol):
-    """The rows of an epoch in their order, as a function of the position. Nothing is stored for each row."""
-
-    count: int
-    """The rows that an epoch visits."""
-    total: int | None
-    """The rows of the dataset. None: only some row numbers are known."""
-    lengths: Numbers | None
-    """The tokens of each row of the dataset."""
-    key: tuple[int, ...]
-    """The seeds of the random order."""
-    shuffle: bool | int
-
-    def rows(self, epoch: int, at: Numbers) -> Numbers:
-        """The numbers of the rows at the positions ``at``, ascending."""
-        ...
-
-    def numbers(self) -> Numbers:
-        """The numbers of the rows that an epoch visits, in any order."""
-        ...
-
-    def fixed(self) -> dict[str, Any]:
-        """What must be the same in an order that resumes."""
-        ...
-
-    def drawn(self, epoch: int, position: int) -> dict[str, Any]:
-        """What the state has besides the position."""
-        ...
-
-    def source(self, row: int) -> int:
-        """The number of the dataset that has a row."""
-        ...
-
-
 class DatasetVisits:
-    """The rows of one dataset, or some of them."""
+    """The rows of an epoch in their order, as a function of the position. Nothing is stored for each row.
+
+    These are the rows of one dataset, or some of them. `MixedVisits` has the same attributes and methods.
+
+    - ``count``: the number of rows that an epoch visits.
+    - ``total``: the number of rows of the dataset. None: only some row numbers are known.
+    - ``lengths``: the tokens of each row of the dataset.
+    - ``key``: the seeds of the random order.
+    """
 
     def __init__(self, rows: Any, shuffle: bool | int, seed: int, lengths: Any) -> None:
         self.shuffle: bool | int = (
@@ -75,21 +49,26 @@ class DatasetVisits:
         )
 
     def rows(self, epoch: int, at: Numbers) -> Numbers:
+        """The numbers of the rows at the positions ``at``, ascending."""
         if self.shuffle:
             at = shuffled(at, self.count, None if self.shuffle is True else self.shuffle, (*self.key, epoch))
         return at if self.index is None else self.index[at]
 
     def numbers(self) -> Numbers:
+        """The numbers of the rows that an epoch visits, in any order."""
         return np.arange(self.count) if self.index is None else self.index
 
     def fixed(self) -> dict[str, Any]:
+        """What must be the same in an order that resumes."""
         index = None if self.index is None else crc32(self.index.tobytes())
         return {"rows": self.count, "index": index, "seed": self.key[0], "shuffle": self.shuffle}
 
     def drawn(self, epoch: int, position: int) -> dict[str, Any]:
+        """What the state has besides the position."""
         return {}
 
     def source(self, row: int) -> int:
+        """The number of the dataset that has a row."""
         return 0
 
 
@@ -162,6 +141,9 @@ class MixedVisits:
 
     def source(self, row: int) -> int:
         return int(self.first.searchsorted(row, "right")) - 1
+
+
+Visits = DatasetVisits | MixedVisits
 
 
 def _as_ints(weights: Any, count: int) -> list[int]:

@@ -294,12 +294,21 @@ class DenseKind(Kind):
         return same(ours, theirs) if isinstance(theirs, Tensor) else _equals_tensor(theirs, ours)
 
 
-class CodesKind(DenseKind):
-    """Codes of strings: a tensor, or a nested dict of them. A string has the dimensions of its code."""
+class CodesPartKind(DenseKind):
+    """A tensor of a nested dict of codes."""
 
     def count(self, field: Field) -> int | None:
-        _refuse_one_string(field)
+        """Raises ``ValueError`` for a field that is one string, since the first dimension of its code is no row."""
+        encoder = field.encoder
+        if encoder is not None and encoder.code_ndim and field.value.dim() <= encoder.code_ndim:
+            raise ValueError(
+                f"{dotted(field.strings)}: expected a string for each row, got one string; collate([row]) makes a batch"
+            )
         return super().count(field)
+
+
+class CodesKind(CodesPartKind):
+    """Codes of strings: a tensor, or a nested dict of them. A string has the dimensions of its code."""
 
     def dims(self, field: Field) -> int | None:
         return field.value.dim() - (padding(field.encoder, field.value) is not None)
@@ -321,14 +330,6 @@ class CodesKind(DenseKind):
                 )
             dim %= dims
         return _join_tensors(values, encoder, path, how, dim)
-
-
-class CodesPartKind(DenseKind):
-    """A tensor of a nested dict of codes."""
-
-    def count(self, field: Field) -> int | None:
-        _refuse_one_string(field)
-        return super().count(field)
 
 
 class RaggedKind(Kind):
@@ -607,15 +608,6 @@ def _plain(tensor: Tensor) -> Any:
     except (RuntimeError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{error}; convert it first") from error
-
-
-def _refuse_one_string(field: Field) -> None:
-    """Raise ``ValueError`` for a field that is one string, since the first dimension of its code is no row."""
-    encoder = field.encoder
-    if encoder is not None and encoder.code_ndim and field.value.dim() <= encoder.code_ndim:
-        raise ValueError(
-            f"{dotted(field.strings)}: expected a string for each row, got one string; collate([row]) makes a batch"
-        )
 
 
 def refuse_unfit(field: Tensor, value: Tensor, path: Path, table: bool = False) -> None:
