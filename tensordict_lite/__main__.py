@@ -22,9 +22,9 @@ from ._encoders.builtin import Utf8
 from ._errors import InvalidFileError
 from ._look.describe import entries
 from ._look.page import as_text, one_line
-from ._look.tree import looked_at
 from ._look.values import rows_page
 from ._memory.device import CPU
+from ._tree.fields import fields
 from ._tree.missing import closest
 from ._tree.policy import Policy
 from .tables.format import INDEX, PART
@@ -146,7 +146,7 @@ def _chosen(d: DeviceDict[Any], keys: Sequence[str] | None) -> DeviceDict[Any]:
     """The fields at the dotted paths, or below them."""
     if keys is None:
         return d
-    found = {".".join(path): path for path, _, _ in looked_at(d)}
+    found = {".".join(field.path): field.path for field in fields(d)}
     for key in keys:
         if not any(name == key or name.startswith(f"{key}.") for name in found):
             close = closest(key, list(found))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from itertools import accumulate, chain, compress, pairwise
@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, short
-from .._errors import Path, described, dotted, dtype_name, is_out_of_memory
+from .._errors import Path, described, dotted, is_out_of_memory
 from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._tree.fields import fields
+from .._tree.kinds import RAGGED, Field
 from .._tree.policy import Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, data_in
 from .._tree.walk import nbytes
 from .page import Line, Page, as_html, as_text, one_line, shorten
 from .progress import Progress, reporter
-from .tree import looked_at, short_number
+from .tree import short_number
 
 _ON_HOST, _ON_DEVICE = 1 << 20, 64 << 20
 """The bytes of a chunk. On the CPU, a chunk stays in the cache while several kernels read it."""
@@ -256,20 +257,18 @@ def statistics(parts: Sequence[TreeDict[Any]], title: str, progress: Progress = 
     """Statistics of the fields of dicts of one schema, one after the other. See `DeviceDict.describe`."""
     total, done = sum(nbytes(tensor) for d in parts for tensor in d._tensors()), 0
     report = reporter(progress, total)
-    found: list[dict[str, Any]] = []
+    found = entries(parts)
     waiting: list[tuple[Any, Any, list[Tensor]]] = []  # of a device: one copy to the host, at the end
     left: list[tuple[dict[str, Any], str, Any]] = []
-    for column in zip(*map(looked_at, parts), strict=True):
-        values, encoder = [value for _, value, _ in column], column[0][2]
-        found.append(_field_entry(column[0][0], values, encoder))
-        for name, look, chunks in _looks(values, encoder):
+    for entry, column in zip(found, _over(parts), strict=True):
+        for name, look, chunks in _looks(column):
             for chunk in chunks:
                 waiting.append((look, chunk, look.measure(chunk)))
                 if chunk.device == CPU:
                     _add(waiting)
                 done += _size_of(chunk)
                 report(min(done, total))
-            left.append((found[-1], name, look))
+            left.append((entry, name, look))
         if not waiting:
             _finish(left)
     _add(waiting)
@@ -299,29 +298,28 @@ def _finish(left: list[tuple[dict[str, Any], str, Any]]) -> None:
 
 def entries(parts: Sequence[TreeDict[Any]]) -> list[dict[str, Any]]:
     """What `Description.tolist` returns, without statistics: no value is read."""
-    columns = zip(*map(looked_at, parts), strict=True)
-    return [_field_entry(column[0][0], [value for _, value, _ in column], column[0][2]) for column in columns]
+    found: list[dict[str, Any]] = []
+    for column in _over(parts):
+        first = column[0]
+        entry = {"path": [*first.path], **first.kind.describe([field.value for field in column])}
+        found.append(entry if first.decoder is None else {**entry, "encoder": short(first.decoder)})
+    return found
 
 
-def _field_entry(path: Path, values: list[Any], encoder: StringEncoder | None) -> dict[str, Any]:
-    first = values[0]
-    if not isinstance(first, (Tensor, Ragged)):
-        return {"path": [*path], "object": type(first).__name__}
-    rows = sum(map(len, values)) if isinstance(first, Ragged) or first.dim() else None
-    rest = (None, *first.values.shape[1:]) if isinstance(first, Ragged) else () if first.is_nested else first.shape[1:]
-    entry = {"path": [*path], "dtype": dtype_name(first.dtype), "shape": [] if rows is None else [rows, *rest]}
-    return entry if encoder is None else {**entry, "encoder": short(encoder)}
+def _over(parts: Sequence[TreeDict[Any]]) -> Iterable[Sequence[Field]]:
+    """Each field of all parts."""
+    return zip(*map(fields, parts), strict=True)
 
 
-def _looks(values: list[Any], encoder: StringEncoder | None) -> Iterator[tuple[str, Any, Iterator[Any]]]:
+def _looks(column: Sequence[Field]) -> Iterator[tuple[str, Any, Iterator[Any]]]:
     """The name of a result in its entry, what computes it, and the chunks that it takes."""
+    values, encoder = [field.value for field in column], column[0].decoder
     data: list[Any] = list(map(data_in, values))
-    if not all(isinstance(one, Tensor) and not not_dense(one) and not one.is_meta for one in data):
+    if any(one is None or not_dense(one) for one in data):
         return
-    is_ragged = isinstance(values[0], Ragged)
+    is_ragged = column[0].kind is RAGGED
     if is_ragged:
-        rows = sum(map(len, values))
-        yield "lengths", _Numbers(rows), chain.from_iterable(map(_lengths, values))
+        yield "lengths", _Numbers(sum(map(len, values))), chain.from_iterable(map(_lengths, values))
     if encoder is None:
         yield "", _Numbers(sum(one.numel() for one in data)), chain.from_iterable(map(_flat, data))
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from os.path import dirname
 from types import NoneType
@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from .._encoders.protocol import StringEncoder
-from .._errors import Path, dtype_name
 from .._memory.mapped import file_of
 from .._memory.packed import is_packed
 from .._tree.fields import fields
-from .._tree.kinds import CODES_PART, KEPT
-from .._tree.ragged import Ragged
+from .._tree.kinds import Field, kind_of
 from .._tree.tree import TreeDict, data_in, field_encoder
 from .._tree.walk import nbytes
 from .page import Line, Page, one_line, shorten
@@ -44,7 +42,7 @@ def tree_page(d: TreeDict[Any]) -> Page:
     if len(found) > _MOST:
         lines.append(Line((f"… {len(found) - _MOST} more",), "┆  "))
         lines += [_line(*entry) for entry in found[-_MOST // 2 :]]
-    return Page(_title(d, found), ("key", "dtype[shape]", "value or encoder"), lines, shows_head=False)
+    return Page(title_of(d), ("key", "dtype[shape]", "value or encoder"), lines, shows_head=False)
 
 
 def _entries(d: TreeDict[Any], lasts: tuple[bool, ...]) -> Iterator[Entry]:
@@ -56,24 +54,13 @@ def _entries(d: TreeDict[Any], lasts: tuple[bool, ...]) -> Iterator[Entry]:
             yield from _entries(value, here)
 
 
-def looked_at(d: TreeDict[Any]) -> list[tuple[Path, Any, StringEncoder | None]]:
-    """Every field, and the encoder of a field of strings. The parts of a nested dict of codes are numbers."""
-    return [(path, value, None if kind is CODES_PART else encoder) for path, _, value, encoder, kind in fields(d)]
-
-
 def title_of(d: TreeDict[Any]) -> str:
-    """The title of the tree."""
-    return _title(d, list(_entries(d, ())))
-
-
-def _title(d: TreeDict[Any], found: list[Entry]) -> str:
     """What the whole dict is."""
-    tensors = d._tensors()
-    values = [entry for entry in found if not isinstance(entry[2], TreeDict)]
+    tensors, found = d._tensors(), fields(d)
     said = [
         "no device yet" if d._device is None else str(d._device),
-        *([] if (rows := _row_count(d)) is None else [counted(rows, "row")]),
-        counted(len(values), "field"),
+        *([] if (rows := _row_count(found)) is None else [counted(rows, "row")]),
+        counted(len(found), "field"),
         size(sum(map(nbytes, d._tensors_inside()))),
     ]
     if is_packed(tensors, d._device, alone=False):
@@ -82,28 +69,25 @@ def _title(d: TreeDict[Any], found: list[Entry]) -> str:
     if tensors and all(tensor._is_view() for tensor in tensors):
         said.append("views")
     title = f"{shorten(one_line(type(d).__name__), _NAME)}({', '.join(said)}"
-    if folder := _folder(values):
+    if folder := _folder(found):
         title += f", mapped from {shorten(one_line(folder), max(12, 64 - len(title)))}"
     return f"{title})"
 
 
-def _row_count(d: TreeDict[Any]) -> int | None:
+def _row_count(found: Sequence[Field]) -> int | None:
     """The number of rows, if the fields with tensors agree on it."""
-    counts: set[int | None] = set()
-    for field in fields(d):
-        if field.kind is not KEPT:
-            try:
-                counts.add(field.kind.count(field))
-            except (IndexError, TypeError, ValueError):  # a field without rows
-                return None
+    try:
+        counts = {field.kind.count(field) for field in found} - {None}
+    except (IndexError, TypeError, ValueError):  # a field without rows
+        return None
     return counts.pop() if len(counts) == 1 else None
 
 
-def _folder(values: list[Entry]) -> str:
-    """The folder of the table that has all of the values, from the current folder on; an empty string if none has."""
+def _folder(found: Sequence[Field]) -> str:
+    """The folder of the table that has all fields, from the current folder on; an empty string if none has."""
     first = ""
-    for _, _, value, _ in values:
-        path = "" if (data := data_in(value)) is None else file_of(data)
+    for field in found:
+        path = "" if (data := data_in(field.value)) is None else file_of(data)
         if not path or dirname(path) != (first := first or dirname(path)):
             return ""
     with suppress(OSError):  # the current folder was removed
@@ -126,20 +110,9 @@ def size(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def kind(value: Any) -> str:
+def summary(value: Any) -> str:
     """The text for a value, without its device: the title shows the device once."""
-    if isinstance(value, Tensor):
-        shape = "jagged" if value.is_nested else ", ".join(map(str, value.shape))
-        return f"{dtype_name(value.dtype)}[{shape}]"
-    if isinstance(value, Ragged) and isinstance(value.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        total, *shape = value.values.shape
-        shape = ", ".join([str(len(value)), "*", *map(str, shape)])
-        return f"{dtype_name(value.dtype)}[{shape}] of {total} values"
-    if isinstance(value, TreeDict):
-        return "" if value else "(empty)"
-    if isinstance(value, np.ndarray):
-        return f"ndarray {shorten(one_line(f'{value.dtype}{[*value.shape]}'), _NAME)}"
-    return f"object {shorten(one_line(type(value).__name__), _NAME)}"
+    return shorten(one_line(kind_of(value).shown(value)), _NOTE)
 
 
 def short_number(value: Any) -> str:
@@ -181,4 +154,5 @@ def _line(lasts: tuple[bool, ...], key: str, value: Any, encoder: StringEncoder 
     note = "" if value is None else single(value)
     if encoder is not None:
         note = shorten(f"{note}  {one_line(repr(encoder))}".lstrip(), _NOTE)
-    return Line((shorten(one_line(key), _NAME), kind(value), note), branch, depth)
+    what = ("" if value else "(empty)") if isinstance(value, TreeDict) else summary(value)
+    return Line((shorten(one_line(key), _NAME), what, note), branch, depth)

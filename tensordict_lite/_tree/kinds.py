@@ -68,6 +68,11 @@ class Field(NamedTuple):
         """The path of the strings that the field belongs to: that of a nested dict of codes."""
         return self.path[:-1] if self.kind is CODES_PART else self.path
 
+    @property
+    def decoder(self) -> StringEncoder | None:
+        """The encoder that decodes the value alone. A tensor of a nested dict of codes has none."""
+        return None if self.kind is CODES_PART else self.encoder
+
 
 @dataclass(slots=True)
 class At:
@@ -161,8 +166,16 @@ class Kind:
         """Raise ``ValueError`` for another number of rows, of a field that does not decide the number."""
 
     def shape(self, value: Any) -> str:
-        """The shape, for messages. A field without rows has none."""
+        """The shape, for messages and looks. A field without rows has none."""
         return ""
+
+    def shown(self, value: Any) -> str:
+        """The dtype and shape. Of an object, its class."""
+        return f"object {type(value).__name__}"
+
+    def describe(self, values: Sequence[Any]) -> dict[str, Any]:
+        """The dtype and shape of a field over several dicts, as plain data. No element is read."""
+        return {"object": type(values[0]).__name__}
 
     def dims(self, field: Field) -> int | None:
         """The number of dimensions that a caller can name; None for a field that has none."""
@@ -171,6 +184,10 @@ class Kind:
     def rows(self, value: Any, at: At) -> Any:
         """Some rows. Views for an int and a slice, copies for indices."""
         return value
+
+    def beginnings(self, value: Any, rows: int, width: int) -> list[Tensor]:
+        """The first rows. Of rows of any length: the first ``width`` values of each, and the lengths."""
+        return []
 
     def each(self, value: Any, part: range, count: int) -> Iterable[Any]:
         """Each row of a part of the ``count`` rows, as a view."""
@@ -230,10 +247,21 @@ class DenseKind(Kind):
         return field.value.shape[0]
 
     def shape(self, value: Any) -> str:
-        return str(list(value.shape))
+        return "[jagged]" if value.is_nested else str(list(value.shape))
+
+    def shown(self, value: Any) -> str:
+        return f"{dtype_name(value.dtype)}{self.shape(value)}"
+
+    def describe(self, values: Sequence[Any]) -> dict[str, Any]:
+        first = values[0]
+        shape = [sum(map(len, values)), *(() if first.is_nested else first.shape[1:])] if first.dim() else []
+        return {"dtype": dtype_name(first.dtype), "shape": shape}
 
     def rows(self, value: Any, at: At) -> Any:
         return take_rows([value], at.index)[0] if isinstance(at.index, Tensor) else value[at.index]
+
+    def beginnings(self, value: Any, rows: int, width: int) -> list[Tensor]:
+        return [value.detach()[:rows]]
 
     def each(self, value: Any, part: range, count: int) -> Iterable[Any]:
         # Autograd rejects in-place writes of tensors that require grad into views of `unbind`.
@@ -339,10 +367,26 @@ class RaggedKind(Kind):
         return len(field.value)
 
     def shape(self, value: Any) -> str:
-        return f"[{len(value)}, *]"
+        return f"[{', '.join(map(str, (len(value), '*', *value.values.shape[1:])))}]"
+
+    def shown(self, value: Any) -> str:
+        if not isinstance(value.values, Tensor):  # pytree inserts other values
+            return super().shown(value)
+        return f"{dtype_name(value.dtype)}{self.shape(value)} of {len(value.values)} values"
+
+    def describe(self, values: Sequence[Any]) -> dict[str, Any]:
+        shape = [sum(map(len, values)), None, *values[0].values.shape[1:]]
+        return {"dtype": dtype_name(values[0].dtype), "shape": shape}
 
     def rows(self, value: Any, at: At) -> Any:
         return value._take(at.index, at.known)
+
+    def beginnings(self, value: Any, rows: int, width: int) -> list[Tensor]:
+        """Gathered on the device without a synchronization. What is after the end of a row is any value."""
+        values, offsets = value.values.detach(), value.offsets[: rows + 1]
+        at = offsets[:-1, None] + torch.arange(width, device=offsets.device)
+        taken = as_bits(values)[at.clamp(max=len(values) - 1)].view(values.dtype) if len(values) else values[at[:, :0]]
+        return [taken, offsets.diff()]
 
     def each(self, value: Any, part: range, count: int) -> Iterable[Any]:
         return value[part.start : part.stop].unbind()
@@ -464,6 +508,9 @@ class KeptKind(Kind):
                 f"{dotted(field.path)}: expected a kept {type(value).__name__} with an item for each of the {count} "
                 f"rows, got {len(value)}; make it a tuple to keep it whole"
             )
+
+    def shown(self, value: Any) -> str:
+        return f"ndarray {value.dtype}{[*value.shape]}" if isinstance(value, np.ndarray) else super().shown(value)
 
     def rows(self, value: Any, at: At) -> Any:
         if not self.has_rows(value, at.count):
