@@ -123,25 +123,22 @@ def collate(
             "collate takes a list of samples, and got options only; to set options for a DataLoader, give "
             "functools.partial(collate, ...)"
         )
-    given: Any = samples
-    are_rows = type(samples) is not list and isinstance(samples, Rows) and not pad and ragged == ()
-    if type(samples) is not list and not are_rows:
-        if isinstance(samples, (Mapping, str)) or not isinstance(samples, Iterable):
-            got = described(samples)
-            raise TypeError(f"collate takes a list of samples, got {got}; for one sample write [sample]")
-        given = list(samples)
-    if not are_rows and not given:
-        raise ValueError("collate takes a list of at least one sample, got an empty list")
     if cls is not DeviceDict and not (isinstance(cls, type) and DeviceDict in cls.__mro__):
         shown = cls.__name__ if isinstance(cls, type) else described(cls)
         raise TypeError(f"collate takes a DeviceDict class as cls=, got {shown}")
     pads = _NO_PADS if pad is None else Pads(pad, "collate")
     rows_of = _ragged_fields(ragged, pad) if ragged != () else _NO_KEYS
-    if are_rows:
-        return _batch_of(given, cls, encoders, objects, pack)
+    given: Any = samples
+    if type(samples) is not list:
+        if isinstance(samples, Rows) and not (pads or rows_of):
+            return _batch_of(samples, cls, encoders, objects, pack)
+        if isinstance(samples, (Mapping, str)) or not isinstance(samples, Iterable):
+            got = described(samples)
+            raise TypeError(f"collate takes a list of samples, got {got}; for one sample write [sample]")
+        given = list(samples)
+    if not given:
+        raise ValueError("collate takes a list of at least one sample, got an empty list")
     are_dicts = list(map(type, given)).count(dict) == len(given)
-    if not are_dicts:
-        _require_mappings(given)
     trees = [] if are_dicts else _trees(given)
     kind, policy = _kind_of(trees, cls) if trees else (cls, cls._class_policy)
     if not (encoders is objects is None):
@@ -187,19 +184,6 @@ def _batch_of(rows: Any, cls: type[D], encoders: Encoders | None, objects: Objec
     return d.pack() if pack else d
 
 
-def _require_mappings(samples: Sequence[object]) -> None:
-    """Raise ``TypeError`` that names the first sample that is not a mapping."""
-    kinds: set[type] = set(map(type, samples))
-    if all(issubclass(kind, Mapping) for kind in kinds):
-        return
-    for i, sample in enumerate(samples):
-        if not isinstance(sample, Mapping):
-            raise TypeError(
-                f"collate takes samples that are mappings, sample {i} is {described(sample)}; torch's default_collate "
-                "takes others, and DeviceDicts within them"
-            )
-
-
 def _device_of(sample: Mapping[str, Any]) -> torch.device:
     """The device of a sample: of the dict, or of its first tensor. If it has no tensor, torch's default device."""
     if type(sample) is not dict and isinstance(sample, TreeDict) and sample._device is not None:
@@ -216,9 +200,16 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
 
 
 def _trees(samples: Sequence[Any]) -> list[DeviceDict[Any]]:
-    """The samples that are `DeviceDict` objects."""
-    kinds: set[type] = {kind for kind in set(map(type, samples)) if issubclass(kind, DeviceDict)}
-    return [sample for sample in samples if type(sample) in kinds] if kinds else []
+    """The samples that are `DeviceDict` objects. Raises ``TypeError`` for the first sample that is not a mapping."""
+    types: set[type] = set(map(type, samples))
+    if not all(issubclass(one, Mapping) for one in types):
+        i, sample = next((i, sample) for i, sample in enumerate(samples) if not isinstance(sample, Mapping))
+        raise TypeError(
+            f"collate takes samples that are mappings, sample {i} is {described(sample)}; torch's default_collate "
+            "takes others, and DeviceDicts within them"
+        )
+    types = {one for one in types if issubclass(one, DeviceDict)}
+    return [sample for sample in samples if type(sample) in types] if types else []
 
 
 def _kind_of(trees: Sequence[DeviceDict[Any]], asked: type[DeviceDict[Any]]) -> tuple[type[DeviceDict[Any]], Policy]:
@@ -272,10 +263,12 @@ class _Walk:
             kind: Any = type(values[0])
             if list(map(type, values)).count(kind) != count:
                 kind = None
-            if keeps and _are_kept(batch, path, values) and not (chooses and self.may_differ(path)):
-                self.keep(batch, path, values)
+            differ = chooses and self.may_differ(path)
+            if keeps and not differ and _are_kept(batch, path, values):
+                # A list with an item for each sample. An insert applies the rule for devices to the tensors in it.
+                builtin_dict.__setitem__(batch, key, self.inserted(batch, path, list(values))[key])
                 continue
-            methods = _DIFFERENT if chooses and self.may_differ(path) else _METHODS
+            methods = _DIFFERENT if differ else _METHODS
             encoder = methods.get(kind, _Walk.others)(self, batch, path, values)
             if encoder is not None:
                 used[key] = encoder
@@ -383,27 +376,17 @@ class _Walk:
                 f"{dotted(path)}: collate takes one row of each sample, got a ragged field; cat([...]) joins the "
                 "rows of ragged fields"
             )
-        if all(issubclass(kind, Tensor) for kind in kinds) and not self.may_differ(path):
-            return self.examine(batch, path, values)
         are_mappings = {issubclass(kind, Mapping) for kind in kinds}
         are_strings = {issubclass(kind, str) for kind in kinds}
         if are_mappings == {True}:
             return self.nested(batch, path, values)
-        if True in are_mappings:
+        differ = self.may_differ(path)
+        if True in are_mappings or (len(are_strings) > 1 and not differ):
             raise_mismatch(values, path, "sample")
-        if self.may_differ(path):
-            return self.one_by_one(batch, path, values)
-        if len(are_strings) > 1:
-            raise_mismatch(values, path, "sample")
-        if all(issubclass(kind, np.number) for kind in kinds):
-            return self.arrays(batch, path, values)
-        if False in are_strings and any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds):
+        is_array = False in are_strings and any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds)
+        if differ or is_array:
             return self.one_by_one(batch, path, values)
         return self.together(batch, path, values)
-
-    def keep(self, batch: DeviceDict[Any], path: Path, values: Sequence[Any]) -> None:
-        """A list with one item for each sample. An insert applies the rule for devices to the tensors in it."""
-        builtin_dict.__setitem__(batch, path[-1], self.inserted(batch, path, list(values))[path[-1]])
 
     def inserted(self, batch: DeviceDict[Any], path: Path, value: Any) -> DeviceDict[Any]:
         """A dict with the options of the batch, and a value that an insert stored in it."""
@@ -582,14 +565,15 @@ class _Walk:
             axes = pad._axes(first.dim())
         except ValueError as error:
             raise with_path(error, path) from None
-        others = [dim for dim in range(first.dim()) if dim not in axes]
+        kinds = [
+            (tensor.dtype, [None if dim in axes else n for dim, n in enumerate(tensor.shape)]) for tensor in values
+        ]
         for i, tensor in enumerate(values):
             if tensor.device != self.device:
                 raise device_mismatch(path, self.device, tensor.device)
             if not packable(tensor.detach()):
                 raise ValueError(f"{dotted(path)}: {pad!r} pads dense samples, sample {i} has {described(tensor)}")
-            alike = tensor.dtype == first.dtype and tensor.dim() == first.dim()
-            if not alike or any(tensor.shape[dim] != first.shape[dim] for dim in others):
+            if kinds[i] != kinds[0]:
                 raise ValueError(
                     f"{dotted(path)}: sample {i} has {described(tensor)}, sample 0 has {described(first)}; "
                     f"{pad!r} lets dense samples differ in the dimensions {list(axes)} only"
