@@ -31,6 +31,8 @@ from .._memory.ragged import offsets_of
 from .._memory.transfer import transfer
 from .._tree.alike import differ_in_length, raise_mismatch, widened
 from .._tree.convert import convert
+from .._tree.fields import fields
+from .._tree.inside import without_tensors
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
@@ -54,8 +56,6 @@ _NUMPY_DTYPES: Mapping[Any, torch.dtype] = {
     torch.empty(0, dtype=dtype, device="cpu").numpy().dtype: dtype for dtype in NUMPY_DTYPES
 }
 _array_kind = attrgetter("shape", "dtype")
-_TENSORLESS = frozenset({str, bool, int, float, np.ndarray, *[dtype.type for dtype in _NUMPY_DTYPES]})
-"""Types of values without tensors in them."""
 _COLLATED_HERE = (Tensor, DeviceDict, np.ndarray, np.generic, bool, int, float, complex, str)
 """What `collate` joins itself. A subclass may be registered."""
 _LATER: Any = None  # the place of a tensor that is made later
@@ -189,12 +189,9 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
     if type(sample) is not dict and isinstance(sample, TreeDict) and sample._device is not None:
         return sample._device
     for key, value in sample.items():
-        kind: Any = type(value)
-        if kind is Tensor:
+        if type(value) is Tensor:
             return canonical(value.device)
-        if kind in _TENSORLESS or (kind is list and _TENSORLESS.issuperset(map(type, value))):
-            continue
-        if found := tensors_in({key: value}):
+        if not without_tensors(value) and (found := tensors_in({key: value})):
             return canonical(found[0].device)
     return canonical(torch.empty(0).device)
 
@@ -226,14 +223,15 @@ class _Walk:
     field, the path, and the values of all samples. It returns the encoder of the key if the values are strings.
     """
 
-    __slots__ = ("by_lengths", "count", "device", "fields", "lays_out", "moves", "pack", "pads", "ragged")
+    __slots__ = ("by_lengths", "count", "device", "fields", "lays_out", "moves", "of_rows", "pack", "pads", "ragged")
 
     def __init__(
-        self, count: int, device: torch.device, moves: bool, pack: bool, pads: Pads, ragged: frozenset[Any]
+        self, count: int, device: torch.device, moves: bool, pack: bool, pads: Pads, ragged: frozenset[Any] | None
     ) -> None:
+        """``ragged``: None if the samples are the items of rows: what a class declares as ragged has one for each."""
         self.count, self.device, self.moves, self.pack = count, device, moves, pack
         self.lays_out = can_pack(device)
-        self.pads, self.ragged = pads, ragged
+        self.pads, self.ragged, self.of_rows = pads, ragged or _NO_KEYS, ragged is None
         self.fields: list[_Field] = []
         self.by_lengths: dict[tuple[int, ...], Lengths] = {}
         """The lengths of the rows of ragged fields. Fields of the same lengths share one object."""
@@ -250,7 +248,7 @@ class _Walk:
         if cls._has_fields:
             if cls._optional or cls._defaults:
                 samples = list(map(cls._drop_none, samples))
-            self.ragged |= {(*at, key) for key in cls._schema().ragged}
+            self.ragged |= _NO_KEYS if self.of_rows else {(*at, key) for key in cls._schema().ragged}
         chooses = bool(self.pads or self.ragged)
         if self.pads:
             self.pads.require_new(samples[0], at, "the samples")
@@ -475,30 +473,21 @@ class _Walk:
 
         ``items``: the mappings of all samples. ``lengths``: how many of them each sample has.
         """
-        _, policy = kind_nested(type(batch), batch._policy, path[-1], dict)
-        joined = DeviceDict[Any]._new((), self.device, policy)
-        walk = _Walk(len(items), self.device, self.moves, False, self.pads, frozenset())
+        cls, policy = kind_nested(type(batch), batch._policy, path[-1], dict)
+        nested = cls._new((), self.device, policy)
+        builtin_dict.__setitem__(batch, path[-1], nested)
+        walk = _Walk(len(items), self.device, self.moves, False, self.pads, None)
         try:
-            walk.collect(items, joined, path)
+            walk.collect(items, nested, path)
             walk.finish()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error}; these samples are the items of the lists at {dotted(path)}") from error
-        self.add_objects(batch, path, joined, lengths)
-
-    def add_objects(self, batch: DeviceDict[Any], path: Path, joined: DeviceDict[Any], lengths: Sequence[int]) -> None:
-        kind: Any = batch._nested_class(path[-1]) or type(batch)
-        nested = kind._new((), self.device, joined._policy)
-        builtin_dict.__setitem__(batch, path[-1], nested)
-        for key, value in joined.items():
-            where = (*path, key)
-            if isinstance(value, DeviceDict):
-                self.add_objects(nested, where, value, lengths)
-            elif isinstance(value, Tensor):
-                self.add_rows(nested, where, value, lengths)
-            else:
+        for field in fields(nested, path):
+            if not isinstance(field.value, Tensor):
                 raise TypeError(
-                    f"{dotted(where)}: expected tensors for a ragged field, got kept objects; leave the key out"
+                    f"{dotted(field.path)}: expected tensors for a ragged field, got kept objects; leave the key out"
                 )
+            self.add_rows(field.owner, field.path, field.value, lengths)
 
     def add_rows(self, batch: DeviceDict[Any], path: Path, values: Any, lengths: Sequence[int]) -> None:
         """List a ragged field. ``values``: of all rows, a tensor or an array; or a list of tensors to concatenate."""
