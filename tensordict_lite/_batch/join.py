@@ -91,14 +91,16 @@ def _joined(dicts: Iterable[Mapping[str, Any]], verb: str, dim: int, pads: Pads 
         if d._device is not device and d._device is not None and d._device != device:
             message = f"dict {i} is on {d._device}, others are on {device}; move it with .to({str(device)!r})"
             raise DeviceMismatchError(message, expected=device, actual=d._device)
-    if pads:
-        trees = pad_rows(trees, pads)
     how = Join(verb, getattr(torch, verb), dim, {})
-    return cast("DeviceDict[Any]", _join(trees, device, how, ()))
+    return cast("DeviceDict[Any]", _join(trees, device, how, pads, ()))
 
 
-def _join(trees: Sequence[TreeDict[Any]], device: torch.device | None, how: Join, at: Path) -> TreeDict[Any]:
+def _join(
+    trees: Sequence[TreeDict[Any]], device: torch.device | None, how: Join, pads: Pads | None, at: Path
+) -> TreeDict[Any]:
     """Join dicts at one level, and their nested dicts."""
+    if pads:
+        trees = pad_rows(trees, pads, at)
     policy = merged_policy(trees, at, "dict")
     call, dim, encoders = how.call, how.dim, policy.encoders
     items: dict[str, Any] = {}
@@ -116,7 +118,7 @@ def _join(trees: Sequence[TreeDict[Any]], device: torch.device | None, how: Join
         is_nested, kind = isinstance(first, TreeDict), kind_of(first, encoder)
         if not (is_nested and {type(first)}.issuperset(map(type, values))) and len(set(map(kind_of, values))) > 1:
             raise_mismatch(values, path, "dict")
-        items[key] = _join(values, device, how, path) if is_nested else kind.join(values, encoder, path, how)
+        items[key] = _join(values, device, how, pads, path) if is_nested else kind.join(values, encoder, path, how)
     return trees[0]._new(items, device, policy)
 
 

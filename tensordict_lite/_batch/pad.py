@@ -283,25 +283,20 @@ def _filled_up(tensor: Tensor, dim: int, length: int, pad: Pad) -> Tensor:
     return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], dim)
 
 
-def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path = ()) -> list[TreeDict[Any]]:
-    """Pad the second dimension of the fields in ``pads`` to one length, before `cat` joins the dicts.
+def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path) -> Sequence[TreeDict[Any]]:
+    """Pad the second dimension of the fields in ``pads`` to one length, before `cat` joins the dicts. One level.
 
     If a dict has the field for the lengths or the mask already, its values are kept. Otherwise the field is made.
     """
     out = [dict(tree) for tree in trees]
-    for key in list(out[0]):
-        path = (*at, key)
-        values = [items.get(key) for items in out]
-        if all(isinstance(value, TreeDict) for value in values):
-            for items, value in zip(out, pad_rows(cast("Any", values), pads, path), strict=True):
-                items[key] = value
+    for key in trees[0]:
+        path, values = (*at, key), [items.get(key) for items in out]
+        if (pad := pads.at(path)) is None:
             continue
-        pad = pads.at(path)
-        if pad is not None and any(isinstance(value, Ragged) for value in values):
+        if any(isinstance(value, Ragged) for value in values):
             raise ValueError(f"{dotted(path)}: pad= takes tensors, got a ragged field; leave it out of pad=")
-        if pad is None or not all(isinstance(value, Tensor) for value in values):
-            continue
-        _pad_field(out, key, cast("list[Tensor]", values), pad, path, trees[0]._policy.encoders.get(key))
+        if all(isinstance(value, Tensor) for value in values):
+            _pad_field(out, key, cast("list[Tensor]", values), pad, path, trees[0]._policy.encoders.get(key))
     return [tree._new(items, tree._device, tree._policy) for tree, items in zip(trees, out, strict=True)]
 
 
