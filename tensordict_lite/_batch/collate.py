@@ -151,9 +151,8 @@ def collate(
     if cls is not DeviceDict:
         cast(Any, batch)._validate_samples() if batch._has_fields else batch._validate()
     pads.require_known(batch, "sample")
-    if rows_of:
-        require_known("ragged=", rows_of, batch, "sample")
-        refuse_nested("ragged=", rows_of, batch)
+    require_known("ragged=", rows_of, batch, "sample")
+    refuse_nested("ragged=", rows_of, batch)
     if encoders is not None:
         _require_known_encoders(encoders, batch)
     return cast(D, batch)

@@ -331,11 +331,6 @@ class BatchOrder(Sampler[list[int]]):
             self._trail = [self._next]
         return self._trail
 
-    def _begin(self) -> Trail:
-        """The trail of a pass that begins now."""
-        trail, self._next = self._prepare(), None
-        return trail
-
     def _require(self, changes: int) -> None:
         """Raise if an epoch was set or a state was loaded since there were so many changes."""
         if self._changes != changes:
@@ -405,19 +400,12 @@ class BatchOrder(Sampler[list[int]]):
 
     # --- steps ---
 
-    def _steps(self, place: Place, trail: Trail | None = None) -> Iterator[_Step]:
-        """The steps from ``place`` to the end of the epoch. With tokens, places are added to the ``trail``."""
+    def _steps(self, place: Place) -> Iterator[_Step]:
+        """The steps from ``place`` to the end of the epoch."""
         if self.batch_size is not None:
             return self._by_size(place, self.batch_size)
         tokens = cast(int, self.tokens)
-        steps = self._by_padded_tokens(place, tokens) if self.padded else self._by_tokens(place, tokens)
-        return steps if trail is None else self._remembered(steps, trail)
-
-    def _remembered(self, steps: Iterator[_Step], trail: Trail) -> Iterator[_Step]:
-        for count, step in enumerate(steps, 1):
-            if count == _TRAIL * len(trail):
-                trail.append(step[1])
-            yield step
+        return self._by_padded_tokens(place, tokens) if self.padded else self._by_tokens(place, tokens)
 
     def _by_size(self, place: Place, size: int) -> Iterator[_Step]:
         epoch, position, *_ = place
@@ -546,14 +534,19 @@ class _Pass(Iterator[list[int]]):
     def __init__(self, order: BatchOrder) -> None:
         self._order, self._place, self._changes = order, order._coming(), 0
         self._steps: Iterator[_Step] | None = None
+        self._trail, self._taken = order._trail, 0
 
     def __next__(self) -> list[int]:
         order = self._order
         if self._steps is None:
-            trail = order._begin()
-            self._place, self._steps, self._changes = trail[0], order._steps(trail[0], trail), order._changes
+            self._trail, self._taken, order._next = order._prepare(), 0, None
+            self._place, self._changes = self._trail[0], order._changes
+            self._steps = order._steps(self._place)
         order._require(self._changes)
         rows, self._place = next(self._steps, ([], Place(self._place.epoch, order._count)))
+        self._taken += 1
+        if order.tokens is not None and self._taken == _TRAIL * len(self._trail):
+            self._trail.append(self._place)
         if not rows:  # the end of the epoch; in the last step, some ranks may have no rows
             raise StopIteration
         return rows

@@ -339,22 +339,16 @@ def _size_of(value: Any) -> int:
 
 def _flat(value: Tensor) -> Iterator[Tensor]:
     """The elements of a tensor in chunks."""
-    value, most = value.detach(), _limit(value)
-    if value.nbytes <= most or value.is_contiguous():
-        yield from value.reshape(-1).split(most // value.itemsize)
-    else:
-        for part in value.split(max(1, most * len(value) // value.nbytes)) if len(value) > 1 else value:
-            yield from _flat(part)
+    value = value.detach()
+    is_whole = value.is_contiguous() or value.nbytes <= _limit(value)
+    return (part.reshape(-1) for part in _row_chunks(value.reshape(-1) if is_whole else value))
 
 
 def _row_chunks(value: Any) -> Iterator[Any]:
-    """The rows of a field of strings in chunks."""
-    if isinstance(value, Tensor) and not value.dim():
-        yield value
-        return
+    """The rows of a field in chunks. One number or string is one row."""
+    value = torch.atleast_1d(value) if isinstance(value, Tensor) else value
     step = max(1, _limit(value) * len(value) // max(1, _size_of(value)))
-    for start in range(0, len(value), step):
-        yield value[start : start + step]
+    return (value[start : start + step] for start in range(0, len(value), step))
 
 
 def _lengths(value: Ragged) -> Iterator[Tensor]:
