@@ -109,6 +109,10 @@ class TestRows:
         assert shown.startswith("DeviceDict.rows(none)\nrows need fields") and shown.endswith("'x'\n[2], 'y' [3]")
         assert repr(DeviceDict().rows).startswith("DeviceDict.rows(none)")
         meta = DeviceDict({"x": torch.zeros(2, device="meta")})
+        assert cells(DeviceDict({"r": Ragged.from_rows([[1.0], []]).to("meta")})) == [
+            ["0", "float32[…]"],
+            ["1", "float32[…]"],
+        ]
         assert cells(meta) == [["0", "float32[…]"], ["1", "float32[…]"]]
 
     def test_kept_objects_and_empty_ragged_fields(self) -> None:
