@@ -156,13 +156,10 @@ def lay_out_apart(groups: tuple[Group, ...]) -> tuple[Layout, ...]:
 
     Fields without elements are in the last one, or alone.
     """
-    found: dict[Spec, list[int]] = {}
-    for (dtype, shape, stride), members in groups:
-        found.setdefault((dtype, tuple(shape), dense_stride(shape, stride)), []).extend(members)
     parts: list[list[Group]] = []
     used = 0
-    for spec, members in sorted(found.items(), key=lambda group: nbytes_of(group[0]), reverse=True):
-        nbytes, left = nbytes_of(spec), sorted(members)
+    for spec, members in sorted(lay_out(groups).groups, key=lambda group: nbytes_of(group[0]), reverse=True):
+        nbytes, left = nbytes_of(spec), members
         step = aligned(nbytes)
         while left:
             # A buffer of one field has no spare bytes at its end.
@@ -171,7 +168,7 @@ def lay_out_apart(groups: tuple[Group, ...]) -> tuple[Layout, ...]:
             if not parts or fit < 1:
                 parts.append([])
                 used, fit = 0, max(1, limit // step) if nbytes else len(left)
-            parts[-1].append((spec, tuple(left[:fit])))
+            parts[-1].append((spec, left[:fit]))
             used += step * min(fit, len(left))
             left = left[fit:]
     return tuple(map(lay_out, parts))
@@ -317,10 +314,7 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> Sizes:
 @lru_cache(maxsize=1024)
 def row_major(shape: Sizes) -> Sizes:
     """The stride of a contiguous tensor."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if shape else ()
+    return tuple(reversed(_products(shape, [*reversed(range(len(shape)))])))
 
 
 def _products(shape: Sequence[int], order: list[int]) -> list[int]:

@@ -306,20 +306,13 @@ def _stage(tensor: Tensor, dtype: torch.dtype, target: torch.device) -> Tensor:
     A copy from pageable memory waits for all earlier work on the stream. A copy through pinned memory does not.
     """
     shape, stride = tensor.shape, dense_stride(tensor.shape, tensor.stride())
-    nbytes = tensor.numel() * dtype.itemsize
-    if nbytes <= SLOT:
-        with staging_buffer(nbytes, target) as (staging, pinned):
-            start = int(staging.storage_offset()) // dtype.itemsize
-            view_over(staging.untyped_storage(), dtype, shape, stride, start, CPU).copy_(tensor)
-            moved = new_buffer(nbytes, target).copy_(staging, non_blocking=pinned)
-    else:
-        elements = dense_bytes(tensor).view(tensor.dtype)
-        moved = torch.empty(elements.numel(), dtype=dtype, device=target)
-        count = SLOT // dtype.itemsize
-        for start in range(0, elements.numel(), count):
-            part, into = elements[start : start + count], moved[start : start + count]
-            with staging_buffer(into.nbytes, target) as (staging, pinned):
-                into.copy_(staging.view(dtype).copy_(part), non_blocking=pinned)
+    elements = dense_bytes(tensor).view(tensor.dtype)
+    moved = torch.empty(elements.numel(), dtype=dtype, device=target)
+    count = SLOT // dtype.itemsize
+    for start in range(0, elements.numel(), count):
+        part, into = elements[start : start + count], moved[start : start + count]
+        with staging_buffer(into.nbytes, target) as (staging, pinned):
+            into.copy_(staging.view(dtype).copy_(part), non_blocking=pinned)
     return view_over(moved.untyped_storage(), dtype, shape, stride, 0, target)
 
 

@@ -75,7 +75,6 @@ MUTANTS = [
     Mutant(MOVES, ".is_pinned() else staged", "is None else staged", "a pinned source is copied on the host", f"{ENGINE}::test_a_large_pinned_source_that_nobody_waits_for_is_read_from_where_it_is"),
     Mutant(MOVES, "copy_(part), non_blocking=pinned)", "copy_(part))", "a move waits for the stream", f"{ENGINE}::test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free"),
     Mutant(MOVES, "copy_(part), non_blocking=pinned)", "copy_(part), non_blocking=True)", "a copy of a buffer that is not pinned, and is freed at once", "", "such a copy reads its source before it returns"),
-    Mutant(MOVES, ".copy_(staging, non_blocking=pinned)", ".copy_(staging)", "a move waits for the stream", f"{ENGINE}::test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free"),
     Mutant(MOVES, "].to(target, non_blocking=pinned)", "].to(target)", "a move waits for the stream", f"{ENGINE}::test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free"),
     Mutant(MOVES, "not torch.accelerator.current_stream(target).query()", "False", "a move waits for the stream", f"{ENGINE}::test_nobody_waits_for_a_busy_stream_and_a_pageable_source_is_free"),
     Mutant(MOVES, "not torch.accelerator.current_stream(target).query()", "True", "large tensors are copied on the host though the device is idle", f"{TRANSFER}::test_an_idle_device_reads_each_large_tensor_and_storage_from_where_it_is"),
