@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tensordict_lite import load
-from tensordict_lite.tables import RowWriter
+from tensordict_lite.tables import RowWriter, add_column
 from tensordict_lite.tables import folder as table_folder
 
 LIKE = {f"c{i}": torch.zeros(1, 4) for i in range(5)}
@@ -264,6 +264,38 @@ def test_a_full_disk_for_the_index_is_not_final(tmp_path: Path, monkeypatch: pyt
                 writer.flush()
         assert set(os.listdir(tmp_path / "t")) == COLUMNS | {"table.json"}
     assert len(load(tmp_path / "t").rows) == 10
+
+
+@pytest.mark.parametrize("name", ["create", "overwrite", "add"])
+def test_a_full_disk_for_a_new_file_leaves_the_folder_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder, real = tmp_path / "t", table_folder.TableFolder.open
+    if name != "create":
+        with RowWriter(folder, like=LIKE) as writer:
+            writer.write(rows(3))
+    before = sorted(os.listdir(folder)) if folder.exists() else []
+    made: list[str] = []
+
+    def full(folder: Any, file: str, mode: str = "r+b") -> Any:
+        if mode == "x+b":
+            made.append(file)
+            if len(made) == 2:
+                raise OSError(28, "No space left on device")
+        return real(folder, file, mode)
+
+    monkeypatch.setattr(table_folder.TableFolder, "open", full)
+    calls: dict[str, Callable[[], object]] = {
+        "create": lambda: RowWriter(folder, like=LIKE),
+        "overwrite": lambda: RowWriter(folder, like=LIKE, mode="overwrite"),
+        "add": lambda: add_column(folder, "new", [{"a": [1, 2, 3], "b": [4, 5, 6]}]),
+    }
+    with pytest.raises(OSError, match="No space left on device"):
+        calls[name]()
+    assert len(made) == 2 and (sorted(os.listdir(folder)) if folder.exists() else []) == before
+    if before:
+        assert len(load(folder).rows) == 3 and '"open"' not in (folder / "table.json").read_text()
+        add_column(folder, "new", [[1, 2, 3]])
 
 
 def full_before(replace: Callable[..., None], *args: Any, **options: Any) -> None:
