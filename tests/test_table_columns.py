@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -80,21 +81,15 @@ VALUES: dict[str, tuple[list[Any], dict[str, Any], Any]] = {
     "encoders": ([["u", "v", "u"], ["v"] * 4], {"encoders": {"new": Vocabulary(["u", "v"])}}, ["u", "v", "u", *"vvvv"]),
     "texts": ([["a", "", "long"], ["longer"] * 4], {"ragged": True}, ["a", "", "long"] + ["longer"] * 4),
     "boxes": ([[[], [[1, 2], [3, 4]]], [[[0, 0]]] * 5], {"ragged": True}, [[], [[1, 2], [3, 4]]] + [[[0, 0]]] * 5),
-    "rows": (
-        [[torch.ones(2), torch.ones(0), torch.zeros(1)], [torch.ones(1)] * 4],
-        {"ragged": True},
-        [[1.0, 1.0], [], [0.0]] + [[1.0]] * 4,
-    ),
-    "ragged": (
-        [Ragged.from_rows([[1.0], [], [2.0, 3.0]]), [[], [], [4.0], [5.0]]],
-        {},
-        [[1.0], [], [2.0, 3.0], [], [], [4.0], [5.0]],
-    ),
+    "rows": ([[torch.ones(2), torch.ones(0), torch.zeros(1)], [torch.ones(1)] * 4], {"ragged": True},
+             [[1.0, 1.0], [], [0.0]] + [[1.0]] * 4),
+    "ragged": ([Ragged.from_rows([[1.0], [], [2.0, 3.0]]), [[], [], [4.0], [5.0]]], {},
+               [[1.0], [], [2.0, 3.0], [], [], [4.0], [5.0]]),
     "dense ragged": ([torch.arange(14).view(7, 2)], {"ragged": True}, [[2 * n, 2 * n + 1] for n in range(7)]),
     "no texts": ([[], ["a", ""], (), ["b"] * 5, []], {"ragged": True}, ["a", "", *"bbbbb"]),
     "no lists": ([[], [[1], []], (), [[2, 3]] * 5, []], {"ragged": True}, [[1], [], *[[2, 3]] * 5]),
     "empty rows": ([[[], []], [[]] * 5], {"ragged": True}, [[]] * 7),
-}
+}  # fmt: skip
 
 
 def plain(d: Any, key: str = "new") -> Any:
@@ -206,13 +201,11 @@ def test_a_typed_class(tmp_path: Path) -> None:
 
     folder = written(tmp_path / "t")
     assert len(Before.load(folder).rows) == COUNT
-    with pytest.raises(TypeError, match="'y' is missing"):
-        After.load(folder)
+    fails(TypeError, "'y' is missing", lambda: After.load(folder))
     add_column(folder, "y", [torch.ones(COUNT)])
     found = After.load(folder)
     assert found.y.tolist() == [1.0] * COUNT and found.n.decode("s") == list("0123456")
-    with pytest.raises((TypeError, ValueError), match="'y'"):
-        Before.load(folder)
+    fails((TypeError, ValueError), "'y'", lambda: Before.load(folder))
     drop_column(folder, "y")
     assert len(Before.load(folder).rows) == COUNT
 
@@ -238,8 +231,7 @@ def test_a_table_with_an_encoder_that_load_does_not_build(tmp_path: Path) -> Non
     ids = Tokenizer(Words("a b c"))
     with RowWriter(tmp_path / "t", like=DeviceDict({"ids": ["a b"], "x": [0]}, encoders={"ids": ids})) as writer:
         writer.write({"ids": ["a b", "c a"], "x": [0, 1]})
-    with pytest.raises(InvalidFileError, match=r"'ids' was encoded with a .*; pass it"):
-        add_column(tmp_path / "t", "y", [[1, 2]])
+    fails(InvalidFileError, r"'ids' was encoded with a .*; pass it", lambda: add_column(tmp_path / "t", "y", [[1, 2]]))
     add_column(tmp_path / "t", "y", [[1, 2]], encoders={"ids": ids})
     assert load(tmp_path / "t", encoders={"ids": ids}).decode("ids") == ["a b", "c a"]
     drop_column(tmp_path / "t", "x")
@@ -255,10 +247,8 @@ def test_parts(tmp_path: Path) -> None:
     joined = load_parts(tmp_path)
     assert joined[[8, 2]]["y"].tolist() == [101, 2] and len(joined) == 2 * COUNT
     drop_column(tmp_path / "part-00001", "y")
-    with pytest.raises(ValueError, match=r"^dict 1 lacks 'y', which dict 0 has$"):
-        load_parts(tmp_path)
-    with pytest.raises(IsADirectoryError, match="no table"):
-        add_column(tmp_path, "y", [[1]])
+    fails(ValueError, r"^dict 1 lacks 'y', which dict 0 has$", lambda: load_parts(tmp_path))
+    fails(IsADirectoryError, "no table", lambda: add_column(tmp_path, "y", [[1]]))
 
 
 def test_a_table_without_rows(tmp_path: Path) -> None:
@@ -277,13 +267,8 @@ def test_a_table_without_rows(tmp_path: Path) -> None:
 ERRORS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     ("x", [], {}, ValueError, "'x' is in this table already; drop_column removes it, or choose another key"),
     (("n", "s"), [], {}, ValueError, "'n.s' is in this table already; drop_column removes it, or choose another key"),
-    (
-        ("text", "values"),
-        [],
-        {},
-        TypeError,
-        "'text': expected a nested dict to put 'text.values' into, got a Ragged; delete or",
-    ),
+    (("text", "values"), [], {}, TypeError,
+     "'text': expected a nested dict to put 'text.values' into, got a Ragged; delete or"),
     (("x", "y"), [], {}, TypeError, "'x': expected a nested dict to put 'x.y' into, got int64[0]; delete or rename"),
     (5, [], {}, TypeError, "keys are str, got 5 of type int; use '5'"),
     (["y"], [], {}, TypeError, "keys are str, got list"),
@@ -293,39 +278,19 @@ ERRORS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     ("y", [[1, 2], [3] * 4], {}, ValueError, "'y': the table has 7 rows, and the batches have 6; the table is unch"),
     ("y", [[1]] * 8, {}, ValueError, "'y': the table has 7 rows, and the batches have 8 or more; the table is unch"),
     ("y", [[1] * 9], {}, ValueError, "'y': the table has 7 rows, and the batches have 9 or more; the table is unch"),
-    (
-        "y",
-        torch.ones(7),
-        {},
-        TypeError,
-        "add_column takes an iterable of batches, got float32[7]; give [values] for on",
-    ),
+    ("y", torch.ones(7), {}, TypeError,
+     "add_column takes an iterable of batches, got float32[7]; give [values] for on"),
     ("y", "abcdefg", {}, TypeError, "add_column takes an iterable of batches, got a str; give [values] for one batch"),
     ("y", 5, {}, TypeError, "add_column takes an iterable of batches, got an int; give [values] for one batch"),
     ("y", {"a": 1}, {}, TypeError, "add_column takes an iterable of batches, got a mapping; give [values] for one b"),
-    (
-        "y",
-        [0.5] * 7,
-        {},
-        ValueError,
-        "'y': a batch has a dimension for the rows, got a float; for a single row or a whole column, give [values]",
-    ),
+    ("y", [0.5] * 7, {}, ValueError,
+     "'y': a batch has a dimension for the rows, got a float; for a single row or a whole column, give [values]"),
     ("y", [{"a": "abcdefg"}], {}, ValueError, "'y.a': a batch has a dimension for the rows, got a mapping; for a sing"),
     ("y", ["abcdefg"], {}, ValueError, "'y': a batch has a dimension for the rows, got a str; for a single row or"),
-    (
-        "y",
-        [[1] * 7],
-        {"ragged": True},
-        ValueError,
-        "'y': a batch has a dimension for the rows and one in each row, got a list; for a single row or a whole column",
-    ),
-    (
-        "y",
-        [{"a": [[1]] * 7}],
-        {"ragged": True},
-        ValueError,
-        "'y': ragged=True is for one field; in a mapping, give a Ragged for each field",
-    ),
+    ("y", [[1] * 7], {"ragged": True}, ValueError,
+     "'y': a batch has a dimension for the rows and one in each row, got a list; for a single row or a whole column"),
+    ("y", [{"a": [[1]] * 7}], {"ragged": True}, ValueError,
+     "'y': ragged=True is for one field; in a mapping, give a Ragged for each field"),
     ("y", [{}], {}, ValueError, "'y': a column needs tensors, got a mapping without any"),
     ("y", [{"a": [1, 2], "b": [1]}], {}, ValueError, "'y.b' has 1 row, and 'y.a' has 2 rows"),
     ("y", [[1, 2], ["a", "b"]], {}, ValueError, "'y': expected numbers, got strings; encode them first"),
@@ -339,7 +304,7 @@ ERRORS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     ("y", [["a"]], {"encoders": {"z": Utf8()}}, KeyError, "'z' is not in this table"),
     ("y", [["a"]], {"encoders": 5}, TypeError, "an encoder has encode and decode, or is a callable; got an int: 5"),
     ("y", [["a"]], {"encoders": {"s": Vocabulary(["a"])}}, ValueError, "'n.s' of this table is encoded with "),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(ERRORS)))
@@ -353,22 +318,16 @@ def test_errors_of_add_column(tmp_path: Path, number: int) -> None:
     add_column(tmp_path / "t", "y", [[1] * COUNT])  # no lock remains
 
 
-@pytest.mark.parametrize(
-    ("key", "kind", "message"),
-    [
-        ("test", KeyError, "'test' is not in this table; did you mean 'text'?"),
-        (("n", "t"), KeyError, "'n.t' is not in this table: 'n' has no 't'; its keys are 's'"),
-        (("x", "y"), KeyError, "'x.y' is not in this table: 'x' is a tensor, not a nested dict; it is d['x']"),
-        (
-            ("text", "values"),
-            KeyError,
-            "'text.values' is not in this table: 'text' is a Ragged, not a nested dict; it is d['text'].values",
-        ),
-        (5, TypeError, "keys are str, got 5 of type int; use '5'"),
-        ([], TypeError, "keys are str, got list"),
-        ((), KeyError, "a path needs at least one key, got ()"),
-    ],
-)
+@pytest.mark.parametrize(("key", "kind", "message"), [
+    ("test", KeyError, "'test' is not in this table; did you mean 'text'?"),
+    (("n", "t"), KeyError, "'n.t' is not in this table: 'n' has no 't'; its keys are 's'"),
+    (("x", "y"), KeyError, "'x.y' is not in this table: 'x' is a tensor, not a nested dict; it is d['x']"),
+    (("text", "values"), KeyError,
+     "'text.values' is not in this table: 'text' is a Ragged, not a nested dict; it is d['text'].values"),
+    (5, TypeError, "keys are str, got 5 of type int; use '5'"),
+    ([], TypeError, "keys are str, got list"),
+    ((), KeyError, "a path needs at least one key, got ()"),
+])  # fmt: skip
 def test_errors_of_drop_column(tmp_path: Path, key: Any, kind: type[Exception], message: str) -> None:
     before = contents(written(tmp_path / "t"))
     with pytest.raises(kind) as caught:
@@ -406,8 +365,7 @@ def test_one_writer_at_a_time(tmp_path: Path, work: Callable[[Path], object]) ->
         work(folder)
 
     def batches() -> Iterator[Any]:
-        with pytest.raises(BlockingIOError, match=r"is open in a RowWriter"):
-            work(folder)
+        fails(BlockingIOError, r"is open in a RowWriter", lambda: work(folder))
         yield [0] * COUNT
 
     add_column(folder, "y", batches())
@@ -558,8 +516,7 @@ def test_verify_names_the_column_and_the_rows(tmp_path: Path, monkeypatch: pytes
         data = bytearray(whole[name])
         data[at] ^= 4
         (folder / name).write_bytes(data)
-        with pytest.raises(InvalidFileError, match=message):
-            verify(folder)
+        fails(InvalidFileError, message, lambda: verify(folder))
         (folder / name).write_bytes(whole[name])
     verify(folder)
 

@@ -91,15 +91,12 @@ def test_every_pair_of_dtypes(tmp_path: Path) -> None:
         assert as_bytes(table[name]) == as_bytes(torch.cat([rows[name] for rows in written])), name
 
 
-@pytest.mark.parametrize(
-    ("name", "held", "lost"),
-    [
-        ("float8_e4m3fn", [448.0, -463.9, 1e-9, NAN], [465.0, -1e9, INF]),
-        ("float8_e5m2", [57344.0, -61439.0, INF, NAN], [61440.0, -1e9]),
-        ("float8_e8m0fnu", [1.0, 1e38, 0.0, NAN], [-1.0, INF]),
-        ("complex32", [1e4 + 1j, complex(INF, 1), complex(NAN, 1)], [complex(NAN, 1e6), complex(-1e6, INF)]),
-    ],
-)
+@pytest.mark.parametrize(("name", "held", "lost"), [
+    ("float8_e4m3fn", [448.0, -463.9, 1e-9, NAN], [465.0, -1e9, INF]),
+    ("float8_e5m2", [57344.0, -61439.0, INF, NAN], [61440.0, -1e9]),
+    ("float8_e8m0fnu", [1.0, 1e38, 0.0, NAN], [-1.0, INF]),
+    ("complex32", [1e4 + 1j, complex(INF, 1), complex(NAN, 1)], [complex(NAN, 1e6), complex(-1e6, INF)]),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, list], ids=["array", "tensor", "list"])
 def test_dtypes_of_few_bits(
     tmp_path: Path, name: str, held: list[Any], lost: list[Any], kind: Callable[..., Any]
@@ -133,28 +130,22 @@ DENSE: list[tuple[str, Any, str]] = [
     ("float16", 1e6, MESSAGE.format("float16", 1e6, "float64")),
     ("float16", np.float32(1e6), MESSAGE.format("float16", 1e6, "float64")),
     ("complex64", [1e300j], MESSAGE.format("complex64", 1e300, "complex128")),
-    (
-        "complex64",
-        torch.tensor([1e300j], dtype=torch.complex128).conj(),
-        MESSAGE.format("complex64", -1e300, "complex128"),
-    ),
+    ("complex64", torch.tensor([1e300j], dtype=torch.complex128).conj(),
+     MESSAGE.format("complex64", -1e300, "complex128")),
     ("int8", [300], "'n.x': int8 cannot hold [300]; torch says: value cannot be converted to type int8 without over"),
     ("int64", [0.5], "'n.x': expected numbers that int64 can hold, got float32; convert it first"),
-]
+]  # fmt: skip
 RAGGED: list[tuple[str, Any, str]] = [
     ("int32", [[], [1, 2], torch.tensor([LARGE])], MESSAGE.format("int32", LARGE, "int64")),
     ("float16", [torch.ones(1).half(), torch.tensor([70000])], MESSAGE.format("float16", 70000, "int64")),
     ("uint16", [torch.ones(1).short(), torch.tensor([70000])], MESSAGE.format("uint16", 70000, "int64")),
-    (
-        "int32",
-        Ragged.from_rows([torch.tensor([LARGE]), torch.empty(0).long()]),
-        MESSAGE.format("int32", LARGE, "int64"),
-    ),
+    ("int32", Ragged.from_rows([torch.tensor([LARGE]), torch.empty(0).long()]),
+     MESSAGE.format("int32", LARGE, "int64")),
     ("int32", np.array([[1, LARGE]]), MESSAGE.format("int32", LARGE, "int64")),
     ("int32", torch.tensor([[1, LARGE]]), MESSAGE.format("int32", LARGE, "int64")),
     ("float16", [[0.5], [1e6]], MESSAGE.format("float16", 1e6, "float64")),
     ("int32", np.array([[0.5]]), "'n.x': expected numbers that int32 can hold, got float64; convert it first"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -197,13 +188,10 @@ def test_rounding_is_no_error(tmp_path: Path) -> None:
     assert table["y"].tolist() == torch.tensor([0.1, torch.finfo(torch.float32).max, 0.0, 1 << 24]).tolist()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rows"),
-    [
-        (torch.uint16, [torch.ones(1).short(), torch.tensor([60000]), [1]]),
-        (torch.float64, [torch.ones(1).half(), torch.tensor([LARGE]), [0.5]]),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "rows"), [
+    (torch.uint16, [torch.ones(1).short(), torch.tensor([60000]), [1]]),
+    (torch.float64, [torch.ones(1).half(), torch.tensor([LARGE]), [0.5]]),
+])  # fmt: skip
 def test_rows_of_several_dtypes(tmp_path: Path, dtype: torch.dtype, rows: list[Any]) -> None:
     with RowWriter(tmp_path / "t", like={"x": torch.zeros(1, 1, dtype=dtype)}, ragged=["x"]) as writer:
         writer.write({"x": rows})
@@ -228,15 +216,12 @@ def test_a_tensor_without_values_fits_every_column(tmp_path: Path) -> None:
     assert table["i"].dtype == torch.int64 and table["ids"].values.dtype == torch.int32
 
 
-@pytest.mark.parametrize(
-    ("like", "message"),
-    [
-        ({"x": torch.zeros(1, dtype=torch.int32)}, "'n.x': this table has int64, like= has int32; convert it first, "),
-        ({"x": [0.5]}, "'n.x': this table has int64, like= has float32; convert it first, or open the table with app"),
-        ({"ids": [[0.5]]}, "'n.ids': this table has int64, like= has float32; convert it first, or open the table"),
-        ({"ids": Ragged.from_rows([[0.5]])}, "'n.ids': this table has int64, like= has float32; convert it first,"),
-    ],
-)
+@pytest.mark.parametrize(("like", "message"), [
+    ({"x": torch.zeros(1, dtype=torch.int32)}, "'n.x': this table has int64, like= has int32; convert it first, "),
+    ({"x": [0.5]}, "'n.x': this table has int64, like= has float32; convert it first, or open the table with app"),
+    ({"ids": [[0.5]]}, "'n.ids': this table has int64, like= has float32; convert it first, or open the table"),
+    ({"ids": Ragged.from_rows([[0.5]])}, "'n.ids': this table has int64, like= has float32; convert it first,"),
+])  # fmt: skip
 def test_like_of_another_dtype(tmp_path: Path, like: Any, message: str) -> None:
     first: Any = {"x": [1], "ids": [[1]]}
     with RowWriter(tmp_path / "t", like={"n": first}, ragged=["ids"]) as writer:
@@ -248,13 +233,10 @@ def test_like_of_another_dtype(tmp_path: Path, like: Any, message: str) -> None:
     RowWriter(tmp_path / "t", like={"n": first}, ragged=["ids"], mode="append").close()
 
 
-@pytest.mark.parametrize(
-    ("batches", "ragged", "expected"),
-    [
-        ([[[], []], [[]], [[16777217], [5]]], True, [[], [], [], [16777217], [5]]),
-        ([[], (), [16777217, 1, 2, 3], [5]], False, [16777217, 1, 2, 3, 5]),
-    ],
-)
+@pytest.mark.parametrize(("batches", "ragged", "expected"), [
+    ([[[], []], [[]], [[16777217], [5]]], True, [[], [], [], [16777217], [5]]),
+    ([[], (), [16777217, 1, 2, 3], [5]], False, [16777217, 1, 2, 3, 5]),
+])  # fmt: skip
 def test_lists_without_values_do_not_decide_the_dtype(
     tmp_path: Path, batches: list[Any], ragged: bool, expected: list[Any]
 ) -> None:

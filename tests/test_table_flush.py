@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import fails
 
 from tensordict_lite import load
 from tensordict_lite.tables import RowWriter, add_column
@@ -183,8 +184,7 @@ def test_an_error_that_an_interrupt_hides_is_final(tmp_path: Path, monkeypatch: 
         patch.setattr(os, "fdatasync", sync)
         with pytest.raises(KeyboardInterrupt):
             writer.flush()
-    with pytest.raises(OSError, match="Input/output error; the table keeps the 0 rows"):
-        writer.flush()
+    fails(OSError, "Input/output error; the table keeps the 0 rows", writer.flush)
     lost = "10 rows were not flushed, and the table does not have them"
     with pytest.warns(RuntimeWarning, match=rf"an exception left the block of a RowWriter of .*t': {lost}"):
         leave_with(KeyError("mine"), writer)
@@ -258,10 +258,7 @@ def test_a_full_disk_for_the_index_is_not_final(tmp_path: Path, monkeypatch: pyt
         writer.write(rows(10))
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", full)
-            with pytest.raises(
-                OSError, match="No space left on device; the table keeps the 0 rows of the last flush: "
-            ):
-                writer.flush()
+            fails(OSError, "No space left on device; the table keeps the 0 rows of the last flush: ", writer.flush)
         assert set(os.listdir(tmp_path / "t")) == COLUMNS | {"table.json"}
     assert len(load(tmp_path / "t").rows) == 10
 
@@ -334,16 +331,14 @@ def test_failed_flushes_in_a_row(
         writer.write(rows(10))
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", partial(failure, replace))
-            with pytest.raises((OSError, KeyboardInterrupt), match=r"^$|the table keeps the "):
-                writer.flush()
+            fails((OSError, KeyboardInterrupt), r"^$|the table keeps the ", writer.flush)
     writer.write(rows(10))
     writer.flush()
     table = load(folder)
     assert len(table.rows) == 10 * len(failures) + 10 and all(table[key].eq(1).all() for key in LIKE)
     index = (folder / "table.json").read_text()
     (folder / "table.json").write_text(index.replace('"writer":"', '"writer":"f'))
-    with pytest.raises(BlockingIOError, match="another RowWriter has written to this table"):
-        writer.close()
+    fails(BlockingIOError, "another RowWriter has written to this table", writer.close)
 
 
 def test_an_interrupt_after_the_index_is_replaced_keeps_its_rows(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import fails
 from files import DTYPES
 from torch.utils.data import DataLoader
 
@@ -99,22 +100,19 @@ def test_dicts_of_another_schema() -> None:
     one = DeviceDict({"x": [1], "s": ["a"]})
     joined = JoinedRows([one, DeviceDict({"x": [2], "s": ["wide"]}).rows, {"x": [3], "s": ["b"]}])
     assert joined[[2, 1]].decode("s") == ["b", "wide"]
-    with pytest.raises(ValueError, match=r"^dict 1 lacks 's', which dict 0 has$"):
-        JoinedRows([one, DeviceDict({"x": [1]})])
+    fails(ValueError, r"^dict 1 lacks 's', which dict 0 has$", lambda: JoinedRows([one, DeviceDict({"x": [1]})]))
     with pytest.raises(
         ValueError, match=r"^'x': dict 1 has int64\[1, 2\], dict 0 has int64\[1\]; the dtypes and dimensions must be"
     ):
         JoinedRows([one, DeviceDict({"x": [[1, 2]], "s": ["a"]})])
-    with pytest.raises(ValueError, match=r"needs at least one dict"):
-        JoinedRows([])
+    fails(ValueError, r"needs at least one dict", lambda: JoinedRows([]))
 
 
 def test_one_table_of_the_parts(tmp_path: Path) -> None:
     written(tmp_path / "parts")
     join_parts(tmp_path / "parts", tmp_path / "whole")
     assert plain(load(tmp_path / "whole")) == expected(list(range(12)))
-    with pytest.raises(FileExistsError, match=r"has a table already"):
-        join_parts(tmp_path / "parts", tmp_path / "whole")
+    fails(FileExistsError, r"has a table already", lambda: join_parts(tmp_path / "parts", tmp_path / "whole"))
 
 
 def test_the_largest_width_of_strings(tmp_path: Path) -> None:
@@ -143,8 +141,7 @@ def test_a_failed_join_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(TableWriter, method, fail)
-        with pytest.raises(OSError, match="the disk is full"):
-            join_parts(tmp_path / "parts", tmp_path / "whole")
+        fails(OSError, "the disk is full", lambda: join_parts(tmp_path / "parts", tmp_path / "whole"))
     assert (tmp_path / "whole").exists() == exists and not list(tmp_path.glob("whole/*"))
     join_parts(tmp_path / "parts", tmp_path / "whole")
     assert plain(load(tmp_path / "whole")) == expected(list(range(12)))
@@ -195,11 +192,8 @@ def test_a_dict_without_values_is_not_changed() -> None:
     joined = JoinedRows([full, empty])
     found: Any = joined[2:]
     assert Ragged.from_rows([[]]).dtype == torch.float32 and joined.parts[0] is full
-    assert (
-        empty["n", "x"].dtype == torch.float32
-        and found["n", "x"].dtype == torch.int64
-        and joined.parts[1]["y"] is empty["y"]
-    )
+    assert empty["n", "x"].dtype == torch.float32 and found["n", "x"].dtype == torch.int64
+    assert joined.parts[1]["y"] is empty["y"]
 
 
 def test_offsets_of_other_dtypes() -> None:
@@ -225,38 +219,20 @@ def test_errors(tmp_path: Path) -> None:
             RowWriter(tmp_path, like=LIKE, part=part, parts=parts)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda f: shutil.rmtree(f / "part-00001"), FileNotFoundError, r"has 3 of 4 parts; part 1 is missing$"),
-        (lambda f: shutil.rmtree(f / "part-00003"), FileNotFoundError, r"has 3 of 4 parts; part 3 is missing$"),
-        (
-            lambda f: (f / "part-00001").rename(f / "part-1"),
-            ValueError,
-            r"part-1' is no part, whose name is 'part-00001'; remove or rename it$",
-        ),
-        (
-            lambda f: shutil.copytree(f / "part-00001", f / "part-000001"),
-            ValueError,
-            r"part-000001' is no part, whose name is 'part-00001'; remove or rename it$",
-        ),
-        (
-            lambda f: shutil.copytree(f / "part-00001", f / "part-00004"),
-            ValueError,
-            r"part-00004' is part 1 of 4, and no part 4 of 4; remove the parts of other runs$",
-        ),
-        (
-            lambda f: [RowWriter(f, like=LIKE, mode="overwrite", part=i, parts=2).close() for i in range(2)],
-            ValueError,
-            r"part-00002' is part 2 of 4, and no part 2 of 2; remove the parts of other runs$",
-        ),
-        (
-            lambda f: RowWriter(f / "part-00000", like=LIKE, mode="overwrite").close(),
-            ValueError,
-            r"part-00001' is part 1 of 4, and no part 1 of 0|part-00000' is no part, and no part 0 of",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda f: shutil.rmtree(f / "part-00001"), FileNotFoundError, r"has 3 of 4 parts; part 1 is missing$"),
+    (lambda f: shutil.rmtree(f / "part-00003"), FileNotFoundError, r"has 3 of 4 parts; part 3 is missing$"),
+    (lambda f: (f / "part-00001").rename(f / "part-1"), ValueError,
+     r"part-1' is no part, whose name is 'part-00001'; remove or rename it$"),
+    (lambda f: shutil.copytree(f / "part-00001", f / "part-000001"), ValueError,
+     r"part-000001' is no part, whose name is 'part-00001'; remove or rename it$"),
+    (lambda f: shutil.copytree(f / "part-00001", f / "part-00004"), ValueError,
+     r"part-00004' is part 1 of 4, and no part 4 of 4; remove the parts of other runs$"),
+    (lambda f: [RowWriter(f, like=LIKE, mode="overwrite", part=i, parts=2).close() for i in range(2)], ValueError,
+     r"part-00002' is part 2 of 4, and no part 2 of 2; remove the parts of other runs$"),
+    (lambda f: RowWriter(f / "part-00000", like=LIKE, mode="overwrite").close(), ValueError,
+     r"part-00001' is part 1 of 4, and no part 1 of 0|part-00000' is no part, and no part 0 of"),
+])  # fmt: skip
 def test_parts_that_are_no_run(tmp_path: Path, change: Any, error: type[Exception], message: str) -> None:
     change(written(tmp_path / "parts"))
     for call in (lambda: load_parts(tmp_path / "parts"), lambda: join_parts(tmp_path / "parts", tmp_path / "whole")):
@@ -280,8 +256,7 @@ def test_a_part_keeps_its_number(tmp_path: Path) -> None:
     drop_column(part, "y")
     assert load_parts(folder).column("x")[-4:].tolist() == [40, 41, 42, 11]
     message = r"part-00002' is part 2 of 4, and RowWriter got part=2, parts=3; give the number of parts that it has"
-    with pytest.raises(ValueError, match=message):
-        RowWriter(folder, append=True, part=2, parts=3)
+    fails(ValueError, message, lambda: RowWriter(folder, append=True, part=2, parts=3))
     RowWriter(folder / "part-00004", like=LIKE).close()
     with pytest.raises(ValueError, match=r"part-00004' is no part, and RowWriter got part=4, parts=5; give "):
         RowWriter(folder, like=LIKE, mode="append", part=4, parts=5)
@@ -338,10 +313,8 @@ def test_columns_of_all_parts(tmp_path: Path) -> None:
     assert plain(found[found.column("x") % 5 == 1]) == expected([1, 6, 11])
     assert plain(found[found.equal(("n", "s"), "dog")]) == expected([1, 3, 5, 7, 9, 11])
     assert found.equal("x", [3, 4, 99]).nonzero().flatten().tolist() == [3, 4]
-    with pytest.raises(ValueError, match=r"'n\.s': 'ox' is not among the 2 tokens"):
-        found.equal(("n", "s"), "ox")
-    with pytest.raises(KeyError, match=r"'txt'.*did you mean 'text'"):
-        found.column("txt")
+    fails(ValueError, r"'n\.s': 'ox' is not among the 2 tokens", lambda: found.equal(("n", "s"), "ox"))
+    fails(KeyError, r"'txt'.*did you mean 'text'", lambda: found.column("txt"))
 
 
 SHAPES: list[tuple[int, ...]] = [(), (3,), (16,), (5, 7), (0,), (33,)]

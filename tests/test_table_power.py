@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from checks import fails
 from safetensors import safe_open
 
 from tensordict_lite import InvalidFileError, load
@@ -41,12 +42,9 @@ def rows(first: int, count: int, keys: Iterable[str] = LIKE) -> dict[str, Any]:
     """Rows whose values follow from their number."""
     i = list(range(first, first + count))
     values: dict[str, Any] = {
-        "i": i,
-        "wide": [[n] * 40 for n in i],
-        "text": [f"row {n}" * (n % 3) for n in i],
-        "late": [[n] * 30 for n in i],
+        "i": i, "wide": [[n] * 40 for n in i], "text": [f"row {n}" * (n % 3) for n in i], "late": [[n] * 30 for n in i],
         "words": [f"{n} " * (n % 5) for n in i],
-    }
+    }  # fmt: skip
     return {key: values[key] for key in keys}
 
 
@@ -325,8 +323,7 @@ def new_columns(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Pat
         with RowWriter(folder, like=LIKE, ragged=["text"], checksums=True) as writer:
             writer.write(rows(0, 7))
         recorder.acknowledged(folder, 7)
-        with pytest.raises(ValueError, match="the batches have 4"):
-            add_column(folder, "late", batches("late", 4))
+        fails(ValueError, "the batches have 4", lambda: add_column(folder, "late", batches("late", 4)))
         recorder.acknowledged(folder, 7)
         add_column(folder, "late", batches("late", 7))
         recorder.acknowledged(folder, 7, [*LIKE, "late"])

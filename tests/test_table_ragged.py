@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from checks import check_invariants
+from checks import check_invariants, fails
 from files import write_index
 from safetensors.torch import load_file
 from torch import Tensor
@@ -112,14 +112,11 @@ class TestRoundTrip:
 
     def test_batches_with_ragged_fields(self, tmp_path: Path) -> None:
         """A batch with ragged fields gives the columns, and is written; its views and copies too."""
-        batch = collate(
-            [
-                {"ids": [1, 2], "box": [[0.5]]},
-                {"ids": [], "box": torch.zeros(0, 1)},
-                {"ids": [3], "box": [[1.0], [2.0]]},
-            ],
-            ragged=["ids", "box"],
-        )
+        batch = collate([
+            {"ids": [1, 2], "box": [[0.5]]},
+            {"ids": [], "box": torch.zeros(0, 1)},
+            {"ids": [3], "box": [[1.0], [2.0]]},
+        ], ragged=["ids", "box"])  # fmt: skip
         with RowWriter(tmp_path / "t", like=batch) as writer:
             writer.write(batch)
             writer.write(batch.rows[1:])
@@ -229,8 +226,7 @@ class TestRoundTrip:
         (folder / "n.ids.offsets.safetensors").unlink()
         assert load(folder, keys=["text"]).decode("text") == texts(3)
         assert load(folder, "meta", keys=["text", "y"])["text"].values.is_meta
-        with pytest.raises(InvalidFileError, match=r"the file 'n.ids.offsets.safetensors' is missing"):
-            load(folder)
+        fails(InvalidFileError, r"the file 'n.ids.offsets.safetensors' is missing", lambda: load(folder))
 
 
 class TestReaders:
@@ -314,56 +310,36 @@ def test_the_default_device_changes_nothing(tmp_path: Path) -> None:
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"text": ["a", "b\0", "c"]}, r"^'text': 'b\\x00' holds a NUL character"),
-            ({"text": ["a", "b"]}, "^'n.ids' has 3 rows, and 'text' has 2 rows$"),
-            ({"text": torch.zeros(3).byte()}, r"^'n.ids' has 3 rows, and 'text' has no dimension for rows$"),
-            (
-                {"text": torch.zeros(3, 1, 1).byte()},
-                r"^'text': expected rows \[..., \*\] or one row \[\*\], got uint8\[3, 1, 1\]$",
-            ),
-            (
-                {"n": {"ids": [[1], [2], [3]], "box": torch.zeros(3, 1, 3)}},
-                r"^'n.box': expected rows \[..., \*, 2\] or one row \[\*, 2\], got float32\[3, 1, 3\]$",
-            ),
-            (
-                {"n": {"ids": [[1], 2, [3]], "box": torch.zeros(3, 1, 2)}},
-                r"^'n.ids': row 1: expected int64\[\*\], as row 0, got int64\[\]; rows have",
-            ),
-            (
-                {"n": {"ids": [[1], [[2]], [3]], "box": torch.zeros(3, 1, 2)}},
-                r"^'n.ids': row 1: expected int64\[\*\], as row 0, got int64\[1, 1\]; rows have",
-            ),
-            (
-                {"n": {"ids": [[1], [0.5], [3]], "box": torch.zeros(3, 1, 2)}},
-                "^'n.ids': expected numbers that int64 can hold, got float32; convert it first$",
-            ),
-            (
-                {"n": {"ids": ["a", "b", "c"], "box": torch.zeros(3, 1, 2)}},
-                "^'n.ids': expected numbers, got strings; encode them first$",
-            ),
-            (
-                {"n": {"ids": [["a"], ["b"], ["c"]], "box": torch.zeros(3, 1, 2)}},
-                "^'n.ids': expected numbers, got strings; encode them first$",
-            ),
-            ({"n": {"ids": None, "box": torch.zeros(3, 1, 2)}}, "^'n.ids': expected a tensor, .*, got a NoneType"),
-            ({"s": [["cat"], ["cow"], []]}, "^'s': 'cow' is not among the 2 tokens"),
-            ({"text": {"a": 1}}, "^'text': expected rows of any length, got a mapping$"),
-            ({"text": torch.zeros(3, 2).to_sparse()}, "^'text': expected a dense tensor, got a sparse one"),
-            ({"text": torch.zeros(3, 2, device="meta")}, "^'text': expected a tensor with values, got one on meta"),
-            (
-                {"y": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)},
-                "^'y': expected a dense tensor, got a nested one; convert it first$",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("change", "message"), [
+        ({"text": ["a", "b\0", "c"]}, r"^'text': 'b\\x00' holds a NUL character"),
+        ({"text": ["a", "b"]}, "^'n.ids' has 3 rows, and 'text' has 2 rows$"),
+        ({"text": torch.zeros(3).byte()}, r"^'n.ids' has 3 rows, and 'text' has no dimension for rows$"),
+        ({"text": torch.zeros(3, 1, 1).byte()},
+         r"^'text': expected rows \[..., \*\] or one row \[\*\], got uint8\[3, 1, 1\]$"),
+        ({"n": {"ids": [[1], [2], [3]], "box": torch.zeros(3, 1, 3)}},
+         r"^'n.box': expected rows \[..., \*, 2\] or one row \[\*, 2\], got float32\[3, 1, 3\]$"),
+        ({"n": {"ids": [[1], 2, [3]], "box": torch.zeros(3, 1, 2)}},
+         r"^'n.ids': row 1: expected int64\[\*\], as row 0, got int64\[\]; rows have"),
+        ({"n": {"ids": [[1], [[2]], [3]], "box": torch.zeros(3, 1, 2)}},
+         r"^'n.ids': row 1: expected int64\[\*\], as row 0, got int64\[1, 1\]; rows have"),
+        ({"n": {"ids": [[1], [0.5], [3]], "box": torch.zeros(3, 1, 2)}},
+         "^'n.ids': expected numbers that int64 can hold, got float32; convert it first$"),
+        ({"n": {"ids": ["a", "b", "c"], "box": torch.zeros(3, 1, 2)}},
+         "^'n.ids': expected numbers, got strings; encode them first$"),
+        ({"n": {"ids": [["a"], ["b"], ["c"]], "box": torch.zeros(3, 1, 2)}},
+         "^'n.ids': expected numbers, got strings; encode them first$"),
+        ({"n": {"ids": None, "box": torch.zeros(3, 1, 2)}}, "^'n.ids': expected a tensor, .*, got a NoneType"),
+        ({"s": [["cat"], ["cow"], []]}, "^'s': 'cow' is not among the 2 tokens"),
+        ({"text": {"a": 1}}, "^'text': expected rows of any length, got a mapping$"),
+        ({"text": torch.zeros(3, 2).to_sparse()}, "^'text': expected a dense tensor, got a sparse one"),
+        ({"text": torch.zeros(3, 2, device="meta")}, "^'text': expected a tensor with values, got one on meta"),
+        ({"y": torch.nested.as_nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)},
+         "^'y': expected a dense tensor, got a nested one; convert it first$"),
+    ])  # fmt: skip
     def test_a_batch_that_does_not_fit_is_refused_whole(self, tmp_path: Path, change: Any, message: str) -> None:
         with new(tmp_path / "t") as writer:
             writer.write(sample(3))
-            with pytest.raises((TypeError, ValueError), match=message):
-                writer.write({**sample(3), **change})
+            fails((TypeError, ValueError), message, lambda: writer.write({**sample(3), **change}))
             assert len(writer) == 3
         assert plain(load(tmp_path / "t")) == expected(3)
 
@@ -375,35 +351,24 @@ class TestRefused:
         ):
             writer.write({"text": ["Ada", "Grace"]})
 
-    @pytest.mark.parametrize(
-        ("options", "error", "message"),
-        [
-            (
-                {"ragged": "text"},
-                TypeError,
-                r"^RowWriter takes a list of keys or paths as ragged=, as \[\"box\"\], got 'text'$",
-            ),
-            ({"ragged": [3]}, TypeError, "^ragged= of RowWriter takes keys and paths, got 3$"),
-            ({"ragged": ["txt"]}, KeyError, "'txt'.*text"),
-            ({"ragged": ["y"]}, ValueError, r"^'y': rows of a ragged field have a dimension, like= has int64\[1\]$"),
-            (
-                {"ragged": ["text"], "like": None, "append": True},
-                TypeError,
-                "^RowWriter takes ragged= with like=; a table that exists knows its ragged fields$",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "error", "message"), [
+        ({"ragged": "text"}, TypeError,
+         r"^RowWriter takes a list of keys or paths as ragged=, as \[\"box\"\], got 'text'$"),
+        ({"ragged": [3]}, TypeError, "^ragged= of RowWriter takes keys and paths, got 3$"),
+        ({"ragged": ["txt"]}, KeyError, "'txt'.*text"),
+        ({"ragged": ["y"]}, ValueError, r"^'y': rows of a ragged field have a dimension, like= has int64\[1\]$"),
+        ({"ragged": ["text"], "like": None, "append": True}, TypeError,
+         "^RowWriter takes ragged= with like=; a table that exists knows its ragged fields$"),
+    ])  # fmt: skip
     def test_options(self, tmp_path: Path, options: Any, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
-            RowWriter(tmp_path / "t", **{"like": LIKE, **options})
+        fails(error, message, lambda: RowWriter(tmp_path / "t", **{"like": LIKE, **options}))
         assert not (tmp_path / "t").exists()
 
     @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
     def test_nested_tensors_of_torch(self, tmp_path: Path) -> None:
         rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
         way_out = r"^'x': expected a field with rows, got a nested tensor; store Ragged.from_rows\(it\)$"
-        with pytest.raises(TypeError, match=way_out):
-            RowWriter(tmp_path / "t", like={"x": rows})
+        fails(TypeError, way_out, lambda: RowWriter(tmp_path / "t", like={"x": rows}))
         assert not (tmp_path / "t").exists()
         with RowWriter(tmp_path / "t", like={"x": [[0.5]]}, ragged=["x"]) as writer:
             writer.write({"x": rows})
@@ -425,21 +390,18 @@ def refused(folder: Path, index: Any, message: str) -> None:
 
 
 class TestDamaged:
-    @pytest.mark.parametrize(
-        ("position", "number", "message"),
-        [
-            (0, 1, "'offsets': expected (0 as the first, got 1|ascending offsets, got 0 after 1 at row 0)"),
-            (0, -1, "'offsets'(: expected 0 as the first, got -1| does not start at 0)"),
-            (4, -1, "'offsets': expected ascending offsets, got -1 after 9 at row 3"),
-            (4, -(1 << 63), "'offsets': expected ascending offsets, got -9223372036854775808 after 9 at row 3"),
-            (4, 1 << 62, "'offsets': expected ascending offsets, got 16 after 4611686018427387904 at row 4"),
-            (4, (1 << 32) + 4, "'offsets': expected ascending offsets, got 16 after 4294967300 at row 4"),
-            (9, 1 << 40, r"has \d+ bytes, and 1099511627776 rows take 1099511631872"),
-            (9, (1 << 63) - 1, r"has \d+ bytes, and 9223372036854775807 rows take"),
-            (9, 0, "'offsets': expected ascending offsets, got 0 after 31 at row 8"),
-            (9, -5, "-5"),
-        ],
-    )
+    @pytest.mark.parametrize(("position", "number", "message"), [
+        (0, 1, "'offsets': expected (0 as the first, got 1|ascending offsets, got 0 after 1 at row 0)"),
+        (0, -1, "'offsets'(: expected 0 as the first, got -1| does not start at 0)"),
+        (4, -1, "'offsets': expected ascending offsets, got -1 after 9 at row 3"),
+        (4, -(1 << 63), "'offsets': expected ascending offsets, got -9223372036854775808 after 9 at row 3"),
+        (4, 1 << 62, "'offsets': expected ascending offsets, got 16 after 4611686018427387904 at row 4"),
+        (4, (1 << 32) + 4, "'offsets': expected ascending offsets, got 16 after 4294967300 at row 4"),
+        (9, 1 << 40, r"has \d+ bytes, and 1099511627776 rows take 1099511631872"),
+        (9, (1 << 63) - 1, r"has \d+ bytes, and 9223372036854775807 rows take"),
+        (9, 0, "'offsets': expected ascending offsets, got 0 after 31 at row 8"),
+        (9, -5, "-5"),
+    ])  # fmt: skip
     def test_offsets(self, tmp_path: Path, position: int, number: int, message: str) -> None:
         folder = written(tmp_path / "t", 9)
         overwrite(folder, "text.offsets", position, number)
@@ -461,22 +423,19 @@ class TestDamaged:
         (folder / f"{name}.safetensors").write_bytes(whole)
         assert plain(load(folder)) == expected(9)
 
-    @pytest.mark.parametrize(
-        ("column", "change", "message"),
-        [
-            (0, {"kind": None}, "'kind' of a column is not a str"),
-            (0, {"kind": "rows"}, "the values and the offsets of a ragged field are not side by side"),
-            (0, {"kind": "offsets"}, "the kind of the column 'text.values' is damaged"),
-            (1, {"kind": "rows"}, "the values and the offsets of a ragged field are not side by side"),
-            (1, {"kind": "values"}, "the values and the offsets of a ragged field are not side by side"),
-            (1, {"dtype": "int32"}, "the kind of the column 'text.offsets' is damaged"),
-            (1, {"shape": [1]}, "the kind of the column 'text.offsets' is damaged"),
-            (1, {"file": "../x"}, r"'../x' is no name of a column file"),
-            (1, {"file": "text.values.safetensors"}, "two columns have the same file"),
-            (1, {"file": "Y.safetensors"}, "two columns have the same file"),
-            (1, {"extra": 1}, "expected a column with the fields file, name, dtype, shape, kind, id"),
-        ],
-    )
+    @pytest.mark.parametrize(("column", "change", "message"), [
+        (0, {"kind": None}, "'kind' of a column is not a str"),
+        (0, {"kind": "rows"}, "the values and the offsets of a ragged field are not side by side"),
+        (0, {"kind": "offsets"}, "the kind of the column 'text.values' is damaged"),
+        (1, {"kind": "rows"}, "the values and the offsets of a ragged field are not side by side"),
+        (1, {"kind": "values"}, "the values and the offsets of a ragged field are not side by side"),
+        (1, {"dtype": "int32"}, "the kind of the column 'text.offsets' is damaged"),
+        (1, {"shape": [1]}, "the kind of the column 'text.offsets' is damaged"),
+        (1, {"file": "../x"}, r"'../x' is no name of a column file"),
+        (1, {"file": "text.values.safetensors"}, "two columns have the same file"),
+        (1, {"file": "Y.safetensors"}, "two columns have the same file"),
+        (1, {"extra": 1}, "expected a column with the fields file, name, dtype, shape, kind, id"),
+    ])  # fmt: skip
     def test_a_forged_index(self, tmp_path: Path, column: int, change: Any, message: str) -> None:
         folder = written(tmp_path / "t")
         index = json.loads((folder / "table.json").read_text())
@@ -488,16 +447,8 @@ class TestDamaged:
         folder = written(tmp_path / "t")
         whole = (folder / "table.json").read_text()
         for entry in (
-            [0, 1, -1],
-            [0, 1, True],
-            [0, 1, "3"],
-            [0, 1, 1.0],
-            [0, 1, []],
-            [0, 1],
-            [],
-            [-1, 1, 3],
-            [0, {}, 3],
-        ):
+            [0, 1, -1], [0, 1, True], [0, 1, "3"], [0, 1, 1.0], [0, 1, []], [0, 1], [], [-1, 1, 3], [0, {}, 3],
+        ):  # fmt: skip
             index = json.loads(whole)
             index["manifest"]["root"]["items"][0][1] = entry
             refused(folder, index, "'text' is not described as a ragged field: by the numbers of its tensors and ")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import fails
 from files import write_index
 
 from tensordict_lite import InvalidFileError, Vocabulary, load
@@ -51,17 +52,14 @@ def change(file: Path, at: int, byte: int | None = None) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("name", "at", "message"),
-    [
-        ("x.safetensors", 4096 + 8 * 15, "rows 10 to 19 of the column 'x' have changed: 'x.safetensors' is damaged"),
-        ("n.wide.safetensors", 4096 + 160 * 30 - 1, "rows 20 to 29 of the column 'n.wide' have changed"),
-        ("text.values.safetensors", 4096, "rows 0 to 9 of the column 'text.values' have changed"),
-        ("text.offsets.safetensors", 4096 + 8 * 30, "rows 20 to 29 of the column 'text.offsets' have changed"),
-        ("text.offsets.safetensors", 4096, "rows 0 to 9 of the column 'text.offsets' have changed"),
-        ("x.safetensors", 30, "'x.safetensors' is no safetensors file with the 30 rows of 'x'; repair the table"),
-    ],
-)
+@pytest.mark.parametrize(("name", "at", "message"), [
+    ("x.safetensors", 4096 + 8 * 15, "rows 10 to 19 of the column 'x' have changed: 'x.safetensors' is damaged"),
+    ("n.wide.safetensors", 4096 + 160 * 30 - 1, "rows 20 to 29 of the column 'n.wide' have changed"),
+    ("text.values.safetensors", 4096, "rows 0 to 9 of the column 'text.values' have changed"),
+    ("text.offsets.safetensors", 4096 + 8 * 30, "rows 20 to 29 of the column 'text.offsets' have changed"),
+    ("text.offsets.safetensors", 4096, "rows 0 to 9 of the column 'text.offsets' have changed"),
+    ("x.safetensors", 30, "'x.safetensors' is no safetensors file with the 30 rows of 'x'; repair the table"),
+])  # fmt: skip
 def test_the_column_and_the_rows_are_named(tmp_path: Path, name: str, at: int, message: str) -> None:
     folder = written(tmp_path / "t")
     verify(folder)
@@ -145,8 +143,7 @@ def test_damaged_checksums(tmp_path: Path) -> None:
         (len(lines) - 9, "Expecting|Unterminated|delimiter"),
     ]:
         write_index(folder, json.loads(text.replace(f'"bytes":{len(lines)}', f'"bytes":{number}')))
-        with pytest.raises(InvalidFileError, match=message):
-            verify(folder)
+        fails(InvalidFileError, message, lambda: verify(folder))
     for entry in ('{"file":"x"}', '{"file":"../x.jsonl","bytes":1}', '{"file":"checksums.jsonl","bytes":-1}', "3"):
         write_index(folder, json.loads(text.replace(f'{{"file":"checksums.jsonl","bytes":{len(lines)}}}', entry)))
         for call in (lambda: verify(folder), lambda: load(folder)):
@@ -154,8 +151,7 @@ def test_damaged_checksums(tmp_path: Path) -> None:
                 call()
     index.write_text(text)
     sums.write_bytes(lines.replace(b'"x.safetensors":[10,', b'"x.safetensors":[11,'))
-    with pytest.raises(InvalidFileError, match=r"the checksums of 'x.safetensors' do not follow each other$"):
-        verify(folder)
+    fails(InvalidFileError, r"the checksums of 'x.safetensors' do not follow each other$", lambda: verify(folder))
     for line in (b"[]\n", b'{"rows":[0,1],"files":{"x.safetensors":[0]}}\n', b'{"files":3,"rows":[]}\n'):
         sums.write_bytes(line)
         write_index(folder, json.loads(text.replace(f'"bytes":{len(lines)}', f'"bytes":{len(line)}')))
@@ -179,8 +175,7 @@ def test_a_table_without_checksums(tmp_path: Path) -> None:
     ):
         verify(folder)
     (folder / "x.safetensors").unlink()
-    with pytest.raises(InvalidFileError, match=r"the file 'x.safetensors' is missing$"):
-        verify(folder)
+    fails(InvalidFileError, r"the file 'x.safetensors' is missing$", lambda: verify(folder))
 
 
 def test_a_ragged_column_that_begins_with_empty_rows(tmp_path: Path) -> None:
