@@ -263,17 +263,17 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
                 self._schema().check_encoders(known)
         super()._commit(staged, device, encoders, removed)
 
-    def _validate(self, before: Mapping[str, Any] | None = None, at: Path = (), *, shapes: bool = True) -> None:
+    def _validate(self, before: Mapping[str, Any] | None = None, at: Path = ()) -> None:
         if torch.compiler.is_compiling():  # pragma: no cover  (traced, not executed)
             return
         if self._schema().fits(self, self._policy.encoders, {}):
             return
-        super()._validate(before, at, shapes=shapes)
+        super()._validate(before, at)
         try:
             if defaults := self._absent_defaults(self):
                 insert(self, defaults)
             self._schema().check_names(self)
-            self._check_fields(self, before, shapes)
+            self._check_fields(self, before)
             self._schema().check_encoders(self._policy.encoders)
         except (TypeError, ValueError) as error:
             if not at:
@@ -289,19 +289,20 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
                 raise ValueError(reason) from None
             raise
 
-    def _check_fields(self, items: Mapping[str, Any], before: Mapping[str, Any] | None, shapes: bool = True) -> None:
-        """Validate the complete set of items: required fields, kinds, dtypes and shapes.
+    def _check_fields(self, items: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
+        """Validate the complete set of items: required fields, kinds, dtypes and shapes. ``before``: see `_validate`.
 
-        ``before``: the items before the change. The kinds of unchanged values are not checked again.
+        The kinds of values that are unchanged are not checked again.
         """
-        before = before if isinstance(before, TypedDeviceDict) else {}
         schema = self._schema()
         schema.check_required(items)
-        changed = {k: v for k, v in items.items() if before.get(k) is not v} if before else items
-        schema.check_kinds(changed, before if shapes else items)
-        if not shapes or not schema.shaped:
+        if before is items:
+            schema.check_kinds(items, items)
             return
-        reason = shape_error(_shaped(type(self), items, schema.name))
+        before = before if isinstance(before, TypedDeviceDict) else {}
+        changed = {k: v for k, v in items.items() if before.get(k) is not v} if before else items
+        schema.check_kinds(changed, before)
+        reason = shape_error(_shaped(type(self), items, schema.name)) if schema.shaped else ""
         # If the shapes did not fit before the change (a row, a cast), they may stay so.
         if reason and not (before and shape_error(_shaped(type(self), before, schema.name))):
             raise ValueError(reason)

@@ -293,7 +293,7 @@ def rebuild(text: Any, classes: Any, encoders: Any, device: Any, parts: Any, lea
             out._infer_device(None)
         if names:
             _refuse_objects(out)
-            out._validate(shapes=False)  # the class may have changed since the dict was saved
+            out._validate(out)  # the class may have changed since the dict was saved
         return out
     except InvalidManifest as error:
         raise InvalidFileError(f"not a valid file or pickle: {error}") from error

@@ -118,15 +118,16 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         if device is not None:
             self._device = device
 
-    def _validate(self, before: Mapping[str, Any] | None = None, at: Path = (), *, shapes: bool = True) -> None:
+    def _validate(self, before: Mapping[str, Any] | None = None, at: Path = ()) -> None:
         """Validate the items of this dict and of its nested dicts against their classes.
 
-        ``before``: the items that they replace. ``at``: the path of self. ``shapes``: validate shapes too.
+        ``before``: the items that they replace. If the shapes did not fit there, they may stay so. Give self for any
+        shapes. ``at``: the path of self.
         """
         for key, value in self.items():
             if isinstance(value, TreeDict):
                 nested = before.get(key) if isinstance(before, Mapping) else None
-                value._validate(nested, (*at, key), shapes=shapes)
+                value._validate(nested, (*at, key))
 
     @classmethod
     def _new(cls, items: Any, device: torch.device | None, policy: Policy) -> Self:

@@ -112,7 +112,7 @@ class Header:
             made = Reader(self.manifest, self.count).build(cls, tensors.__getitem__, None)
             self._built[cls] = made._replace_tensors([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._replace_tensors(tensors, canonical(buffers[0].device))
-        out._validate(shapes=False)
+        out._validate(out)
         return out
 
     def difference(self, other: Header) -> str:
