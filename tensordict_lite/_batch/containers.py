@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from .._errors import add_note, dotted
-from .._memory.cast import host_array
 from .._memory.device import CPU, DeviceLike, resolve
 from .._memory.transfer import transfer
 from .._tree.inside import kept_tensors, move_itself, numpy_inside, open_container, open_value, path_inside, tensors_of
@@ -86,4 +85,4 @@ def to_numpy(obj: Any) -> Any:
     >>> to_numpy([torch.ones(2), {"y": torch.tensor(3)}, "z"])
     [array([1., 1.], dtype=float32), {'y': array(3)}, 'z']
     """
-    return numpy_inside(to_device(obj, CPU), host_array)
+    return numpy_inside(to_device(obj, CPU))

@@ -22,9 +22,7 @@ from .row_values import row_value
 
 def equal_to(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     """Where a field is ``value`` or one of its items: see `DeviceDict.equal`."""
-    path, field, owner = _field(d, key, "equal")
-    if field.is_nested:
-        raise TypeError(f"{dotted(path)}: equal takes a field with rows of one shape, got {described(field)}")
+    path, field, owner = row_field(d, key, "equal")
     encoder = field_encoder(owner, path[-1])
     wanted = row_value(field_of(owner, path[-1], path[:-1]), value)
     if not isinstance(wanted, Tensor) or np.ndim(value) > 1:
@@ -89,24 +87,23 @@ def groups(d: TreeDict[Any], keys: Sequence[str | Path]) -> tuple[list[Any], Ten
     return list(zip(*columns, strict=True)), order, counts
 
 
-def _field(d: Any, key: str | Path, called: str) -> tuple[Path, Tensor, Any]:
+def row_field(d: Any, key: str | Path, called: str) -> tuple[Path, Tensor, Any]:
     """The path of a field, its tensor, and the dict that holds it. ``called``: the method, for messages."""
     path = as_path(key)
     field = d[key]
-    if not isinstance(field, Tensor):
-        raise TypeError(f"{dotted(path)}: {called} takes a tensor field, got {described(field)}")
+    if not isinstance(field, Tensor) or field.is_nested:
+        raise TypeError(f"{dotted(path)}: {called} takes a tensor with rows of one shape, got {described(field)}")
     return path, field, d[path[:-1]] if path[1:] else d
 
 
 def _column(d: TreeDict[Any], key: str | Path, called: str) -> tuple[Tensor, Any]:
     """A field with one value per row, and its encoder or None. ``called``: the method, for messages."""
-    path, field, owner = _field(d, key, called)
+    path, field, owner = row_field(d, key, called)
     encoder = field_encoder(owner, path[-1])
     if field.dim() - (padding(encoder, field) is not None) != 1:
         raise ValueError(f"{dotted(path)}: {called} takes a field with one value per row, got {described(field)}")
     reasons = {
         "complex numbers have no order": field.is_complex(),
-        "it is a nested tensor": field.is_nested,
         "torch does not sort this dtype": field.is_floating_point() and field.itemsize == 1,
     }
     for why in (why for why, holds in reasons.items() if holds):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from operator import index as as_int
 from textwrap import wrap
@@ -128,7 +127,6 @@ class Rows(Dataset[D]):
         """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""
         d = self._dict
         found, flat, count = _rows_of(d)
-        nested = not flat and [field.path for field in found] != [(key,) for key in d]
         for start in range(0, count, _ROWS_AT_ONCE):
             part = range(start, min(start + _ROWS_AT_ONCE, count))
             if flat:
@@ -136,11 +134,10 @@ class Rows(Dataset[D]):
             else:
                 columns = [field.kind.each(field.value, part, count) for field in found]
             for row in zip(*columns, strict=True):
-                yield (
-                    d._with_leaves(iter(row), d._device)
-                    if nested
-                    else d._new(zip(d, row, strict=True), d._device, d._policy)
-                )
+                if flat:
+                    yield d._new(zip(d, row, strict=True), d._device, d._policy)
+                else:
+                    yield d._with_leaves(iter(row), d._device)
 
     def batches(
         self,
@@ -189,11 +186,12 @@ class Rows(Dataset[D]):
         >>> [part["x"].tolist() for part in DeviceDict({"x": [1, 2, 3]}).rows.split([2, 1])]
         [[1, 2], [3]]
         """
-        count, sizes = len(self), _sizes(size)
-        if isinstance(sizes, int):
-            if sizes < 1:
-                raise ValueError(f"split takes a size of at least 1, got {sizes}")
-            return [self[start : start + sizes] for start in range(0, count, sizes)]
+        count, given = len(self), cast(Any, size)
+        try:
+            sizes = [as_int(one) for one in given]  # Python ints: a sum of NumPy ints could overflow
+        except TypeError:
+            step = _positive("split", given, "a size or a list of sizes", "a size of at least 1")
+            return [self[start : start + step] for start in range(0, count, step)]
         if sum(sizes) != count or min(sizes, default=0) < 0:
             raise ValueError(f"split takes sizes that add up to the {count} rows, got {sizes}")
         return [self[end - part : end] for part, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -385,16 +383,6 @@ def _positive(method: str, given: Any, what: str, least: str) -> int:
     if number < 1:
         raise ValueError(f"{method} takes {least}, got {number}")
     return number
-
-
-def _sizes(given: Any) -> int | list[int]:
-    # Convert to Python ints: a sum of NumPy ints could overflow.
-    with suppress(TypeError):
-        return as_int(given)
-    try:
-        return [as_int(size) for size in given]
-    except TypeError:
-        raise TypeError(f"split takes a size or a list of sizes, got {given!r}") from None
 
 
 def _rows_of(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:

@@ -81,13 +81,6 @@ def field(*, default: Any = _UNSET, default_factory: Callable[[], Any] | None = 
     return Default(default, default_factory)
 
 
-class PlainShape(NamedTuple):
-    """A jaxtyping annotation such as ``Float[Tensor, "batch 3"]``, whose meaning is clear without jaxtyping."""
-
-    dtypes: frozenset[torch.dtype]
-    dims: tuple[int | str, ...]
-
-
 class DeclaredField(NamedTuple):
     """A field, as its annotation declares it."""
 
@@ -98,8 +91,9 @@ class DeclaredField(NamedTuple):
     """The alternatives as text, for error messages."""
     classes: tuple[Any, ...]
     """The classes of the alternatives: ``Tensor`` for a jaxtyping annotation."""
-    plain: PlainShape | None
-    """The only alternative, if it is a jaxtyping annotation of plain dimensions: names and numbers."""
+    plain: tuple[int | str, ...] | None
+    """The dimensions of the only alternative, if it is a jaxtyping annotation whose meaning is clear without jaxtyping,
+    such as ``Float[Tensor, "batch 3"]``: names and numbers."""
     dtypes: frozenset[torch.dtype]
     """The dtypes of the only alternative, if it is a jaxtyping annotation that names dtypes."""
     encoder: StringEncoder | None
@@ -131,11 +125,10 @@ class DeclaredField(NamedTuple):
             return self.classes == self.kinds and isinstance(value, self.classes)
         if not isinstance(value, Tensor):
             return False
-        dtypes, dims = self.plain
         shape = value.shape
-        if value.dtype not in dtypes or len(shape) != len(dims):
+        if value.dtype not in self.dtypes or len(shape) != len(self.plain):
             return False
-        for dim, size in zip(dims, shape, strict=True):
+        for dim, size in zip(self.plain, shape, strict=True):
             if dim != size and (type(dim) is int or sizes.setdefault(dim, size) != size):
                 return False
         return True
@@ -328,13 +321,13 @@ def _dtypes(kind: Any) -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype in dtypes if isinstance(dtype, torch.dtype))
 
 
-def _plain_shape(kind: Any) -> PlainShape | None:
-    """A jaxtyping annotation of ``Tensor`` whose dimensions are names and numbers; None for any other."""
+def _plain_shape(kind: Any) -> tuple[int | str, ...] | None:
+    """The dimensions of a jaxtyping annotation of ``Tensor``, if they are names and numbers; None for any other."""
     dims = kind.dim_str.split()
     plain = all(dim.isdecimal() or (dim.isidentifier() and dim[0] != "_" and not iskeyword(dim)) for dim in dims)
     if not plain or kind.array_type is not Tensor:
         return None
-    return PlainShape(_dtypes(kind), tuple(int(dim) if dim.isdecimal() else dim for dim in dims))
+    return tuple(int(dim) if dim.isdecimal() else dim for dim in dims)
 
 
 def _kinds(where: str, hint: Any, metadata: list[Any], keeps: bool) -> Iterator[Any]:

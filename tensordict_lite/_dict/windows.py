@@ -18,6 +18,7 @@ from .._tree.kinds import KEPT, RAGGED
 from .._tree.row_index import row_index, row_indices
 from .._tree.tree import TreeDict
 from .._tree.walk import as_path
+from .by_value import row_field
 
 D = TypeVar("D", bound=TreeDict[Any])
 Spans = Mapping[Any, Sequence[int]]
@@ -42,7 +43,7 @@ class Windows(Dataset[D], Generic[D]):
         for key in self._spans:
             _require_rows(d, key)
         if within is not None:
-            _within(d, within)
+            row_field(d, within, "within=")
 
     def __len__(self) -> int:
         return len(self._dict.rows)
@@ -81,7 +82,7 @@ class Windows(Dataset[D], Generic[D]):
         bounds = [int(bound) for offsets in self._spans.values() for bound in offsets.aminmax()]
         low, high = min(0, *bounds), max(0, *bounds)
         around = at.unsqueeze(1) + torch.arange(low, high + 1, device=at.device)
-        field = _within(self._dict, self._within)
+        _, field, _ = row_field(self._dict, self._within, "within=")
         same = (field[around.clamp(0, count - 1)] == field[at].unsqueeze(1)).unsqueeze(-1).flatten(2).all(2)
         same &= (around >= 0) & (around < count)
         before, after = same[:, :-low].flip(1) if low else same[:, :0], same[:, 1 - low :]
@@ -119,13 +120,3 @@ def _require_rows(d: Any, key: Any) -> None:
     for field in fields(d.select(key)):
         if field.kind in (RAGGED, KEPT):
             raise TypeError(f"{dotted(field.path)}: windows takes rows of one shape, got {described(field.value)}")
-
-
-def _within(d: Any, key: Any) -> Tensor:
-    """The field whose equal values make a sequence."""
-    field: Any = d[key]
-    if not isinstance(field, Tensor) or field.is_nested:
-        raise TypeError(
-            f"{dotted(as_path(key))}: within= takes a field with a value for each row, got {described(field)}"
-        )
-    return field

@@ -295,10 +295,7 @@ def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None)
     """Keep an object if the policy allows it, else raise ``TypeError``. ``what``: names the object in the message."""
     if policy.objects == "keep":
         return Converted(value)
-    try:
-        tensor_at = find_tensor(value)
-    except TooDeep:
-        raise ValueError(f"{dotted(path)} is a {type(value).__name__} that {_TOO_DEEP}; flatten it first") from None
+    tensor_at = find_tensor(value, path)
     if tensor_at is not None:
         join = "store its state_dict()" if isinstance(value, torch.nn.Module) else _JOIN
         raise TypeError(
@@ -325,10 +322,7 @@ def keep_object(value: Any, policy: Policy, path: Path, what: str | None = None)
 
 def refuse_tensor_in_cycle(value: object, path: Path) -> None:
     """Raise ``ValueError`` for a kept container that cannot be moved: it is too deep, or holds itself and a tensor."""
-    try:
-        tensor_at = find_tensor(value)
-    except TooDeep:
-        raise ValueError(f"{dotted(path)} is a {type(value).__name__} that {_TOO_DEEP}; flatten it first") from None
+    tensor_at = find_tensor(value, path)
     if tensor_at is not None:
         raise ValueError(
             f"{dotted(path)}: expected a container that does not hold itself, got {described(value)} that does, with a "
@@ -336,11 +330,11 @@ def refuse_tensor_in_cycle(value: object, path: Path) -> None:
         )
 
 
-def find_tensor(value: object) -> str | None:
+def find_tensor(value: object, path: Path) -> str | None:
     """The position of the first tensor found in ``value``, such as ``[0]['x']``; None if there is no tensor.
 
-    Searches standard containers, dataclasses and modules. Raises ``TooDeep`` if ``value`` is nested so deep that
-    pickle or copy would fail.
+    Searches standard containers, dataclasses and modules. Raises ``TooDeep`` that names the path if ``value`` is nested
+    so deep that pickle or copy would fail.
     """
     # An object may contain itself. `seen` keeps the objects alive, since Python reuses the id of a deleted object.
     seen: dict[int, object] = {}
@@ -356,7 +350,7 @@ def find_tensor(value: object) -> str | None:
         if not deeper:
             return None
         level = deeper
-    raise TooDeep
+    raise TooDeep(f"{dotted(path)} is a {type(value).__name__} that {_TOO_DEEP}; flatten it first")
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -242,17 +242,14 @@ class LargeTensor:
         self.tensor = tensor
 
     def __reduce_ex__(self, protocol: Any, /) -> tuple[Any, ...]:
-        return rebuild_tensor, (_pickle_buffer(dense_bytes(self.tensor)), self.tensor.dtype, *_dense(self.tensor))
+        tensor = self.tensor
+        stride = dense_stride(tensor.shape, tensor.stride())
+        return rebuild_tensor, (_pickle_buffer(dense_bytes(tensor)), tensor.dtype, tuple(tensor.shape), stride)
 
 
 _large_tensors: WeakValueDictionary[int, LargeTensor] = WeakValueDictionary()
 """The `LargeTensor` of each tensor that is being pickled, by the id of the tensor. Several dicts in one pickle may
 contain a tensor: then pickle sees one object, and writes the tensor once."""
-
-
-def _dense(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a tensor, and its stride in `dense_bytes`."""
-    return tuple(tensor.shape), dense_stride(tensor.shape, tensor.stride())
 
 
 def _pickle_buffer(buffer: Tensor) -> PickleBuffer:

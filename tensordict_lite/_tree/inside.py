@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree  # torch has no public name for it in the versions supported
 
 from .._errors import DEPTH, Path, TooDeep
+from .._memory.cast import host_array
 from .ragged import Made, Ragged
 
 Rebuild = Callable[[Iterator[Any]], Any]
@@ -311,8 +312,8 @@ def path_off(value: Any, path: Path, device: torch.device) -> Path:
     return path_inside(value, path, lambda item: any(tensor.device != device for tensor in tensors_of(item)))
 
 
-def numpy_inside(value: Any, convert: Callable[[Tensor], Any]) -> Any:
-    """A value on the CPU with an array for each tensor, and a plain dict for each `DeviceDict`."""
+def numpy_inside(value: Any, copy: bool = False) -> Any:
+    """A value on the CPU with an array for each tensor, and a plain dict for each `DeviceDict` and `Ragged`."""
     found: list[Any] = []
     rebuild = open_value(value, found)
     if rebuild is None:
@@ -320,7 +321,7 @@ def numpy_inside(value: Any, convert: Callable[[Tensor], Any]) -> Any:
     arrays: list[Any] = []
     for item in found:
         if isinstance(item, Tensor):
-            arrays.append(convert(item))
+            arrays.append(host_array(item, copy))
         else:
-            arrays.append(item.numpy() if hasattr(type(item), "_holds_tensors") else item)
+            arrays.append(item.numpy(copy) if hasattr(type(item), "_holds_tensors") else item)
     return rebuild(iter(arrays))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._encoders.builtin import Utf8
 from .._encoders.protocol import StringEncoder, encoder_from_json, encoder_to_json, runs_code
-from .._errors import DEPTH, Path, described, dotted, refuse_deeper
+from .._errors import DEPTH, Path, described, dotted, refuse_deeper, shown
 from .missing import holds, missing_key
 from .policy import Encoders, Policy, options_from_json
 from .ragged import Lengths, Ragged, validated
@@ -538,11 +538,6 @@ def _kept(node: Node, paths: Sequence[Path]) -> Node:
     return Node(node.policy, items)
 
 
-def _cut(value: object) -> str:
-    """A value from a file for a message, shortened."""
-    return repr(value)[:60] if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-
-
 def refuse_other_version(data: Any, version: int, name: str = "it") -> None:
     """Raise `InvalidManifest` unless ``data`` is a dict of this version. ``name``: what has no version otherwise."""
     found = data.get("version") if isinstance(data, dict) else None
@@ -560,7 +555,7 @@ def invalid(reason: str) -> NoReturn:
 def _entry_at(entries: Sequence[Any], number: Any, what: str) -> Any:
     """The entry with a number. Raises `InvalidManifest` if there is none."""
     if type(number) is not int or not 0 <= number < len(entries):
-        invalid(f"it has no {what} {_cut(number)}")
+        invalid(f"it has no {what} {shown(number)}")
     return entries[number]
 
 
