@@ -31,7 +31,7 @@ ORDER = [
     *inside("_look", "page tree values progress describe"),
     *inside("_files", "atomic_write safetensors"),
     *inside("tables", "format reader"),  # all that the core needs, when it loads a table
-    *inside("_dict", "arguments insert row_values row_assignment by_value windows rows arithmetic fill"),
+    *inside("_dict", "insert row_values row_assignment by_value windows rows arithmetic fill"),
     *inside("_dict", "torch_functions device_dict schema typed io"),
     "unpickle",
     *inside("_batch", "pad join make_fields collate containers shuffle visits order ordered_loader joined_rows report"),
@@ -67,6 +67,13 @@ def test_every_module_has_its_place() -> None:
     assert files - private == set(ORDER)
 
 
+def test_the_drawing_has_every_module() -> None:
+    text = (PACKAGE.parent / "docs" / "contributors" / "architecture.md").read_text(encoding="utf-8")
+    drawing = "".join(line for line in text.split("```")[1].splitlines() if not line.startswith("+"))
+    modules = [name.split(".")[1] for name in ORDER if "." in name and not name.endswith("__init__")]
+    assert sorted(re.findall(r"\w+", drawing)) == sorted(modules)
+
+
 @pytest.mark.parametrize("module", ORDER)
 def test_imports_run_downward(module: str) -> None:
     assert imports(module) <= set(ORDER[: ORDER.index(module)])
@@ -77,7 +84,6 @@ ONE_MEANING = {
     "B": "a type variable",
     "D": "a type variable",
     "T": "a type variable",
-    "arguments": "modules that parse arguments, of functions of tensors and of dicts",
     "compare": "modules that compare, two tensors and two trees",
     "ragged": "modules of ragged fields, their offsets and their class",
     "tree": "modules of a tree of dicts, what it is and how it is shown",

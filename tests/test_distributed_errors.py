@@ -19,6 +19,7 @@ import torch.distributed as dist
 from checks import fails
 from ranks import on_ranks
 from test_distributed import Typed, only_here, sample
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from tensordict_lite import DeviceDict, Vocabulary
 from tensordict_lite import distributed as d_
@@ -190,6 +191,17 @@ def refused_on_arrival(rank: int, world: int) -> None:
                     d_.recv(1)
 
             check(rank, world, "send", one_to_one, {0: said})
+
+
+def right_on_rank_0(rank: int) -> None:
+    assert rank == 0, "this rank differs"
+
+
+@pytest.mark.ranks
+def test_an_assertion_on_one_rank_fails_the_test() -> None:
+    """So a test may have its assertions in the function that the ranks run."""
+    with pytest.raises(ProcessRaisedException, match="this rank differs"):
+        on_ranks(right_on_rank_0)
 
 
 def every_family(rank: int, world: int) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate  # PyTorch documents it as the place to register a type
 
-from .._dict.arguments import ragged_keys
 from .._dict.device_dict import DeviceDict
 from .._dict.insert import convert_for, insert, is_kept, place_codes
 from .._dict.rows import Rows
@@ -36,7 +35,7 @@ from .._tree.inside import without_tensors
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
-from .._tree.walk import as_shared, refuse_key, tensors_in
+from .._tree.walk import as_shared, ragged_keys, refuse_key, tensors_in
 from .join import merged_policy, values_by_key
 from .make_fields import make_fields, whole
 from .pad import Pad, Padded, Pads, raise_encoded, refuse_nested, require_fit, require_known

@@ -34,7 +34,7 @@ from .._memory.write import Call, write_all
 from .._tree import encoding, sendable
 from .._tree.compare import equal_trees
 from .._tree.fields import refuse_ragged, tolist
-from .._tree.frames import RaggedColumn, arrow_items, pandas_items
+from .._tree.frames import arrow_items, pandas_items
 from .._tree.inside import Opened, kept_tensors, move_itself, numpy_inside, stay
 from .._tree.kinds import KEPT, Field, kind_of
 from .._tree.missing import missing_key, rows_hint
@@ -1300,11 +1300,7 @@ class DeviceDict(TreeDict[V]):
         >>> d["age"], d["age_valid"]
         (tensor([30,  0]), tensor([ True, False]))
         """
-        items = arrow_items(table, nulls, options.get("dtype") or cls._class_policy.dtype)
-        for key, value in items.items():
-            if isinstance(value, RaggedColumn):
-                items[key] = Ragged(*value)
-        return cls(items, **options)
+        return cls(arrow_items(table, nulls, options.get("dtype") or cls._class_policy.dtype, Ragged), **options)
 
     @classmethod
     def from_pandas(cls, frame: Any, *, nulls: Any = "error", **options: Any) -> Self:

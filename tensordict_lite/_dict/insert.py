@@ -213,11 +213,12 @@ def convert_for(d: TreeDict[Any], value: Any, target: torch.device, path: Path) 
 def _ragged_rows(
     d: TreeDict[Any], value: Any, target: torch.device, path: Path
 ) -> tuple[Ragged, StringEncoder | None] | None:
-    """The rows of a list for a field that is declared as ragged, and their encoder or None. Else None.
+    """The rows of a list for a field that a typed dict declares as ragged, and their encoder or None. Else None.
 
     A row of such a field is a tensor, and stays one.
     """
-    if not isinstance(value, list) or not d._declares_ragged(path[-1]) or isinstance(d.get(path[-1]), Tensor):
+    typed: Any = d
+    if not isinstance(value, list) or path[-1] not in typed._schema().ragged or isinstance(d.get(path[-1]), Tensor):
         return None
     rows: list[Any] = value
     encoder = d._policy.encoder(path[-1])

@@ -356,10 +356,6 @@ class TypedDeviceDict(DeviceDict[Tensor], OptionFields, metaclass=_Typed):
     # --- classes of nested dicts and subsets ---
 
     @classmethod
-    def _declares_ragged(cls, key: str) -> bool:
-        return key in cls._schema().ragged
-
-    @classmethod
     def _nested_class(cls, key: str) -> type[DeviceDict[Any]]:
         return cls._schema().nested.get(key, DeviceDict)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,16 +50,19 @@ def column_values(value: Any) -> Any:
     return value.to_numpy(zero_copy_only=False) if primitive and not value.null_count else value.to_pylist()
 
 
-def arrow_items(table: Any, nulls: Any, dtype: torch.dtype | None) -> dict[str, Any]:
+def arrow_items(
+    table: Any, nulls: Any, dtype: torch.dtype | None, ragged: Callable[[Tensor, Tensor], Any]
+) -> dict[str, Any]:
     """The columns of an Arrow table for a dict. ``nulls``: see `DeviceDict.from_arrow`.
 
-    ``dtype``: the dtype of list columns of floats; None keeps their own dtype.
+    ``dtype``: the dtype of list columns of floats; None keeps their own dtype. ``ragged``: the class `Ragged`, which is
+    above this module.
     """
     columns = table_columns(table)
     if columns is None:
         raise TypeError(f"from_arrow takes a pyarrow.Table or RecordBatch, got {type(table).__name__}")
     arrays = ((key, _one_array(column)) for key, column in columns.items())
-    return _items(columns, arrays, nulls, _null_in_arrow, _fill_arrow, partial(_arrow_values, dtype=dtype))
+    return _items(columns, arrays, nulls, _null_in_arrow, _fill_arrow, partial(_arrow_values, dtype, ragged))
 
 
 def pandas_items(frame: Any, nulls: Any) -> dict[str, Any]:
@@ -72,13 +75,6 @@ def pandas_items(frame: Any, nulls: Any) -> dict[str, Any]:
         raise ValueError(f"the table has two columns {twice[0]!r}; rename one")
     columns = {name: frame[name] for name in frame.columns}
     return _items(columns, columns.items(), nulls, _missing_in_pandas, _fill_pandas, lambda column: column)
-
-
-class RaggedColumn(NamedTuple):
-    """A list column of numbers, without nulls. It becomes a `Ragged`."""
-
-    values: Tensor
-    offsets: Tensor
 
 
 def _one_array(column: Any) -> Any:
@@ -138,8 +134,8 @@ def _is_list(kind: Any) -> bool:
     return types.is_list(kind) or types.is_large_list(kind)
 
 
-def _arrow_values(array: Any, dtype: torch.dtype | None) -> Any:
-    """The values of an Arrow array. Lists of numbers become a `RaggedColumn`, or an array if their length is fixed."""
+def _arrow_values(dtype: torch.dtype | None, ragged: Callable[[Tensor, Tensor], Any], array: Any) -> Any:
+    """The values of an Arrow array. Lists of numbers become a `Ragged`, or an array if their length is fixed."""
     types: Any = sys.modules["pyarrow"].types
     is_list, sizes = _is_list(array.type), list[int]()
     inner = array.flatten() if is_list else array
@@ -160,7 +156,7 @@ def _arrow_values(array: Any, dtype: torch.dtype | None) -> Any:
     if dtype is not None and numbers.is_floating_point():
         numbers = numbers.to(dtype)
     offsets = array.offsets.to_numpy()  # of a slice they do not start at 0, and `flatten` gives its values
-    return RaggedColumn(numbers, torch.as_tensor(offsets - offsets[:1], device="cpu"))
+    return ragged(numbers, torch.as_tensor(offsets - offsets[:1], device="cpu"))
 
 
 def _missing_in_pandas(column: Any, option: Any) -> Any:

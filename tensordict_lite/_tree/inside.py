@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import NoneType
 from typing import Any, NamedTuple, cast
 
@@ -92,22 +92,14 @@ def _open(obj: Any, found: list[Any], known: _Known, made: dict[int, Any], depth
             parts.append(next)
         else:
             parts.append(None if type(child) in NO_TENSORS else _open(child, found, known, made, depth + 1))
-    rebuild = partial(_rebuild, values, build, parts, made, number) if any(parts) else None
-    known[number] = obj, rebuild
-    return rebuild
 
+    def rebuild(results: Iterator[Any]) -> Any:
+        replaced = [value if part is None else part(results) for value, part in zip(values, parts, strict=True)]
+        out = made[number] = build(replaced)
+        return out
 
-def _rebuild(
-    values: Sequence[Any],
-    build: Callable[[list[Any]], Any],
-    parts: list[Rebuild | None],
-    made: dict[int, Any],
-    number: int,
-    results: Iterator[Any],
-) -> Any:
-    replaced = [value if part is None else part(results) for value, part in zip(values, parts, strict=True)]
-    out = made[number] = build(replaced)
-    return out
+    known[number] = obj, rebuild if any(parts) else None
+    return known[number][1]
 
 
 @lru_cache(maxsize=256)
@@ -227,14 +219,10 @@ class Opened(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """The tensors that move with the dict. Those of an object that moves itself do not."""
-        if _PLAIN.issuperset(map(type, self.found)):
-            return self.found
         return [tensor for item in self.found for tensor in tensors_of(item)]
 
     def place(self, tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move) -> Any:
         """The value with the next of ``tensors`` in place of its own, on ``device``. ``made``: see `Made`."""
-        if _PLAIN.issuperset(map(type, self.found)):
-            return self.rebuild(tensors)
         return self.rebuild(_placed(self.found, tensors, device, made, move))
 
 

@@ -84,11 +84,6 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """The class of the nested dict at ``key``; None if any class is allowed. See `TypedDeviceDict`."""
         return None
 
-    @classmethod
-    def _declares_ragged(cls, key: str) -> bool:
-        """Whether the class declares the field ``key`` as ragged. See `TypedDeviceDict`."""
-        return False
-
     _has_fields: ClassVar[bool] = False
     """Whether the dict has declared fields. See `TypedDeviceDict`."""
 

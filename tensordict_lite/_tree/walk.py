@@ -144,6 +144,17 @@ def as_path(key: object) -> Path:
     return cast(Path, key) if isinstance(key, tuple) else (key,)
 
 
+def ragged_keys(given: Any, called: str) -> frozenset[Any]:
+    """The validated argument ``ragged`` of the function ``called``. Raises ``TypeError``."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f'{called} takes a list of keys or paths as ragged=, as ["box"], got {given!r:.60}')
+    keys = frozenset(given)
+    for key in keys:
+        if not isinstance(key, (str, tuple)):
+            raise TypeError(f"ragged= of {called} takes keys and paths, got {key!r:.60}")
+    return keys
+
+
 def components(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that hold the elements: a dense tensor itself, or the parts of a sparse or jagged tensor."""
     if tensor.is_nested and tensor.layout == torch.jagged:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._dict.arguments import ragged_keys
 from .._dict.device_dict import DeviceDict
 from .._dict.row_values import IN_A_TABLE, fitted
 from .._dict.rows import Rows
@@ -28,7 +27,7 @@ from .._tree.missing import holds, keys_in, missing_key, refuse_unknown_encoders
 from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, data_in
-from .._tree.walk import Items, as_dict
+from .._tree.walk import Items, as_dict, ragged_keys
 from .format import described_part, part_name
 from .table import TableWriter, create_table, is_table, open_table
 
