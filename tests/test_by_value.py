@@ -71,7 +71,7 @@ class TestEqual:
 
     @pytest.mark.parametrize(("key", "value", "error", "message"), [
         ("z", 1, KeyError, "'z'"),
-        ("n", 1, TypeError, r"^'n': equal takes a tensor with rows of one shape, got a mapping$"),
+        ("n", 1, TypeError, r"^'n': equal takes a dense tensor, got a mapping$"),
         ("age", "cat", ValueError, r"^'age': expected numbers, got strings; encode them first$"),
         ("age", None, TypeError, r"^'age': expected .*, got a NoneType"),
         ("age", [[1], [2]], TypeError, r"^'age': equal takes one value or a flat list of values, got a list$"),
@@ -102,7 +102,7 @@ class TestEqual:
 
     def test_a_nested_tensor(self) -> None:
         d = DeviceDict({"x": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)})
-        fails(TypeError, r"^'x': equal takes a tensor with rows of one shape, got .*$", lambda: d.equal("x", 1))
+        fails(TypeError, r"^'x': equal takes a dense tensor, got .*$", lambda: d.equal("x", 1))
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(TEXTS, min_size=1, max_size=8), st.lists(TEXTS, max_size=3))
@@ -149,9 +149,7 @@ class TestSort:
                 method()
             with pytest.raises(ValueError, match=rf"^'n.box': {method.__name__} takes a field with one value"):
                 method("age", ("n", "box"))
-            with pytest.raises(
-                TypeError, match=rf"^'n': {method.__name__} takes a tensor with rows of one shape, got a mapping$"
-            ):
+            with pytest.raises(TypeError, match=rf"^'n': {method.__name__} takes a dense tensor, got a mapping$"):
                 method("n")
         with pytest.raises(TypeError, match=r"^'z': sort_by takes values that torch sorts, got complex64\[1\]"):
             DeviceDict({"z": [1j]}).rows.sort_by("z")

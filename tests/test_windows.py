@@ -138,7 +138,6 @@ class TestWindows:
         assert sorted(found) == list(range(40))
         assert pickle.loads(pickle.dumps(windows))[5]["action"].tolist() == [5, 6, 6]
 
-<<<<<<< HEAD
     @pytest.mark.parametrize(("spans", "options", "error", "message"), [
         ([], {}, TypeError, "windows takes a mapping from keys to offsets, got a list"),
         ({}, {}, TypeError, "windows takes a mapping from keys to offsets, got a mapping"),
@@ -147,38 +146,13 @@ class TestWindows:
         ({"action": range(0)}, {}, ValueError, "'action': windows takes at least one offset, got range(0, 0)"),
         ({"nope": [0]}, {}, MissingKeyError, "nope"),
         ({"action": [0]}, {"within": "nope"}, MissingKeyError, "nope"),
-        ({"action": [0]}, {"within": "obs"}, TypeError, "within= takes a tensor with rows of one shape"),
+        ({"action": [0]}, {"within": "obs"}, TypeError, "within= takes a dense tensor"),
         ({"action": [0]}, {"mask": "episode"}, ValueError, "'episode' is a field already; give windows another name"),
         ({"obs": [0], ("obs", "x"): [0]}, {}, ValueError, "'obs.x' and 'obs' are windows of the same field"),
         ({("obs", "x"): [0], "obs": [0]}, {}, ValueError, "'obs' and 'obs.x' are windows of the same field"),
         ({"k": [0]}, {}, TypeError, "'k': windows takes rows of one shape, got a list"),
         ({"j": [0]}, {}, TypeError, "'j': windows takes rows of one shape, got a Ragged"),
     ])  # fmt: skip
-=======
-    @pytest.mark.parametrize(
-        ("spans", "options", "error", "message"),
-        [
-            ([], {}, TypeError, "windows takes a mapping from keys to offsets, got a list"),
-            ({}, {}, TypeError, "windows takes a mapping from keys to offsets, got a mapping"),
-            ({"action": 3}, {}, TypeError, "'action': windows takes a range or a list of ints, got 3"),
-            ({"action": [0.5]}, {}, TypeError, "'action': windows takes a range or a list of ints, got [0.5]"),
-            ({"action": range(0)}, {}, ValueError, "'action': windows takes at least one offset, got range(0, 0)"),
-            ({"nope": [0]}, {}, MissingKeyError, "nope"),
-            ({"action": [0]}, {"within": "nope"}, MissingKeyError, "nope"),
-            ({"action": [0]}, {"within": "obs"}, TypeError, "within= takes a tensor with rows of one shape"),
-            (
-                {"action": [0]},
-                {"mask": "episode"},
-                ValueError,
-                "'episode' is a field already; give windows another name",
-            ),
-            ({"obs": [0], ("obs", "x"): [0]}, {}, ValueError, "'obs.x' and 'obs' are windows of the same field"),
-            ({("obs", "x"): [0], "obs": [0]}, {}, ValueError, "'obs' and 'obs.x' are windows of the same field"),
-            ({"k": [0]}, {}, TypeError, "'k': windows takes rows of one shape, got a list"),
-            ({"j": [0]}, {}, TypeError, "'j': windows takes rows of one shape, got a Ragged"),
-        ],
-    )
->>>>>>> d99b07f (Ask each question about rows, shapes and arrays in one place)
     def test_errors(self, spans: Any, options: Any, error: type[Exception], message: str) -> None:
         ragged = Ragged.from_rows([torch.ones(1), torch.ones(2), torch.ones(3)])
         d = DeviceDict({**series([0, 0, 1]), "j": ragged, "k": [None] * 3}, objects="keep")

@@ -92,7 +92,7 @@ def row_field(d: Any, key: str | Path, called: str) -> tuple[Path, Tensor, Any]:
     path = as_path(key)
     field = d[key]
     if not isinstance(field, Tensor) or field.is_nested:
-        raise TypeError(f"{dotted(path)}: {called} takes a tensor with rows of one shape, got {described(field)}")
+        raise TypeError(f"{dotted(path)}: {called} takes a dense tensor, got {described(field)}")
     return path, field, d[path[:-1]] if path[1:] else d
 
 
