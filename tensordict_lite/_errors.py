@@ -50,8 +50,9 @@ def described(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """The first characters of the repr of a value, in one line."""
-    return " ".join(repr(value).split())[:60]
+    """The repr of a value, in one line and truncated for messages: the repr of a user's object may be long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def with_path(error: Exception, path: Path, hint: str = "") -> TypeError | ValueError:

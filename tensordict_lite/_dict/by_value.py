@@ -102,14 +102,10 @@ def _column(d: TreeDict[Any], key: str | Path, called: str) -> tuple[Tensor, Any
     encoder = field_encoder(owner, path[-1])
     if field.dim() - (padding(encoder, field) is not None) != 1:
         raise ValueError(f"{dotted(path)}: {called} takes a field with one value per row, got {described(field)}")
-    reasons = {
-        "complex numbers have no order": field.is_complex(),
-        "torch does not sort this dtype": field.is_floating_point() and field.itemsize == 1,
-    }
-    for why in (why for why, holds in reasons.items() if holds):
+    if field.is_complex() or (field.is_floating_point() and field.itemsize == 1):
         raise TypeError(
-            f"{dotted(path)}: {called} takes values that torch sorts, got {described(field)}; {why}, so give another "
-            "field of the same rows"
+            f"{dotted(path)}: {called} takes values that torch sorts, got {described(field)}; give another field of "
+            "the same rows"
         )
     return field.detach(), encoder
 

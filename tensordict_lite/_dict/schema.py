@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Format, get_annotations, get_type_hints
 
-from .._encoders.protocol import StringEncoder, agree, short
-from .._errors import described
+from .._encoders.protocol import StringEncoder, agree
+from .._errors import described, shown
 from .._tree.missing import closest
 from .._tree.policy import OPTIONS
 from .._tree.ragged import Ragged
@@ -217,7 +217,7 @@ class Schema:
             if encoder is None or not isinstance(value, Tensor):
                 continue
             if value.is_floating_point() or encoder.code_dtype not in (None, value.dtype):
-                raise TypeError(f"{self.name}.{name}: expected strings for {short(encoder)}, got {_called(value)}")
+                raise TypeError(f"{self.name}.{name}: expected strings for {shown(encoder)}, got {_called(value)}")
 
     def check_encoders(self, encoders: Mapping[str, StringEncoder]) -> None:
         """Raise ``ValueError`` for a field whose codes another encoder decodes."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .._errors import Path, described, dotted, dtype_name
+from .._errors import Path, described, dotted, dtype_name, shown
 
 Codes = Tensor | Mapping[str, Tensor]
 
@@ -137,7 +137,7 @@ def agree(ours: StringEncoder | None, theirs: StringEncoder | None, path: Path |
     """
     if ours is theirs or (ours is not None and theirs is not None and decode_alike(ours, theirs)):
         return
-    expected, got = ["numbers" if one is None else f"strings of {short(one)}" for one in (ours, theirs)]
+    expected, got = ["numbers" if one is None else f"strings of {shown(one)}" for one in (ours, theirs)]
     where = path if isinstance(path, str) else dotted(path)
     way_out = "encode both alike" if None in (ours, theirs) else "give the strings themselves: decode it first"
     raise ValueError(f"{where}: expected {expected}, got {got}{whose}; {way_out}")
@@ -307,12 +307,12 @@ def _with_leading(encoder: StringEncoder, codes: Any, strings: list[str], shape:
     """Validate a tensor of codes, and replace its first dimension by ``shape``."""
     if not isinstance(codes, Tensor):
         raise TypeError(
-            f"{short(encoder)}.encode: expected a Tensor or a mapping of tensors, got {described(codes)}; wrap a "
+            f"{shown(encoder)}.encode: expected a Tensor or a mapping of tensors, got {described(codes)}; wrap a "
             "Hugging Face tokenizer in Tokenizer"
         )
     if codes.ndim == 0 or codes.shape[0] != len(strings):
         raise TypeError(
-            f"{short(encoder)}.encode: expected a first dimension of {len(strings)}, that of the strings, got shape "
+            f"{shown(encoder)}.encode: expected a first dimension of {len(strings)}, that of the strings, got shape "
             f"{list(codes.shape)}"
         )
     return codes if len(shape) == 1 else codes.reshape((*shape, *codes.shape[1:]))
@@ -325,7 +325,7 @@ def decode_nested(encoder: StringEncoder, codes: Codes) -> Any:
     if isinstance(codes, Mapping):
         first = next(iter(codes.values()), None)
         if first is None or not all(isinstance(value, Tensor) for value in codes.values()):
-            raise TypeError(f"{short(encoder)} decodes tensors, got a nested dict that is not codes")
+            raise TypeError(f"{shown(encoder)} decodes tensors, got a nested dict that is not codes")
     # Without code_ndim, the first dimension is the number of strings.
     lead = first.ndim - ndim if ndim is not None else min(first.ndim, 1)
     if lead < 0:
@@ -358,12 +358,6 @@ def decode_rows(encoder: StringEncoder, values: Tensor, offsets: Tensor) -> list
         return [decode_nested(encoder, row) for row in values.split(offsets.diff().tolist())]
     decoded, ends = decode_nested(encoder, values), offsets.tolist()
     return [decoded[start:end] for start, end in pairwise(ends)]
-
-
-def short(encoder: object) -> str:
-    """The repr of an encoder, truncated for messages: the repr of a user's encoder may be long."""
-    text = repr(encoder)
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def tensor_codes(encoder: object, codes: object) -> Tensor:

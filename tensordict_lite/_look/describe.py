@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, short
-from .._errors import Path, described, dotted, is_out_of_memory
+from .._encoders.protocol import StringEncoder, decode_nested, decode_rows
+from .._errors import Path, described, dotted, is_out_of_memory, shown
 from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
@@ -302,7 +302,7 @@ def entries(parts: Sequence[TreeDict[Any]]) -> list[dict[str, Any]]:
     for column in _over(parts):
         first = column[0]
         entry = {"path": [*first.path], **first.kind.describe([field.value for field in column])}
-        found.append(entry if first.decoder is None else {**entry, "encoder": short(first.decoder)})
+        found.append(entry if first.decoder is None else {**entry, "encoder": shown(first.decoder)})
     return found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, encode_ragged, padding, short
+from .._encoders.protocol import StringEncoder, decode_nested, decode_rows, encode_ragged, padding
 from .._errors import (
     Path,
     TooDeep,
@@ -687,7 +687,7 @@ def fit_codes(field: Tensor, value: Tensor, encoder: object, path: Path) -> Tens
     width, given = field.shape[-1], value.shape[-1]
     if given > width:
         raise ValueError(
-            f"{dotted(path)}: a string takes {given} codes of {short(encoder)}, the rows of this field have {width}; "
+            f"{dotted(path)}: a string takes {given} codes of {shown(encoder)}, the rows of this field have {width}; "
             "shorten the string, or make the field anew, wide enough for it"
         )
     return fill_width(value, width, number)
