@@ -55,7 +55,7 @@ import make  # pyright: ignore[reportMissingImports]
 pytestmark = pytest.mark.usefixtures("torch_mode")
 
 SPECIES = Vocabulary(["cat", "dog"])
-TIMES = int(os.environ.get("TIMES", "100"))
+TIMES = int(os.environ.get("TIMES", "60"))
 
 
 class Obs(TypedDeviceDict):
@@ -612,6 +612,7 @@ with RowWriter({str(folder)!r}, like={{"i": [0], "j": [[0] * 7]}}, checksums=Tru
         found = [batch for batch in loader]  # noqa: C416
         assert torch.equal(torch.cat([batch["x"] for batch in found]), x[::100])
 
+    @pytest.mark.slow
     def test_another_process_gets_the_name_of_the_file(self, tmp_path: Path) -> None:
         x = torch.rand(400_000, 2)
         folder = written(tmp_path / "t", {"x": x, "n": {"y": x.double()}, "small": x[:, 0].to(torch.bool)})

@@ -269,6 +269,7 @@ class TestReaders:
         loader = DataLoader(rows, 16, num_workers=1, multiprocessing_context=method, collate_fn=collate)
         assert [text for batch in loader for text in batch.decode("text")] == texts(40)
 
+    @pytest.mark.slow
     def test_another_process_gets_the_names_of_the_files(self, tmp_path: Path) -> None:
         with RowWriter(tmp_path / "t", like={"text": ["a"], "x": [0]}, ragged=["text"]) as writer:
             writer.write({"text": ["x" * 2000, "y"] * 1000, "x": [1] * 2000})

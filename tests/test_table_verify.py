@@ -122,6 +122,7 @@ def test_every_bit_of_the_index(tmp_path: Path) -> None:
             load(tmp_path / "t")
 
 
+@pytest.mark.slow
 def test_every_bit_of_the_checksums(tmp_path: Path) -> None:
     """The row numbers too, which only the text of an error shows."""
     folder = written(tmp_path / "t")
