@@ -31,7 +31,7 @@ from .._memory.transfer import transfer
 from .._tree.alike import differ_in_length, raise_mismatch, widened
 from .._tree.convert import convert
 from .._tree.fields import fields
-from .._tree.inside import without_tensors
+from .._tree.inside import NO_TENSORS, without_tensors
 from .._tree.policy import Encoders, Objects, Policy
 from .._tree.ragged import Lengths, Ragged
 from .._tree.tree import TreeDict, builtin_dict, kind_nested
@@ -150,8 +150,9 @@ def collate(
     if cls is not DeviceDict:
         cast(Any, batch)._validate_samples() if batch._has_fields else batch._validate()
     pads.require_known(batch, "sample")
-    require_known("ragged=", rows_of, batch, "sample")
-    refuse_nested("ragged=", rows_of, batch)
+    if rows_of:
+        require_known("ragged=", rows_of, batch, "sample")
+        refuse_nested("ragged=", rows_of, batch)
     if encoders is not None:
         _require_known_encoders(encoders, batch)
     return cast(D, batch)
@@ -189,7 +190,7 @@ def _device_of(sample: Mapping[str, Any]) -> torch.device:
     for key, value in sample.items():
         if type(value) is Tensor:
             return canonical(value.device)
-        if not without_tensors(value) and (found := tensors_in({key: value})):
+        if type(value) not in NO_TENSORS and not without_tensors(value) and (found := tensors_in({key: value})):
             return canonical(found[0].device)
     return canonical(torch.empty(0).device)
 

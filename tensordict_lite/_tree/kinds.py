@@ -250,7 +250,7 @@ class DenseKind(Kind):
         return "[jagged]" if value.is_nested else str(list(value.shape))
 
     def shown(self, value: Any) -> str:
-        return f"{dtype_name(value.dtype)}{self.shape(value)}"
+        return f"{dtype_name(value.dtype)}{'[jagged]' if value.is_nested else list(value.shape)}"
 
     def describe(self, values: Sequence[Any]) -> dict[str, Any]:
         first = values[0]
