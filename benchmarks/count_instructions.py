@@ -58,7 +58,7 @@ OPERATIONS = {
     "to(meta)": Operation(
         "flat.to('meta')",
         "{k: v.to('meta') for k, v in tensors.items()}",
-        1.4,
+        1.3,
         "[v.device for v in flat.to('meta').values()] == [torch.device('meta')] * 8",
     ),
     "construct with kept values": Operation(
@@ -89,12 +89,12 @@ OPERATIONS = {
         "(flat.numpy()['k3'] == flat['k3'].numpy()).all()",
     ),
     "clone": Operation("flat.clone()", "{k: v.clone() for k, v in tensors.items()}", 1.37),
-    "slice rows": Operation("flat.rows[1:3]", "{k: v[1:3] for k, v in tensors.items()}", 1.5),
-    "rows by index": Operation("flat.rows[index]", "{k: v.index_select(0, index) for k, v in tensors.items()}", 1.6),
+    "slice rows": Operation("flat.rows[1:3]", "{k: v[1:3] for k, v in tensors.items()}", 1.43),
+    "rows by index": Operation("flat.rows[index]", "{k: v.index_select(0, index) for k, v in tensors.items()}", 1.55),
     "256 rows of a million": Operation(
-        "large.rows[many]", "{k: v.index_select(0, many) for k, v in large_fields.items()}", 1.45
+        "large.rows[many]", "{k: v.index_select(0, many) for k, v in large_fields.items()}", 1.4
     ),
-    "iterate rows": Operation("list(flat.rows)", "[{k: v[i] for k, v in tensors.items()} for i in range(4)]", 1.5),
+    "iterate rows": Operation("list(flat.rows)", "[{k: v[i] for k, v in tensors.items()} for i in range(4)]", 1.35),
     "write rows": Operation(
         "w8.rows[1:3] = part", "for k in p8: p8[k][1:3] = part[k]", 2.15, "w8.rows[1:3] == part and w8 == p8"
     ),

@@ -93,6 +93,7 @@ class _Assignment:
                         and not (grad and field.requires_grad)
                         and (inference or not field.is_inference())
                     ):
+                        target = field[index] if is_view else field
                         if kind is Tensor:
                             if (
                                 given.dtype is dtype
@@ -100,7 +101,7 @@ class _Assignment:
                                 and (given.is_cpu if on_cpu else given.device == device)
                                 and not (grad and given.requires_grad)
                             ):
-                                targets.append(field[index] if is_view else field)
+                                targets.append(target)
                                 values.append(given)
                                 continue
                         elif (
@@ -109,7 +110,7 @@ class _Assignment:
                             and limits[0] <= given <= limits[1]
                             and key not in encoders
                         ):
-                            self.calls.append(partial(field[index].fill_, given))
+                            self.calls.append(partial(target.fill_, given))
                             continue
                 except RuntimeError:  # a nested tensor has no shape
                     pass

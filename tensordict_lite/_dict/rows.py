@@ -22,6 +22,7 @@ from .._tree.kinds import DENSE, KEPT, RAGGED, At
 from .._tree.missing import closest
 from .._tree.row_index import row_index, row_indices
 from .._tree.tree import TreeDict
+from .._tree.walk import only_tensors
 from .by_value import groups, sorted_order
 from .row_assignment import assign_rows
 from .windows import Spans, Windows
@@ -127,8 +128,13 @@ class Rows(Dataset[D]):
         """Yield every row, as ``d.rows[i]`` returns it. Without autograd, one call makes the views of many rows."""
         d = self._dict
         found, flat, count = _rows_of(d)
+        items = list(d.items())
         for start in range(0, count, _ROWS_AT_ONCE):
             part = range(start, min(start + _ROWS_AT_ONCE, count))
+            if flat and torch.is_grad_enabled():  # then `DenseKind.each` takes one row at a time, too
+                for i in part:
+                    yield d._new({key: tensor[i] for key, tensor in items}, d._device, d._policy)
+                continue
             if flat:
                 columns = [DENSE.each(tensor, part, count) for tensor in found]
             else:
@@ -390,11 +396,12 @@ def _rows_of(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
 
     Raises ``ValueError`` with the shapes if the fields do not agree.
     """
-    tensors, flat = d._tensors_and_kind()
+    flat = only_tensors(d.values())
+    tensors: list[Any] = list(d.values()) if flat else []
     try:
-        counts: set[int | None] = {tensor.shape[0] for tensor in tensors} if flat else set()
+        counts: set[Any] = {tensor.shape[0] for tensor in tensors}
         if len(counts) == 1 and not d._policy.encoders:
-            return tensors, True, cast(Any, counts.pop())
+            return tensors, True, counts.pop()
         found = [field_of(d, key) for key in d._policy.encoders if key in d] if flat else fields(d)
         counts.update([field.kind.count(field) for field in found])
     except IndexError:  # a field without dimensions
@@ -402,7 +409,7 @@ def _rows_of(d: TreeDict[Any]) -> tuple[list[Any], bool, int]:
     counts.discard(None)
     if len(counts) != 1:
         _refuse_fields(d)
-    count = cast(int, counts.pop())
+    count = counts.pop()
     for field in () if flat else found:
         field.kind.require_rows(field, count)
     return (tensors if flat else found), flat, count
@@ -443,6 +450,8 @@ def _refuse_flatten(d: TreeDict[Any], dims: int, count: int) -> None:
 def _rows_at(d: D, columns: tuple[list[Any], bool, int], at: int | slice | Tensor, batch: bool = False) -> D:
     """The same tree with some rows. ``batch``: copy them into memory that can be sent, if this is a worker process."""
     found, flat, count = columns
+    if flat and not isinstance(at, Tensor):
+        return d._new({key: tensor[at] for key, tensor in d.items()}, d._device, d._policy)
     dense = found if flat else [field.value for field in found if isinstance(field.value, Tensor)]
     if isinstance(at, Tensor):
         made = take_batch(dense, at, d._device) if batch else take_rows(dense, at)

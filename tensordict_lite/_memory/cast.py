@@ -30,7 +30,7 @@ def copy_each(
         return [t.to(None, dtype) if t.dtype in casts else t for t in tensors]  # 0.6x the time of `t.to(dtype)`
     if device is None and dtype is None:
         return [t.clone() for t in tensors]
-    return [t.to(device, casts.get(t.dtype), non_blocking, copy) for t in tensors]
+    return [t.to(device, casts.get(t.dtype) if casts else None, non_blocking, copy) for t in tensors]
 
 
 def pin(tensor: Tensor) -> Tensor:
