@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensordict_lite import (
-    DeviceDict,
-    TypedDeviceDict,
-    Vocabulary,
-    save,
-)
+from tensordict_lite import DeviceDict, TypedDeviceDict, Vocabulary, save
 from tensordict_lite.tables.format import sealed
 
 

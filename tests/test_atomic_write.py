@@ -20,12 +20,7 @@ import torch
 from checks import fails
 from files import DEPTH, saved
 
-from tensordict_lite import (
-    DeviceDict,
-    Vocabulary,
-    load,
-    save,
-)
+from tensordict_lite import DeviceDict, Vocabulary, load, save
 
 safetensors = pytest.importorskip("safetensors")
 

@@ -12,16 +12,7 @@ import torch
 from checks import check_invariants
 from torch import Tensor
 
-from tensordict_lite import (
-    DeviceDict,
-    DeviceMismatchError,
-    Hashing,
-    TypedDeviceDict,
-    Utf8,
-    Vocabulary,
-    collate,
-    stack,
-)
+from tensordict_lite import DeviceDict, DeviceMismatchError, Hashing, TypedDeviceDict, Utf8, Vocabulary, collate, stack
 
 SIM = simulated.SIM
 WORDS, OTHERS = Vocabulary(["a", "b"]), Vocabulary(["b", "a", "c"])

@@ -13,15 +13,7 @@ from checks import check_invariants, fails
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tensordict_lite import (
-    DeviceDict,
-    DeviceMismatchError,
-    Ragged,
-    TypedDeviceDict,
-    Utf8,
-    Vocabulary,
-    collate,
-)
+from tensordict_lite import DeviceDict, DeviceMismatchError, Ragged, TypedDeviceDict, Utf8, Vocabulary, collate
 
 LENGTHS = (2, 1, 3, 0)
 

@@ -17,11 +17,7 @@ from checks import check_invariants, fails
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import (
-    DeviceDict,
-    to_device,
-    to_numpy,
-)
+from tensordict_lite import DeviceDict, to_device, to_numpy
 
 Pair = namedtuple("Pair", ["a", "b"])
 SIM = simulated.SIM

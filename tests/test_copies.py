@@ -16,12 +16,7 @@ from checks import check_invariants, fails
 from files import DTYPES, OPAQUE, torch_saved_and_loaded
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import (
-    DeviceDict,
-    DeviceMismatchError,
-    Utf8,
-    Vocabulary,
-)
+from tensordict_lite import DeviceDict, DeviceMismatchError, Utf8, Vocabulary
 
 SIM = simulated.SIM
 

@@ -139,11 +139,7 @@ class TestOptimizers:
 
     def test_other_ints_are_keys_to_rename(self) -> None:
         refused(TypeError, "keys are str, got 0 of type int; use '0'", lambda: DeviceDict({0: 1}))  # pyright: ignore
-        refused(
-            TypeError,
-            "keys are str, got 0 of type int in 'state'; use '0'",
-            lambda: DeviceDict({"state": {0: 1}}),
-        )
+        refused(TypeError, "keys are str, got 0 of type int in 'state'; use '0'", lambda: DeviceDict({"state": {0: 1}}))
 
 
 def nested() -> DeviceDict[Any]:

@@ -20,15 +20,7 @@ from checks import check_invariants, fails
 from files import DEPTH, GOLDEN, saved
 from torch import Tensor
 
-from tensordict_lite import (
-    DeviceDict,
-    Hashing,
-    InvalidFileError,
-    Tokenizer,
-    Utf8,
-    load,
-    save,
-)
+from tensordict_lite import DeviceDict, Hashing, InvalidFileError, Tokenizer, Utf8, load, save
 from tensordict_lite._files import safetensors as reading
 from tensordict_lite._files.safetensors import invalid_file  # pyright: ignore[reportPrivateUsage]
 from tensordict_lite._tree.manifest import Reader, describe, paths_of

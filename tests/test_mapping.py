@@ -17,14 +17,7 @@ import simulated
 import torch
 from checks import ABSTRACT, check_invariants, claims, fails, protocols
 
-from tensordict_lite import (
-    DeviceDict,
-    DeviceMismatchError,
-    JoinedRows,
-    TypedDeviceDict,
-    Vocabulary,
-    collate,
-)
+from tensordict_lite import DeviceDict, DeviceMismatchError, JoinedRows, TypedDeviceDict, Vocabulary, collate
 
 SIM = simulated.SIM
 

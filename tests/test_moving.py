@@ -16,12 +16,7 @@ import torch
 from checks import check_invariants
 from torch import nn
 
-from tensordict_lite import (
-    DeviceDict,
-    collate,
-    prefetch,
-    to_device,
-)
+from tensordict_lite import DeviceDict, collate, prefetch, to_device
 
 SIM = simulated.SIM
 

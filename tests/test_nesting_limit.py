@@ -19,16 +19,7 @@ from checks import check_invariants, fails
 from files import DEPTH
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import (
-    DeviceDict,
-    DeviceMismatchError,
-    TypedDeviceDict,
-    collate,
-    load,
-    save,
-    stack,
-    to_device,
-)
+from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, collate, load, save, stack, to_device
 
 T = TypeVar("T")
 DEEPER = r"is nested more than 64 levels deep"

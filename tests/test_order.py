@@ -49,8 +49,7 @@ class TestEachRowOnce:
     @given(
         lengths=st.lists(st.integers(0, 30), max_size=90),
         way=st.one_of(
-            st.builds(dict, size=st.integers(1, 12)),
-            st.builds(dict, tokens=st.integers(30, 90), padded=st.booleans()),
+            st.builds(dict, size=st.integers(1, 12)), st.builds(dict, tokens=st.integers(30, 90), padded=st.booleans())
         ),
         options=ORDERS,
         worlds=st.lists(st.integers(1, 5), min_size=1, max_size=3),

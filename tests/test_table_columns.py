@@ -28,10 +28,7 @@ from tensordict_lite.tables import columns as table_columns
 from tensordict_lite.tables import folder as table_folder
 from tensordict_lite.tables import table as table_writer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
-    pytest.mark.usefixtures("torch_mode"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"), pytest.mark.usefixtures("torch_mode")]
 
 COUNT = 7
 TIMES = int(os.environ.get("TIMES", "25"))

@@ -160,10 +160,7 @@ def test_errors(tmp_path: Path, dtype: str, value: Any, message: str, ragged: bo
         writer.write({"y": [0, 0, 0]})
     before = contents(tmp_path / "t"), contents(tmp_path / "u")
 
-    with (
-        RowWriter(tmp_path / "t", append=True) as writer,
-        pytest.raises(ValueError, match="^" + re.escape(message)),
-    ):
+    with RowWriter(tmp_path / "t", append=True) as writer, pytest.raises(ValueError, match="^" + re.escape(message)):
         writer.write({"n": {"x": value}, "y": zero})
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         add_column(tmp_path / "u", ("n", "x"), [zero, value], ragged=ragged)

@@ -17,10 +17,7 @@ from tensordict_lite import BatchOrder, DeviceDict, JoinedRows, Ragged, Vocabula
 from tensordict_lite.tables import RowWriter, add_column, drop_column, join_parts, load_parts, repair, verify
 from tensordict_lite.tables.table import TableWriter
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
-    pytest.mark.usefixtures("torch_mode"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"), pytest.mark.usefixtures("torch_mode")]
 
 LARGE = (1 << 24) + 1
 """A number that float32 cannot hold."""

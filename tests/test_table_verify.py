@@ -18,21 +18,14 @@ from files import write_index
 from tensordict_lite import InvalidFileError, Vocabulary, load
 from tensordict_lite.tables import RowWriter, add_column, repair, verify
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
-    pytest.mark.usefixtures("torch_mode"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"), pytest.mark.usefixtures("torch_mode")]
 
 LIKE: dict[str, Any] = {"x": [0], "n": {"wide": [[0.0] * 40]}, "text": ["a"]}
 
 
 def rows(first: int, count: int) -> dict[str, Any]:
     i = list(range(first, first + count))
-    return {
-        "x": i,
-        "n": {"wide": torch.tensor(i)[:, None].expand(-1, 40)},
-        "text": [f"row {n}" * (n % 3) for n in i],
-    }
+    return {"x": i, "n": {"wide": torch.tensor(i)[:, None].expand(-1, 40)}, "text": [f"row {n}" * (n % 3) for n in i]}
 
 
 def written(folder: Path, **options: Any) -> Path:

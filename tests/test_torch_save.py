@@ -16,12 +16,7 @@ from files import DEPTH, Batch, Obs, Typed, sample, torch_saved_and_loaded
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import (
-    DeviceDict,
-    Hashing,
-    InvalidFileError,
-    Ragged,
-)
+from tensordict_lite import DeviceDict, Hashing, InvalidFileError, Ragged
 
 
 class Own(DeviceDict):

@@ -12,18 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 from itertools import combinations, product
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Literal,
-    NewType,
-    Optional,
-    Protocol,
-    TypeVar,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional, Protocol, TypeVar, get_type_hints
 
 import numpy as np
 import pytest
@@ -263,8 +252,7 @@ class TestRefusals:
 
     def test_missing_are_all_named(self) -> None:
         with pytest.raises(
-            TypeError,
-            match=r"^'label', 'obs' are missing; the fields of Batch are image, label, obs, weight$",
+            TypeError, match=r"^'label', 'obs' are missing; the fields of Batch are image, label, obs, weight$"
         ):
             Batch(image=torch.zeros(2, 3, 4, 4))  # type: ignore[call-arg]
 

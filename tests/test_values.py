@@ -18,13 +18,7 @@ from checks import check_invariants, fails
 from PIL import Image
 from torch import Tensor, nn
 
-from tensordict_lite import (
-    DeviceDict,
-    DeviceMismatchError,
-    TypedDeviceDict,
-    Utf8,
-    collate,
-)
+from tensordict_lite import DeviceDict, DeviceMismatchError, TypedDeviceDict, Utf8, collate
 
 ACCEPTED = "a tensor, number, NumPy array, list of numbers, string, list of strings or mapping"
 KEEP = 'or build with objects="keep" to keep it as it is, on the host'

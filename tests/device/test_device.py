@@ -119,10 +119,7 @@ def test_delays_come_before_each_piece_of_work() -> None:
 
 def test_the_device_is_full_on_demand() -> None:
     before = torch.sim.memory_allocated()  # pyright: ignore[reportAttributeAccessIssue]
-    with (
-        strict.memory_left(1000),
-        pytest.raises(torch.OutOfMemoryError, match=r"^sim out of memory"),
-    ):
+    with strict.memory_left(1000), pytest.raises(torch.OutOfMemoryError, match=r"^sim out of memory"):
         torch.zeros(1000, device=D0)
     torch.zeros(1000, device=D1)
     assert torch.sim.memory_allocated() == before  # pyright: ignore[reportAttributeAccessIssue]
