@@ -94,7 +94,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         counts = Counter[str]()
         for report in terminalreporter.stats.get("passed", []):
             counts.update(dict(report.user_properties))
-        harness.write(Path(path), {**harness.setting([]), "results": dict(sorted(counts.items()))})
+        setting = {**harness.setting([]), "gpu": TEST_DEVICE or None}  # not the simulated device
+        harness.write(Path(path), {**setting, "results": dict(sorted(counts.items()))})
 
 
 @pytest.fixture
