@@ -23,7 +23,7 @@ from tensordict_lite._tree.ragged import Ragged
 from tensordict_lite._tree.tree import TreeDict
 
 
-def fails(error: type[Exception] | tuple[type[Exception], ...], text: str, call: Callable[[], Any]) -> None:
+def fails(error: type[BaseException] | tuple[type[BaseException], ...], text: str, call: Callable[[], Any]) -> None:
     """That the call raises the error, with a text in which the pattern is found."""
     with pytest.raises(error, match=text):
         call()

@@ -296,16 +296,6 @@ class TestGroups:
         zeros = DeviceDict({"f": [0.0, 1.0, -0.0, float("nan")], "v": [0, 1, 2, 3]}).rows.group_by("f")
         assert [part["v"].tolist() for part in zeros.values()] == [[0, 2], [1], [3]], "0 and -0 are one key of a dict"
 
-    @settings(max_examples=30)
-    @given(st.lists(st.integers(-2, 2), min_size=1, max_size=20))
-    def test_every_row_is_in_its_group(self, values: list[int]) -> None:
-        d = DeviceDict({"k": values, "at": list(range(len(values)))})
-        groups = d.rows.group_by("k")
-        assert list(groups) == sorted(set(values))
-        assert {k: part["at"].tolist() for k, part in groups.items()} == {
-            k: [i for i, value in enumerate(values) if value == k] for k in groups
-        }
-
     @settings(max_examples=60, deadline=None)
     @given(
         st.lists(st.text(st.sampled_from("ab\x01\x7féÿ中🦉"), max_size=20), min_size=1, max_size=30),
