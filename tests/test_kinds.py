@@ -205,6 +205,33 @@ def test_a_kept_list_has_an_item_for_each_row_and_a_tuple_belongs_to_all() -> No
     assert d["x"].tolist() == [1, 0, 0] and d["names"] is names
 
 
+LOOKS: dict[str, tuple[str, list[str], list[Any]]] = {
+    "numbers": ("int64[6]", ["3"], [6]),
+    "rows of numbers": ("float32[6, 2]", ["[0, -1]"], [6, 2]),
+    "bools": ("bool[6]", ["True"], [6]),
+    "strings": ("uint8[6, 5]  Utf8()", ["Ada"], [6, 5]),
+    "vocabulary": ("int64[6]  Vocabulary(['a', 'b', 'c'])", ["a"], [6]),
+    "codes in a nested dict": ("<", ["uint8[8]", "3"], [6, 8]),
+    "lists of strings": ("uint8[6, 2, 2]  Utf8()", ["[a, bc]"], [6, 2, 2]),
+    "ragged": ("int64[6, *] of 7 values", ["[1, 2]"], [6, None]),
+    "ragged boxes": ("float32[6, *, 2] of 13 values", ["float32[1, 2]"], [6, None, 2]),
+    "ragged strings": ("uint8[6, *] of 14 values  Utf8()", ["Ada"], [6, None]),
+    "objects": ("object list", ["(p, 0)"], []),
+}
+"""What the looks show: the line of the field, its cells in the first row, and its shape in a description."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_looks(kind: str) -> None:
+    line, cells, shape = LOOKS[kind]
+    d = KINDS[kind].dict(KINDS[kind].rows, nested=False)
+    assert re.search(rf"─ x +{re.escape(line)}", repr(d))
+    assert re.split(" {2,}", repr(d.rows).splitlines()[2]) == ["0", "0", *cells]
+    described = d.describe().tolist()[1]
+    assert described.get("shape", []) == shape and ("object" in described) is (kind == "objects")
+    assert ("encoder" in described) is ("Utf8" in line or "Vocabulary" in line)
+
+
 def test_every_kind_of_the_package_is_here() -> None:
     seen = {type(field.kind) for made in KINDS.values() for field in fields(made.dict(made.rows, nested=True))}
     known = {kind for kind in vars(kinds).values() if isinstance(kind, type) and issubclass(kind, kinds.Kind)}
