@@ -287,6 +287,9 @@ class TestDescribe:
         found = JoinedRows([DeviceDict(one) for one in parts[:2]]).describe().tolist()
         assert found[0]["mean"] == 3 and found[0]["shape"] == [3]
         assert found[1]["distinct"] == 3 and found[1]["longest"] == "long"
+        ragged = [DeviceDict({"r": Ragged.from_rows(rows)}) for rows in ([[1, 2], []], [[3]])]
+        [found] = JoinedRows(ragged).describe().tolist()
+        assert (found["shape"], found["lengths"]["mean"], found["mean"]) == ([3, None], 1, 2)
 
     def test_what_has_no_statistics(self) -> None:
         d = DeviceDict({"o": {1, 2}, "m": None, "s": torch.eye(3).to_sparse()}, objects="keep")

@@ -374,3 +374,12 @@ class TestSeveralDimensions:
         pad = Pad(0, dims=(1, 2))
         assert Pad.from_json(json.loads(json.dumps(pad.to_json()))) == pad == pickle.loads(pickle.dumps(pad))
         assert repr(pad) == "Pad(0, dims=(1, 2))"
+
+
+def test_cat_pads_a_nested_field_by_its_path() -> None:
+    dicts = [DeviceDict({"ids": [[1]], "n": {"ids": [list(range(width))]}}) for width in (1, 2)]
+    batch = cat(dicts, pad={("n", "ids"): Pad(9, lengths="sizes")})
+    assert batch.tolist() == {"ids": [[1], [1]], "n": {"ids": [[0, 9], [0, 1]], "sizes": [1, 2]}}
+    wide = DeviceDict({"ids": [[1, 2]], "n": {"ids": [[0]]}})
+    with pytest.raises(ValueError, match=r"^'ids': dict 1 has int64\[1, 2\], dict 0 has int64\[1, 1\]"):
+        cat([dicts[0], wide], pad={("n", "ids"): 0})
