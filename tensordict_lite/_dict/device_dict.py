@@ -24,7 +24,7 @@ from .._look.page import as_html, as_text
 from .._look.progress import Progress
 from .._look.tree import title_of, tree_page
 from .._memory.arguments import to_arguments
-from .._memory.cast import pin
+from .._memory.cast import host_array, pin
 from .._memory.compare import values_agree
 from .._memory.device import CPU, DeviceLike, canonical, record_stream, resolve
 from .._memory.dtypes import CASTABLE
@@ -1460,7 +1460,7 @@ def _numpy(d: TreeDict[Any], copy: bool, at: Path) -> dict[str, Any]:
             out[key] = _numpy(value, copy, (*at, key))
             continue
         try:
-            out[key] = numpy_inside(value, copy)
+            out[key] = host_array(value, copy) if isinstance(value, Tensor) else numpy_inside(value, copy)
         except TypeError as error:
             raise with_path(error, (*at, key)) from error
     return out

@@ -219,10 +219,14 @@ class Opened(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """The tensors that move with the dict. Those of an object that moves itself do not."""
+        if _PLAIN.issuperset(map(type, self.found)):
+            return self.found
         return [tensor for item in self.found for tensor in tensors_of(item)]
 
     def place(self, tensors: Iterator[Tensor], device: torch.device | None, made: Made, move: Move) -> Any:
         """The value with the next of ``tensors`` in place of its own, on ``device``. ``made``: see `Made`."""
+        if _PLAIN.issuperset(map(type, self.found)):
+            return self.rebuild(tensors)
         return self.rebuild(_placed(self.found, tensors, device, made, move))
 
 
