@@ -155,6 +155,21 @@ def test_values_on_an_accelerator(tmp_path: Path, device: torch.device) -> None:
     assert table.device == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("batches", "rows"),
+    [
+        ([[torch.ones(n) for n in part] for part in (range(3), range(3, COUNT))], [[1.0] * n for n in range(COUNT)]),
+        ([torch.ones(COUNT, 2)], [[1.0, 1.0]] * COUNT),
+    ],
+    ids=["rows", "rows of one length"],
+)
+def test_a_ragged_column_of_tensors(tmp_path: Path, batches: Any, rows: Any) -> None:
+    folder = written(tmp_path / "t")
+    add_column(folder, "r", batches, ragged=True)
+    verify(folder)
+    assert load(folder)["r"].tolist() == rows
+
+
 # --- the table afterwards ---
 
 
