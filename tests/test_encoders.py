@@ -211,6 +211,7 @@ class TestErrors:
             (lambda: Vocabulary(["a"], unknown="b"), "unknown='b' must be one of the tokens"),
             (lambda: Hashing(0), "buckets is a whole number from 1 to 2**63, got 0"),
             (lambda: Hashing(4, -1), "seed is a whole number from 0 to 2**64 - 1, got -1"),
+            (lambda: Hashing(4, 2**64), "seed is a whole number from 0 to 2**64 - 1, got 18446744073709551616"),
         ],
     )
     def test_making(self, make: Any, message: str) -> None:
@@ -546,6 +547,11 @@ class TestHuggingFace:
         )
         assert again != Tokenizer(tokenizer)
         assert again.decode(again.encode(["cat ."])) == encoder.decode(encoder.encode(["cat ."]))
+
+    def test_a_file_in_a_folder_below(self, tokenizer: Any) -> None:
+        data = encoder_to_json(Tokenizer(tokenizer))
+        data["files"]["templates/one/chat.txt"] = {"text": "a"}
+        assert encoder_from_json(data).encode(["a cat ."])["input_ids"].shape[0] == 1  # pyright: ignore[reportArgumentType]
 
     def test_a_file_outside_the_folder_is_refused(self, tokenizer: Any) -> None:
         data = encoder_to_json(Tokenizer(tokenizer))

@@ -90,7 +90,7 @@ def test_as_a_dataset(tmp_path: Path, workers: int) -> None:
 
 def test_it_is_sent_to_other_processes(tmp_path: Path) -> None:
     found = pickle.loads(pickle.dumps(load_parts(written(tmp_path), keys=["x", "n"])))
-    assert found[[11, 2]]["x"].tolist() == [11, 2]
+    assert found[[11, 2]]["x"].tolist() == [11, 2] and list(found[0]) == ["x", "n"]
 
 
 def test_dicts_of_another_schema() -> None:

@@ -75,7 +75,7 @@ class TestArrow:
         (["i"], "error", ValueError,
          "column 'i': 1 of 3 values are null; give nulls=\"mask\" or a fill value, as nulls={'i': 0}"),
         (["s"], 0, TypeError, "column 's': nulls of string cannot become 0: "),
-        (["b"], -1, TypeError, "column 'b': nulls of bool cannot become -1: "),
+        (["b"], -1, TypeError, "column 'b': nulls of bool cannot become -1: expected True or False"),
         (["i"], {"q": 0}, ValueError, "nulls= names 'q', which is not a column; the columns are 'i'"),
         (["i"], None, TypeError,
          'nulls= takes "error", "mask", a fill value, or a mapping from columns to these, got None'),
