@@ -436,15 +436,14 @@ def test_a_call_of_ranks(name: str, group: None) -> None:
 def test_a_pickle_leaves_nothing_to_the_collector(make: Callable[[], Any]) -> None:
     """Garbage of each batch, even without a tensor, spreads the batches of a loader over more and more new memory."""
 
-    def twice() -> None:
+    def garbage() -> int:
+        gc.collect()
         for dumps in (lambda d: pickle.dumps(d, 5), ForkingPickler.dumps):
             assert pickle.loads(dumps(make())).keys() == make().keys()
+        return gc.collect()
 
-    twice()
-    gc.collect()
     gc.disable()
     try:
-        twice()
-        assert gc.collect() == 0
+        assert min(garbage() for _ in range(4)) == 0  # the first call, and threads of other tests, may leave some
     finally:
         gc.enable()
