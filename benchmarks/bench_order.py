@@ -8,6 +8,8 @@ buckets by hand: 8,192 rows are sorted by length and cut into batches, which com
 The lengths are like those of texts: a median of 330 tokens, at most 4096. The batches by hand close a batch at the
 first row that does not fit, and give the batches to the ranks in turn.
 
+An empty step takes a batch of 4 fields and does nothing with it, so the time is that of the loader and of `prefetch`.
+
 The cold table has rows of 4 KiB. Its pages are dropped from the page cache before each measurement. Then the first 4096
 rows of the order are read: few of them share a page, as in a table that is much larger than the memory.
 """
@@ -25,9 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 from harness import Case, Prepare, Run, folder, main
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from tensordict_lite import BatchOrder, load
+from tensordict_lite import BatchOrder, DeviceDict, collate, load, prefetch
 from tensordict_lite.tables import RowWriter
 
 OURS, BY_HAND = "BatchOrder", "by hand"
@@ -63,6 +65,11 @@ def mixed() -> BatchOrder:
     weights = [0.7, 0.2, 0.1]
     orders = [BatchOrder(round(weight * ROWS), 1, shuffle=True) for weight in weights]
     return BatchOrder.mix(orders, weights, 256)
+
+
+def loaded() -> DataLoader[Any]:
+    rows = DeviceDict({f"k{i}": torch.zeros(200_000) for i in range(4)}).rows
+    return DataLoader(rows, batch_sampler=BatchOrder(rows, 256, shuffle=True), collate_fn=collate)
 
 
 def padded_order(rank: int = 0) -> BatchOrder:
@@ -181,7 +188,8 @@ def reading(shuffle: bool | int) -> Prepare:
 
 def cases(mib: int = 2048) -> list[Case]:
     by_size = {OURS: seconds(lambda: BatchOrder(ROWS, 256, shuffle=True)), "torch samplers": seconds(torch_batches)}
-    mix = {OURS: seconds(mixed), "torch samplers": seconds(torch_batches)}
+    mix = {OURS: seconds(mixed), "one dataset": by_size[OURS], "torch samplers": by_size["torch samplers"]}
+    empty = {OURS: seconds(lambda: prefetch(loaded(), "cpu")), "without prefetch": seconds(loaded)}
     by_padded = {OURS: seconds(padded_order), BY_HAND: seconds(in_buckets)}
     by_tokens = {OURS: seconds(order_of), BY_HAND: seconds(in_turn)}
     cold = {"blocks of 512 rows": reading(512), "blocks of 128 rows": reading(128), "all rows": reading(True)}
@@ -191,6 +199,7 @@ def cases(mib: int = 2048) -> list[Case]:
         Case("mean fill of a batch", "2 million rows, 8 ranks", told(mean_fill), unit="%", at_most=1),
         Case("largest distance from the mean", "2 million rows, 8 ranks", told(difference), unit="%", at_most=1),
         Case("an epoch of a mix", "3 datasets, 2 million rows", mix, at_most=5),
+        Case("an epoch of empty steps under prefetch", "200,000 rows of 4 fields", empty, at_most=5),
         Case("an epoch of batches with padding", "2 million rows, 8 ranks", by_padded, at_most=5),
         Case("mean fill with padding", "2 million rows, 8 ranks", told(padded_fill), unit="%", at_most=1),
         Case("distance with padding", "2 million rows, 8 ranks", told(padded_difference), unit="%", at_most=1),

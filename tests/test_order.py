@@ -454,6 +454,15 @@ class TestMix:
         again.load_state_dict(json.loads(json.dumps(order.state_dict(9))))
         assert list(again) == batches[9:]
 
+    @pytest.mark.parametrize("rows", [1, 3, 40])
+    def test_many_epochs_of_a_source_are_those_one_by_one(self, rows: int) -> None:
+        """They are computed at once, each with its own key."""
+        small = BatchOrder(rows, 1, shuffle=True, seed=5)
+        mix = BatchOrder.mix([BatchOrder(900, 1, shuffle=True), small], [0.7, 0.3], 8, stop="all")
+        seen = [row - 900 for row in chain(*mix) if row >= 900]
+        expected = list(chain.from_iterable(chain(*small) for _ in range(-(-len(seen) // rows))))
+        assert seen == expected[: len(seen)] and len(seen) > 380
+
     def test_mixes_nest_and_weights_are_ratios(self) -> None:
         inner = mixed([40, 40], [3, 1])
         order = BatchOrder.mix([inner, BatchOrder(20, 1)], [0.8, 0.2], 5)

@@ -179,7 +179,7 @@ class BatchOrder(Sampler[list[int]]):
             drop_last: as for `BatchOrder`.
 
         Raises: ``TypeError`` or ``ValueError`` for an invalid argument, and for an order with ranks of its own.
-        Cost: 9 bytes for each turn until the shares repeat, at most 262,144: other weights are rounded to this.
+        Cost: 17 bytes for each turn until the shares repeat, at most 262,144: other weights are rounded to this.
 
         >>> from torch.utils.data import ConcatDataset
         >>> from tensordict_lite import BatchOrder

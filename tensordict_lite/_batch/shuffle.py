@@ -24,8 +24,10 @@ def random_words(key: tuple[int, ...], count: int) -> Any:
     return np.frombuffer(shake_128(repr(key).encode()).digest(8 * count), "<u8").astype(np.uint64)
 
 
-def permuted(at: Numbers, count: int, key: tuple[int, ...]) -> Numbers:
-    """The numbers at the positions ``at`` of a random order of ``range(count)``.
+def permuted(at: Numbers, count: int, *keys: tuple[int, ...], whose: Any = ...) -> Numbers:
+    """The numbers at the positions ``at`` of a random order of ``range(count)``. Each key has an order of its own.
+
+    ``whose``: for several keys, the number of the key for each position.
 
     A Feistel network over two digits: a position is ``high * low_base + low``, and each round adds a random function of
     one digit to the other. That is a bijection of ``high_base * low_base`` numbers, slightly more than ``count``. A
@@ -34,29 +36,31 @@ def permuted(at: Numbers, count: int, key: tuple[int, ...]) -> Numbers:
     # Digits in bits would need no division, but up to twice as many numbers as rows: then half of the rows walk.
     bases = [base := max(1, isqrt(max(count, 1) - 1) + 1), -(-count // base)]
     high_base, low_base = (np.uint64(base) for base in bases)
-    factors = random_words(key, 2 * _ROUNDS).reshape(_ROUNDS, 2)
+    words = np.stack([random_words(key, 2 * _ROUNDS) for key in keys], 1)
 
-    def through(x: Any) -> Any:
-        digits = [x // low_base, x % low_base]
-        for number, (factor, term) in enumerate(factors):
+    def through(x: Any, whose: Any) -> Any:
+        high = x // low_base
+        low = x - high * low_base
+        added, other = np.empty_like(x), np.empty_like(x)  # new arrays in each round would take longer than the numbers
+        for number in range(_ROUNDS):
             base = (high_base, low_base)[number % 2]
-            changed, other = digits[number % 2], digits[1 - number % 2]
-            added = other * factor
-            added += term
-            added ^= added >> _HALF  # without this line and the next, differences of neighbours are nearly constant
+            np.multiply((low, high)[number % 2], words[2 * number][whose], out=added)
+            added += words[2 * number + 1][whose]
+            added ^= np.right_shift(added, _HALF, out=other)  # without it and the next line, neighbours are correlated
             added *= _ODD
             added >>= _HALF
             added *= base
             added >>= _HALF  # from 0 to base - 1
-            changed += added
-            changed -= base * (changed >= base)
-        digits[0] *= low_base
-        digits[0] += digits[1]
-        return digits[0]
+            added += (high, low)[number % 2]
+            np.subtract(added, base, out=other)  # less than 0 is a large number
+            np.minimum(added, other, out=(high, low)[number % 2])
+        high *= low_base
+        high += low
+        return high
 
-    found = through(at.astype(np.uint64))
+    found = through(at.astype(np.uint64), whose)
     while len(outside := np.flatnonzero(found >= np.uint64(count))):
-        found[outside] = through(found[outside])
+        found[outside] = through(found[outside], whose if whose is ... else whose[outside])
     return found.astype(np.int64)
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from .._errors import described
 from .._tree.ragged import Ragged
-from .shuffle import Numbers, shuffled
+from .shuffle import Numbers, permuted, shuffled
 
 _PERIOD = 1 << 18
 """The most turns of a mix before they repeat. Weights without a common denominator up to this are rounded to it. To
@@ -54,6 +54,17 @@ class DatasetVisits:
             at = shuffled(at, self.count, None if self.shuffle is True else self.shuffle, (*self.key, epoch))
         return at if self.index is None else self.index[at]
 
+    def further(self, at: Numbers) -> Numbers:
+        """The same at positions that count on from one epoch to the next."""
+        if self.shuffle is not True or not len(at) or at[0] // self.count == at[-1] // self.count:
+            return _epoch_by_epoch(self, at)
+        # All epochs at once: of a dataset of few rows, there may be thousands.
+        epochs, at = np.divmod(at, self.count)
+        first, last = epochs[[0, -1]].tolist()
+        keys = [(*self.key, epoch) for epoch in range(first, last + 1)]
+        at = permuted(at, self.count, *keys, whose=epochs - first)
+        return at if self.index is None else self.index[at]
+
     def numbers(self) -> Numbers:
         """The numbers of the rows that an epoch visits, in any order."""
         return np.arange(self.count) if self.index is None else self.index
@@ -82,6 +93,7 @@ class MixedVisits:
         self.sources, self.stop = sources, stop
         self.shares = np.array(_as_ints(weights, len(sources)))
         self.turns, self.nth = _turns(tuple(self.shares.tolist()))
+        self.share_of = self.shares[self.turns]
         for at, source in enumerate(sources):
             if not source.count:
                 raise ValueError(f"BatchOrder.mix takes orders with rows, got none in order {at}")
@@ -114,17 +126,17 @@ class MixedVisits:
         return periods * self.shares + np.bincount(self.turns[:turns], minlength=len(self.shares))
 
     def rows(self, epoch: int, at: Numbers) -> Numbers:
-        periods = at // len(self.turns)
-        turn = at - periods * len(self.turns)
-        whose, found = self.turns[turn], np.empty_like(at)
+        periods, turn = np.divmod(at, len(self.turns))
+        whose, found = self.turns[turn], self.nth[turn]
+        periods *= self.share_of[turn]
+        found += periods  # the rows that its source has given before each of these in this epoch, and then its number
         for which, source in enumerate(self.sources):
             mine = np.flatnonzero(whose == which)
-            # The rows that this source has given before each of these, in all epochs.
-            nth = periods[mine] * self.shares[which] + self.nth[turn[mine]] + epoch * self.each[which]
-            for own in range(*((nth[[0, -1]] // source.count + [0, 1]).tolist() if len(nth) else (0, 0))):
-                some = slice(*nth.searchsorted([own * source.count, (own + 1) * source.count]).tolist())
-                found[mine[some]] = source.rows(own, nth[some] - own * source.count) + self.first[which]
+            found[mine] = source.further(found[mine] + epoch * self.each[which]) + self.first[which]
         return found
+
+    def further(self, at: Numbers) -> Numbers:
+        return _epoch_by_epoch(self, at)
 
     def numbers(self) -> Numbers:
         return np.concatenate(
@@ -144,6 +156,17 @@ class MixedVisits:
 
 
 Visits = DatasetVisits | MixedVisits
+
+
+def _epoch_by_epoch(visits: Visits, at: Numbers) -> Numbers:
+    """`Visits.further` by `Visits.rows`."""
+    found = np.empty_like(at)
+    first, last = (at[[0, -1]] // visits.count).tolist() if len(at) else (0, -1)
+    for epoch in range(first, last + 1):
+        begin = epoch * visits.count
+        some = slice(*at.searchsorted([begin, begin + visits.count]).tolist())
+        found[some] = visits.rows(epoch, at[some] - begin)
+    return found
 
 
 def _as_ints(weights: Any, count: int) -> list[int]:

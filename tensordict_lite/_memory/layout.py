@@ -230,7 +230,7 @@ def read_layouts(
 
     Args:
         groups: the tensors.
-        offsets: the offset in bytes of each tensor, in the order of the groups.
+        offsets: the offset of each tensor, in elements, in the order of the groups.
         storages: a number for the storage of each tensor.
         sizes: the bytes of each storage, in the order in which ``storages`` has them first.
         regular: see `read_layout`.
@@ -239,7 +239,7 @@ def read_layouts(
     fields = [(i, *spec) for spec, members in groups for i in members]
     for number, offset, one in zip(storages, offsets, fields, strict=True):
         if 0 not in one[2]:
-            places[number].append((offset, *one))
+            places[number].append((offset * one[1].itemsize, *one))
     shared = [(sorted(place), nbytes) for place, nbytes in zip(places.values(), sizes, strict=True) if len(place) > 1]
     found = tuple([layout for place, nbytes in shared if (layout := read_layout(place, nbytes, regular))])
     together = {i for layout in found for i in layout.members}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from operator import attrgetter, itemgetter, mul, sub
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ _get_layout, _requires_grad, _is_neg = attrgetter("layout"), attrgetter("require
 _dtype_in_spec = itemgetter(0)
 _NEVER_CONJUGATE = frozenset(dtype for dtype in PACKABLE if not dtype.is_complex)
 _storage_offset: Callable[[Tensor], Any] = Tensor.storage_offset
-_data_ptr = Tensor.data_ptr
 
 
 class Arrangement(NamedTuple):
@@ -94,10 +93,9 @@ def arrange(tensors: Sequence[Tensor], sent: bool = False) -> Arrangement:
     if not may_lie_together(tensors):
         return Arrangement((), groups, unpackable, repeats)
     order = [tensors[i] for _, members in groups for i in members]
-    items = [size for (dtype, _, _), members in groups for size in [dtype.itemsize] * len(members)]
-    offsets = [*map(mul, map(_storage_offset, order), items)]
+    offsets = [*map(_storage_offset, order)]
     first: dict[int, int] = {}  # by the address of a storage: the first tensor in it
-    storages = [*map(first.setdefault, map(sub, map(_data_ptr, order), offsets), count())]
+    storages = [*map(first.setdefault, [t.untyped_storage().data_ptr() for t in order], count())]
     if len(first) == len(order):
         return Arrangement((), groups, unpackable, repeats)
     sizes = [order[i].untyped_storage().nbytes() for i in first.values()]
