@@ -86,6 +86,6 @@ class RowSpans:
         at = index.numpy()
         places = self._starts.take(self._ends.searchsorted(at, "right"), axis=1)
         places += self._units * at
-        indices = list(map(torch.from_numpy, places))
+        indices = torch.from_numpy(places).unbind()
         sources = [(span.windows, indices[place]) for span, place in zip(self._spans, self._place, strict=True)]
         return take_from(self._kept[0], sources, len(index))
