@@ -192,7 +192,7 @@ def read_file(
             reader = Reader(manifest, len(stored), encoders)
             refuse_unknown_encoders(encoders, reader.names, of)
             if paths is not None:
-                reader.keep(paths, of)
+                reader = reader.keep(paths, of)
             names = {stored[i][0] for i in reader.numbers}
             found = _mapped(file, opened, names) if linked else {name: file.get_tensor(name) for name in names}
             tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]

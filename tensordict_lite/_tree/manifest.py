@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -286,13 +287,18 @@ class Reader:
         """The keys of the tree as a nested dict."""
         return _names_in(self.root)
 
-    def keep(self, paths: Sequence[Path], owner: str) -> None:
-        """Keep only the values at these paths. Raises ``KeyError`` for a missing path; the message names ``owner``."""
+    def keep(self, paths: Sequence[Path], owner: str) -> Reader:
+        """A reader of only the values at these paths.
+
+        Raises ``KeyError`` for a missing path; the message names ``owner``.
+        """
         for path in paths:
             if not holds(self.root, path):
                 raise missing_key(self.names, path if len(path) != 1 else path[0], owner)
-        self.root = _kept(self.root, paths)
-        self._number_leaves()
+        kept = copy(self)
+        kept.root = _kept(self.root, paths)
+        kept._number_leaves()
+        return kept
 
     def _number_leaves(self) -> None:
         leaves = list(_leaves_of(self.root, (), set()))
@@ -366,7 +372,7 @@ def _leaves_of(node: Node, at: Path, offsets: set[int]) -> Iterator[tuple[Path, 
 
 @lru_cache(maxsize=64)  # every dict of a stream has the same few manifests
 def read_text(text: str) -> Reader:
-    """The reader of `Outline.text`. It is shared: do not call its `keep`."""
+    """The reader of `Outline.text`. Nothing changes a reader, so calls share it."""
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -503,7 +509,7 @@ def without(manifest: Manifest, path: Path) -> tuple[Manifest, list[int]]:
     for depth, part in enumerate(path):
         others += [(*path[:depth], key) for key in node if key != part]
         node = node[part]
-    reader.keep(others, "this manifest")
+    reader = reader.keep(others, "this manifest")
     keys: set[str] = set()
     root = _to_json(reader.root, {old: new for new, old in enumerate(reader.numbers)}, keys)
     policies = [

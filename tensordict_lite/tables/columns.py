@@ -150,8 +150,7 @@ def drop_column(folder: FilePath, key: str | Path) -> None:
     """
     path = _as_path(key)
     with table_at_rest(folder) as (table, index):
-        reader = Reader(index.manifest, len(index.columns))
-        reader.keep([path], "this table")
+        reader = Reader(index.manifest, len(index.columns)).keep([path], "this table")
         manifest, kept = without(index.manifest, path)
         if not kept:
             raise ValueError(f"{dotted(path)} has the last columns of this table; remove the folder {table.path!r}")

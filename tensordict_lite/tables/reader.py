@@ -47,7 +47,7 @@ def read_table(
         reader = Reader(index.manifest, len(index.columns), encoders)
         refuse_unknown_encoders(encoders, reader.names, folder)
         if paths is not None:
-            reader.keep(paths, folder)
+            reader = reader.keep(paths, folder)
         count = index.rows if rows is None else min(rows, index.rows)
         tensors = {i: _map_field(folder, index.columns, i, count) for i in reader.numbers}
         out: Any = reader.build(cls, tensors.__getitem__, CPU, trusted=False)
