@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(FILL, "late = non_blocking and device != CPU", "late = non_blocking", "a result on the host is not complete", f"{ENGINE}::test_on_the_device_and_back"),
     Mutant(FILL, "non_blocking=late, source=source", "non_blocking=True, source=source", "a pinned source is changed before its copy", f"{ENGINE}::test_a_source_is_free"),
     Mutant(FILL, "device == source and share_memory(targets, values)", "False", "a field is read after it is written", "tests/test_fill.py::test_memory_that_both_share"),
-    Mutant(CAST, "t.to(device, casts.get(t.dtype), non_blocking, copy)", "t.to(device, casts.get(t.dtype), True, copy)", "a copy or a cast that nobody waits for", f"{ENGINE}::test_a_single_tensor_is_complete"),
+    Mutant(CAST, "if casts else None, non_blocking, copy)", "if casts else None, True, copy)", "a copy or a cast that nobody waits for", f"{ENGINE}::test_a_single_tensor_is_complete"),
     Mutant(CAST, "non_blocking = False  # torch may", "pass  #", "a copy to mps reads memory that was freed", f"{TRANSFER}::test_to_mps_every_copy_is_blocking"),
     Mutant(CAST, "if is_dense(tensor) and is_expanded(tensor) and not tensor.is_pinned():", "if False:", "an expanded tensor cannot be pinned", f"{ENGINE}::test_expanded_fields_can_be_pinned"),
 ]  # fmt: skip
