@@ -1269,10 +1269,7 @@ class DeviceDict(TreeDict[V]):
         >>> DeviceDict.from_tensordict(TensorDict({"x": torch.ones(2)}, batch_size=[2]))["x"]
         tensor([1., 1.])
         """
-        if not hasattr(td, "keys"):
-            raise TypeError(f"expected a TensorDict or another mapping, got {type(td).__name__}")
-        given: Any = td
-        return cls(given.to_dict() if hasattr(td, "to_dict") else given, **options)
+        return cls(_nested_items(td), **options)
 
     @classmethod
     def from_arrow(cls, table: Any, *, nulls: Any = "error", **options: Any) -> Self:
@@ -1417,6 +1414,17 @@ class DeviceDict(TreeDict[V]):
 
 for _name, _refuse in torch_functions.refused_operators():  # not in the class, so that type checkers refuse them too
     setattr(DeviceDict, _name, _refuse)
+
+
+def _nested_items(td: Any) -> dict[str, Any]:
+    """A plain nested dict of the items of a TensorDict. ``td[key]`` unwraps non-tensor data."""
+    if not hasattr(td, "keys"):
+        raise TypeError(f"expected a TensorDict or another mapping, got {type(td).__name__}")
+    out: dict[str, Any] = {}
+    for key in td.keys():  # noqa: SIM118  (iterating a TensorDict gives its rows)
+        value = td[key]
+        out[key] = _nested_items(value) if hasattr(value, "keys") else value
+    return out
 
 
 def _refuse_any(d: TreeDict[Any], reason: Callable[[Tensor], str]) -> None:

@@ -24,6 +24,8 @@ class TestTensorDict:
             d = DeviceDict.from_tensordict(given)
             check_invariants(d)
             assert d["x"] is td["x"] and d["n", "y"] is td["n", "y"] and d.decode("s") == "hi"
+        inside = DeviceDict.from_tensordict({"a": td})
+        assert inside["a", "x"] is td["x"] and inside["a"].decode("s") == "hi"
         back = d.to_tensordict(batch_size=[])
         assert (
             back.batch_size == torch.Size([]) and back["n", "y"] is td["n", "y"] and back.device == torch.device("cpu")
