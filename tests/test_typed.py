@@ -516,6 +516,7 @@ class TestShapes:
         check_invariants(batch)
         assert batch == collate(samples, cls=Tokens) and batch.tolist() == data
         assert Tokens.from_dict(batch.tolist()) == batch and batch.ids.values.dtype == torch.float32
+        check_invariants(Boxes.from_dict({"boxes": [[[1, 2]], []]}))
         batch.ids = [[5], [6], [7, 8]]
         assert batch.ids.tolist() == [[5], [6], [7, 8]]
         assert len(Tokens.from_dict({"ids": [], "label": torch.ones(0, dtype=torch.int64)}).ids.lengths) == 0

@@ -123,7 +123,7 @@ def _prepare(
         staged, encoders = _convert_items(d, data, Home(cast(torch.device, target), copies, {}, moves), at)
     except Misplaced as misplaced:
         raise _mismatch(d, data, at, *misplaced.args) from None
-    if device is None and any(isinstance(value, (Tensor, TreeDict)) for value in staged.values()):
+    if device is None and any(isinstance(value, (Tensor, Ragged, TreeDict)) for value in staged.values()):
         device = target
     return staged, device, encoders
 
