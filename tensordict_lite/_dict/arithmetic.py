@@ -194,7 +194,6 @@ def write_fields(d: D, operation: _Operation, others: _Operands) -> D:
         indices, is_one = [i for i, t in enumerate(tensors) if not plain(t)], len(set(map(dtype_of, tensors))) == 1
     odd, groups = set(indices), [list(range(len(tensors)))]
     if odd or not is_one:
-        odd.update(_negative(tensors))
         groups = _groups(tensors, others, odd)
     if len(groups) == 1 and not odd:
         try:
@@ -204,10 +203,9 @@ def write_fields(d: D, operation: _Operation, others: _Operands) -> D:
             if is_out_of_memory(error):
                 raise
             _try(d, operation, 0, tensors, others)
-            odd.update(_negative(tensors))
+            groups = _groups(tensors, others, odd)
             if not odd:
                 raise
-            groups = _groups(tensors, others, odd)
     calls: list[Call] = []
     risky: list[Risky] = []
     for i in sorted(odd):
@@ -231,18 +229,17 @@ def write_fields(d: D, operation: _Operation, others: _Operands) -> D:
     return d
 
 
-def _negative(tensors: list[Tensor]) -> list[int]:
-    """The indices of the tensors with the negative bit, which `unlike` does not look for."""
-    return [i for i, tensor in enumerate(tensors) if tensor.is_neg()]
-
-
 def _at(others: _Operands, i: int) -> tuple[Any, ...]:
     """The operand of one tensor, or no operand, as arguments."""
     return (others[i],) if isinstance(others, list) else others
 
 
 def _groups(tensors: list[Tensor], others: _Operands, odd: set[int]) -> list[list[int]]:
-    """The indices of all but the odd tensors, in groups: torch refuses each tensor of a group, or none."""
+    """The indices of all but the odd tensors, in groups: torch refuses each tensor of a group, or none.
+
+    Adds the tensors with the negative bit to ``odd``: `unlike` does not look for it.
+    """
+    odd.update([i for i, tensor in enumerate(tensors) if tensor.is_neg()])
     groups: dict[Hashable, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if i not in odd:  # the dtype of a result can depend on whether a tensor has dimensions

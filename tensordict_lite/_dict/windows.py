@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 
 from .._errors import Path, described, dotted
 from .._tree.fields import fields
-from .._tree.kinds import KEPT, RAGGED
 from .._tree.row_index import row_index, row_indices
 from .._tree.tree import TreeDict
 from .._tree.walk import as_path
@@ -118,5 +117,5 @@ def _offsets(d: TreeDict[Any], spans: Any, mask: str) -> dict[Any, Tensor]:
 def _require_rows(d: Any, key: Any) -> None:
     """Raise unless each row of a field has the same shape."""
     for field in fields(d.select(key)):
-        if field.kind in (RAGGED, KEPT):
+        if field.kind.dims(field) is None:
             raise TypeError(f"{dotted(field.path)}: windows takes rows of one shape, got {described(field.value)}")

@@ -20,7 +20,7 @@ from .._memory.dense import not_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
 from .._tree.fields import fields
-from .._tree.kinds import RAGGED, Field
+from .._tree.kinds import RAGGED, Field, kind_of
 from .._tree.policy import Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import TreeDict, data_in
@@ -334,7 +334,7 @@ def _limit(value: Any) -> int:
 
 
 def _size_of(value: Any) -> int:
-    return value.values.nbytes + value.offsets.nbytes if isinstance(value, Ragged) else value.nbytes
+    return sum(map(nbytes, kind_of(value).tensors(value)))
 
 
 def _flat(value: Tensor) -> Iterator[Tensor]:

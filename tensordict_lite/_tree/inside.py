@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it in 
 
 from .._errors import DEPTH, Path, TooDeep
 from .._memory.cast import host_array
-from .ragged import Made, Ragged
+from .ragged import Made
 
 Rebuild = Callable[[Iterator[Any]], Any]
 """Rebuilds a value from replacements, one for each item that `open_value` found in it."""
@@ -277,11 +277,8 @@ def _placed(
         own = [next(tensors) for _ in tensors_of(item)]
         if isinstance(item, Tensor):
             yield own[0]
-        elif isinstance(item, Ragged):
-            yield item._rebuilt(iter(own), made)
         else:
-            is_dict = hasattr(type(item), "_holds_tensors")
-            yield item._placed(iter(own), device, made, move) if is_dict else move(item)
+            yield item._placed(iter(own), made, device, move) if hasattr(type(item), "_holds_tensors") else move(item)
 
 
 def path_inside(value: Any, path: Path, wanted: Callable[[Any], bool]) -> Path:

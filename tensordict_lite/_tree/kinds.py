@@ -470,7 +470,7 @@ class RaggedKind(Kind):
     def placed(self, value: Any, home: Home, path: Path) -> Any:
         parts = value._tensors()
         if any(part.device != home.device for part in parts):
-            value = value._rebuilt((home.tensor(part, path) for part in parts), home.made)
+            value = value._placed((home.tensor(part, path) for part in parts), home.made)
         # Unknown lengths are those of an attribute or of pytree, which validate nothing.
         return value if value._lengths.longest is not None else validated(value, path)
 

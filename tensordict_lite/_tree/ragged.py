@@ -418,7 +418,7 @@ class Ragged:
         target = None if device is None else resolve(device)
         tensors = self._tensors()
         moved = transfer(tensors, target, dtype, non_blocking, copy, canonical(self.device))
-        return self if all(map(is_, tensors, moved)) else self._rebuilt(iter(moved), {})
+        return self if all(map(is_, tensors, moved)) else self._placed(iter(moved), {})
 
     def cpu(self) -> Self:
         """``to("cpu")``. Raises the errors of `to`, and has its cost.
@@ -468,7 +468,7 @@ class Ragged:
         >>> r = Ragged.from_rows([[1, 2], [3]])
         >>> pinned = r.pin_memory() if torch.cuda.is_available() else r
         """
-        return self._rebuilt(map(pin, self._tensors()), {})
+        return self._placed(map(pin, self._tensors()), {})
 
     def clone(self) -> Self:
         """Copy the values and the offsets. Autograd records the copy.
@@ -477,7 +477,7 @@ class Ragged:
         >>> r.clone().values.add_(1) is not None, r.values
         (True, tensor([1, 2, 3]))
         """
-        return self._rebuilt(map(torch.clone, self._tensors()), {})
+        return self._placed(map(torch.clone, self._tensors()), {})
 
     def detach(self) -> Self:
         """Detach the values from the autograd graph. Nothing is copied, and the offsets are shared.
@@ -507,7 +507,7 @@ class Ragged:
 
     _tensors_inside = _tensors
 
-    def _list_tensors(self, found: list[Tensor], known: set[Lengths]) -> None:
+    def _list_tensors(self, found: list[Tensor], known: set[Lengths], *_: object) -> None:
         """Append the values and the offsets to ``found``, and the lengths to ``known``. Shared offsets come once."""
         if isinstance(self.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  (pytree inserts others)
             found.append(self.values)
@@ -517,7 +517,7 @@ class Ragged:
             if isinstance(lengths.offsets, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 found.append(lengths.offsets)
 
-    def _rebuilt(self, tensors: Iterator[Tensor], made: Made) -> Self:
+    def _placed(self, tensors: Iterator[Tensor], made: Made, *_: object) -> Self:
         """The same rows with the next of ``tensors`` in place of those of `_list_tensors`."""
         values = next(tensors) if isinstance(self.values, Tensor) else self.values  # pyright: ignore
         old = self._lengths

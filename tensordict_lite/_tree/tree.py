@@ -164,9 +164,7 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 found.append(value)
             elif without_tensors(value):
                 continue
-            elif isinstance(value, Ragged):
-                value._list_tensors(found, known)
-            elif isinstance(value, TreeDict):
+            elif isinstance(value, (Ragged, TreeDict)):
                 value._list_tensors(found, known, kept)
             elif kept is not None:
                 inside = open_kept(value)
@@ -208,13 +206,13 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         """
         if flat or only_tensors(self.values()):
             return self._new(zip(self, tensors, strict=True), device, self._policy)
-        return self._placed(iter(tensors), device, {}, move, None if kept is None else iter(kept))
+        return self._placed(iter(tensors), {}, device, move, None if kept is None else iter(kept))
 
     def _placed(
         self,
         tensors: Iterator[Tensor],
-        device: torch.device | None,
         made: Made,
+        device: torch.device | None,
         move: Move | None = None,
         kept: Iterator[Opened | None] | None = None,
         at: Path = (),
@@ -226,10 +224,8 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 items[key] = next(tensors)
             elif without_tensors(value):
                 continue
-            elif isinstance(value, Ragged):
-                items[key] = value._rebuilt(tensors, made)
-            elif isinstance(value, TreeDict):
-                items[key] = value._placed(tensors, device, made, move, kept, (*at, key))
+            elif isinstance(value, (Ragged, TreeDict)):
+                items[key] = value._placed(tensors, made, device, move, kept, (*at, key))
             elif move is not None:
                 inside = open_kept(value) if kept is None else next(kept)
                 if inside is None:
@@ -265,12 +261,10 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
                 out.append(next(results))
             elif isinstance(value, Ragged):
                 out.append(value._with_data(next(results), path, made))
+            elif inside is None or (kept := open_kept(value)) is None:
+                out.append(value)
             else:
-                kept = None if inside is None else open_kept(value)
-                if inside is None or kept is None:
-                    out.append(value)
-                else:
-                    out.append(kept.place(map(inside, kept.tensors()), device, {}, stay))
+                out.append(kept.place(map(inside, kept.tensors()), device, {}, stay))
         return self._with_leaves(iter(out), device)
 
     def _infer_device(self, fallback: torch.device | None) -> None:
@@ -364,8 +358,8 @@ def field_encoder(d: TreeDict[Any], key: str) -> StringEncoder | None:
     encoder, value = d._policy.encoders.get(key), builtin_dict.__getitem__(d, key)
     if encoder is None or not isinstance(value, (Tensor, Ragged, TreeDict)):
         return None
-    data: Any = value.values if isinstance(value, Ragged) else value
-    dtype = data.dtype if isinstance(data, Tensor) else None  # None: a nested dict of codes
+    data = data_in(value)
+    dtype = None if data is None else data.dtype  # None: a nested dict of codes
     if encoder.code_dtype is not None:
         return encoder if dtype is encoder.code_dtype else None
     return None if dtype in CASTABLE or dtype is torch.bool else encoder
