@@ -195,8 +195,7 @@ def read_file(
                 reader = reader.keep(paths, of)
             names = {stored[i][0] for i in reader.numbers}
             found = _mapped(file, opened, names) if linked else {name: file.get_tensor(name) for name in names}
-            tensors = [_as(found[stored[i][0]], stored[i][1]) for i in reader.numbers]
-            leaves = dict(zip(reader.numbers, tensors, strict=True))
+            leaves = {i: _as(found[stored[i][0]], stored[i][1]) for i in reader.numbers}
             out: Any = reader.build(cls, leaves.__getitem__, CPU, trusted=False)
     return out.to(device)
 
@@ -290,12 +289,9 @@ def _manifest_of(metadata: Mapping[str, str], names: Sequence[str]) -> tuple[Man
     listed: Any = manifest.pop("tensors", None) if isinstance(manifest, dict) else None  # pyright: ignore
     if not isinstance(listed, list):
         invalid("it does not list its tensors")
-    stored: list[tuple[Any, Any]] = []
-    for one in listed:
-        pair = one if isinstance(one, list) else [one, None]
-        if len(pair) != 2 or pair[1] not in (None, *PAIRS):
-            invalid("its list of tensors is damaged")
-        stored.append((pair[0], pair[1]))
+    stored: list[Any] = [one if isinstance(one, list) else [one, None] for one in listed]
+    if not all(len(pair) == 2 and pair[1] in (None, *PAIRS) for pair in stored):
+        invalid("its list of tensors is damaged")
     if not all(type(name) is str for name, _ in stored) or sorted(name for name, _ in stored) != sorted(names):
         invalid("its tree and its tensors have different names")
     return manifest, stored

@@ -102,12 +102,8 @@ def counted(count: int, what: str) -> str:
 
 def size(count: int) -> str:
     """Format a number of bytes with a unit: ``'24 B'``, ``'1.5 KiB'``, ``'3.0 GiB'``."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # pragma: no branch  (it always breaks)
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+    power = min((count.bit_length() - 1) // 10, 4)
+    return f"{count} B" if power < 1 else f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 
 
 def summary(value: Any) -> str:

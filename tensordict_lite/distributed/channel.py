@@ -15,18 +15,7 @@ from .._dict.device_dict import DeviceDict
 from .._memory.device import DeviceLike, resolve
 from .._memory.transfer import transfer
 from .._tree.manifest import InvalidManifest
-from .message import (
-    PREFIX,
-    Header,
-    Message,
-    failure,
-    prefix_of,
-    read_header,
-    read_prefix,
-    read_sizes,
-    sizes_of,
-    text_of,
-)
+from .message import PREFIX, Header, Message, failure, prefix_of, read_header, read_prefix, read_sizes
 
 ProcessGroup = Any
 T = TypeVar("T")
@@ -188,8 +177,9 @@ class Channel:
                 text = b"" if schema.digest in self.known else schema.text
                 header = [as_tensor(text, self.comm_device)] if text else []
                 parts = transfer(message.parts, self.comm_device)
-                sizes = sizes_of(schema, self.comm_device)
-                out = [prefix_of(schema, len(text), self.comm_device), *sizes, *header, *parts]
+                out = [prefix_of(schema, len(text), self.comm_device), *header, *parts]
+                if len(parts) > 1:  # so that a receiver that cannot read the header can still receive every part
+                    out.insert(1, torch.tensor([part.nbytes for part in parts], device=self.comm_device))
                 self.remember(schema.digest, schema)  # last, because nothing can fail after it
                 return out
         assert errors.first is not None
@@ -222,20 +212,21 @@ class Channel:
                 sizes = read_sizes(announced, nbytes)
         except ValueError as error:
             raise refused(str(error), self.peer) from error
-        text = torch.empty(size, dtype=torch.uint8, device=self.comm_device)
+        received = torch.empty(size, dtype=torch.uint8, device=self.comm_device)
         if size:
-            self.take([text])
+            self.take([received])
+        text = bytes(received.cpu().numpy())
         if failed:
-            raise RuntimeError(f"rank {dist.get_rank()}: rank {self.peer} could not send: {text_of(text)}")
-        schema = self.learn(bytes(text.cpu().numpy()), digest) if size else self.known.get(digest, _UNANNOUNCED)
+            said = text.decode(errors="replace")
+            raise RuntimeError(f"rank {dist.get_rank()}: rank {self.peer} could not send: {said}")
+        schema = self.learn(text, digest) if size else self.known.get(digest, _UNANNOUNCED)
         if not size and schema is not _UNANNOUNCED:
             self.remember(digest, schema)
         # Receive an invalid message too. Otherwise the next receive would read these bytes as its prefix.
         parts = [torch.empty(size, dtype=torch.uint8, device=self.comm_device) for size in sizes]
         self.take(parts)
-        if isinstance(schema, Header) and schema.nbytes == nbytes and [size for _, size in schema.parts] == sizes:
-            return schema, schema.buffers(parts, self.comm_device)
-        raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, self.peer)
+        valid = accepted(schema, nbytes, self.peer, sizes)
+        return valid, valid.buffers(parts, self.comm_device)
 
 
 def refused(reason: str, src: int) -> RuntimeError:
@@ -243,9 +234,12 @@ def refused(reason: str, src: int) -> RuntimeError:
     return RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {reason}")
 
 
-def accepted(schema: Header | str, nbytes: int, src: int) -> Header:
-    """The schema, if it is valid and fits a buffer of ``nbytes``. Raises ``RuntimeError`` that names rank ``src``."""
-    if isinstance(schema, Header) and schema.nbytes == nbytes:
+def accepted(schema: Header | str, nbytes: int, src: int, sizes: list[int] | None = None) -> Header:
+    """The schema, if it is valid and has ``nbytes``, in parts of ``sizes`` if given.
+
+    Raises ``RuntimeError`` that names rank ``src``.
+    """
+    if isinstance(schema, Header) and schema.nbytes == nbytes and sizes in (None, [size for _, size in schema.parts]):
         return schema
     raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, src)
 

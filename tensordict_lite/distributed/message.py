@@ -53,11 +53,6 @@ class Header:
     """By class, a dict on meta that `build` made, so that the manifest is read once."""
 
     @cached_property
-    def count(self) -> int:
-        """The number of tensors."""
-        return sum([len(layout.members) for layout in self.layouts])
-
-    @cached_property
     def starts(self) -> list[int]:
         """Where each buffer starts in bytes, if all are joined."""
         return [0, *accumulate([aligned(layout.nbytes) for layout in self.layouts[:-1]])]
@@ -105,11 +100,11 @@ class Header:
 
         A typed class validates names and kinds, but not shapes, because `scatter` sends parts of the rows.
         """
-        tensors: list[Any] = [None] * self.count
+        tensors: list[Any] = [None] * len(self.paths)
         for layout, buffer in zip(self.layouts, buffers, strict=True):
             views_of(layout, regions(buffer, layout), tensors)
         if cls not in self._built:
-            made = Reader(self.manifest, self.count).build(cls, tensors.__getitem__, None)
+            made = Reader(self.manifest, None).build(cls, tensors.__getitem__, None)
             self._built[cls] = made._replace_tensors([tensor.to("meta") for tensor in tensors], torch.device("meta"))
         out = self._built[cls]._replace_tensors(tensors, canonical(buffers[0].device))
         out._validate(out)
@@ -313,15 +308,6 @@ def read_prefix(prefix: Tensor) -> tuple[bool, int, int, int, int]:
     return bool(failed), digest, text, buffer, count
 
 
-def sizes_of(schema: Header, device: torch.device) -> list[Tensor]:
-    """The message with the sizes of the parts in bytes. A message of one part needs none.
-
-    With the sizes, a receiver that cannot read the header can still receive every part, and the next call works.
-    """
-    sizes = [size for _, size in schema.parts]
-    return [torch.tensor(sizes, device=device)] if len(sizes) > 1 else []
-
-
 def read_sizes(sizes: Tensor, nbytes: int) -> list[int]:
     """The sizes of the parts of a message of ``nbytes``. Raises ``ValueError`` if the sender is not this package."""
     read = sizes.tolist()
@@ -333,8 +319,3 @@ def read_sizes(sizes: Tensor, nbytes: int) -> list[int]:
 def failure(error: Exception) -> bytes:
     """The text of an error, as a message in place of a dict."""
     return f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
-
-
-def text_of(text: Tensor) -> str:
-    """The text of a received `failure`."""
-    return bytes(text.cpu().numpy()).decode(errors="replace")

@@ -381,7 +381,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
 
         def start(members: list[int]) -> Work:
             what = f"{op} of {tensors[members[0]].dtype}, which {names[members[0]]} is, in all_reduce"
-            return _started_reduction(_one_copy([tensors[i] for i in members]), op, group, what)
+            return _started_reduction(torch.cat([tensors[i].reshape(-1) for i in members]), op, group, what)
 
         for members, flat in zip(groups.values(), together(start, groups.values()), strict=True):
             split = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
@@ -460,13 +460,6 @@ def _refuse_differing(mine: Header, digests: list[int], group: ProcessGroup) -> 
                 f"rank {dist.get_rank()}: all_reduce needs one schema, and rank {rank} differs from rank {lead}: "
                 f"{different}"
             )
-
-
-def _one_copy(tensors: list[Tensor]) -> Tensor:
-    """A copy of the elements of tensors of one dtype."""
-    if len(tensors) == 1:
-        return tensors[0].clone(memory_format=torch.contiguous_format).view(-1)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _irreducible(dtype: torch.dtype, op: Op) -> str:

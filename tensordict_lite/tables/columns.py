@@ -22,7 +22,7 @@ from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
 from .._tree.tree import data_of
 from .._tree.walk import refuse_key
-from .table import TableWriter, create_columns, empty_dict, table_at_rest
+from .table import create_columns, empty_dict, table_at_rest
 from .writer import append_rows, without_rows
 
 _RANGE = 64 << 20
@@ -91,34 +91,30 @@ def add_column(
         while path[len(at)] in added:
             added, at = added[path[len(at)]], path[: len(at) + 1]
         report = reporter(progress, index.rows, "row")
-        writer: TableWriter | None = None
-        first, values = _first_with_values(batches)
+        first, values = _first_with_values(batches, path)
+        new = _new_fields(added, path[len(at) :], at, first, ragged)
+        del first
+        added.update(new)
+        refuse_unknown_encoders(encoders, fields, "this table")
+        writer = create_columns(table, index, fields)
         try:
             for batch in values:
-                if writer is None:
-                    new, first = _new_fields(added, path[len(at) :], at, first, ragged), None
-                    added.update(new)
-                    refuse_unknown_encoders(encoders, fields, "this table")
-                    writer, added = create_columns(table, index, fields), new
                 if isinstance(batch, (list, tuple)) and not batch:  # no rows, and not one empty row
                     continue
                 value: Any = batch
                 for part in reversed(path[len(at) :]):
                     value = {part: value}
-                append_rows(writer, added, value, at)
+                append_rows(writer, new, value, at)
                 if writer.rows > index.rows:
                     raise _other_rows(path, index.rows, f"{writer.rows} or more")
                 if writer.index.checksums is not None:
                     writer.sync(_RANGE)
                 report(writer.rows)
-            if writer is None:
-                raise ValueError(f"{dotted(path)}: there is no batch; the first batch gives the dtype and the shape")
             if writer.rows < index.rows:
                 raise _other_rows(path, index.rows, str(writer.rows))
             writer.sync()
         except BaseException:
-            if writer is not None:
-                writer.discard(index)
+            writer.discard(index)
             raise
         writer.close()
 
@@ -169,15 +165,20 @@ def _as_path(key: Any) -> Path:
     return path
 
 
-def _first_with_values(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
-    """The first batch that has a dtype, else the last one; and all batches. A list without values has no dtype."""
+def _first_with_values(batches: Iterable[Any], path: Path) -> tuple[Any, Iterator[Any]]:
+    """The first batch that has a dtype, else the last one; and all batches. A list without values has no dtype.
+
+    Raises ``ValueError`` if there is no batch.
+    """
     values = (batch._dict if isinstance(batch, Rows) else batch for batch in batches)
     leading: list[Any] = []
     for value in values:
         leading.append(value)
         if not isinstance(value, (list, tuple)) or any(not isinstance(row, (list, tuple)) or row for row in value):
             break
-    return leading[-1] if leading else None, chain(leading, values)
+    if not leading:
+        raise ValueError(f"{dotted(path)}: there is no batch; the first batch gives the dtype and the shape")
+    return leading[-1], chain(leading, values)
 
 
 def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragged: bool) -> DeviceDict[Any]:

@@ -66,13 +66,12 @@ def load_parts(
 
 def _part_folders(folder: str) -> list[str]:
     """The folders of all parts of one run. Raises the errors of `load_parts`."""
-    names = [name for name in os.listdir(folder) if PART.fullmatch(name)]
-    if not names:
+    parts = sorted((int(name[5:]), name) for name in os.listdir(folder) if PART.fullmatch(name))
+    if not parts:
         raise FileNotFoundError(f"{folder!r} has no parts; RowWriter(folder, part=0, parts=1) writes one")
-    names.sort(key=lambda name: (int(name[5:]), name))
     total, left_open = 0, list[tuple[str, int]]()
-    for name in names:
-        number, path = int(name[5:]), os.path.join(folder, name)
+    for number, name in parts:
+        path = os.path.join(folder, name)
         if name != part_name(number):
             raise ValueError(f"{path!r} is no part, whose name is {part_name(number)!r}; remove or rename it")
         with invalid_file(path):
@@ -85,8 +84,8 @@ def _part_folders(folder: str) -> list[str]:
             )
         if index.unused is not None:
             left_open.append((path, index.rows))
-    if missing := set(range(total)) - {int(name[5:]) for name in names}:
-        raise FileNotFoundError(f"{folder!r} has {len(names)} of {total} parts; part {min(missing)} is missing")
+    if missing := set(range(total)) - {number for number, _ in parts}:
+        raise FileNotFoundError(f"{folder!r} has {len(parts)} of {total} parts; part {min(missing)} is missing")
     if left_open:
         path, rows = left_open[0]
         warnings.warn(
@@ -95,7 +94,7 @@ def _part_folders(folder: str) -> list[str]:
             RuntimeWarning,
             stacklevel=3,
         )
-    return [os.path.join(folder, name) for name in names]
+    return [os.path.join(folder, name) for _, name in parts]
 
 
 def join_parts(
