@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from tensordict_lite import DeviceDict, Ragged, StringEncoder, TypedDeviceDict, Vocabulary, cat, register_encoder
 from tensordict_lite import distributed as d_
 from tensordict_lite.distributed import channel as channel_module
-from tensordict_lite.distributed.message import message_of, prefix_of, read_header, read_prefix
+from tensordict_lite.distributed.message import failure, message_of, prefix_of, read_header, read_prefix
 
 
 class Obs(TypedDeviceDict):
@@ -554,10 +554,11 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda text: b"",
     "an empty dict": lambda text: b"{}",
     "a list": lambda text: b"[1]",
-    "an empty manifest": lambda text: b'{"manifest":{},"specs":[]}',
+    "an empty manifest": lambda text: b'{"manifest":{},"buffers":[]}',
     "a dtype": lambda text: text.replace(b"float32", b"float99"),
     "a negative size": lambda text: text.replace(b"[2,3]", b"[2,-3]"),
     "a huge size": lambda text: text.replace(b"[2,3]", b"[4611686018427387904,4]"),
+    "more bytes than any machine has": lambda text: text.replace(b"[2,3],[3,1]", b"[35184372088832,3],[3,1]"),
     "a newer version": lambda text: text.replace(b'"version":1', b'"version":2'),
     "members out of range": lambda text: text.replace(b"[0]", b"[1]"),
     "a bool for a member": lambda text: text.replace(b"[0]", b"[true]"),
@@ -565,6 +566,15 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "no members": lambda text: text.replace(b"[0]", b"[]"),
     "too few strides": lambda text: text.replace(b"[3,1]", b"[1]"),
     "swapped tensors": lambda text: text.replace(b'["x",0]', b'["x",1]').replace(b'["s",1]', b'["s",0]'),
+}
+OTHER_REASONS = {
+    "empty": "Expecting value",
+    "an empty dict": "'manifest'",
+    "a list": "list indices",
+    "a dtype": "'float99'",
+    "a newer version": "its version is 2, and this package reads version 1",
+    "deep brackets": "",
+    "swapped tensors": "its tensors are not in the order of its tree$",
 }
 # By what is wrong with it: the numbers of a prefix, with the magic number.
 PREFIXES: dict[str, Callable[[int], list[int]]] = {
@@ -592,13 +602,16 @@ class TestHeaders:
     @pytest.mark.parametrize("name", HEADERS)
     def test_a_damaged_header(self, name: str) -> None:
         wrong = HEADERS[name](message_of(sample(0)).schema.text)
-        fails(ValueError, r"^not a valid message: a damaged header: ", lambda: read_header(wrong, _digest(wrong)))
+        reason = OTHER_REASONS.get(name, "its layout is damaged$")
+        message = f"^not a valid message: a damaged header: {reason}"
+        fails(ValueError, message, lambda: read_header(wrong, _digest(wrong)))
 
     def test_a_prefix_is_checked(self) -> None:
         cpu = torch.device("cpu")
         schema = message_of(sample(0)).schema
         assert read_prefix(prefix_of(schema, 3, cpu)) == (False, schema.digest, 3, schema.nbytes, 1)
         assert read_prefix(prefix_of(None, 1, cpu))[0]
+        assert failure(ValueError("\ud800")) == b"ValueError: ?", "a text that UTF-8 cannot encode"
 
     @pytest.mark.parametrize("name", PREFIXES)
     def test_a_damaged_prefix(self, name: str) -> None:

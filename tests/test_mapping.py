@@ -385,6 +385,7 @@ class TestEquality:
             other = {"x": value, "n": {"y": ANY}}
             assert (d == other) is (other == d) is False and (d != other) is (other != d) is True
         assert d == {"x": Answer(True), "n": {"y": ANY}}
+        assert d.to("meta") != {"x": np.ma.ones(2), "n": ANY}, "NumPy would ask for the values"
         kept = DeviceDict({"x": ANY, "y": Answer(False)}, objects="keep")
         assert kept == {"x": x, "y": kept["y"]} == kept and kept != {"x": x, "y": x}
 

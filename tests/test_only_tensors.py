@@ -131,6 +131,12 @@ class Zone:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Unsigned(Zone):
+    """`to` is a function of C without a signature."""
+
+    to: Any = {}.pop
+
+
 ZONE, MODULE, TIMES = Zone(), nn.Linear(1, 1), np.array(["2020-01-01"], "M8[D]")
 
 
@@ -153,7 +159,7 @@ OPAQUE: dict[str, Any] = {
     "array": np.arange(2), "0-d array": np.array(1.5, np.float32), "array of strings": np.array(["a", "b"]),
     "array of dates": TIMES.repeat(2), "NumPy scalar": np.float32(0.5), "complex": 1j, "bytes": b"a", "set": {1, 2},
     "path": Path("a"), "torch.Size": torch.Size([2, 3]), "dtype": torch.float16, "device": torch.device("cpu"),
-    "range": range(2), "int keys": {1: "a"}, "zone": ZONE,
+    "range": range(2), "int keys": {1: "a"}, "zone": ZONE, "unsigned": Unsigned(),
 }  # fmt: skip
 """Kept values without tensors that JSON cannot hold."""
 

@@ -683,7 +683,7 @@ class TestErrors:
         [
             ((9,), {}, TypeError, "BatchOrder takes size or tokens=, got neither"),
             ((9, 2), {"tokens": 3, "lengths": [1] * 9}, TypeError, "BatchOrder takes size or tokens=, got both"),
-            ((9,), {"tokens": 3}, TypeError, "BatchOrder takes tokens= and lengths= together: lengths= has the tokens"),
+            ((9,), {"tokens": 3}, TypeError, "tokens= and lengths= together: lengths= has the tokens of each row"),
             ((9, 3), {"lengths": [1] * 9}, TypeError, "BatchOrder takes tokens= and lengths= together"),
             ((9, 0), {}, ValueError, "BatchOrder takes a size of at least 1, got 0"),
             ((9, 2.0), {}, TypeError, "BatchOrder takes a size of type int, got a float"),

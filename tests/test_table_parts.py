@@ -63,6 +63,8 @@ def test_any_index(tmp_path: Path) -> None:
         assert found[i]["x"].item() == i % 12 and found[i].decode("text") == "é" * (i % 12 % 4)
     assert [row["x"].item() for row in found] == list(range(12))
     assert found[5]["x"].data_ptr() == found.parts[2].rows[1]["x"].data_ptr(), "a view"
+    some = load_parts(tmp_path, keys=["x", ("n", "s")], encoders={"s": Vocabulary(["a", "b"])})
+    assert some[5].tolist() == {"x": 5, "n": {"s": "b"}}
     for index in ([11, 0, 4, 4, 10, 3], [2, 1], [], [-1, -12], list(range(12))):
         for given in (index, torch.tensor(index, dtype=torch.int64)):
             assert plain(found[given]) == expected([i % 12 for i in index])

@@ -146,6 +146,9 @@ def test_damaged_checksums(tmp_path: Path) -> None:
     index.write_text(text)
     sums.write_bytes(lines.replace(b'"x.safetensors":[10,', b'"x.safetensors":[11,'))
     fails(InvalidFileError, r"the checksums of 'x.safetensors' do not follow each other$", lambda: verify(folder))
+    last = len(b"".join(lines.splitlines(True)[:-1]))
+    sums.write_bytes(lines[:last] + lines[last:].replace(b"values", b"VALUES"))
+    fails(InvalidFileError, r"the checksums of 'text.values.safetensors' cover 20 of 30 rows$", lambda: verify(folder))
     for line in (b"[]\n", b'{"rows":[0,1],"files":{"x.safetensors":[0]}}\n', b'{"files":3,"rows":[]}\n'):
         sums.write_bytes(line)
         write_index(folder, json.loads(text.replace(f'"bytes":{len(lines)}', f'"bytes":{len(line)}')))
