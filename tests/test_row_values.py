@@ -89,6 +89,7 @@ def test_a_time_keeps_its_digits(value: Any, dtype: torch.dtype | None, tmp_path
     ([[0, -1]], "'x': uint8 cannot hold the negative numbers of [[0, -1]]"),
     (np.int64(300), "'x': uint8 cannot hold 300; torch says: value cannot be converted to type uint8 without overflow"),
     (1.5, "'x': expected numbers that uint8 can hold, got float32; convert it first"),
+    (torch.full((1, 2), 0.5), "'x': expected numbers that uint8 can hold, got float32; convert it first"),
     ("ab", "'x': expected numbers, got strings; encode them first"),
     (torch.eye(2).to_sparse(), "'x': expected a dense tensor, got a sparse one; convert it first"),
 ])  # fmt: skip
