@@ -7,6 +7,8 @@ INSTALL := $(BIN)/python $(PIP_INSTALL)
 BENCH := .venv-bench/bin/python benchmarks
 # Of this machine. The committed ones, which the pages show, are made with RESULTS=benchmarks/results.
 RESULTS ?= benchmarks/out
+# The tests start many processes that import the package: each would compile it where this variable is set.
+unexport PYTHONDONTWRITEBYTECODE
 # One worker for each core. Tests of one group, which would disturb each other, share a worker.
 PARALLEL := -n auto --dist loadgroup
 # The torch of test-torch.

@@ -140,9 +140,9 @@ def test_in_one_graph_with_the_same_result(run: Callable[[DeviceDict], Any], pac
 
 
 def inductor(test: Callable[..., None]) -> Callable[..., None]:
-    """Where there is a compiler for what it writes; the warnings are torch's own."""
+    """Where there is a compiler for what it writes; the warnings are torch's own. One process compiles its headers."""
     needs = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
-    return needs(pytest.mark.filterwarnings("ignore")(test))
+    return needs(pytest.mark.xdist_group("inductor")(pytest.mark.filterwarnings("ignore")(test)))
 
 
 INDUCED = ("read", "path write", "update", "construct", "nest", "to a dtype", "rows", "map", "or", "copy", "delete")

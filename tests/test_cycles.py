@@ -333,13 +333,16 @@ ERRORS: dict[str, Callable[[Path], Any]] = {
 
 
 @contextmanager
-def without_collector() -> Iterator[None]:
-    """Fail if the block leaves a tensor alive, or garbage that holds a tensor. The collector does not run inside."""
+def without_collector(patience: float = 2.0) -> Iterator[None]:
+    """Fail if the block leaves a tensor alive, or garbage that holds a tensor. The collector does not run inside.
+
+    ``patience``: the seconds that a thread of Gloo may take to free the tensors of a call.
+    """
     gc.disable()
     gc.freeze()  # the objects below are those of the block
     try:
         yield
-        end = time.monotonic() + 2  # a thread of Gloo frees the tensors of a call a little later
+        end = time.monotonic() + patience
         while (kept := sizes_in(gc.get_objects())) and time.monotonic() < end:
             time.sleep(0.01)
         gc.set_debug(gc.DEBUG_SAVEALL)
@@ -379,10 +382,10 @@ def test_the_test_finds_a_cycle() -> None:
         cycle: list[Any] = [torch.ones(3)]
         cycle.append(cycle)
 
-    with pytest.raises(AssertionError, match="a reference cycle holds tensors"), without_collector():
+    with pytest.raises(AssertionError, match="a reference cycle holds tensors"), without_collector(0.1):
         hold()
     tensors: list[Tensor] = []
-    with pytest.raises(AssertionError, match="tensors are alive"), without_collector():
+    with pytest.raises(AssertionError, match="tensors are alive"), without_collector(0.1):
         tensors.append(torch.ones(3))
 
 
@@ -438,6 +441,7 @@ def test_a_pickle_leaves_nothing_to_the_collector(make: Callable[[], Any]) -> No
 
     def garbage() -> int:
         gc.collect()
+        gc.freeze()  # the objects below are those of the pickles
         for dumps in (lambda d: pickle.dumps(d, 5), ForkingPickler.dumps):
             assert pickle.loads(dumps(make())).keys() == make().keys()
         return gc.collect()
@@ -446,4 +450,5 @@ def test_a_pickle_leaves_nothing_to_the_collector(make: Callable[[], Any]) -> No
     try:
         assert min(garbage() for _ in range(4)) == 0  # the first call, and threads of other tests, may leave some
     finally:
+        gc.unfreeze()
         gc.enable()

@@ -410,6 +410,7 @@ def test_in_one_graph(run: Callable[[Any], Any], backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("inductor")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("join", [pytest.param(torch.stack, marks=LOST), stack], ids=["torch", "ours"])
