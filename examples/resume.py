@@ -122,6 +122,7 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload(["tensordict_lite"])  # imports torch once, not in each process
+    # Imports torch, and what its optimizers import too, once and not in each process.
+    multiprocessing.set_forkserver_preload(["tensordict_lite", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder))

@@ -28,8 +28,8 @@ import tensordict_lite
 from tensordict_lite.tables import RowWriter
 
 torch.set_num_threads(1)
-# Processes of the start method "forkserver" get torch with the fork. To import it in each takes longer than most tests.
-multiprocessing.set_forkserver_preload(["tensordict_lite.distributed"])
+# Processes of the start method "forkserver" get these with the fork. To import them in each takes longer than most tests.
+multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "tensordict_lite.distributed", "torch._dynamo"])
 # The seconds that torch waits for each worker of a loader that an error left to the collector. It would be 5.
 setattr(importlib.import_module("torch.utils.data._utils"), "MP_STATUS_CHECK_INTERVAL", 0.5)  # noqa: B010
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
