@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import json
 import os
@@ -91,7 +92,7 @@ def _look_at(path: str, given: argparse.Namespace, bar: bool) -> str:
         found = {"path": path, "fields": described.tolist() if described else entries(parts)}
         return json.dumps(found if first is None else {**found, "rows": first.rows.tolist()}, default=str)
     texts = [f"{one_line(path)}:"] if len(given.path) > 1 else []
-    if isinstance(whole, JoinedRows):
+    if isinstance(whole, JoinedRows) and not described:  # the title of the statistics
         texts.append(repr(whole))
     if first is not None:
         texts.append(as_text(rows_page(first, len(rows), shown=len(first.rows))))
@@ -105,9 +106,9 @@ def _opened(path: str) -> Any:
     if _is_archive(path):
         try:
             return _as_tree(torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path)))
-        except OSError:
-            raise
-        except Exception as error:  # a damaged pickle may raise any error
+        except Exception as error:  # a damaged pickle may raise any error, a cut file EINVAL
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
             reason = str(error).partition("\n")[0].partition(". ")[0]
             raise InvalidFileError(f"not a file that torch.load(weights_only=True) reads: {reason}") from error
     is_parts = os.path.isdir(path) and not os.path.exists(os.path.join(path, INDEX))

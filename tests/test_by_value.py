@@ -51,6 +51,9 @@ class TestEqual:
         assert not d.equal("name", "a longer name").any()
         assert d.equal("name", ["a longer name", "a"]).tolist() == [False, False, False, True]
         assert d.rows[d.equal("name", "a")]["age"].tolist() == [2]
+        assert DeviceDict({"s": ["a"], "t": [["b", "c"]]}).equal("s", []).tolist() == [False]
+        assert DeviceDict({"t": [["b", "c"]]}).equal("t", []).tolist() == [[False, False]]
+        assert DeviceDict({"s": []}, encoders={"s": Utf8()}).equal("s", "a").tolist() == []
 
     def test_numbers(self, device: torch.device) -> None:
         d = animals(device)
@@ -78,6 +81,9 @@ class TestEqual:
         ("age", {"a": 1}, TypeError, r"^'age': equal takes one value or a flat list of values, got a mapping$"),
         ("name", [["cat"]], TypeError, r"^'name': equal takes one value or a flat list of values, got a list$"),
         ("word", "bat", ValueError, r"^'word': 'bat' is not among the 1 tokens of "),
+        ("name", 3, TypeError, r"^'name': equal takes strings for Utf8\(\), got an int$"),
+        ("name", [99, 97], TypeError, r"^'name': equal takes strings for Utf8\(\), got a list$"),
+        ("name", torch.tensor([99, 97, 116]), TypeError, r"^'name': equal takes strings for Utf8\(\), got int64\[3\]$"),
     ])  # fmt: skip
     def test_what_is_refused(self, key: str, value: Any, error: type[Exception], message: str) -> None:
         d = animals(encoders={"word": Vocabulary(["cat"])}) | {"word": ["cat"] * 4}

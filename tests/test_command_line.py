@@ -83,6 +83,7 @@ def test_parts(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert main(["parts", "--rows", "7", "--describe"]) == 0
     out = capsys.readouterr().out
     assert "DeviceDict.rows(12): the first 7" in out and "\n6  0 " in out and "float32[12]" in out
+    assert out.count("JoinedRows(12 rows of 2 ") == 1, "the title of the statistics"
     assert main(["parts", "--verify"]) == 0
     assert capsys.readouterr().out == "parts: no damage found\n"
     with monkeypatch.context() as patched:
@@ -124,9 +125,11 @@ def test_files_of_torch_save(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     Path("bad.pt").write_bytes(data)
     assert main(["bad.pt", "--verify"]) == 1
     assert "is damaged" in capsys.readouterr().err
-    Path("bad.pt").write_bytes(b"\x80\x02evil")
-    assert main(["bad.pt"]) == 1
-    assert capsys.readouterr().err.startswith("bad.pt: not a file that torch.load(weights_only=True) reads: ")
+    whole = Path("c.pt").read_bytes()
+    for damaged in (b"\x80\x02evil", *(whole[:size] for size in (8, 100, len(whole) // 2, len(whole) - 1))):
+        Path("bad.pt").write_bytes(damaged)
+        assert main(["bad.pt"]) == 1
+        assert capsys.readouterr().err.startswith("bad.pt: not a file that torch.load(weights_only=True) reads: ")
 
 
 def test_a_file_of_torch_save_that_runs_code_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

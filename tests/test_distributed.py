@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
-from tensordict_lite import DeviceDict, Ragged, StringEncoder, TypedDeviceDict, Vocabulary, cat, register_encoder
+from tensordict_lite import DeviceDict, Ragged, StringEncoder, TypedDeviceDict, Utf8, Vocabulary, cat, register_encoder
 from tensordict_lite import distributed as d_
 from tensordict_lite.distributed import channel as channel_module
 from tensordict_lite.distributed.message import failure, message_of, prefix_of, read_header, read_prefix
@@ -114,12 +114,12 @@ def every_call(rank: int, world: int) -> None:
         part = d_.scatter(rows.rows[: world + 1] if rank == 1 else None, 1, uneven=True)
         assert part["x"].tolist() == ([0, 1] if rank == 0 else [rank + 1])
 
-        reduced = d_.all_reduce(sample(rank).drop("b"))
+        reduced = d_.all_reduce(sample(rank).drop("b", "s"))
         check_invariants(reduced)
         assert reduced["n", "y"].tolist() == [sum(ranks)] * 2 and reduced["i"].tolist() == [sum(ranks), 7 * world]
         assert reduced["x"].shape == (2, 3)
-        assert d_.all_reduce(sample(rank), "max")["b"].tolist() == [True, True]
-        assert d_.all_reduce(sample(rank), "min")["b"].tolist() == [True, False]
+        assert d_.all_reduce(sample(rank).drop("s"), "max")["b"].tolist() == [True, True]
+        assert d_.all_reduce(sample(rank).drop("s"), "min")["b"].tolist() == [True, False]
         mean = d_.all_reduce(
             DeviceDict(
                 {"h": torch.tensor([rank], dtype=torch.bfloat16), "c": torch.tensor([1j * rank]), "e": torch.zeros(0)}
@@ -155,8 +155,8 @@ def errors(rank: int, world: int) -> None:
     )
     told = text(lambda: d_.all_reduce(DeviceDict({"x": 1.0} if rank else {"x": 1.0, "z": {"y": 1}})), RuntimeError)
     assert told.endswith("rank 1 differs from rank 0: 'z.y': expected int64[], got no field")
-    told = text(lambda: d_.all_reduce(sample(0), "mean"), RuntimeError)
-    assert told == f"rank {rank}: 's' is torch.uint8: integers have no mean; convert it to float first"
+    told = text(lambda: d_.all_reduce(sample(0).drop("s"), "mean"), RuntimeError)
+    assert told == f"rank {rank}: 'b' is torch.bool: integers have no mean; convert it to float first"
     assert text(lambda: d_.all_reduce(DeviceDict({"b": True})), RuntimeError).endswith(
         "bools have no sum; convert it to int first"
     )
@@ -229,7 +229,7 @@ def errors(rank: int, world: int) -> None:
 
 def again(rank: int, world: int, kept: DeviceDict) -> None:
     """Errors after which the channels must still be in step, and calls that differ where a look does not show it."""
-    told = text(lambda: d_.all_reduce(sample(0), "max" if rank else "min"), RuntimeError)
+    told = text(lambda: d_.all_reduce(sample(0).drop("s"), "max" if rank else "min"), RuntimeError)
     assert told.endswith("the ranks make this call with different arguments, such as op")
     a, b = torch.ones(2), torch.ones(2) * 10
     told = text(lambda: d_.all_reduce(DeviceDict({"x": a, "y": b} if rank == 0 else {"y": b, "x": a})), RuntimeError)
@@ -239,10 +239,21 @@ def again(rank: int, world: int, kept: DeviceDict) -> None:
         RuntimeError,
     )
     assert "the order of the keys must match" in told
-    told = text(
-        lambda: d_.all_reduce(DeviceDict({"s": "a"}, encoders={"s": Vocabulary(["a", f"{rank}"])})), RuntimeError
+    for options in ({"objects": "keep"}, {"encoders": {"s": Vocabulary(["a"])}}):
+        mine: Any = options if rank else {}
+        told = text(lambda mine=mine: d_.all_reduce(DeviceDict({"x": a}, **mine)), RuntimeError)
+        assert told.endswith("its encoders, options or empty dicts differ")
+    run = "'n.run': all_reduce takes numbers, got encoded strings; leave the field out: drop('run') shares the tensors"
+    for encoder in (Utf8(), Vocabulary(["a"])):
+        for op in ("sum", "max"):
+            named: Any = DeviceDict({"x": a, "n": {"run": "a"}}, encoders={"run": encoder})
+            assert run in text(lambda named=named, op=op: d_.all_reduce(named, op), RuntimeError)
+            one: Any = named if rank else DeviceDict({"x": a})
+            assert f"rank 1 has TypeError: {run}" in text(lambda one=one, op=op: d_.all_reduce(one, op), RuntimeError)
+    weighed: Any = DeviceDict({"loss": 1.0, "w": 1.0, "run": "a"})
+    assert "'run': all_reduce takes numbers" in text(
+        lambda: d_.all_reduce(weighed, "mean", weight="w"), (RuntimeError, TypeError)
     )
-    assert told.endswith("its encoders, options or empty dicts differ")
 
     good, meta = DeviceDict({"x": torch.ones(3)}), DeviceDict({"x": torch.ones(3, device="meta")})
     odd: Any = DeviceDict({"m": torch.eye(4).to_sparse()})

@@ -262,6 +262,7 @@ class TestDescribe:
         assert one(["a", "b", "b"], encoders={"x": Hashing(1000)})["distinct"] == 2
         assert one("Ada")["most"] == "Ada" and one([["a", "bb"], ["a", ""]])["shortest"] == ""
         assert one(["", ""])["distinct"] == 1
+        assert repr(DeviceDict({"x": ["cat", "dog", "cat"]}).describe()).endswith("2 distinct, cat, cat 66.7 %")
         shown = repr(DeviceDict({"x": ["a\nb", "<i>"]}).describe())
         assert "'a\\nb'" in shown and len(shown.splitlines()) == 3
 

@@ -475,7 +475,8 @@ class TestMix:
         one = BatchOrder(5, 2)
         wrong: list[tuple[type[Exception], Any, Any, str]] = [
             (TypeError, (one, [1]), {}, "takes a list of BatchOrders, one for each dataset, got a BatchOrder"),
-            (TypeError, ([5], [1]), {}, "takes a list of BatchOrders, one for each dataset, got a list"),
+            (TypeError, ([one, 5], [1]), {}, "a list of BatchOrders, one for each dataset, got a list with an int"),
+            (TypeError, ([], []), {}, "takes a list of BatchOrders, one for each dataset, got an empty list"),
             (TypeError, ([one], 1), {}, "BatchOrder.mix takes weights as a list of numbers, got an int"),
             (ValueError, ([one], [1, 2]), {}, "takes a weight above 0 for each of 1 orders, got [1.0, 2.0]"),
             (ValueError, ([one, one], [1, 0]), {}, "takes a weight above 0 for each of 2 orders, got [1.0, 0.0]"),

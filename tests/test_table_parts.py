@@ -105,6 +105,9 @@ def test_dicts_of_another_schema() -> None:
     ):
         JoinedRows([one, DeviceDict({"x": [[1, 2]], "s": ["a"]})])
     fails(ValueError, r"needs at least one dict", lambda: JoinedRows([]))
+    for key, kind in (("x", "a str"), (("x", "y"), "a tuple")):
+        message = rf"^JoinedRows is indexed by rows, got {kind}; use column\(key\) for a field$"
+        fails(TypeError, message, lambda key=key: joined[key])
 
 
 def test_one_table_of_the_parts(tmp_path: Path) -> None:

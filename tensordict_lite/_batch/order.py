@@ -189,10 +189,10 @@ class BatchOrder(Sampler[list[int]]):
         >>> [[both[row] for row in rows] for rows in order], order.source(7)
         ([['a', 'b', 'x', 'c'], ['d', 'e', 'y', 'f']], 1)
         """
-        if isinstance(orders, BatchOrder) or not all(isinstance(order, BatchOrder) for order in orders) or not orders:
-            raise TypeError(
-                f"BatchOrder.mix takes a list of BatchOrders, one for each dataset, got {described(orders)}"
-            )
+        wrong = [] if isinstance(orders, BatchOrder) else [one for one in orders if not isinstance(one, BatchOrder)]
+        if wrong or isinstance(orders, BatchOrder) or not orders:
+            got = f"a list with {described(wrong[0])}" if wrong else described(orders) if orders else "an empty list"
+            raise TypeError(f"BatchOrder.mix takes a list of BatchOrders, one for each dataset, got {got}")
         if stop not in ("first", "all"):
             raise ValueError(f'BatchOrder.mix takes stop="first" or stop="all", got {stop!r}')
         for at, order in enumerate(orders):

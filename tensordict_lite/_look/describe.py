@@ -85,7 +85,7 @@ def _cells_of(field: dict[str, Any]) -> tuple[str, ...]:
         notes.append(f"{field['distinct']}{'' if field['exact'] else ' or more'} distinct")
         texts = {name: shorten(one_line(field[name]), 16) for name in ("shortest", "longest", "most") if name in field}
         if "shortest" in texts:
-            notes.append(f"{texts['shortest']} to {texts['longest']}")
+            notes.append(" to ".join(dict.fromkeys([texts["shortest"], texts["longest"]])))
         if "most" in texts:
             notes.append(f"{texts['most']} {100 * field['share']:.3g} %")
     lengths = field.get("lengths", {})

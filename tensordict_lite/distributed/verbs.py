@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .._dict.arithmetic import refuse_encoded
 from .._dict.device_dict import DeviceDict
 from .._errors import Path, described, dotted
 from .._memory.device import DeviceLike, canonical
@@ -346,9 +347,9 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
     float32 or wider.
 
     Raises: ``ValueError`` for an invalid ``op`` or ``weight``, and ``RuntimeError`` on the other ranks. Every rank
-    raises ``RuntimeError`` that names the rank and the field, if schemas differ. Every rank raises ``RuntimeError``
-    that names the field, if its dtype does not support ``op``. Integers have no mean, bools no sum, complex numbers no
-    order.
+    raises ``RuntimeError`` that names the rank and the field, if schemas differ or a field has encoded strings. Every
+    rank raises ``RuntimeError`` that names the field, if its dtype does not support ``op``. Integers have no mean,
+    bools no sum, complex numbers no order.
     Cost: one small collective, one collective for each dtype, and one for each tensor of 1 MiB or more. A copy of the
     tensors.
     """
@@ -429,8 +430,9 @@ def _checked(d: Any, verb: str, on: str = "the rank that sends") -> DeviceDict[A
 
 
 def _reducible(d: Any) -> DeviceDict[Any]:
-    """``d`` itself. Raises ``TypeError`` for a ragged field, whose rows belong to one rank."""
+    """``d`` itself. Raises ``TypeError`` for encoded strings, and for a ragged field, whose rows belong to one rank."""
     refuse_ragged(_checked(d, "all_reduce", _ALL), "all_reduce takes tensors", "leave it out: drop(...)")
+    refuse_encoded(d, "all_reduce")
     return d
 
 
