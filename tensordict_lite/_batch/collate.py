@@ -741,8 +741,6 @@ def _as_numbers(
         return None
     own = (batch._policy.dtype or torch.get_default_dtype()) if kind is _FLOAT else _NUMPY_DTYPES[kind]
     dtype = (batch._has_fields and typed._declared_dtype(path[-1], own)) or own
-    if dtype not in (torch.float32, torch.float64) and (kind is _FLOAT or dtype is not own):
-        return None
     try:
         array = np.array(items, kind)
     except (ValueError, OverflowError):  # ragged lists, and integers that are too large
