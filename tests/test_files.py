@@ -146,6 +146,14 @@ class TestRoundTrip:
         assert again.device == device and again.cpu() == d and load(path) == d
         assert DeviceDict.load(path, "meta").device == torch.device("meta")
 
+    def test_a_device_is_copied_in_chunks(self, tmp_path: Path, copies: Any, monkeypatch: Any) -> None:
+        monkeypatch.setattr("tensordict_lite._files.safetensors._CHUNK", 1000)
+        d = DeviceDict({f"x{i}": torch.full((100,), float(i)) for i in range(5)})
+        on = d.to("sim")
+        copies.clear()
+        path = saved(on, tmp_path / "d")
+        assert copies["d2h"] == 2 and load(path) == d
+
     def test_some_keys(self, tmp_path: Path) -> None:
         path = saved(sample(), tmp_path / "d")
         assert load(path, keys=["x"]).to_dict().keys() == {"x"}
