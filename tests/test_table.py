@@ -1180,7 +1180,7 @@ class TestModes:
                     writer.write(sample(5, 7))
 
         table_verify = importlib.import_module("tensordict_lite.tables.verify")
-        for module, name, read in ((table_reader, "_map_field", load), (table_verify, "_verify_column", verify)):
+        for module, name, read in ((table_reader, "_map_field", load), (table_verify, "check_size", verify)):
             for at in (1, 2, 4):
                 shutil.rmtree(folder, ignore_errors=True)
                 with RowWriter(folder, like=sample(), checksums=True) as writer:

@@ -203,7 +203,7 @@ def test_a_writer_opens_while_verify_reads(tmp_path: Path, monkeypatch: pytest.M
     """`verify` has read that the table is at rest, and then a writer appends."""
     folder, writers = written(tmp_path / "t"), list[RowWriter]()
     module = importlib.import_module("tensordict_lite.tables.verify")
-    real = module._verify_column
+    real = module.check_size
 
     def append_first(*args: Any) -> Any:
         if not writers:
@@ -214,7 +214,7 @@ def test_a_writer_opens_while_verify_reads(tmp_path: Path, monkeypatch: pytest.M
                 writers[0].close()
         return real(*args)
 
-    monkeypatch.setattr(module, "_verify_column", append_first)
+    monkeypatch.setattr(module, "check_size", append_first)
     verify(folder)
     writers[0].close()
     assert len(load(folder).rows) == 35

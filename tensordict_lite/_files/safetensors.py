@@ -171,43 +171,42 @@ def bytes_of(tensor: Tensor) -> memoryview:
 # --- reading ---
 
 
-def read_file(
-    cls: Any,
-    path: FilePath,
-    device: torch.device,
-    keys: Sequence[str | Path] | None,
-    encoders: Encoders | None,
-) -> Any:
-    """Load a dict of class ``cls`` without validating it against the class: see `DeviceDict.load`."""
-    library, path, paths = reading(path, keys, encoders)
+class Selection:
+    """What to read of a file or a table: the arguments ``keys`` and ``encoders`` of `load`.
+
+    Raises the errors about arguments, before those about the file, and ``ImportError`` without safetensors.
+    """
+
+    def __init__(self, keys: Sequence[str | Path] | None, encoders: Encoders | None) -> None:
+        self.library = import_library()
+        self.paths = None if keys is None else as_paths(keys)
+        self.encoders = encoders
+        Policy().override(encoders)  # raises for an invalid argument
+
+    def reader(self, manifest: Any, count: int, owner: str) -> Reader:
+        """A reader of the selected values. Raises ``KeyError`` for what the manifest of ``owner`` lacks."""
+        reader = Reader(manifest, count, self.encoders)
+        refuse_unknown_encoders(self.encoders, reader.names, owner)
+        return reader if self.paths is None else reader.keep(self.paths, owner)
+
+
+def read_file(cls: Any, path: FilePath, wanted: Selection) -> Any:
+    """Load a dict of class ``cls`` on the CPU without validating it against the class: see `DeviceDict.load`."""
+    path, error = os.fsdecode(path), wanted.library.SafetensorError
     with open_regular(path) as opened:
         # Read through the open file, since `path` may be replaced between reading the header and the tensors.
         same = f"/proc/self/fd/{opened.fileno()}"
         linked = os.path.exists(same)
         of = _path_for_errors(path, opened)
-        with invalid_file(of, library.SafetensorError):
-            file = library.safe_open(same if linked else path, framework="pt", device="cpu")
-        with file, invalid_file(of, library.SafetensorError, RuntimeError):
+        with invalid_file(of, error):
+            file = wanted.library.safe_open(same if linked else path, framework="pt", device="cpu")
+        with file, invalid_file(of, error, RuntimeError):
             manifest, stored = _manifest_of((file.metadata() or {}), list(file.keys()))
-            reader = Reader(manifest, len(stored), encoders)
-            refuse_unknown_encoders(encoders, reader.names, of)
-            if paths is not None:
-                reader = reader.keep(paths, of)
+            reader = wanted.reader(manifest, len(stored), of)
             names = {stored[i][0] for i in reader.numbers}
             found = _mapped(file, opened, names) if linked else {name: file.get_tensor(name) for name in names}
             leaves = {i: _as(found[stored[i][0]], stored[i][1]) for i in reader.numbers}
-            out: Any = reader.build(cls, leaves.__getitem__, CPU, trusted=False)
-    return out.to(device)
-
-
-def reading(
-    path: FilePath, keys: Sequence[str | Path] | None, encoders: Encoders | None
-) -> tuple[Any, str, list[Path] | None]:
-    """The library, and the validated arguments of `read`. Errors about arguments come before errors about the file."""
-    library = import_library()
-    paths = None if keys is None else as_paths(keys)
-    Policy().override(encoders)  # raises for an invalid argument
-    return library, os.fsdecode(path), paths
+            return reader.build(cls, leaves.__getitem__, CPU, trusted=False)
 
 
 def open_regular(path: str) -> BufferedReader:

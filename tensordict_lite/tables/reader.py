@@ -8,57 +8,42 @@ from contextlib import contextmanager
 from io import FileIO
 from typing import Any, BinaryIO, TypeVar
 
-import torch
 from torch import Tensor
 
-from .._errors import Path
 from .._files.atomic_write import FilePath
-from .._files.safetensors import invalid_file, open_regular, reading
+from .._files.safetensors import Selection, invalid_file, open_regular
 from .._memory.device import CPU
 from .._memory.mapped import map_append_only
 from .._memory.ragged import problem_of_lengths
-from .._tree.manifest import Reader, invalid
-from .._tree.missing import refuse_unknown_encoders
-from .._tree.policy import Encoders
+from .._tree.manifest import invalid
 from .._tree.tree import share_lengths
 from .format import VALUES, Column, TableIndex, read_index
 
 _T = TypeVar("_T")
 
 
-def read_table(
-    cls: Any,
-    path: FilePath,
-    device: torch.device,
-    keys: Sequence[str | Path] | None,
-    encoders: Encoders | None,
-    rows: int | None = None,
-) -> Any:
-    """Load the table in a folder as a dict of class ``cls``, without validating it against the class.
+def read_table(cls: Any, path: FilePath, wanted: Selection, rows: int | None) -> Any:
+    """Load the table in a folder as a dict of class ``cls`` on the CPU, without validating it against the class.
 
     ``rows``: the number of rows to load; None: all.
     """
-    library, folder, paths = reading(path, keys, encoders)
     if rows is not None and (type(rows) is not int or rows < 0):
         raise ValueError(f"rows= is the number of rows to load, got {rows!r}")
-    folder = os.path.abspath(folder)
+    folder = os.path.abspath(os.fsdecode(path))
 
     def mapped(index: TableIndex) -> tuple[Any, int]:
-        reader = Reader(index.manifest, len(index.columns), encoders)
-        refuse_unknown_encoders(encoders, reader.names, folder)
-        if paths is not None:
-            reader = reader.keep(paths, folder)
+        reader = wanted.reader(index.manifest, len(index.columns), folder)
         count = index.rows if rows is None else min(rows, index.rows)
         tensors = {i: _map_field(folder, index.columns, i, count) for i in reader.numbers}
         out: Any = reader.build(cls, tensors.__getitem__, CPU, trusted=False)
         share_lengths(out)
         return out, count
 
-    with invalid_file(folder, library.SafetensorError, RuntimeError):
+    with invalid_file(folder, wanted.library.SafetensorError, RuntimeError):
         out, count = of_one_table(folder, mapped)
     if rows not in (None, count):
         raise ValueError(f"{folder!r} has {count} rows, and rows={rows} asks for more")
-    return out.to(device)
+    return out
 
 
 def of_one_table(folder: str, read: Callable[[TableIndex], _T]) -> _T:

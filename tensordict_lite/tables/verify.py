@@ -15,7 +15,7 @@ from io import BufferedReader, FileIO
 from typing import Any
 
 from .._files.atomic_write import FilePath
-from .._files.safetensors import invalid_file, open_regular, reading
+from .._files.safetensors import import_library, invalid_file, open_regular
 from .._look.progress import Progress, reporter
 from .._tree.manifest import Reader, invalid
 from .format import INDEX, OFFSETS, Column, Extent, TableIndex
@@ -60,13 +60,14 @@ Range = tuple[int, int, int, int, int]
 """The rows of the table, first and last; the rows in the file, first and last; their checksum."""
 
 
-def _read_checksums(file: BufferedReader, nbytes: int) -> dict[str, list[Range]]:
+def _read_checksums(folder: str, name: str, nbytes: int) -> dict[str, list[Range]]:
     """The ranges with a checksum, by the name of the file. Raises `InvalidManifest` for damaged lines."""
     found: dict[str, list[Range]] = {}
-    size = os.fstat(file.fileno()).st_size
-    if size < nbytes:
-        invalid(f"its checksums have {size} bytes, and {INDEX} counts {nbytes}")
-    for line in file.read(nbytes).splitlines():
+    with missing_file(name), open_regular(os.path.join(folder, name)) as file:
+        if (size := os.fstat(file.fileno()).st_size) < nbytes:  # before memory is allocated for a forged number
+            invalid(f"its checksums have {size} bytes, and {INDEX} counts {nbytes}")
+        lines = file.read(nbytes).splitlines()
+    for line in lines:
         data: Any = json.loads(line)
         start, end = data["rows"]
         for name, (first, last, value) in data["files"].items():
@@ -124,8 +125,7 @@ def verify(folder: FilePath, *, progress: Progress = None) -> None:
     ...         print(str(error).partition(": ")[2])
     not a valid file: rows 0 to 1 of the column 'x' have changed: 'x.safetensors' is damaged
     """
-    library, name, _ = reading(folder, None, None)
-    name = os.path.abspath(name)
+    library, name = import_library(), os.path.abspath(os.fsdecode(folder))
     os.stat(name)  # raises if there is no folder
     try:
         with invalid_file(name, library.SafetensorError, RuntimeError, LookupError, AttributeError):
@@ -139,11 +139,7 @@ def _verify(folder: str, progress: Progress, index: TableIndex) -> None:
     Reader(index.manifest, len(index.columns))
     if not index.rows and index.unused is not None:  # its files may be missing
         return
-    ranges: dict[str, list[Range]] | None = None
-    if index.checksums is not None:
-        name, nbytes = index.checksums
-        with missing_file(name), open_regular(os.path.join(folder, name)) as file:
-            ranges = _read_checksums(file, nbytes)
+    ranges = None if index.checksums is None else _read_checksums(folder, *index.checksums)
     columns: list[Column] = []
     for column in index.columns:  # the offsets of a ragged field come before its values
         columns.insert(len(columns) - (column.kind == OFFSETS), column)
@@ -163,32 +159,20 @@ def _verify(folder: str, progress: Progress, index: TableIndex) -> None:
             raise _ProgressError(error) from None
 
     for column, size in zip(columns, sizes, strict=True):
-        values = _verify_column(folder, index, column, column.length(index.rows, values), ranges, reported)
+        path, length = os.path.join(folder, column.file), column.length(index.rows, values)
+        with missing_file(column.file), open_regular(path) as file:
+            check_size(file, column, length)
+            if index.unused is None:
+                _refuse_other_header(file, column, length)
+            if ranges is not None and index.rows:
+                _refuse_changed(file, column, (index.rows, length), ranges.get(column.file, []), reported)
+            values = count_values(file, path, column, length) if column.kind == OFFSETS else 0
         done += size
         reported(0)
 
 
 class _ProgressError(BaseException):
     """An error of ``progress=``, and not of the table."""
-
-
-def _verify_column(
-    folder: str,
-    index: TableIndex,
-    column: Column,
-    length: int,
-    ranges: dict[str, list[Range]] | None,
-    report: Callable[[int], None],
-) -> int:
-    """Verify a file of a table, which has ``length`` rows. Returns the number of values that its offsets give, or 0."""
-    path = os.path.join(folder, column.file)
-    with missing_file(column.file), open_regular(path) as file:
-        check_size(file, column, length)
-        if index.unused is None:
-            _refuse_other_header(file, column, length)
-        if ranges is not None and index.rows:
-            _refuse_changed(file, column, (index.rows, length), ranges.get(column.file, []), report)
-        return count_values(file, path, column, length) if column.kind == OFFSETS else 0
 
 
 def _refuse_other_header(file: BufferedReader, column: Column, length: int) -> None:
