@@ -228,6 +228,41 @@ class Channel:
         valid = accepted(schema, nbytes, self.peer, sizes)
         return valid, valid.buffers(parts, self.comm_device)
 
+    def agreed(self, make: Callable[[], M], errors: Errors, mark: int = 0) -> tuple[M, list[tuple[int, int]]]:
+        """Call ``make`` on every rank. Returns its result, and the digest and size in bytes of the dict of each rank.
+
+        If a rank has an error, every rank raises a ``RuntimeError`` that names the rank and the error.
+
+        Args:
+            make: returns the message or the header of this rank.
+            errors: the errors in the arguments of this rank. This rank raises them unchanged.
+            mark: a number for the arguments of the call. If it differs, every rank raises a ``RuntimeError``.
+        """
+        invalid = errors.first is not None
+        made: Any = None if invalid else errors.attempt(make)
+        text = b"" if errors.first is None else failure(errors.first)
+        prefix = prefix_of(getattr(made, "schema", made), mark, self.comm_device)
+        read = [read_prefix(one) for one in self.of_all(prefix)]
+        if any(failed for failed, *_ in read):
+            said = zip(ranks_of(self.group), self.texts_of_all(text), strict=True)
+            reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
+            errors.raise_first(None if invalid else RuntimeError(f"rank {dist.get_rank()}: {reasons}"))
+        if len({marked for _, _, marked, *_ in read}) > 1:
+            raise RuntimeError(f"rank {dist.get_rank()}: the ranks make this call with different arguments, such as op")
+        return made, [(digest, nbytes) for _, digest, _, nbytes, _ in read]
+
+    def texts_of_all(self, mine: bytes) -> list[bytes]:
+        """Gather one text from each rank on every rank."""
+        lengths = [int(one) for one in self.of_all(torch.tensor([len(mine)], device=self.comm_device))]
+        texts = self.of_all(as_tensor(mine.ljust(max(*lengths, 1), b"\0"), self.comm_device))
+        return [bytes(text.cpu().numpy())[:length] for text, length in zip(texts, lengths, strict=True)]
+
+    def of_all(self, mine: Tensor) -> list[Tensor]:
+        """Gather one tensor from each rank on every rank. All have the same dtype and shape."""
+        out = [torch.empty_like(mine) for _ in ranks_of(self.group)]
+        dist.all_gather(out, mine, group=self.group)
+        return out
+
 
 def refused(reason: str, src: int) -> RuntimeError:
     """The error for an invalid message from rank ``src``."""
@@ -301,47 +336,3 @@ def error_context(what: str, group: ProcessGroup = _NOT_COLLECTIVE) -> Generator
 def _listed(ranks: list[int]) -> str:
     """The ranks in words. A long list is shortened."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}, {len(ranks)} in all"
-
-
-def agreed(
-    make: Callable[[], M], errors: Errors, group: ProcessGroup, mark: int = 0
-) -> tuple[M, list[tuple[int, int]]]:
-    """Call ``make`` on every rank. Returns its result, and the digest and size in bytes of the dict of each rank.
-
-    If a rank has an error, every rank raises a ``RuntimeError`` that names the rank and the error.
-
-    Args:
-        make: returns the message or the header of this rank.
-        errors: the errors in the arguments of this rank. This rank raises them unchanged.
-        group: the process group.
-        mark: a number for the arguments of the call. If it differs, every rank raises a ``RuntimeError``.
-    """
-    device, ranks = comm_device(group), ranks_of(group)
-    invalid = errors.first is not None
-    made: Any = None if invalid else errors.attempt(make)
-    text = b"" if errors.first is None else failure(errors.first)
-    prefix = prefix_of(getattr(made, "schema", made), mark, device)
-    read = [read_prefix(one) for one in of_all(prefix, group)]
-    if any(failed for failed, *_ in read):
-        said = zip(ranks, texts_of_all(text, group), strict=True)
-        reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
-        errors.raise_first(None if invalid else RuntimeError(f"rank {dist.get_rank()}: {reasons}"))
-    if len({marked for _, _, marked, *_ in read}) > 1:
-        raise RuntimeError(f"rank {dist.get_rank()}: the ranks make this call with different arguments, such as op")
-    return made, [(digest, nbytes) for _, digest, _, nbytes, _ in read]
-
-
-def texts_of_all(mine: bytes, group: ProcessGroup) -> list[bytes]:
-    """Gather one text from each rank on every rank."""
-    device = comm_device(group)
-    size = torch.tensor([len(mine)], device=device)
-    lengths = [int(one) for one in of_all(size, group)]
-    texts = of_all(as_tensor(mine.ljust(max(*lengths, 1), b"\0"), device), group)
-    return [bytes(text.cpu().numpy())[:length] for text, length in zip(texts, lengths, strict=True)]
-
-
-def of_all(mine: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Gather one tensor from each rank on every rank. All have the same dtype and shape."""
-    out = [torch.empty_like(mine) for _ in ranks_of(group)]
-    dist.all_gather(out, mine, group=group)
-    return out

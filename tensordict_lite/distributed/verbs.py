@@ -15,22 +15,7 @@ from .._memory.device import DeviceLike, canonical
 from .._memory.layout import may_share
 from .._memory.transfer import transfer
 from .._tree.fields import data_paths, refuse_ragged
-from .channel import (
-    Channel,
-    Destination,
-    Errors,
-    ProcessGroup,
-    Work,
-    accepted,
-    agreed,
-    comm_device,
-    dist,
-    error_context,
-    of_all,
-    ranks_of,
-    texts_of_all,
-    together,
-)
+from .channel import Channel, Destination, Errors, ProcessGroup, Work, accepted, dist, error_context, ranks_of, together
 from .message import LARGE, Header, Message, header_of, message_of, read_header
 
 D = TypeVar("D", bound=DeviceDict[Any])
@@ -240,7 +225,7 @@ def gather(
             Destination(kind, device)
     with error_context(f"gather to rank {dst}", group):
         make: Any = header_of if here else message_of  # the dict of rank ``dst`` stays there
-        made, _ = agreed(lambda: make(_checked(d, "gather", _ALL)), errors, group)
+        made, _ = Channel(group, "all").agreed(lambda: make(_checked(d, "gather", _ALL)), errors)
     if isinstance(made, Message):
         _started(Channel(group, "to", dst, _TAG), made, errors, "gather").wait()
         return None
@@ -267,14 +252,14 @@ def all_gather(
     channel, errors = Channel(group, "all"), Errors()
     target: Any = errors.attempt(lambda: Destination(_class_of(d, cls), device))
     with error_context("all_gather", group):
-        message, announced = agreed(lambda: message_of(_checked(d, "all_gather", _ALL)), errors, group)
+        message, announced = channel.agreed(lambda: message_of(_checked(d, "all_gather", _ALL)), errors)
         schemas: list[Any] = [channel.known.get(digest) for digest, _ in announced]
         if None in schemas:
-            texts = texts_of_all(message.schema.text, group)
+            texts = channel.texts_of_all(message.schema.text)
             schemas = [channel.learn(text, digest) for text, (digest, _) in zip(texts, announced, strict=True)]
         for (digest, _), schema in zip(announced, schemas, strict=True):
             channel.remember(digest, schema)
-        received = _from_all_ranks(message, announced, channel, group)
+        received = _from_all_ranks(message, announced, channel)
     out: list[D] = []
     for src, schema, given, (_, nbytes) in zip(ranks_of(group), schemas, received, announced, strict=True):
         if given is None:
@@ -288,7 +273,7 @@ def all_gather(
 
 
 def _from_all_ranks(
-    message: Message, announced: list[tuple[int, int]], channel: Channel, group: ProcessGroup
+    message: Message, announced: list[tuple[int, int]], channel: Channel
 ) -> list[Tensor | list[Tensor] | None]:
     """Gather the buffers of all ranks, in the order of the group: joined, or the parts of the message.
 
@@ -296,11 +281,11 @@ def _from_all_ranks(
     them twice more in some backends, also on the rank that sends them, and would need buffers of one size.
     """
     parts, device = transfer(message.parts, channel.comm_device), channel.comm_device
-    rank, ranks = dist.get_rank(), ranks_of(group)
+    rank, ranks = dist.get_rank(), ranks_of(channel.group)
     largest = max(nbytes for _, nbytes in announced)
     if largest < LARGE:
         mine = _one_buffer(message.schema, parts, largest, device)
-        gathered = of_all(mine, group) if largest else [mine] * len(ranks)
+        gathered = channel.of_all(mine) if largest else [mine] * len(ranks)
         return [None if src == rank else buffer for src, buffer in zip(ranks, gathered, strict=True)]
     alike = len(set(announced)) == 1
     out: list[Tensor | list[Tensor] | None] = []
@@ -314,7 +299,7 @@ def _from_all_ranks(
             theirs = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
             out.append(theirs if alike else theirs[0])
         sent += [(src, part) for part in theirs if part.nbytes]
-    together(lambda part: dist.broadcast(part[1], part[0], group=group, async_op=True), sent)
+    together(lambda part: dist.broadcast(part[1], part[0], group=channel.group, async_op=True), sent)
     return out
 
 
@@ -353,7 +338,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
     Cost: one small collective, one collective for each dtype, and one for each tensor of 1 MiB or more. A copy of the
     tensors.
     """
-    errors, mark, path = Errors(), 0, None
+    errors, channel, mark, path = Errors(), Channel(group, "all"), 0, None
     with errors:
         if op not in _OPS:
             raise ValueError(f"op is 'sum', 'mean', 'max' or 'min', got {op!r}")
@@ -365,10 +350,10 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
             _require_weight(_reducible(d), path)
             op, mark = "sum", len(_OPS) + list(d).index(path[0])
     with error_context("all_reduce", group):
-        schema, announced = agreed(lambda: header_of(_reducible(d)), errors, group, mark)
+        schema, announced = channel.agreed(lambda: header_of(_reducible(d)), errors, mark)
         digests = [digest for digest, _ in announced]
         if len(set(digests)) > 1:
-            _refuse_differing(schema, digests, group)
+            _refuse_differing(schema, digests, channel)
         names, tensors = list(map(dotted, schema.paths)), [tensor.detach() for tensor in d._tensors()]
         at = None if path is None else schema.paths.index(path)
         if at is not None:
@@ -382,7 +367,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
 
         def start(members: list[int]) -> Work:
             what = f"{op} of {tensors[members[0]].dtype}, which {names[members[0]]} is, in all_reduce"
-            return _started_reduction(torch.cat([tensors[i].reshape(-1) for i in members]), op, group, what)
+            return _started_reduction(torch.cat([tensors[i].reshape(-1) for i in members]), op, channel, what)
 
         for members, flat in zip(groups.values(), together(start, groups.values()), strict=True):
             split = torch.split_with_sizes(flat, [tensors[i].numel() for i in members])
@@ -450,11 +435,11 @@ def _split_rows(d: DeviceDict[Any], count: int, uneven: bool) -> list[DeviceDict
     return d.rows.split([each + (i < more) for i in range(count)])
 
 
-def _refuse_differing(mine: Header, digests: list[int], group: ProcessGroup) -> None:
+def _refuse_differing(mine: Header, digests: list[int], channel: Channel) -> None:
     """Raise ``RuntimeError`` that names the first rank whose schema differs, and the field."""
-    texts = texts_of_all(mine.text, group)
+    texts = channel.texts_of_all(mine.text)
     first, *others = [read_header(text, digest) for text, digest in zip(texts, digests, strict=True)]
-    lead, *ranks = ranks_of(group)
+    lead, *ranks = ranks_of(channel.group)
     for rank, schema in zip(ranks, others, strict=True):  # pragma: no branch  (one schema differs)
         different = schema.strict_difference(first)
         if different:  # pragma: no branch  (else with more than two ranks only)
@@ -475,23 +460,23 @@ def _irreducible(dtype: torch.dtype, op: Op) -> str:
     return ""
 
 
-def _started_reduction(flat: Tensor, op: Op, group: ProcessGroup, what: str) -> Work:
+def _started_reduction(flat: Tensor, op: Op, channel: Channel, what: str) -> Work:
     """Start to reduce ``flat`` over all ranks. Overwrites ``flat``. ``what``: the reduction, for the error of torch."""
     kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     home, dtype = canonical(flat.device), flat.dtype
-    flat = transfer([flat.to(_wide(dtype)) if op == "mean" else flat], comm_device(group))[0]
+    flat = transfer([flat.to(_wide(dtype)) if op == "mean" else flat], channel.comm_device)[0]
     # Some backends support neither bools nor complex numbers.
     view = (
         flat.view(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat) if flat.is_complex() else flat
     )
-    with error_context(what, group):
-        work = dist.all_reduce(view, kind, group=group, async_op=True) if flat.numel() else None
+    with error_context(what, channel.group):
+        work = dist.all_reduce(view, kind, group=channel.group, async_op=True) if flat.numel() else None
 
     def finish() -> Tensor:
-        with error_context(what, group):
+        with error_context(what, channel.group):
             if work is not None:
                 work.wait()
-        reduced = flat.div_(len(ranks_of(group))).to(dtype) if op == "mean" else flat
+        reduced = flat.div_(len(ranks_of(channel.group))).to(dtype) if op == "mean" else flat
         return transfer([reduced], home)[0]
 
     return Work(finish)
