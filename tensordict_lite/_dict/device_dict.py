@@ -1243,9 +1243,9 @@ class DeviceDict(TreeDict[V]):
         if os.path.isdir(path):
             from ..tables.reader import read_table  # noqa: PLC0415  (only here does the core need tables)
 
-            out = read_table(cls, path, safetensors.Selection(keys, encoders), rows)
+            out = read_table(cls, path, safetensors.Wanted(keys, encoders), rows)
         elif rows is None:
-            out = safetensors.read_file(cls, path, safetensors.Selection(keys, encoders))
+            out = safetensors.read_file(cls, path, safetensors.Wanted(keys, encoders))
         else:
             raise ValueError(
                 f"rows= is for tables, which are folders; {os.fsdecode(path)!r} is none: load(path).rows[:n]"

@@ -171,7 +171,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 # --- reading ---
 
 
-class Selection:
+class Wanted:
     """What to read of a file or a table: the arguments ``keys`` and ``encoders`` of `load`.
 
     Raises the errors about arguments, before those about the file, and ``ImportError`` without safetensors.
@@ -190,7 +190,7 @@ class Selection:
         return reader if self.paths is None else reader.keep(self.paths, owner)
 
 
-def read_file(cls: Any, path: FilePath, wanted: Selection) -> Any:
+def read_file(cls: Any, path: FilePath, wanted: Wanted) -> Any:
     """Load a dict of class ``cls`` on the CPU without validating it against the class: see `DeviceDict.load`."""
     path, error = os.fsdecode(path), wanted.library.SafetensorError
     with open_regular(path) as opened:

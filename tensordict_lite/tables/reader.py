@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 from torch import Tensor
 
 from .._files.atomic_write import FilePath
-from .._files.safetensors import Selection, invalid_file, open_regular
+from .._files.safetensors import Wanted, invalid_file, open_regular
 from .._memory.device import CPU
 from .._memory.mapped import map_append_only
 from .._memory.ragged import problem_of_lengths
@@ -22,7 +22,7 @@ from .format import VALUES, Column, TableIndex, read_index
 _T = TypeVar("_T")
 
 
-def read_table(cls: Any, path: FilePath, wanted: Selection, rows: int | None) -> Any:
+def read_table(cls: Any, path: FilePath, wanted: Wanted, rows: int | None) -> Any:
     """Load the table in a folder as a dict of class ``cls`` on the CPU, without validating it against the class.
 
     ``rows``: the number of rows to load; None: all.
