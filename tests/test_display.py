@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def test_small_ones() -> None:
 
     assert repr(DeviceDict()) == "DeviceDict(no device yet, 0 fields, 0 B)"
     assert repr(Batch({"x": 1}).to("meta")) == "Batch(meta, 1 field, 8 B)\n└─ x  int64[]"
+    deep = DeviceDict({"a": {"b": {"c": {"d": {"e": {"f": 1}}}}}})
+    assert [line[0] for line in repr(deep).splitlines()[1:]] == ["└", " ", " ", " ", " ", "…"]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +217,8 @@ def test_the_title_names_the_folder_of_a_table(tmp_path: Path, monkeypatch: pyte
     assert "mapped from" in repr(table.rows[:2]) and "mapped from" not in repr(table.rows[[1]])
     monkeypatch.chdir(folder.parent)
     assert repr(table).splitlines()[0].endswith("B, mapped from table)")
+    shutil.copytree(folder, "other")
+    assert "mapped from" not in repr(DeviceDict({"x": table["x"], "y": load("other")["x"]}))
     table["z"] = torch.zeros(300_000)
     assert "mapped from" not in repr(table)
 

@@ -116,6 +116,15 @@ class TestRoundTrips:
         assert d["u"].shape == (3,) and d["v"].shape == () and d["t", "input_ids"].shape == (1,)
         assert d.decode("u") == d.decode("v") == d.decode("t") == "cat"
 
+        class Pair:  # the code of a string: a number, and a row of numbers
+            def encode(self, strings: list[str]) -> Any:
+                return {"n": torch.ones(len(strings)), "row": torch.ones(len(strings), 3)}
+
+            def decode(self, codes: Any) -> list[str]:
+                return ["cat"] * len(codes["row"])
+
+        assert DeviceDict({"p": value}, encoders=Pair()).decode("p") == "cat"
+
     @pytest.mark.parametrize(
         "value",
         [["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], dtype=object), [np.str_("a"), "b"],
@@ -133,6 +142,7 @@ class TestRoundTrips:
         d = DeviceDict({"e": ["", ""], "l": [], "v": [], "p": []}, encoders={"l": Utf8(4), "v": Vocabulary(["a"])})
         assert d["e"].shape == (2, 0) and d.decode("e") == ["", ""]
         assert d["l"].shape == (0, 4) and d.decode("l") == [] and d["v"].dtype == torch.int64 and d.decode("v") == []
+        assert DeviceDict({"e": ["", ""]}, encoders=Utf8(0)).decode("e") == ["", ""]
         assert d["p"].dtype == torch.float32, "an empty list at a key without an encoder is numbers, as in torch"
 
     def test_strings_without_padding_may_start_anywhere(self) -> None:
@@ -140,6 +150,7 @@ class TestRoundTrips:
         ends = torch.tensor([0, *lengths.cumsum(0).tolist()])
         assert Utf8().decode_ragged(codes, ends) == ["ab", "é", ""]
         assert Utf8().decode_ragged(codes, ends[1:]) == ["é", ""]
+        assert Utf8().decode_ragged(codes.new_tensor([97, 0, 0, 98]), torch.tensor([0, 3, 4])) == ["a", "b"], "padded"
 
 
 class TestErrors:
@@ -170,6 +181,8 @@ class TestErrors:
          "encode: expected a Tensor or a mapping of tensors, got a list; wrap a Hugging Face tokenizer in Tokenizer"),
         (lambda strings: torch.zeros(3), ["a", "b"], TypeError,
          "encode: expected a first dimension of 2, that of the strings, got shape [3]"),
+        (lambda strings: torch.tensor(2), ["a", "b"], TypeError,
+         "encode: expected a first dimension of 2, that of the strings, got shape []"),
     ])  # fmt: skip
     def test_encoding(self, encoder: Any, value: Any, error: type[Exception], message: str) -> None:
         d = DeviceDict({"n": {"x": 1}}, encoders={"s": encoder})
@@ -557,6 +570,8 @@ class TestHuggingFace:
         data = encoder_to_json(Tokenizer(tokenizer))
         data["files"]["../evil"] = {"text": ""}
         fails(ValueError, "must be inside its folder", lambda: encoder_from_json(data))
+        data["files"] = []
+        fails(ValueError, "^the JSON form of the encoder 'tokenizer' is malformed: ", lambda: encoder_from_json(data))
 
     def test_without_wrapping_the_way_out_is_told(self, tokenizer: Any) -> None:
         with pytest.raises(TypeError, match=r"wrap a Hugging Face tokenizer in Tokenizer") as caught:

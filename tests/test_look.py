@@ -81,6 +81,7 @@ class TestRows:
         wide = ["ä" * 200, "b" * 300, "c"]
         assert [row[1][-1] for row in cells(DeviceDict({"t": wide}))] == ["…", "…", "c"]
         assert cells(DeviceDict({"t": wide}))[0][1] == "ä" * 32 + "…"
+        assert cells(DeviceDict({"t": ["b" * 64]}))[0][1] == "b" * 64
         with RowWriter(tmp_path / "t", like={"t": ["a"], "tags": [["a"]]}, ragged=["t", "tags"]) as writer:
             writer.write({"t": wide, "tags": [["x", "y"], ["z"] * 9, []]})
         shown = cells(load(tmp_path / "t"))
@@ -237,6 +238,7 @@ class TestDescribe:
                 assert found["mean"] == pytest.approx(values.mean().item(), rel=1e-12)
                 assert (found["min"], found["max"]) == (values.min().item(), values.max().item())
                 assert found["nan"] == view.isnan().sum().item() / view.numel()
+        assert one(Ragged.from_rows([[0] * n for n in range(9)]))["lengths"]["mean"] == 4.0
 
     def test_numbers_at_the_ends_of_their_dtype(self) -> None:
         ends = one(torch.tensor([2**63 - 1, 2**63 - 1, -(2**63)]))
@@ -342,6 +344,8 @@ class TestDescribe:
         found = one(["a", "b", "c", "d", "a"])
         assert (found["distinct"], found["exact"]) == (3, False) and "most" not in found
         assert "3 or more distinct" in repr(DeviceDict({"x": ["a", "b", "c", "d"]}).describe())
+        monkeypatch.setattr(describe_module, "_ON_HOST", 3)
+        assert one(["a", "b", "c"] * 2)["exact"], "a string that is counted already may come in a later chunk"
 
 
 def test_other_objects_say_their_size_and_their_place(tmp_path: Path) -> None:
