@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tensordict_lite import DeviceDict, InvalidFileError, Ragged, TypedDeviceDict, Utf8, Vocabulary, cat, collate, load
-from tensordict_lite.tables import RowWriter
+from tensordict_lite.tables import RowWriter, add_column
 from tensordict_lite.tables import table as table_writer
 
 pytestmark = pytest.mark.usefixtures("torch_mode")
@@ -501,3 +501,57 @@ class TestDamaged:
             except (InvalidFileError, IsADirectoryError):
                 refused += 1
         assert 20 < refused < 290
+
+
+FIRST: dict[str, Any] = {
+    "lists": [[1, 2], [3]], "an empty list first": [[], [3]], "ints beside floats": [[1], [2.5, 3.0]],
+    "tensors": [torch.ones(2), torch.ones(3)], "tuples": ([1, 2], [3]), "arrays": [np.ones(2), np.ones(3)],
+    "an array of arrays": np.array([np.ones(2), np.ones(3)], dtype=object), "matrices": [torch.ones(2, 3), []],
+    "an array of strings": np.array(["a", "bcd"], dtype=object), "strings": ["a", "bcd"],
+    "lists of strings": [["a", "b"], ["c"]], "an empty list of strings": [[], ["c"]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", FIRST.values(), ids=FIRST)
+def test_the_first_batch_may_be_like(tmp_path: Path, rows: Any) -> None:
+    """`like=` takes every form of rows that `write` takes, and `add_column` too."""
+    like = {"a": {"r": rows}, "n": [0, 1]}
+    for name in ("r", ("a", "r")):
+        with RowWriter(tmp_path / f"{name}", like=like, ragged=[name]) as writer:
+            writer.write(like)
+    with RowWriter(tmp_path / "r", like=like, ragged=["r"], mode="append") as writer:
+        writer.write(like)
+    with RowWriter(tmp_path / "t", like={"n": [0]}) as writer:
+        writer.write({"n": [0, 1]})
+    add_column(tmp_path / "t", "r", [rows], ragged=True)
+    first = load(tmp_path / "t")["r"]
+    check_invariants(load(tmp_path / "r"))
+    assert load(tmp_path / "r")["a", "r"].tolist() == first.tolist() * 2
+    assert load(tmp_path / "('a', 'r')")["a", "r"] == first
+    assert first.lengths.tolist() == [len(row) for row in rows]
+    if first.dtype != torch.uint8:
+        assert first.tolist() == [torch.as_tensor(row, device="cpu").tolist() for row in rows]
+
+
+def test_like_of_other_keys_than_the_table(tmp_path: Path) -> None:
+    RowWriter(tmp_path / "t", like={"x": [1.0], "n": {"r": [[1]]}}, ragged=["r"]).close()
+    rows = Ragged([1], [0, 1])
+    for like, message in (
+        ({"x": [1.0]}, "the given mapping lacks 'n', which the table has"),
+        ({"x": [1.0], "n": {"s": [1]}}, "the given mapping lacks 'n.r', which the table has, and has 'n.s'"),
+        ({"x": [1.0], "n": {"r": rows}, "y": rows}, "the given mapping has 'y', which the table lacks"),
+        ({"x": [1.0], "n": {"r": [[1]]}},
+         "'n.r': expected a ragged field as in this table, got a tensor of like= and ragged="),
+    ):  # fmt: skip
+        fails(ValueError, message, lambda like=like: RowWriter(tmp_path / "t", like=like, mode="append"))
+
+
+def test_rows_of_like_that_do_not_fit(tmp_path: Path) -> None:
+    for rows, message in (
+        ([[1], [[2]]], r"^'a\.r': row 1: .*, got int64\[1, 1\]; rows have one dtype, and may differ in their first"),
+        ([torch.ones(1), torch.ones(1).long()], r"^'a\.r': row 1: expected float32\[\*\], as row 0, got int64\[1\]"),
+        ([[1], ["a"]], r"^'a\.r': row 1: expected numbers, got a list; collate\(samples, ragged=\[key\]\) encodes"),
+        ([1, 2], r"^'a\.r': rows of a ragged field have a dimension, like= has int64\[2\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            RowWriter(tmp_path / "t", like={"a": {"r": rows}}, ragged=["r"])

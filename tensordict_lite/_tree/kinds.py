@@ -404,6 +404,8 @@ class RaggedKind(Kind):
         column, encoder, path = field.value.values, field.owner._policy.encoders.get(field.path[-1]), field.path
         if isinstance(given, Tensor) and given.is_nested:
             given = Ragged.from_rows(given)
+        if isinstance(given, np.ndarray) and given.dtype == object:  # of pandas: an array for each row
+            given = given.tolist()
         if isinstance(given, Ragged):
             values = _fitting(column, self._row(field, given.values, how), path)
             return Fitted(values, given.lengths.to(values.device))

@@ -23,7 +23,7 @@ from .._tree.ragged import Ragged
 from .._tree.tree import data_of
 from .._tree.walk import refuse_key
 from .table import create_columns, empty_dict, table_at_rest
-from .writer import append_rows, without_rows
+from .writer import append_rows, joined_rows, without_rows
 
 _RANGE = 64 << 20
 """The bytes of a new column that have one checksum."""
@@ -184,11 +184,8 @@ def _first_with_values(batches: Iterable[Any], path: Path) -> tuple[Any, Iterato
 def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragged: bool) -> DeviceDict[Any]:
     """A dict without rows with the field at the path ``rest``, from its first batch. ``parent``: the dict at ``at``."""
     path = (*at, *rest)
-    ragged = ragged and not isinstance(value, Ragged)
-    given = value
-    if ragged and isinstance(value, (list, tuple)):  # rows of several lengths make no tensor, so one row is converted
-        row = next((row for row in value if not isinstance(row, (list, tuple)) or row), [])
-        given = row.unsqueeze(0) if isinstance(row, Tensor) else [row]
+    given = joined_rows(value, path) if ragged else value
+    ragged = ragged and not isinstance(given, Ragged)
     d: DeviceDict[Any] = DeviceDict._new((), None, parent._policy)
     d._set_path(rest, given, at)
     if not data_of(d):

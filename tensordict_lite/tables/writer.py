@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any, Literal, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -16,11 +17,12 @@ from .._dict.device_dict import DeviceDict
 from .._dict.row_values import IN_A_TABLE, fitted
 from .._dict.rows import Rows
 from .._encoders.protocol import agree
-from .._errors import Path, described, dotted, dtype_name
+from .._errors import Path, described, dotted, dtype_name, with_path
 from .._files.atomic_write import FilePath
 from .._memory.dense import is_dense
 from .._memory.device import CPU
 from .._memory.transfer import transfer
+from .._tree.convert import holds_strings
 from .._tree.fields import fields as fields_in
 from .._tree.fields import ragged_paths
 from .._tree.missing import holds, keys_in, missing_key, refuse_unknown_encoders
@@ -306,7 +308,7 @@ def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> tu
     if encoders is not None or not isinstance(data, DeviceDict):
         if encoders is not None:
             _refuse_other_encoders(data, encoders, Policy().override(encoders), ())
-        d = DeviceDict[Any](data, encoders=encoders)
+        d = DeviceDict[Any](data if isinstance(data, TreeDict) else _with_rows(data, ragged, ()), encoders=encoders)
         refuse_unknown_encoders(encoders, d, _LIKE)
     len(d.rows)  # raises if the fields disagree
     for key in sorted(ragged, key=str):
@@ -315,13 +317,36 @@ def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> tu
     return d, without_rows(d, ragged, ())
 
 
+def _with_rows(data: Mapping[str, Any], ragged: frozenset[Any], at: Path) -> dict[str, Any]:
+    """``data`` with the fields that ``ragged`` names as `joined_rows`."""
+    return {
+        key: _with_rows(value, ragged, (*at, key)) if isinstance(value, Mapping) and not isinstance(value, TreeDict)
+        else joined_rows(value, (*at, key)) if ragged & {key, (*at, key)} else value
+        for key, value in data.items()
+    }  # fmt: skip
+
+
+def joined_rows(value: Any, path: Path) -> Any:
+    """A list of rows of several lengths, which make no tensor: of numbers as a `Ragged`, of strings as equal rows."""
+    given = value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
+    if not isinstance(given, (list, tuple)) or not all(isinstance(r, (list, tuple, np.ndarray, Tensor)) for r in given):
+        return value
+    filled = [row for row in given if not isinstance(row, (list, tuple)) or row]
+    if not filled or holds_strings(given):
+        return filled[:1] * len(given) or value
+    try:
+        return Ragged.from_rows(given)
+    except (TypeError, ValueError) as error:
+        raise with_path(error, path) from error
+
+
 def _refuse_other_fields(fields: TreeDict[Any], like: DeviceDict[Any], given: DeviceDict[Any]) -> None:
     """Raise ``ValueError`` unless ``like`` fits the table as a batch does, with the same ragged fields and dtypes.
 
     ``given``: ``like`` with its rows. The dtype of a field without values may differ.
     """
     ours, theirs = set(ragged_paths(fields)), set(ragged_paths(like))
-    for path in sorted(ours ^ theirs):
+    for path in sorted(path for path in ours ^ theirs if path in fields and path in like):
         kinds = ["a ragged field", "a tensor"] if path in ours else ["a tensor", "a ragged field"]
         raise ValueError(f"{dotted(path)}: expected {kinds[0]} as in this table, got {kinds[1]} of like= and ragged=")
     _columns(fields, like, ())
