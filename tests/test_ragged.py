@@ -958,49 +958,47 @@ def build(rows: list[list[int]]) -> Ragged:
     return Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
 
 
+STEPS = ["index", "slice", "mask", "cat", "add", "pickle", "torch.save", "set", "values"]
+
+
+def step(field: Any, model: list[list[int]], data: st.DataObject) -> tuple[Any, list[list[int]]]:
+    """An operation on rows, and the same on plain lists."""
+    kind, count = data.draw(st.sampled_from(STEPS)), len(model)
+    if kind == "index":
+        index = data.draw(st.lists(st.integers(-count, count - 1), max_size=6)) if count else []
+        return field[torch.tensor(index, dtype=torch.int64)], [model[i] for i in index]
+    if kind == "slice":
+        bound = st.none() | st.integers(-count - 1, count + 1)
+        part = slice(data.draw(bound), data.draw(bound), data.draw(st.none() | st.integers(1, 3)))
+        return field[part], model[part]
+    if kind == "mask":
+        mask = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+        return field[torch.tensor(mask, dtype=torch.bool)], [row for row, keep in zip(model, mask, strict=True) if keep]
+    if kind == "cat":
+        more = data.draw(LISTS)
+        joined: Any = cat([{"r": field}, {"r": build(more)}, {"r": field}])
+        return joined["r"], [*model, *more, *model]
+    if kind == "add":
+        return DeviceDict({"r": field}).map(lambda t: t + 1)["r"], [[number + 1 for number in row] for row in model]
+    if kind == "pickle":
+        return pickle.loads(pickle.dumps(field, data.draw(st.integers(2, 5)))), model
+    if kind == "torch.save":
+        return through_torch_save(field), model
+    if kind == "set" and count:
+        i = data.draw(st.integers(-count, count - 1))
+        d: Any = DeviceDict({"r": field.clone()})
+        d.rows[i] = {"r": field[i] * 2}
+        return d["r"], [[2 * number for number in row] if at == i % count else row for at, row in enumerate(model)]
+    return field.with_values(field.values.clone()), model
+
+
 @given(LISTS, st.data())
 def test_it_behaves_as_a_list_of_lists(rows: list[list[int]], data: st.DataObject) -> None:
     """Any sequence of operations on rows, beside the same on plain lists."""
     field: Any = build(rows)
-    model = list(rows)
+    model = rows
     for _ in range(data.draw(st.integers(1, 4))):
-        kind = data.draw(
-            st.sampled_from(["index", "slice", "mask", "cat", "add", "pickle", "torch.save", "set", "values"])
-        )
-        count = len(model)
-        if kind == "index":
-            index = data.draw(st.lists(st.integers(-count, count - 1), max_size=6)) if count else []
-            field, model = field[torch.tensor(index, dtype=torch.int64)], [model[i] for i in index]
-        elif kind == "slice":
-            bound = st.none() | st.integers(-count - 1, count + 1)
-            part = slice(data.draw(bound), data.draw(bound), data.draw(st.none() | st.integers(1, 3)))
-            field, model = field[part], model[part]
-        elif kind == "mask":
-            mask = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-            field, model = (
-                field[torch.tensor(mask, dtype=torch.bool)],
-                [row for row, keep in zip(model, mask, strict=True) if keep],
-            )
-        elif kind == "cat":
-            more = data.draw(LISTS)
-            joined: Any = cat([{"r": field}, {"r": build(more)}, {"r": field}])
-            field, model = joined["r"], [*model, *more, *model]
-        elif kind == "add":
-            field, model = (
-                DeviceDict({"r": field}).map(lambda t: t + 1)["r"],
-                [[number + 1 for number in row] for row in model],
-            )
-        elif kind == "pickle":
-            field = pickle.loads(pickle.dumps(field, data.draw(st.integers(2, 5))))
-        elif kind == "torch.save":
-            field = through_torch_save(field)
-        elif kind == "set" and count:
-            i = data.draw(st.integers(-count, count - 1))
-            d: Any = DeviceDict({"r": field.clone()})
-            d.rows[i] = {"r": field[i] * 2}
-            field, model[i] = d["r"], [2 * number for number in model[i]]
-        else:
-            field = field.with_values(field.values.clone())
+        field, model = step(field, model, data)
         check_invariants(field)
         assert field.tolist() == model == plain(field) and field.offsets.dtype is torch.int32
         assert field.lengths.tolist() == list(map(len, model)) and field.max_length == max(map(len, model), default=0)
