@@ -225,6 +225,22 @@ class Stuck:
         raise LookupError("stuck")
 
 
+class Loose(Stuck):
+    """It moves, and equals everything."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> None:
+        self.told = non_blocking
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_object_that_can_is_told_not_to_block() -> None:
+    assert to_device(Loose(), SIM, non_blocking=True).told and not to_device(Loose(), SIM).told
+
+
 @dataclasses.dataclass
 class Holder:
     stuck: Stuck
@@ -234,6 +250,7 @@ class Holder:
     (Stuck(), ""),
     ({"targets": [{"mask": 1}, {"mask": Stuck()}]}, "targets[1].mask"),
     ([torch.ones(1), Stuck()], "[1]"),
+    ([Loose(), Stuck()], "[1]"),
     ({"a": Pair(1, (Stuck(),))}, "a.b[0]"),
     ({"a": {3: Holder(Stuck())}}, "a[3].stuck"),
     (DeviceDict({"n": {"x": torch.ones(1), "k": [Stuck()]}}, objects="keep"), "n.k"),

@@ -15,6 +15,8 @@ from tensordict_lite import BatchOrder, DeviceDict, collate, prefetch
 from tensordict_lite._batch import report as report_module
 
 BRIEF = 0.002
+TEXTS: dict[str, Any] = {"texts": ["a"] * 20_000, "labels": [1] * 20_000}
+TEXTS["itself"] = TEXTS
 
 
 class Samples(Dataset[Any]):
@@ -154,7 +156,7 @@ class TestAdvice:
         batches = loop(Samples(6), workers=1, persistent_workers=True)
         assert "persistent_workers" not in batches.report().advice
 
-    @pytest.mark.parametrize("held", [[{"text": "a"}] * 20_000, {"texts": ["a"] * 20_000, "labels": [1] * 20_000}])
+    @pytest.mark.parametrize("held", [[{"text": "a"}] * 20_000, TEXTS])
     def test_a_dataset_of_python_objects(self, cores: None, held: Any) -> None:
         for samples in (Samples(8, BRIEF, held), torch.utils.data.Subset(Samples(8, BRIEF, held), range(8))):
             advice = loop(samples, workers=1).report().advice
@@ -210,3 +212,4 @@ class TestCopies:
         batches = prefetch([{"x": torch.zeros(6)}] * 3, "sim:0")
         list(batches)
         assert batches.report().bytes == 24 and batches.report().copies == 1
+        assert report_module.journey({"x": torch.zeros(6)}, torch.device("sim:0")).pageable == 0
