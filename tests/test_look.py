@@ -8,6 +8,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -333,6 +334,13 @@ class TestDescribe:
         d.describe(progress=True)
         with pytest.raises(TypeError, match=r"progress= is a function of \(done, total\), or True for tqdm, got 3"):
             d.describe(progress=3)  # type: ignore[arg-type]
+
+    def test_a_bar_ends_at_the_total(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bar = Mock(n=0, update=lambda more: setattr(bar, "n", bar.n + more))
+        monkeypatch.setattr("tqdm.auto.tqdm", lambda total, **_: bar)
+        d = DeviceDict({"x": torch.zeros(10), "y": torch.zeros(10)})
+        d.describe(progress=True)
+        assert bar.n == d.nbytes and bar.close.called
 
     def test_progress_needs_tqdm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
