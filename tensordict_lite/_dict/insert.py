@@ -161,27 +161,24 @@ def _convert_items(
     for key, given in list(data.items()):  # a list, because an encoder may change the mapping
         if not isinstance(key, str):
             refuse_key(key, at)
-        value, kind = given, KEPT
+        value, kind, path = given, KEPT, (*at, key)
         if keeps and is_kept(d, key, given):
-            staged[key] = KEPT.placed(given, home, (*at, key))
+            staged[key] = KEPT.placed(given, home, path)
             continue
         if type(given) not in _HOST:
-            value = as_shared(given, (*at, key))
+            value = as_shared(given, path)
             kind = NESTED if isinstance(value, Mapping) else kind_of(value)
         if kind is NESTED:
-            staged[key] = _insert_nested(d, value, home, (*at, key))
+            staged[key] = _insert_nested(d, value, home, path)
         elif kind is not KEPT:
-            staged[key] = kind.placed(value, home, (*at, key))
-        elif d._has_fields and (rows := _ragged_rows(d, value, home.device, (*at, key))) is not None:
-            staged[key], encoder = rows
-            if encoder is not None:
-                encoders[key] = encoder
+            staged[key] = kind.placed(value, home, path)
         else:
-            stored, encoder = convert_for(d, value, home.device, (*at, key))
+            rows = _ragged_rows(d, value, home.device, path) if d._has_fields else None
+            stored, encoder = rows or convert_for(d, value, home.device, path)
             if encoder is not None:
                 encoders[key] = encoder
-                stored = place_codes(d, stored, home.device, (*at, key))
-            staged[key] = KEPT.placed(stored, home, (*at, key)) if stored is value else stored
+                stored = stored if rows else place_codes(d, stored, home.device, path)
+            staged[key] = KEPT.placed(stored, home, path) if stored is value else stored
     return staged, encoders
 
 
@@ -192,7 +189,7 @@ def is_kept(d: TreeDict[Any], key: str, value: Any) -> bool:
     both were asked for.
     """
     policy, typed = d._policy, cast(Any, d)
-    if policy.objects != "keep" or isinstance(value, (Tensor, Ragged)) or nests(value):
+    if policy.objects != "keep" or kind_of(value) is not KEPT:
         return False
     if key in policy.encoders or (d._has_fields and typed._converts(key)):
         return False

@@ -17,7 +17,7 @@ from .._encoders.protocol import StringEncoder
 from .._memory.mapped import file_of
 from .._memory.packed import is_packed
 from .._tree.fields import fields
-from .._tree.kinds import KEPT, Field, kind_of
+from .._tree.kinds import Field, kind_of
 from .._tree.tree import TreeDict, data_in, field_encoder
 from .._tree.walk import nbytes
 from .page import Line, Page, one_line, shorten
@@ -108,8 +108,7 @@ def size(count: int) -> str:
 
 def summary(value: Any) -> str:
     """The text for a value, without its device: the title shows the device once."""
-    kind = kind_of(value)
-    return shorten(one_line(kind.shown(value)), _NOTE) if kind is KEPT else kind.shown(value)
+    return shorten(one_line(kind_of(value).shown(value)), _NOTE)
 
 
 def short_number(value: Any) -> str:
