@@ -312,6 +312,8 @@ class TestClass:
         assert ", 5 fields, " in repr(d) and "offsets" not in repr(d) and "float32[4, *] of 6 values" in d._repr_html_()
         assert repr(Ragged.from_rows([[1]])) == "Ragged(cpu, 1 row, int64, 1 value)"
         assert "Ragged('a', 'b')" in repr(pytree.tree_unflatten(["a", "b"], pytree.tree_structure(ragged())))
+        d = pytree.tree_map(lambda t: None if t.ndim == 1 else t, DeviceDict({"r": ragged(), "x": torch.ones(3, 1)}))
+        assert "object Ragged" in repr(d) and d.detach()["r"] is d["r"] and d.detach()["x"].equal(d["x"])
 
     def test_offsets_on_an_accelerator_are_not_read(self, device: torch.device) -> None:
         wrong = torch.tensor([0, 9, 3], dtype=torch.int32).to(device)

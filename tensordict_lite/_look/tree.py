@@ -78,7 +78,7 @@ def _row_count(found: Sequence[Field]) -> int | None:
     """The number of rows, if the fields with tensors agree on it."""
     try:
         counts = {field.kind.count(field) for field in found} - {None}
-    except (IndexError, TypeError, ValueError):  # a field without rows
+    except (AttributeError, IndexError, TypeError, ValueError):  # a field without rows, or what pytree put in its place
         return None
     return counts.pop() if len(counts) == 1 else None
 

@@ -322,10 +322,12 @@ class Ragged:
                 "a ragged field keeps the number of its values"
             )
 
-    def _with_data(self, values: Any, path: Path, made: Made) -> Self:
-        """`with_values` for values that may be on another device. ``made``: the lengths that were moved."""
-        self._require_total(values, path)
-        lengths = self._lengths
+    def _replace_data(self, results: Iterator[Any], device: object, inside: object, made: Made, at: Path) -> Self:
+        """`with_values` for the next of ``results``, on any device. ``made``: the lengths that were moved."""
+        if not isinstance(self.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  (pytree inserts others)
+            return self
+        values, lengths = next(results), self._lengths
+        self._require_total(values, at)
         if values.device != self.device:
             if lengths not in made:
                 made[lengths] = Lengths(transfer([self.offsets], canonical(values.device))[0], lengths.longest)

@@ -249,23 +249,23 @@ class TreeDict(dict[str, V], MutableMapping[str, V], Generic[V]):
         results: Iterator[Any],
         device: torch.device | None,
         inside: Callable[[Tensor], Tensor] | None = None,
+        made: Made | None = None,
+        at: Path = (),
     ) -> Self:
-        """The same tree with ``results`` in place of the tensors of `data_of`. Does not validate them.
+        """The same tree, at a path, with ``results`` in place of the tensors of `data_of`. Does not validate them.
 
-        ``inside``: a function for the tensors in kept values. None: these stay.
+        ``inside``: a function for the tensors in kept values. None: these stay. ``made``: see `Made`.
         """
-        made: Made = {}
-        out: list[Any] = []
-        for path, value in leaves(self):
+        made = {} if made is None else made
+        items: dict[str, Any] = {**self}
+        for key, value in items.items():
             if isinstance(value, Tensor):
-                out.append(next(results))
-            elif isinstance(value, Ragged):
-                out.append(value._with_data(next(results), path, made))
-            elif inside is None or (kept := open_kept(value)) is None:
-                out.append(value)
-            else:
-                out.append(kept.place(map(inside, kept.tensors()), device, {}, stay))
-        return self._with_leaves(iter(out), device)
+                items[key] = next(results)
+            elif isinstance(value, (Ragged, TreeDict)):
+                items[key] = value._replace_data(results, device, inside, made, (*at, key))
+            elif inside is not None and (kept := open_kept(value)) is not None:
+                items[key] = kept.place(map(inside, kept.tensors()), device, {}, stay)
+        return self._new(items, device, self._policy)
 
     def _infer_device(self, fallback: torch.device | None) -> None:
         """Set the device of every dict in the tree to the device of the tensors; ``fallback`` if there is no tensor.
