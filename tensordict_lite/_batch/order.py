@@ -348,7 +348,7 @@ class BatchOrder(Sampler[list[int]]):
             "position": place.position,
             "waiting": list(place.waiting),
             "window": [self.tokens, place.taken] if place.taken else [],
-            **self._visits.drawn(place.epoch, place.position),
+            **self._visits.drawn(place.position),
             **self._visits.fixed(),
         }
 

@@ -273,14 +273,13 @@ class Padded(NamedTuple):
         return {key: lengths if option == "lengths" else self.mask() for key, option in self.pad._extras.items()}
 
 
-def _filled_up(tensor: Tensor, dim: int, length: int, pad: Pad) -> Tensor:
-    """``tensor`` with the dimension ``dim`` padded to ``length``."""
-    sizes = list(tensor.shape)
-    sizes[dim] = length - sizes[dim]
-    if not sizes[dim]:
+def _filled_up(tensor: Tensor, length: int, pad: Pad) -> Tensor:
+    """``tensor`` with the second dimension padded to ``length``."""
+    rows, own, *rest = tensor.shape
+    if own == length:
         return tensor
-    gap = tensor.new_full(sizes, _fill_value(tensor, pad))
-    return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], dim)
+    gap = tensor.new_full((rows, length - own, *rest), _fill_value(tensor, pad))
+    return torch.cat([tensor, gap] if pad.side == "right" else [gap, tensor], 1)
 
 
 def pad_rows(trees: Sequence[TreeDict[Any]], pads: Pads, at: Path) -> Sequence[TreeDict[Any]]:
@@ -318,7 +317,7 @@ def _pad_field(
     length = pad._length(max(value.shape[1] for value in values))
     for i, (items, value) in enumerate(zip(out, values, strict=True)):
         rows, own = value.shape[:2]
-        items[key] = _filled_up(value, 1, length, pad)
+        items[key] = _filled_up(value, length, pad)
         for name, option in pad._extras.items():
             dtype, shape, made = (torch.bool, (rows, own), 1) if option == "mask" else (torch.int64, (rows,), own)
             known = items.get(name)
@@ -329,7 +328,7 @@ def _pad_field(
                     f"{dotted(path)}: pad= puts its {option} at {name!r}, where dict {i} has {described(known)}; "
                     "choose another key"
                 )
-            items[name] = _filled_up(known, 1, length, Pad(0, pad.side)) if option == "mask" else known
+            items[name] = _filled_up(known, length, Pad(0, pad.side)) if option == "mask" else known
 
 
 def raise_encoded(path: Path, pad: Pad) -> None:

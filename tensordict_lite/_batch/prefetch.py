@@ -99,10 +99,9 @@ class prefetch(Generic[B]):
             )
         self.loader: Any = loader
         # Not of `loader` itself: accelerate's loaders always have the method, and may have no state.
-        self._has_state = hasattr(data_loader(loader), "state_dict")
-        counted = None if self._has_state else ordered(loader)
-        self._source: Any = loader if counted is None else counted
-        self._has_state |= counted is not None
+        has_own = hasattr(data_loader(loader), "state_dict")
+        self._source: Any = loader if has_own else ordered(loader) or loader
+        self._has_state = has_own or isinstance(self._source, OrderedLoader)
         self.device = resolve(device)
         self.depth = slots - 1 if slots is not None else _DEPTH if depth is None else depth
         self.max_bytes = max_bytes
@@ -242,9 +241,9 @@ class prefetch(Generic[B]):
                         if slots or any(tensor.device.type == device.type for tensor in tensors_inside(source)):
                             side.wait_stream(torch.accelerator.current_stream(device))
                         with side:
-                            watch.copy_begins(side)
+                            begin = watch.copy_begins(side)
                             moved = slots.put(source) if slots else to_device(source, device, non_blocking=True)
-                            last = watch.copy_ends(side)
+                            last = watch.copy_ends(side, begin)
                     except StopIteration:
                         watch.lap(WAITING)
                         fetching = False

@@ -111,7 +111,6 @@ class Watch:
         self.starting = 0.0
         self.copies, self.idle = _Spans(), _Spans()
         self._size: int | None = None  # the bytes of the batch that arrived last, if it is one of 13
-        self._begun: tuple[torch.Event, int] | None = None
         self._ended: tuple[torch.Event, float] | None = None
         self._then = perf_counter()
 
@@ -136,18 +135,16 @@ class Watch:
         self.bytes += self._size
         self.counted += 1
 
-    def copy_begins(self, stream: torch.Stream) -> None:
-        """The copy of the batch that arrived begins."""
-        if self.timed and self._size is not None:
-            self._begun = self._event(stream), self._size
+    def copy_begins(self, stream: torch.Stream) -> torch.Event | None:
+        """An event before the copy of the batch that arrived, if the copy is timed."""
+        return None if self._size is None or not self.timed else self._event(stream)
 
-    def copy_ends(self, stream: torch.Stream) -> torch.Event:
+    def copy_ends(self, stream: torch.Stream, begin: torch.Event | None) -> torch.Event:
         """An event after the copy."""
-        if self._begun is None:
+        if begin is None or self._size is None:
             return stream.record_event()
-        begin, size = self._begun
-        self._begun, end = None, self._event(stream)
-        self.copies.add(begin, end, size)
+        end = self._event(stream)
+        self.copies.add(begin, end, self._size)
         return end
 
     def step_begins(self) -> None:
@@ -180,15 +177,11 @@ class Watch:
             lost = min(1.0, self.idle.seconds / self.idle.amount)
             waiting, copying, step = waiting * lost, copying * lost, step + (waiting + copying) * (1 - lost)
         size = self.bytes // max(1, self.counted)
-        copies = self.copies
-        if copies.seconds:
-            speed = copies.amount / copies.seconds
-        else:
-            speed = size * self.batches / copying if size and copying else 0.0
-        path = self.journey or Journey()
+        timed = self.copies
+        amount, seconds = (timed.amount, timed.seconds) if timed.seconds else (size * self.batches, copying)
+        speed, path = amount / seconds if seconds else 0.0, self.journey or Journey()
         found = Report(self.batches, waiting, copying, step, size, speed, path.copies, dict(path.alone))
-        making = self.seconds[WAITING]
-        found.advice = _advice(found, making, self.starting, path, loader) if self.batches else "no batch has come yet"
+        found.advice = _advice(found, self, path, loader) if self.batches else "no batch has come yet"
         return found
 
 
@@ -248,16 +241,15 @@ class Report:
     __repr__ = __str__
 
 
-def _advice(found: Report, making: float, starting: float, path: Journey, loader: Any) -> str:
-    """One sentence about the largest loss. ``making``: the seconds for which the host waited for the loader, whatever
-    the device did then. ``starting``: those until the first batch."""
+def _advice(found: Report, watch: Watch, path: Journey, loader: Any) -> str:
+    """One sentence about the largest loss."""
     lost = max(found.waiting, found.copying)
     if lost < _SHARE * found.seconds:
         return f"the step takes {found._share(found.step)} of the time; the loader keeps up"
     share = found._share(lost)
     if found.waiting >= found.copying:
         late = f"the loader is late: {share} of the time went to waiting for samples"
-        return f"{late}; {_faster(found, making, starting, loader)}"
+        return f"{late}; {_faster(found, watch, loader)}"
     slow = f"copies to the device take {share} of the time"
     if path.apart >= _APART:
         return f"{slow}; {path.apart} small fields are gathered one by one, collate_fn=collate puts them together"
@@ -266,19 +258,20 @@ def _advice(found: Report, making: float, starting: float, path: Journey, loader
     return f"{slow}; send fewer bytes, such as uint8 images, and convert them on the device"
 
 
-def _faster(found: Report, making: float, starting: float, loader: Any) -> str:
+def _faster(found: Report, watch: Watch, loader: Any) -> str:
     """What makes a loader faster."""
     workers, cores = getattr(loader, "num_workers", None), _cores()
     if workers is None:
         return "a DataLoader with num_workers= makes batches during the step"
     if not workers:
         # So many batches are made in the time of the others that one is ready for each step.
+        making = watch.seconds[WAITING]  # for which the host waited for the loader, whatever the device did then
         needed = ceil(making / max(found.seconds - found.waiting, making / cores))
         return f"num_workers={max(1, min(needed, cores - 1))} makes batches during the step"
     objects = _objects(getattr(loader, "dataset", None))
     if objects >= _MANY_OBJECTS:
         return f"each worker copies the {objects} Python objects of the dataset, and shares a DeviceDict or a table"
-    if starting > found.waiting / 2 and not loader.persistent_workers:
+    if watch.starting > found.waiting / 2 and not loader.persistent_workers:
         return "most of it until the workers had started, persistent_workers=True starts them once"
     if workers < cores:
         have = f"{workers} worker{'s' * (workers > 1)}"

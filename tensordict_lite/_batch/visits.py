@@ -74,7 +74,7 @@ class DatasetVisits:
         index = None if self.index is None else crc32(self.index.tobytes())
         return {"rows": self.count, "index": index, "seed": self.key[0], "shuffle": self.shuffle}
 
-    def drawn(self, epoch: int, position: int) -> dict[str, Any]:
+    def drawn(self, position: int) -> dict[str, Any]:
         """What the state has besides the position."""
         return {}
 
@@ -147,7 +147,7 @@ class MixedVisits:
         weights = self.shares.tolist()
         return {"sources": [source.fixed() for source in self.sources], "weights": weights, "stop": self.stop}
 
-    def drawn(self, epoch: int, position: int) -> dict[str, Any]:
+    def drawn(self, position: int) -> dict[str, Any]:
         """The rows that each source has given in this epoch."""
         return {"drawn": self._counts(position).tolist()}
 

@@ -130,14 +130,10 @@ def _pictures(value: Any, count: int) -> Cells | None:
     """Pictures of the first images, and shapes of the others. None without Pillow, and for other fields."""
     if not (isinstance(value, Tensor) and value.dtype is torch.uint8 and value.dim() == 4 and count):
         return None
-    if not_dense(value) or 0 in value.shape:
+    channels_first = value.shape[1] in (1, 3)
+    if not_dense(value) or 0 in value.shape or not (channels_first or value.shape[3] == 3):
         return None
-    if value.shape[1] in (1, 3):
-        images = value[:_FIRST_ROWS].permute(0, 2, 3, 1)
-    elif value.shape[3] == 3:
-        images = value[:_FIRST_ROWS]
-    else:
-        return None
+    images = value[:_FIRST_ROWS].permute(0, 2, 3, 1) if channels_first else value[:_FIRST_ROWS]
     try:
         pillow: Any = importlib.import_module("PIL.Image")
     except ImportError:

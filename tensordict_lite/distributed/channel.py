@@ -25,7 +25,6 @@ _MOST_SCHEMAS = 64
 """The size of the schema cache. Both sides evict the same schemas, because both see the same messages in order."""
 _UNANNOUNCED = "a schema that was not announced; do all ranks make the same calls?"
 _WRONG_SIZE = "the size of the buffer differs from its header"
-_NOT_COLLECTIVE: Any = object()
 _channels: WeakKeyDictionary[Any, dict[tuple[str, int, int], tuple[dict[int, Header | str], list[Any]]]] = (
     WeakKeyDictionary()
 )
@@ -146,6 +145,21 @@ class Channel:
         self.pending: list[Any]
         self.known, self.pending = state
         self.comm_device = comm_device(group)
+
+    @contextmanager
+    def explained(self, what: str) -> Generator[None]:
+        """Add this rank and the operation ``what`` to the message of an error of torch, such as a lost peer.
+
+        For a collective, add the ranks of the group too.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if str(error).startswith("rank "):
+                raise
+            kind: Any = type(error)
+            among = f" among ranks {_listed(ranks_of(self.group))}" if self.kind in ("broadcast", "all") else ""
+            raise kind(f"rank {dist.get_rank()}: {what}{among}: {error}") from error
 
     def remember(self, digest: int, schema: Header | str) -> None:
         """Cache a schema, or the reason why it is invalid, as the most recently used entry."""
@@ -315,22 +329,6 @@ def together(start: Callable[[T], Any], parts: Iterable[T]) -> list[Any]:
     """
     works = [start(part) for part in parts]
     return [work.wait() for work in works]
-
-
-@contextmanager
-def error_context(what: str, group: ProcessGroup = _NOT_COLLECTIVE) -> Generator[None]:
-    """Add this rank and the operation ``what`` to the message of an error of torch, such as a lost peer.
-
-    With the group of a collective, add the ranks of the group too.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if str(error).startswith("rank "):
-            raise
-        kind: Any = type(error)
-        among = "" if group is _NOT_COLLECTIVE else f" among ranks {_listed(ranks_of(group))}"
-        raise kind(f"rank {dist.get_rank()}: {what}{among}: {error}") from error
 
 
 def _listed(ranks: list[int]) -> str:

@@ -15,7 +15,7 @@ from .._memory.device import DeviceLike, canonical
 from .._memory.layout import may_share
 from .._memory.transfer import transfer
 from .._tree.fields import data_paths, refuse_ragged
-from .channel import Channel, Destination, Errors, ProcessGroup, Work, accepted, dist, error_context, ranks_of, together
+from .channel import Channel, Destination, Errors, ProcessGroup, Work, accepted, dist, ranks_of, together
 from .message import LARGE, Header, Message, header_of, message_of, read_header
 
 D = TypeVar("D", bound=DeviceDict[Any])
@@ -59,12 +59,12 @@ def isend(d: DeviceDict[Any], dst: int, tag: int = 0, group: ProcessGroup = None
 def _started(channel: Channel, message: Message | None, errors: Errors, verb: str) -> Work:
     """Start to send a message, or the text of an error if there is no message. ``wait()`` raises that error."""
     what = f"{verb} to rank {channel.peer}"
-    with error_context(what):
+    with channel.explained(what):
         parts = channel.tensors_of(message, errors)
         works = [dist.isend(part, channel.peer, group=channel.group, tag=channel.tag) for part in parts]
 
     def finish() -> None:
-        with errors, error_context(what):
+        with errors, channel.explained(what):
             for work in works:
                 work.wait()
         parts.clear()  # the tensors had to stay alive until the transfer was complete
@@ -119,14 +119,13 @@ def _receiving(channel: Channel, cls: Any, device: DeviceLike | None, verb: str,
         lambda: None if like is None else header_of(_checked(like, "like=", "the rank that receives"), False)
     )
     earlier = list(channel.pending)  # messages arrive in order, and each has several parts
-    collective = [channel.group] if channel.kind == "broadcast" else []
 
     def finish() -> DeviceDict[Any]:
         while earlier:
             with suppress(Exception):  # the `wait()` of the earlier receive raises the error to its caller
                 earlier.pop(0).wait()
         received: Any = None
-        with errors, error_context(what, *collective):
+        with errors, channel.explained(what):
             received = channel.receive()
         errors.raise_first()
         schema, buffers = received
@@ -162,7 +161,7 @@ def broadcast(
     if dist.get_rank() != src:
         return _receiving(channel, cls, device, "broadcast").wait()
     message = errors.attempt(lambda: message_of(_checked(d, "broadcast")))
-    with error_context(f"broadcast from rank {src}", group):
+    with channel.explained(f"broadcast from rank {src}"):
         channel.share(channel.tensors_of(message, errors))
     errors.raise_first()
     return cast(D, d)
@@ -219,13 +218,14 @@ def gather(
     Cost: one small collective, and a `send` from each rank.
     """
     errors, here = Errors(), dist.get_rank() == dst
+    everyone = Channel(group, "all")
     kind: Any = _class_of(d, cls)
     with errors:
         if here:
             Destination(kind, device)
-    with error_context(f"gather to rank {dst}", group):
+    with everyone.explained(f"gather to rank {dst}"):
         make: Any = header_of if here else message_of  # the dict of rank ``dst`` stays there
-        made, _ = Channel(group, "all").agreed(lambda: make(_checked(d, "gather", _ALL)), errors)
+        made, _ = everyone.agreed(lambda: make(_checked(d, "gather", _ALL)), errors)
     if isinstance(made, Message):
         _started(Channel(group, "to", dst, _TAG), made, errors, "gather").wait()
         return None
@@ -251,7 +251,7 @@ def all_gather(
     """
     channel, errors = Channel(group, "all"), Errors()
     target: Any = errors.attempt(lambda: Destination(_class_of(d, cls), device))
-    with error_context("all_gather", group):
+    with channel.explained("all_gather"):
         message, announced = channel.agreed(lambda: message_of(_checked(d, "all_gather", _ALL)), errors)
         schemas: list[Any] = [channel.known.get(digest) for digest, _ in announced]
         if None in schemas:
@@ -349,7 +349,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
             path = weight if isinstance(weight, tuple) else (weight,)
             _require_weight(_reducible(d), path)
             op, mark = "sum", len(_OPS) + list(d).index(path[0])
-    with error_context("all_reduce", group):
+    with channel.explained("all_reduce"):
         schema, announced = channel.agreed(lambda: header_of(_reducible(d)), errors, mark)
         digests = [digest for digest, _ in announced]
         if len(set(digests)) > 1:
@@ -469,11 +469,11 @@ def _started_reduction(flat: Tensor, op: Op, channel: Channel, what: str) -> Wor
     view = (
         flat.view(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat) if flat.is_complex() else flat
     )
-    with error_context(what, channel.group):
+    with channel.explained(what):
         work = dist.all_reduce(view, kind, group=channel.group, async_op=True) if flat.numel() else None
 
     def finish() -> Tensor:
-        with error_context(what, channel.group):
+        with channel.explained(what):
             if work is not None:
                 work.wait()
         reduced = flat.div_(len(ranks_of(channel.group))).to(dtype) if op == "mean" else flat

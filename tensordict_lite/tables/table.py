@@ -170,8 +170,7 @@ class TableWriter:
                 return
             self.folder.sync_files(self._write_checksums)
             if self.state.unused or not at_rest:
-                self._write_index(self.state.unused)
-                self._remove_unused()
+                self._show()
             if at_rest:
                 self._write_index(None)
 
@@ -183,7 +182,9 @@ class TableWriter:
             self.folder.append_checksums(line, state.sums)
             self.state = state._replace(summed=state.appended, sums=state.sums + len(line))
 
-    def _remove_unused(self) -> None:
+    def _show(self) -> None:
+        """Make all rows visible, and remove the unused files."""
+        self._write_index(self.state.unused)
         self.folder.remove_unused(self.state.unused)
         self.state = self.state._replace(unused=[])
 
@@ -235,8 +236,7 @@ class TableWriter:
         """
         if self.rows:
             self._open_columns()
-        self._write_index(self.state.unused)
-        self._remove_unused()
+        self._show()
         if not self.rows:  # the files may be missing
             self._open_files("x+b")
 

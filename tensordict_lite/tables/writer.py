@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from multiprocessing.util import Finalize
 from typing import Any, Literal, NoReturn, cast
 
@@ -25,6 +25,7 @@ from .._memory.transfer import transfer
 from .._tree.convert import holds_strings
 from .._tree.fields import fields as fields_in
 from .._tree.fields import ragged_paths
+from .._tree.kinds import Field
 from .._tree.missing import holds, keys_in, missing_key, refuse_unknown_encoders
 from .._tree.policy import Encoders, Policy
 from .._tree.ragged import Ragged
@@ -372,32 +373,28 @@ def _refuse_other_encoders(like: Mapping[str, Any], encoders: Encoders, asked: P
 
 def without_rows(d: Any, ragged: frozenset[Any], at: Path) -> Any:
     """The fields of ``d`` without rows, for a new table. ``ragged``: the keys and paths of more ragged fields."""
-    items: dict[str, Any] = {}
-    for key, value in d.items():
-        path = (*at, key)
-        names = ragged & {path, key}
-        if isinstance(value, TreeDict):
-            items[key] = without_rows(value, ragged, path)
-        elif isinstance(value, Ragged):
-            items[key] = _no_ragged_rows(value.dtype, value.values.shape[1:])
-        elif isinstance(value, list):
-            raise TypeError(
-                f"{dotted(path)}: expected a column or one value for all rows, got a list, with one for each row; "
-                "give strings an encoder, or make it a tuple"
-            )
-        elif not isinstance(value, Tensor) or not is_dense(value):
-            items[key] = value  # refused by `create_table`, which names the field
-        elif names and value.dim() < 2:
-            raise ValueError(f"{dotted(path)}: rows of a ragged field have a dimension, like= has {described(value)}")
-        elif names:
-            items[key] = _no_ragged_rows(value.dtype, value.shape[2:])
-        else:
-            items[key] = torch.empty((0, *value.shape[1:]), dtype=value.dtype, device="cpu")
-    return d._new(items, CPU, d._policy)
+    return d._with_leaves((_without_rows(field, ragged) for field in fields_in(d, at)), CPU)
 
 
-def _no_ragged_rows(dtype: torch.dtype, shape: Sequence[int]) -> Ragged:
-    return Ragged(torch.empty((0, *shape), dtype=dtype, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"))
+def _without_rows(field: Field, ragged: frozenset[Any]) -> Any:
+    path, value = field.path, field.value
+    if isinstance(value, list):
+        raise TypeError(
+            f"{dotted(path)}: expected a column or one value for all rows, got a list, with one for each row; "
+            "give strings an encoder, or make it a tuple"
+        )
+    if isinstance(value, Ragged):
+        shape = value.values.shape[1:]
+    elif not isinstance(value, Tensor) or not is_dense(value):
+        return value  # refused by `create_table`, which names the field
+    elif ragged.isdisjoint((path, path[-1])):
+        return torch.empty((0, *value.shape[1:]), dtype=value.dtype, device="cpu")
+    elif value.dim() < 2:
+        raise ValueError(f"{dotted(path)}: rows of a ragged field have a dimension, like= has {described(value)}")
+    else:
+        shape = value.shape[2:]
+    values = torch.empty((0, *shape), dtype=value.dtype, device="cpu")
+    return Ragged(values, torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 def _columns(fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> tuple[list[Tensor], int | None]:

@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(AHEAD, "if slots or any(", "if any(", "a slot is filled while it is read", f"{ENGINE}::test_a_slot_is_filled_after_the_work_on_it"),
     Mutant(AHEAD, "tensor.device.type == device.type for", "False for", "a batch is read before it is written", f"{PREFETCH}::test_what_is_on_the_device_already_may_still_be_computed_there"),
     Mutant(AHEAD, "                    with side:", "                    if True:", "the copies are on the stream of the consumer", f"{ENGINE}::test_a_loader_may_use_its_memory_again"),
-    Mutant(AHEAD, "last = watch.copy_ends(side)", "last = last or watch.copy_ends(side)", "the host waits for the first copy only", f"{ENGINE}::test_a_loader_may_use_its_memory_again"),
+    Mutant(AHEAD, "last = watch.copy_ends(side, begin)", "last = last or watch.copy_ends(side, begin)", "the host waits for the first copy only", f"{ENGINE}::test_a_loader_may_use_its_memory_again"),
     Mutant(AHEAD, "torch.accelerator.current_stream(device).wait_event(last)", "pass", "one slot is read before its copy", f"{ENGINE}::test_a_slot_is_filled_after_the_work_on_it"),
     Mutant(AHEAD, "record_stream(parts, torch.accelerator.current_stream(device))", "pass", "a batch is overwritten while it is read", f"{ENGINE}::test_a_batch_is_not_overwritten_while_the_consumer_reads_it"),
     Mutant(AHEAD, "record_stream(parts, torch.accelerator.current_stream(device))", "record_stream(parts, torch.accelerator.current_stream())", "a batch is overwritten while another device's stream reads it", f"{ENGINE}::test_a_batch_is_not_overwritten_while_the_consumer_reads_it"),
