@@ -9,8 +9,10 @@ import copy
 import pickle
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations, product
 from typing import Annotated, Any, ClassVar, Generic, Literal, NewType, Optional, Protocol, TypeVar, get_type_hints
 
@@ -27,6 +29,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from typing_extensions import TypeAliasType
 
 from tensordict_lite import (
+    BatchOrder,
     DeviceDict,
     DeviceMismatchError,
     Ragged,
@@ -36,6 +39,7 @@ from tensordict_lite import (
     cat,
     collate,
     field,
+    prefetch,
     stack,
 )
 
@@ -1179,7 +1183,66 @@ class TestAtTheBorder:
         collate([sample], cls=Outer)
         wrong = {**sample, **change}
         for count in (1, 3):
-            with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
+            said = message if count == 1 else f"sample 0: {message}"
+            with pytest.raises(ValueError, match=f"^{re.escape(said)}") as caught:
                 collate([wrong] * count, cls=Outer)
             if "z" in change:
                 assert str(caught.value).endswith(", from Outer.w, which is int64[2]")
+
+    @pytest.mark.parametrize(("change", "message"), [
+        ({"x": [1.0]}, "Request.x: expected a row of Float[Tensor, 'batch 2'], got float32[1]: as a batch, "),
+        ({"x": ["1", "2"]}, "Request.x: expected a row of Float[Tensor, 'batch 2'], got uint8[2, 1]: as a batch, "),
+        ({"x": {"y": 1}}, "Request.x: expected Float[Tensor, 'batch 2'], got DeviceDict"),
+        ({"x": None}, "'x': expected a tensor, number, "),
+        ({"n": 3.0}, "Request.n: expected a row of Int[Tensor, 'batch'], got float32[]: as a batch, "),
+        ({"n": 1 << 70}, "'n': int64 cannot hold 1180591620717411303424; "),
+        ({"text": 3}, "Request.text: expected strings for Utf8(), got int64[1]"),
+        ({"tags": 3}, "'tags': a ragged field takes dense samples of at least one dimension, got int64[]"),
+        ({"inner": {}}, "'inner': 'kind' is missing; the fields of Inner are kind"),
+        ({"inner": {"kind": "ox"}}, "'inner.kind': 'ox' is not among the 1 tokens of "),
+        ({"inner": {"kind": "cat", "z": 1}}, "'inner': Inner has no field 'z'. Its fields are kind"),
+        ({"txet": "a"}, "Request has no field 'txet', did you mean 'text'? Its fields are x, n, text, tags, inner"),
+        ("n", "'n' is missing; the fields of Request are x, n, text, tags, inner"),
+    ])  # fmt: skip
+    def test_an_error_names_the_sample_that_does_not_fit(self, change: Any, message: str) -> None:
+        """At every place, also at the first, with which the others are compared."""
+
+        class Inner(TypedDeviceDict):
+            kind: Annotated[Tensor, Vocabulary(["cat"])]
+
+        class Request(TypedDeviceDict):
+            x: Float[Tensor, "batch 2"]
+            n: Int[Tensor, "batch"]
+            text: Annotated[Tensor, Utf8()]
+            tags: Ragged
+            inner: Inner
+
+        right: dict[str, Any] = {"x": [1, 2], "n": 3, "text": "a", "tags": [1], "inner": {"kind": "cat"}}
+        wrong = {key: right[key] for key in right if key != change} if isinstance(change, str) else {**right, **change}
+        for at in range(3):
+            samples = [right, right, right]
+            samples[at] = wrong
+            fails(
+                (TypeError, ValueError),
+                f"^sample {at}: {re.escape(message)}",
+                lambda s=samples: collate(s, cls=Request),
+            )
+        batches = prefetch(
+            DataLoader(
+                [right, wrong, right], batch_sampler=BatchOrder([2, 0, 1], 3), collate_fn=partial(collate, cls=Request)
+            ),
+            "cpu",
+        )
+        with pytest.raises((TypeError, ValueError)) as caught:
+            next(iter(batches))
+        assert "batch 0 of epoch 0, sample 2: row 1" in "".join(traceback.format_exception(caught.value))
+
+    def test_samples_that_fit_but_differ(self) -> None:
+        class Point(TypedDeviceDict):
+            x: Tensor
+            w: Tensor | None = None
+
+        fails(ValueError, r"^'x': sample 1 has float32\[1\], sample 0 has float32\[2\]",
+              lambda: collate([{"x": [1.0, 2.0]}, {"x": [1.0]}], cls=Point))  # fmt: skip
+        fails(ValueError, r"^sample 1 has 'w', which sample 0 lacks; give each sample the same keys$",
+              lambda: collate([{"x": 1}, {"x": 1, "w": 1}], cls=Point))  # fmt: skip
