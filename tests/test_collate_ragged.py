@@ -205,3 +205,16 @@ class TestObjects:
 def test_objects_of_nested_mappings_alone() -> None:
     samples = [{"o": [{"a": {"b": 1}}, {"a": {"b": 2}}]}, {"o": []}]
     assert collate(samples, ragged=["o"]).tolist() == {"o": {"a": {"b": [[1, 2], []]}}}
+
+
+def test_an_empty_list_beside_other_lists_in_a_field_of_one_length() -> None:
+    """The error shows the dtype of the others, and the way out is that for lengths."""
+    way_out = r"; to fill the shorter ones up, give pad=\{'x': 0\}; to keep the lengths, ragged=\['x'\]$"
+    for other, kind in ((["ab"], r"uint8\[{}, 2\]"), ([1], r"int64\[{}\]"), ([[True] * 3], r"bool\[{}, 3\]")):
+        fails(ValueError, rf"^'x': sample 1 has {kind.format(1)}, sample 0 has {kind.format(0)}{way_out}",
+              lambda other=other: collate([{"x": []}, {"x": other}]))  # fmt: skip
+        fails(ValueError, rf"^'x': sample 1 has {kind.format(0)}, sample 0 has {kind.format(1)}{way_out}",
+              lambda other=other: collate([{"x": other}, {"x": ()}]))  # fmt: skip
+    for other, shown in ((torch.zeros(0, 4), r"float32\[0, 4\]"), (3, r"float32\[\]"), (np.zeros(1), r"float64\[1\]")):
+        fails(ValueError, rf"^'x': sample 1 has {shown}, sample 0 has float32\[0\]",
+              lambda other=other: collate([{"x": []}, {"x": other}]))  # fmt: skip

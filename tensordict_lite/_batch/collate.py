@@ -653,8 +653,9 @@ class _Walk:
             keep: keep the samples as a list of objects if they are not all tensors.
         """
         converted, encoder, differ = list(values), None, self.may_differ(path)
-        # An empty list gets the dtype of the other samples.
-        empty = {i for i, value in enumerate(values) if differ and isinstance(value, (list, tuple)) and not value}
+        # An empty list gets the dtype of the other samples. If they may not differ, it does so for the error.
+        lists = {i for i, value in enumerate(values) if isinstance(value, (list, tuple))}
+        empty = {i for i in lists if not values[i] and (differ or any(values[i] for i in lists))}
         filled = [i for i in range(self.count) if i not in empty] or range(self.count)
         for i in filled:
             if not isinstance(values[i], Tensor):
