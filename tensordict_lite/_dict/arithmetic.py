@@ -186,7 +186,7 @@ def write_fields(d: D, operation: _Operation, others: _Operands) -> D:
     tensors = data_of(d)
     if intercepted():  # transforms and compilers see one call for each field, and validate it themselves
         for i, tensor in enumerate(tensors):
-            operation.on(tensor.dtype).each(tensor, *_at(others, i))
+            operation.on(tensor.dtype).each(*_arguments(tensors, others, i))
         return d
     if isinstance(others, list):
         indices, is_one = unlike(tensors, others)
@@ -202,36 +202,36 @@ def write_fields(d: D, operation: _Operation, others: _Operands) -> D:
         except _ERRORS as error:  # torch refuses all of these or none, before it writes
             if is_out_of_memory(error):
                 raise
-            _try(d, operation, 0, tensors, others)
+            _try(d, operation, 0, _arguments(tensors, others, 0))
             groups = _groups(tensors, others, odd)
             if not odd:
                 raise
     calls: list[Call] = []
     risky: list[Risky] = []
     for i in sorted(odd):
-        tensor = tensors[i]
         if isinstance(others, list):  # kernels of some dtypes cannot read a tensor with the negative bit
             others[i] = others[i].resolve_neg()
-        if reason := _reason(operation.name, tensor, *_at(others, i)):
+        given = _arguments(tensors, others, i)
+        if reason := _reason(operation.name, *given):
             raise RuntimeError(f"{dotted(_path_of(d, i))} {reason}")
-        _try(d, operation, i, tensors, others)
-        operands = [one for one in (tensor, *_at(others, i)) if isinstance(one, Tensor)]
+        _try(d, operation, i, given)
+        operands = [one for one in given if isinstance(one, Tensor)]
         if any(map(_is_foreign, operands)) or (torch.is_grad_enabled() and any(t.requires_grad for t in operands)):
-            risky.append((tensor, None, partial(_call, d, operation, i, tensor, _at(others, i))))
+            risky.append((tensors[i], None, partial(_call, d, operation, i, given, given)))
         else:
-            calls.append(partial(operation.on(tensor.dtype).each, tensor, *_at(others, i)))
+            calls.append(partial(operation.on(tensors[i].dtype).each, *given))
     for members in groups:
-        _try(d, operation, members[0], tensors, others)
-        given = ([others[i] for i in members],) if isinstance(others, list) else others
+        _try(d, operation, members[0], _arguments(tensors, others, members[0]))
+        operand = ([others[i] for i in members],) if isinstance(others, list) else others
         many = operation.on(tensors[members[0]].dtype).many
-        calls.append(partial(many, [tensors[i] for i in members], *given))
+        calls.append(partial(many, [tensors[i] for i in members], *operand))
     write_all(calls, risky)
     return d
 
 
-def _at(others: _Operands, i: int) -> tuple[Any, ...]:
-    """The operand of one tensor, or no operand, as arguments."""
-    return (others[i],) if isinstance(others, list) else others
+def _arguments(tensors: list[Tensor], others: _Operands, i: int) -> tuple[Any, ...]:
+    """The arguments of an operation on one tensor: the tensor, and its operand if there is one."""
+    return tensors[i], *((others[i],) if isinstance(others, list) else others)
 
 
 def _groups(tensors: list[Tensor], others: _Operands, odd: set[int]) -> list[list[int]]:
@@ -241,9 +241,10 @@ def _groups(tensors: list[Tensor], others: _Operands, odd: set[int]) -> list[lis
     """
     odd.update([i for i, tensor in enumerate(tensors) if tensor.is_neg()])
     groups: dict[Hashable, list[int]] = {}
-    for i, tensor in enumerate(tensors):
+    for i in range(len(tensors)):
         if i not in odd:  # the dtype of a result can depend on whether a tensor has dimensions
-            kinds = [(one.dtype, not one.dim()) for one in (tensor, *_at(others, i)) if isinstance(one, Tensor)]
+            given = _arguments(tensors, others, i)
+            kinds = [(one.dtype, not one.dim()) for one in given if isinstance(one, Tensor)]
             groups.setdefault(tuple(kinds), []).append(i)
     return list(groups.values())
 
@@ -281,20 +282,18 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in sizes)
 
 
-def _try(d: TreeDict[Any], operation: _Operation, i: int, tensors: list[Tensor], others: _Operands) -> None:
+def _try(d: TreeDict[Any], operation: _Operation, i: int, given: tuple[Any, ...]) -> None:
     """Raise the error of torch if it refuses an operation on a tensor. Tries one element, or a foreign copy."""
-    tensor, other = tensors[i], _at(others, i)
-    operands = [one for one in (tensor, *other) if isinstance(one, Tensor)]
+    operands = [one for one in given if isinstance(one, Tensor)]
     trial = (lambda one: one.detach().clone()) if any(map(_is_foreign, operands)) else _one
-    _call(d, operation, i, tensor, other, *[trial(one) if isinstance(one, Tensor) else one for one in (tensor, *other)])
+    _call(d, operation, i, given, [trial(one) if isinstance(one, Tensor) else one for one in given])
 
 
-def _call(
-    d: TreeDict[Any], operation: _Operation, i: int, tensor: Tensor, other: tuple[Any, ...], *instead: Any
-) -> None:
-    """Write to a tensor. Errors name its path. ``instead``: arguments to call the operation with."""
+def _call(d: TreeDict[Any], operation: _Operation, i: int, given: tuple[Any, ...], used: Sequence[Any]) -> None:
+    """Write to a tensor. Errors name its path, and show what was ``given``. ``used``: the arguments of the call."""
+    tensor, *other = given
     try:
-        operation.on(tensor.dtype).each(*(instead or (tensor, *other)))
+        operation.on(tensor.dtype).each(*used)
     except _ERRORS as error:
         if is_out_of_memory(error):
             raise
