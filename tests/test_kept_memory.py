@@ -309,3 +309,15 @@ def test_a_field_of_a_batch_can_be_saved_by_itself() -> None:
     for one in (d, collate([d, d]), d.pack(), d.to("sim").cpu(), pickle.loads(pickle.dumps(d, 5))):
         for tensor in one.values():
             assert option_paths.in_memory(tensor).equal(tensor)
+
+
+def test_groups_and_batches_are_views() -> None:
+    """As `docs/moving.md` says: the groups are views of one copy, and batches without a shuffle of the dict."""
+    d = DeviceDict({"x": torch.rand(4, 50_000), "k": [0, 1, 0, 1]})
+    own = d["x"].untyped_storage().data_ptr()
+    groups = d.rows.group_by("k")
+    assert len({group["x"].untyped_storage().data_ptr() for group in groups.values()} - {own}) == 1
+    assert kept(groups[1]["x"]) == d["x"].nbytes and kept(groups[1].clone()["x"]) == groups[1]["x"].nbytes
+    assert {part["x"].untyped_storage().data_ptr() for part in d.rows.batches(2)} == {own}
+    shuffled = list(d.rows.batches(2, shuffle=True))
+    assert own not in {part["x"].untyped_storage().data_ptr() for part in shuffled} and not excess(shuffled)

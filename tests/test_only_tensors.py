@@ -700,3 +700,8 @@ def kept_on_ranks(rank: int) -> None:
 @pytest.mark.ranks
 def test_between_ranks() -> None:
     on_ranks(kept_on_ranks)
+
+
+def test_find_leaves_tensors_in_kept_values_alone() -> None:
+    d = DeviceDict({"x": torch.ones(2), "h": (torch.tensor([torch.nan]),)}, objects="keep")
+    assert d.find(torch.isnan) == {} and d.find(lambda t: t == 1)["x"].tolist() == [0, 1]
