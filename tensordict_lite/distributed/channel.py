@@ -129,7 +129,7 @@ class Destination:
         try:
             return schema.build(self.cls, buffers)
         except InvalidManifest as error:  # for example an encoder that is not registered on this rank
-            raise refused(f"not a valid message: {error}", src) from error
+            raise rank_error(f"from rank {src}: not a valid message: {error}") from error
 
 
 class Channel:
@@ -225,14 +225,13 @@ class Channel:
                 self.take([announced])
                 sizes = read_sizes(announced, nbytes)
         except ValueError as error:
-            raise refused(str(error), self.peer) from error
+            raise rank_error(f"from rank {self.peer}: {error}") from error
         received = torch.empty(size, dtype=torch.uint8, device=self.comm_device)
         if size:
             self.take([received])
         text = bytes(received.cpu().numpy())
         if failed:
-            said = text.decode(errors="replace")
-            raise RuntimeError(f"rank {dist.get_rank()}: rank {self.peer} could not send: {said}")
+            raise rank_error(f"rank {self.peer} could not send: {text.decode(errors='replace')}")
         schema = self.learn(text, digest) if size else self.known.get(digest, _UNANNOUNCED)
         if not size and schema is not _UNANNOUNCED:
             self.remember(digest, schema)
@@ -260,9 +259,9 @@ class Channel:
         if any(failed for failed, *_ in read):
             said = zip(ranks_of(self.group), self.texts_of_all(text), strict=True)
             reasons = "; ".join(f"rank {rank} has {reason.decode(errors='replace')}" for rank, reason in said if reason)
-            errors.raise_first(None if invalid else RuntimeError(f"rank {dist.get_rank()}: {reasons}"))
+            errors.raise_first(None if invalid else rank_error(reasons))
         if len({marked for _, _, marked, *_ in read}) > 1:
-            raise RuntimeError(f"rank {dist.get_rank()}: the ranks make this call with different arguments, such as op")
+            raise rank_error("the ranks make this call with different arguments, such as op")
         return made, [(digest, nbytes) for _, digest, _, nbytes, _ in read]
 
     def texts_of_all(self, mine: bytes) -> list[bytes]:
@@ -278,9 +277,9 @@ class Channel:
         return out
 
 
-def refused(reason: str, src: int) -> RuntimeError:
-    """The error for an invalid message from rank ``src``."""
-    return RuntimeError(f"rank {dist.get_rank()}: from rank {src}: {reason}")
+def rank_error(text: str) -> RuntimeError:
+    """An error that names this rank."""
+    return RuntimeError(f"rank {dist.get_rank()}: {text}")
 
 
 def accepted(schema: Header | str, nbytes: int, src: int, sizes: list[int] | None = None) -> Header:
@@ -290,7 +289,7 @@ def accepted(schema: Header | str, nbytes: int, src: int, sizes: list[int] | Non
     """
     if isinstance(schema, Header) and schema.nbytes == nbytes and sizes in (None, [size for _, size in schema.parts]):
         return schema
-    raise refused(schema if isinstance(schema, str) else _WRONG_SIZE, src)
+    raise rank_error(f"from rank {src}: {schema if isinstance(schema, str) else _WRONG_SIZE}")
 
 
 def process_group(group: ProcessGroup) -> Any:

@@ -15,7 +15,7 @@ from .._memory.device import DeviceLike, canonical
 from .._memory.layout import may_share
 from .._memory.transfer import transfer
 from .._tree.fields import data_paths, refuse_ragged
-from .channel import Channel, Destination, Errors, ProcessGroup, Work, accepted, dist, ranks_of, together
+from .channel import Channel, Destination, Errors, ProcessGroup, Work, accepted, dist, rank_error, ranks_of, together
 from .message import LARGE, Header, Message, header_of, message_of, read_header
 
 D = TypeVar("D", bound=DeviceDict[Any])
@@ -361,7 +361,7 @@ def all_reduce(d: D, op: Op = "sum", group: ProcessGroup = None, *, weight: str 
         groups: dict[Any, list[int]] = {}  # one collective each: the small tensors of a dtype, or a large tensor
         for i, tensor in enumerate(tensors):
             if reason := _irreducible(tensor.dtype, op):
-                raise RuntimeError(f"rank {dist.get_rank()}: {names[i]} is {tensor.dtype}: {reason}")
+                raise rank_error(f"{names[i]} is {tensor.dtype}: {reason}")
             groups.setdefault(tensor.dtype if tensor.nbytes < LARGE else i, []).append(i)
         out: list[Any] = [None] * len(tensors)
 
@@ -443,10 +443,7 @@ def _refuse_differing(mine: Header, digests: list[int], channel: Channel) -> Non
     for rank, schema in zip(ranks, others, strict=True):  # pragma: no branch  (one schema differs)
         different = schema.strict_difference(first)
         if different:  # pragma: no branch  (else with more than two ranks only)
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: all_reduce needs one schema, and rank {rank} differs from rank {lead}: "
-                f"{different}"
-            )
+            raise rank_error(f"all_reduce needs one schema, and rank {rank} differs from rank {lead}: {different}")
 
 
 def _irreducible(dtype: torch.dtype, op: Op) -> str:
