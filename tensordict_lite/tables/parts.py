@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from .._look.progress import Progress, reporter
 from .._tree.policy import Encoders
 from .format import PART, described_part, part_name
 from .reader import index_of
-from .writer import RowWriter
+from .writer import RowWriter, warn_caller
 
 _WRITTEN_AT_ONCE = 1 << 16
 """The number of rows that `join_parts` writes at a time."""
@@ -88,11 +87,9 @@ def _part_folders(folder: str) -> list[str]:
         raise FileNotFoundError(f"{folder!r} has {len(parts)} of {total} parts; part {min(missing)} is missing")
     if left_open:
         path, rows = left_open[0]
-        warnings.warn(
+        warn_caller(
             f"{len(left_open)} of {total} parts are not closed: {path!r} has only the {rows} rows of its last flush; "
-            f"wait for its writer, or if it was killed, write the part again, or keep these rows with repair({path!r})",
-            RuntimeWarning,
-            stacklevel=3,
+            f"wait for its writer, or if it was killed, write the part again, or keep these rows with repair({path!r})"
         )
     return [os.path.join(folder, name) for _, name in parts]
 

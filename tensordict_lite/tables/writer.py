@@ -269,22 +269,22 @@ def _close_forgotten(table: TableWriter) -> None:
         return
     pending = table.state.pending
     table.close()
-    warnings.warn(
+    warn_caller(
         f"a RowWriter of {table.folder.path!r} was not closed, and {pending} rows are flushed only now; close it, or "
-        "write `with RowWriter(...) as writer:`",
-        RuntimeWarning,
-        stacklevel=3,
+        "write `with RowWriter(...) as writer:`"
     )
 
 
 def _abandon(table: TableWriter, event: str) -> None:
     """Release a table, and warn if it lacks rows that were written."""
     if lost := table.abandon():
-        warnings.warn(
-            f"{event.format(repr(table.folder.path))}: {lost} rows were not flushed, and the table does not have them",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        where = event.format(repr(table.folder.path))
+        warn_caller(f"{where}: {lost} rows were not flushed, and the table does not have them")
+
+
+def warn_caller(text: str) -> None:
+    """Warn about rows, at the place of the user's call: two calls above the function that calls this one."""
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def append_rows(table: TableWriter, fields: TreeDict[Any], given: Mapping[str, Any], at: Path) -> None:
