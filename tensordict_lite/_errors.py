@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,17 @@ def add_note(error: Exception, note: str) -> None:
         error.strerror += f"\n{note}"
     elif error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def optional_module(name: str, needed: str) -> Any:
+    """Import a module that the package does not require. ``needed``: the text of the ``ImportError`` if it is missing.
+
+    Call it where the module is used, because such modules are slow to import.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(needed) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Never, Self, Unpack
 
 from .._encoders.protocol import StringEncoder, as_given
-from .._errors import Path, described, dotted, refuse_deeper, with_path
+from .._errors import Path, described, dotted, optional_module, refuse_deeper, with_path
 from .._files import safetensors
 from .._files.atomic_write import FilePath
 from .._look.describe import Description, find, statistics
@@ -1340,10 +1339,7 @@ class DeviceDict(TreeDict[V]):
         ...     print(torch.Size([2]))
         torch.Size([2])
         """
-        try:
-            tensordict: Any = importlib.import_module("tensordict")  # optional, and slow to import
-        except ImportError as error:
-            raise ImportError("to_tensordict needs TensorDict: pip install tensordict") from error
+        tensordict = optional_module("tensordict", "to_tensordict needs TensorDict: pip install tensordict")
         refuse_ragged(self, "a TensorDict takes tensors", "store its nested() or padded() there first")
         if batch_size is None:
             counts = {tensor.shape[:1] for tensor in self._tensors()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import described
+from .._errors import described, optional_module
 from .protocol import StringEncoder, register_encoder
 
 # Fields of a tokenizer's files for its last call and its origin. They are not saved: equal tokenizers may differ there.
@@ -129,10 +128,7 @@ class Tokenizer(StringEncoder):
 
         Raises ``ImportError`` if ``transformers`` is not installed, and ``ValueError`` for a file outside the folder.
         """
-        try:
-            transformers: Any = importlib.import_module("transformers")  # optional, and slow to import
-        except ImportError as error:
-            raise ImportError("this data holds a Tokenizer; pip install transformers") from error
+        transformers = optional_module("transformers", "this data holds a Tokenizer; pip install transformers")
         with tempfile.TemporaryDirectory() as folder:
             for name, content in state["files"].items():
                 path = PurePosixPath(name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from typing import Any
+
+from .._errors import optional_module
 
 Progress = Callable[[int, int], object] | bool | None
 """A function that is called with what is done and the total, True for a bar of tqdm, or None."""
@@ -18,11 +18,8 @@ def reporter(progress: Progress, total: int, unit: str = "B") -> Callable[[int],
         return lambda done: (progress(done, total), None)[1]
     if progress is not True:
         raise TypeError(f"progress= is a function of (done, total), or True for tqdm, got {progress!r:.60}")
-    try:
-        tqdm: Any = importlib.import_module("tqdm.auto").tqdm
-    except ImportError as error:
-        raise ImportError("progress=True needs tqdm: pip install tqdm, or give a function of (done, total)") from error
-    bar = tqdm(total=total, unit=unit, unit_scale=True, leave=False)
+    needed = "progress=True needs tqdm: pip install tqdm, or give a function of (done, total)"
+    bar = optional_module("tqdm.auto", needed).tqdm(total=total, unit=unit, unit_scale=True, leave=False)
 
     def report(done: int) -> None:
         bar.update(done - bar.n)
