@@ -16,7 +16,7 @@ from checks import fails
 from files import write_index
 
 from tensordict_lite import InvalidFileError, Vocabulary, load
-from tensordict_lite.tables import RowWriter, add_column, repair, verify
+from tensordict_lite.tables import RowWriter, add_column, drop_column, repair, verify
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"), pytest.mark.usefixtures("torch_mode")]
 
@@ -144,8 +144,9 @@ def test_damaged_checksums(tmp_path: Path) -> None:
             with pytest.raises(InvalidFileError, match=r"'checksums'|size of the checksums|no name of a column file"):
                 call()
     index.write_text(text)
-    sums.write_bytes(lines.replace(b'"x.safetensors":[10,', b'"x.safetensors":[11,'))
-    fails(InvalidFileError, r"the checksums of 'x.safetensors' do not follow each other$", lambda: verify(folder))
+    for wrong in (b"[11,20,", b"[10, 9,"):
+        sums.write_bytes(lines.replace(b'"x.safetensors":[10,20,', b'"x.safetensors":' + wrong))
+        fails(InvalidFileError, r"the checksums of 'x.safetensors' do not follow each other$", lambda: verify(folder))
     last = len(b"".join(lines.splitlines(True)[:-1]))
     sums.write_bytes(lines[:last] + lines[last:].replace(b"values", b"VALUES"))
     fails(InvalidFileError, r"the checksums of 'text.values.safetensors' cover 20 of 30 rows$", lambda: verify(folder))
@@ -161,6 +162,15 @@ def test_damaged_checksums(tmp_path: Path) -> None:
     assert len(load(folder).rows) == 30, "load reads no checksum"
 
 
+def test_a_column_in_the_file_of_a_column_that_was_dropped(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t")
+    drop_column(folder, "x")
+    add_column(folder, "x", [[0.5] * 30])
+    verify(folder)
+    change(folder / "x.safetensors", 4096)
+    fails(InvalidFileError, "rows 0 to 29 of the column 'x' have changed: 'x.safetensors'", lambda: verify(folder))
+
+
 def test_a_table_without_checksums(tmp_path: Path) -> None:
     folder = written(tmp_path / "t", checksums=False)
     verify(folder)
@@ -171,6 +181,8 @@ def test_a_table_without_checksums(tmp_path: Path) -> None:
         InvalidFileError, match=r"'text.offsets.safetensors': 'offsets': expected ascending offsets, got"
     ):
         verify(folder)
+    os.truncate(folder / "x.safetensors", 4096 + 8 * 30 + 1)
+    fails(InvalidFileError, "no safetensors file with the 30 rows of 'x'; repair the table$", lambda: verify(folder))
     (folder / "x.safetensors").unlink()
     fails(InvalidFileError, r"the file 'x.safetensors' is missing$", lambda: verify(folder))
 
