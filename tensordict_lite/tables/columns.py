@@ -19,7 +19,6 @@ from .._tree.fields import fields as fields_in
 from .._tree.manifest import Reader, without
 from .._tree.missing import missing_key, refuse_unknown_encoders, rows_hint
 from .._tree.policy import Encoders, Policy
-from .._tree.ragged import Ragged
 from .._tree.tree import data_of
 from .._tree.walk import refuse_key
 from .table import create_columns, empty_dict, table_at_rest
@@ -185,7 +184,6 @@ def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragge
     """A dict without rows with the field at the path ``rest``, from its first batch. ``parent``: the dict at ``at``."""
     path = (*at, *rest)
     given = joined_rows(value, path) if ragged else value
-    ragged = ragged and not isinstance(given, Ragged)
     d: DeviceDict[Any] = DeviceDict._new((), None, parent._policy)
     d._set_path(rest, given, at)
     if not data_of(d):
