@@ -1161,6 +1161,9 @@ class TestModes:
             writer.write({"y": [1, 2]})
             writer.flush()
             assert load(folder)["y"].tolist() == [1, 2] and len(os.listdir(folder)) == 2
+        with RowWriter(folder, like={"z": [0]}, mode="overwrite") as writer:
+            writer.flush()
+            assert load(folder).tolist() == {"z": []}, "without rows too"
 
     @pytest.mark.parametrize("change", ["overwrite", "overwrite twice", "the same column again", "a new folder"])
     def test_a_table_that_is_replaced_while_it_is_read(
@@ -1218,6 +1221,9 @@ class TestModes:
         writer.write({"x": [1]})
         writer._table.release()  # as a kill does
         assert load(folder) == sample() and len(os.listdir(folder)) == 6
+        again = RowWriter(folder, like={"x": [0]}, mode="overwrite")
+        again._table.release()
+        assert load(folder) == sample() and len(os.listdir(folder)) == 7
         repair(folder)
         assert load(folder) == sample() and len(os.listdir(folder)) == 5
 

@@ -181,6 +181,9 @@ def test_a_table_without_checksums(tmp_path: Path) -> None:
         InvalidFileError, match=r"'text.offsets.safetensors': 'offsets': expected ascending offsets, got"
     ):
         verify(folder)
+    RowWriter(tmp_path / "empty", like=LIKE).close()
+    change(tmp_path / "empty" / "x.safetensors", 30)
+    fails(InvalidFileError, "no safetensors file with the 0 rows of 'x'", lambda: verify(tmp_path / "empty"))
     os.truncate(folder / "x.safetensors", 4096 + 8 * 30 + 1)
     fails(InvalidFileError, "no safetensors file with the 30 rows of 'x'; repair the table$", lambda: verify(folder))
     (folder / "x.safetensors").unlink()
