@@ -456,6 +456,17 @@ class TestAutograd:
             RuntimeError,
             "'x' is float32[2]; torch refuses lerp_ of it and float64[2]: expected dtype",
         )
+        for ours, theirs in ((torch.float32, torch.bfloat16), (torch.float16, torch.float32)):
+            average, other = (
+                DeviceDict({"x": torch.ones(2, dtype=ours)}),
+                DeviceDict({"x": torch.ones(2, dtype=theirs)}),
+            )
+            for operand in (other, other.to_dict(), other["x"]):
+                with pytest.raises(RuntimeError, match=rf"; cast the other to {str(ours)[6:]} first$"):
+                    average.lerp_(operand, 0.5)
+            average.lerp_(other.to(ours), 0.5)
+        with pytest.raises(RuntimeError, match=r"can't be cast to the desired output type Long$"):
+            DeviceDict({"i": [1]}).add_(0.5)
 
     def test_a_field_that_fails_late_leaves_a_mixed_dict_alone(self) -> None:
         d = DeviceDict({"i": torch.tensor(1), "x": torch.ones(2), "y": torch.ones(3)})

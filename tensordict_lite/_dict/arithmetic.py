@@ -299,6 +299,8 @@ def _call(d: TreeDict[Any], operation: _Operation, i: int, given: tuple[Any, ...
             raise
         beside = "".join(f" and {described(one) if isinstance(one, Tensor) else repr(one)}" for one in other)
         said = str(error).splitlines()[0]
+        if len({one.dtype for one in (tensor, *other) if isinstance(one, Tensor) and one.is_floating_point()}) > 1:
+            said += f"; cast the other to {dtype_name(tensor.dtype)} first"
         kind = TypeError if isinstance(error, TypeError) else RuntimeError
         message = f"is {described(tensor)}; torch refuses {operation.name} of it{beside}: {said}"
         raise kind(f"{dotted(_path_of(d, i))} {message}") from error
