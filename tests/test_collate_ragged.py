@@ -218,3 +218,20 @@ def test_an_empty_list_beside_other_lists_in_a_field_of_one_length() -> None:
     for other, shown in ((torch.zeros(0, 4), r"float32\[0, 4\]"), (3, r"float32\[\]"), (np.zeros(1), r"float64\[1\]")):
         fails(ValueError, rf"^'x': sample 1 has {shown}, sample 0 has float32\[0\]",
               lambda other=other: collate([{"x": []}, {"x": other}]))  # fmt: skip
+
+
+def test_empty_lists_decode_to_no_strings() -> None:
+    """Whatever the other batches have: empty lists are float32, and the default encoder decodes them."""
+    empty, full = {"s": [], "n": {"s": []}}, {"s": ["a", "bc"], "n": {"s": ["d"]}}
+    for samples in ([empty], [empty, empty], [empty, full], [full, empty]):
+        batch: Any = collate(samples, ragged=["s"])
+        assert batch.decode("s") == [sample["s"] for sample in samples]
+        assert batch.decode(("n", "s")) == [sample["n"]["s"] for sample in samples]
+        assert [row.decode("s") for row in batch.rows] == batch.decode("s")
+    assert collate([empty, empty]).decode("s") == [[], []] and DeviceDict({"s": []}).decode("s") == []
+    numbers = DeviceDict({"s": [1.0]})
+    fails(
+        TypeError, "^'s': Utf8\\(\\) decodes uint8 codes, got float32; 's' has no encoder", lambda: numbers.decode("s")
+    )
+    own = DeviceDict({"s": torch.zeros(0)}, encoders={"s": Vocabulary(["a"])})
+    fails(TypeError, "^'s': Vocabulary.* decodes integer codes, got float32$", lambda: own.decode("s"))

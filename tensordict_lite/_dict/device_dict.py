@@ -39,7 +39,7 @@ from .._tree.kinds import KEPT, Field, kind_of
 from .._tree.missing import missing_key, rows_hint
 from .._tree.policy import OPTIONS, Encoders, Options, refuse_option, refuse_positional
 from .._tree.ragged import Ragged
-from .._tree.tree import TreeDict, V, builtin_dict, dicts_of
+from .._tree.tree import TreeDict, V, builtin_dict, data_in, dicts_of
 from .._tree.walk import Items, as_dict, as_path, components, leaves, nbytes, only_tensors, refuse_key
 from . import arithmetic, by_value, torch_functions
 from .fill import fill_
@@ -990,11 +990,14 @@ class DeviceDict(TreeDict[V]):
         path = as_path(key)
         codes: Any = self[key]
         node, last = self._walk(path)
-        encoder = node._policy.encoder(last)
+        encoder: Any = node._policy.encoder(last)
+        own, data = last in node._policy.encoders, data_in(codes)
+        if not own and data is not None and data.is_floating_point() and not data.numel():
+            encoder = None  # of empty lists: they are float32, and have no strings
         kind = kind_of(codes, encoder)
         if kind is KEPT:
             raise TypeError(f"{dotted(path)}: expected encoded strings, got {described(codes)}")
-        hint = "" if last in node._policy.encoders else f"; {last!r} has no encoder of its own, give one as encoders="
+        hint = "" if own else f"; {last!r} has no encoder of its own, give one as encoders="
         try:
             return kind.tolist(Field(path, node, codes, encoder, kind), None)
         except (TypeError, ValueError) as error:
