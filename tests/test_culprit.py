@@ -197,6 +197,11 @@ def test_a_move_names_the_batch(ordered: bool, streams: Any) -> None:
     assert isinstance(error, torch.OutOfMemoryError) and message(error).splitlines()[-1].startswith(expected)
 
 
+@pytest.mark.without_streams
+def test_a_move_to_a_device_without_streams_names_the_batch() -> None:
+    test_a_move_names_the_batch(True, None)
+
+
 def test_an_iterable_counts_its_batches() -> None:
     def source() -> Iterator[Any]:
         yield {"x": 1}
