@@ -1242,17 +1242,13 @@ class DeviceDict(TreeDict[V]):
         if isinstance(path, (list, tuple)):
             raise TypeError("load takes one path; cat([load(path) for path in paths]) joins the dicts of several files")
         where = CPU if device is None else resolve(device)
+        wanted = safetensors.Wanted(keys, encoders, rows)
         if os.path.isdir(path):
             from ..tables.reader import read_table  # noqa: PLC0415  (only here does the core need tables)
 
-            out = read_table(cls, path, safetensors.Wanted(keys, encoders), rows)
-        elif rows is None:
-            out = safetensors.read_file(cls, path, safetensors.Wanted(keys, encoders))
+            out = read_table(cls, path, wanted).to(where)
         else:
-            raise ValueError(
-                f"rows= is for tables, which are folders; {os.fsdecode(path)!r} is none: load(path).rows[:n]"
-            )
-        out = out.to(where)
+            out = safetensors.read_file(cls, path, wanted).to(where)
         out._validate()
         return out
 

@@ -172,13 +172,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class Wanted:
-    """What to read of a file or a table: the arguments ``keys`` and ``encoders`` of `load`.
+    """What to read of a file or a table: the arguments ``keys``, ``encoders`` and ``rows`` of `load`.
 
     Raises the errors about arguments, before those about the file, and ``ImportError`` without safetensors.
     """
 
-    def __init__(self, keys: Sequence[str | Path] | None, encoders: Encoders | None) -> None:
-        self.library = import_library()
+    def __init__(self, keys: Sequence[str | Path] | None, encoders: Encoders | None, rows: int | None) -> None:
+        self.library, self.rows = import_library(), rows
         self.paths = None if keys is None else as_paths(keys)
         self.encoders = encoders
         Policy().override(encoders)  # raises for an invalid argument
@@ -193,6 +193,8 @@ class Wanted:
 def read_file(cls: Any, path: FilePath, wanted: Wanted) -> Any:
     """Load a dict of class ``cls`` on the CPU without validating it against the class: see `DeviceDict.load`."""
     path, error = os.fsdecode(path), wanted.library.SafetensorError
+    if wanted.rows is not None:
+        raise ValueError(f"rows= is for tables, which are folders; {path!r} is none: load(path).rows[:n]")
     with open_regular(path) as opened:
         # Read through the open file, since `path` may be replaced between reading the header and the tensors.
         same = f"/proc/self/fd/{opened.fileno()}"

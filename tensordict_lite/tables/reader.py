@@ -22,11 +22,9 @@ from .format import VALUES, Column, TableIndex, read_index
 _T = TypeVar("_T")
 
 
-def read_table(cls: Any, path: FilePath, wanted: Wanted, rows: int | None) -> Any:
-    """Load the table in a folder as a dict of class ``cls`` on the CPU, without validating it against the class.
-
-    ``rows``: the number of rows to load; None: all.
-    """
+def read_table(cls: Any, path: FilePath, wanted: Wanted) -> Any:
+    """Load the table in a folder as a dict of class ``cls`` on the CPU, without validating it against the class."""
+    rows = wanted.rows
     if rows is not None and (type(rows) is not int or rows < 0):
         raise ValueError(f"rows= is the number of rows to load, got {rows!r}")
     folder = os.path.abspath(os.fsdecode(path))
