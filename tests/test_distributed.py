@@ -330,6 +330,9 @@ def groups(rank: int, world: int) -> None:
     dist.destroy_process_group()  # a new group knows nothing of the schemas of the old one
     meet(rank, world, os.environ["MEETING"], "again")
     assert d_.broadcast(sample(1) if rank == 0 else None) == sample(1)
+    a, b, c = (DeviceDict({key: 1.0}) for key in "abc")
+    for d in (a, b, a, c, a):  # all ranks forget the schema that was not used for the longest time
+        assert d_.broadcast(d if rank == 0 else None) == d
 
 
 def rows_of_any_length(rank: int, world: int) -> None:
