@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from tensordict_lite import DeviceDict, Ragged, StringEncoder, TypedDeviceDict, Utf8, Vocabulary, cat, register_encoder
 from tensordict_lite import distributed as d_
 from tensordict_lite.distributed import channel as channel_module
-from tensordict_lite.distributed.message import failure, message_of, prefix_of, read_header, read_prefix
+from tensordict_lite.distributed.message import failure, message_of, prefix_of, read_header, read_prefix, read_sizes
 
 
 class Obs(TypedDeviceDict):
@@ -624,6 +624,7 @@ class TestHeaders:
         schema = message_of(sample(0)).schema
         assert read_prefix(prefix_of(schema, 3, cpu)) == (False, schema.digest, 3, schema.nbytes, 1)
         assert read_prefix(prefix_of(None, 1, cpu))[0]
+        fails(ValueError, "the message is not from", lambda: read_sizes(torch.tensor([-1, 9]), 8))
         assert failure(ValueError("\ud800")) == b"ValueError: ?", "a text that UTF-8 cannot encode"
 
     @pytest.mark.parametrize("name", PREFIXES)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -446,6 +447,16 @@ def test_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.undo()
     assert list(load(folder)) == ["x", "n", "text"]
     add_column(folder, "y", [[1] * COUNT])
+    check_at_rest(folder)
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path / "t")
+    before = sorted(os.listdir(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(table_writer.TableWriter, "_write", Mock(side_effect=OSError(28, "No space left on device")))
+        fails(OSError, "No space left on device; the table keeps", lambda: add_column(folder, "y", [[1] * COUNT]))
+    assert sorted(os.listdir(folder)) == before
     check_at_rest(folder)
 
 
