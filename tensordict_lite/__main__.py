@@ -83,9 +83,7 @@ def _look_at(path: str, given: argparse.Namespace, bar: bool) -> str:
     opened = _opened(path)
     parts = [_chosen(d, given.key) for d in (opened.parts if isinstance(opened, JoinedRows) else [opened])]
     whole: Any = JoinedRows(parts) if isinstance(opened, JoinedRows) else parts[0]
-    described: Any = None
-    if given.describe:
-        described = whole.describe(progress=bar)
+    described: Any = whole.describe(progress=bar) if given.describe else None
     rows = whole if isinstance(whole, JoinedRows) else whole.rows
     first: Any = None if given.rows is None else rows[: given.rows]
     if given.json:

@@ -105,8 +105,8 @@ def test_dicts_of_another_schema() -> None:
     ):
         JoinedRows([one, DeviceDict({"x": [[1, 2]], "s": ["a"]})])
     fails(ValueError, r"needs at least one dict", lambda: JoinedRows([]))
-    for key, kind in (("x", "a str"), (("x", "y"), "a tuple")):
-        message = rf"^JoinedRows is indexed by rows, got {kind}; use column\(key\) for a field$"
+    for key, kind in (("x", "str"), (("x", "y"), "tuple")):
+        message = rf"^rows are .*, got {kind}; use d\[key\] for a field, and column\(key\) of JoinedRows$"
         fails(TypeError, message, lambda key=key: joined[key])
 
 

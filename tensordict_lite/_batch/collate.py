@@ -142,11 +142,26 @@ def collate(
     kind, policy = _kind_of(trees, cls) if trees else (cls, cls._class_policy)
     if not (encoders is objects is None):
         policy = policy.override_of_copy(trees[0] if trees else (), encoders, objects=objects)
+
+    def batch_of(samples: Sequence[Any]) -> DeviceDict[Any]:
+        device = _device_of(samples[0])
+        batch = kind._new((), device, policy)
+        walk = _Walk(len(samples), device, policy.on_mismatch == "move", pack, pads, rows_of)
+        walk.collect(samples, batch, (), are_dicts)
+        walk.finish()
+        if cls is not DeviceDict:
+            cast(Any, batch)._validate_samples() if batch._has_fields else batch._validate()
+        return batch
+
     try:
-        batch = _made_of(given, kind, policy, are_dicts, pack, pads, rows_of)
+        batch = batch_of(given)
     except (TypeError, ValueError):
-        if kind._has_fields and len(given) > 1:
-            _refuse_one(given, kind, policy, pads, rows_of)
+        for i, sample in enumerate(given if kind._has_fields and len(given) > 1 else ()):
+            try:
+                batch_of([sample])
+            except (TypeError, ValueError) as error:  # of the first sample that does not fit the class by itself
+                text = str(error).removeprefix("sample 0: ").removesuffix(" in sample 0")
+                raise (TypeError if isinstance(error, TypeError) else ValueError)(f"sample {i}: {text}") from None
         raise
     pads.require_known(batch, "sample")
     if rows_of:
@@ -155,37 +170,6 @@ def collate(
     if encoders is not None:
         _require_known_encoders(encoders, batch)
     return cast(D, batch)
-
-
-def _made_of(
-    given: Sequence[Any],
-    kind: type[DeviceDict[Any]],
-    policy: Policy,
-    are_dicts: bool,
-    pack: bool,
-    pads: Pads,
-    ragged: frozenset[Any],
-) -> DeviceDict[Any]:
-    device = _device_of(given[0])
-    batch = kind._new((), device, policy)
-    walk = _Walk(len(given), device, policy.on_mismatch == "move", pack, pads, ragged)
-    walk.collect(given, batch, (), are_dicts)
-    walk.finish()
-    if kind is not DeviceDict:
-        cast(Any, batch)._validate_samples() if batch._has_fields else batch._validate()
-    return batch
-
-
-def _refuse_one(
-    given: Sequence[Any], kind: type[DeviceDict[Any]], policy: Policy, pads: Pads, ragged: frozenset[Any]
-) -> None:
-    """Raise the error of the first sample that does not fit the typed class by itself: it names this sample."""
-    for i, sample in enumerate(given):
-        try:
-            _made_of([sample], kind, policy, False, False, pads, ragged)
-        except (TypeError, ValueError) as error:
-            text = str(error).removeprefix("sample 0: ").removesuffix(" in sample 0")
-            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"sample {i}: {text}") from None
 
 
 def _require_known_encoders(encoders: Encoders, batch: DeviceDict[Any]) -> None:

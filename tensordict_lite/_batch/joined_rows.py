@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from .._dict.device_dict import DeviceDict
 from .._dict.rows import Rows
-from .._errors import Path, described
+from .._errors import Path
 from .._look.describe import Description, statistics
 from .._look.progress import Progress
 from .._look.tree import size
@@ -102,8 +102,6 @@ class JoinedRows(Dataset[DeviceDict[Any]]):
         >>> JoinedRows([DeviceDict({"x": [1]}), DeviceDict({"x": [2, 3]})])[-2:]["x"]
         tensor([2, 3])
         """
-        if isinstance(index, (str, tuple)):
-            raise TypeError(f"JoinedRows is indexed by rows, got {described(index)}; use column(key) for a field")
         if isinstance(index, slice):
             index = range(len(self))[index]
         at = row_index(index, len(self), self.parts[0].device)

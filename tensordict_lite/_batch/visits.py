@@ -250,10 +250,9 @@ def integers(what: str, given: Any) -> Numbers:
     try:
         array = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
     except (TypeError, ValueError):  # a ragged list, or bfloat16
-        array = np.zeros(1, object)
+        array = np.zeros(1)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = "a mask; give mask.nonzero().flatten()" if array.dtype.kind == "b" else described(given)
-        got += f" of {array.dtype}" if isinstance(given, (list, tuple)) and array.dtype.kind == "f" else ""
         got += "; give its .lengths" if isinstance(given, Ragged) else ""
         raise TypeError(f"BatchOrder takes {what} as a tensor, an array or a list of ints, got {got}")
     return array.astype(np.int64)

@@ -27,11 +27,10 @@ def equal_to(d: TreeDict[Any], key: str | Path, value: Any) -> Tensor:
     wanted = row_value(field_of(owner, path[-1], path[:-1]), value)
     if not isinstance(wanted, Tensor) or np.ndim(value) > 1:
         raise TypeError(f"{dotted(path)}: equal takes one value or a flat list of values, got {described(value)}")
-    code_ndim = 0 if encoder is None else encoder.code_ndim or 0
-    if wanted.dim() - np.ndim(value) < code_ndim:  # no strings
+    if encoder is not None and wanted.dim() - np.ndim(value) < (encoder.code_ndim or 0):  # no strings
         if wanted.numel():
             raise TypeError(f"{dotted(path)}: equal takes strings for {encoder!r}, got {described(value)}")
-        wanted = field.new_empty((0, *field.shape[-code_ndim:]))  # an empty list
+        wanted = field.new_empty((0, *field.shape[-(encoder.code_ndim or 0) :]))  # an empty list
     lead = field.dim() - (wanted.dim() - np.ndim(value))  # without the dimensions of a code
     if (number := padding(encoder, field, wanted)) is not None and lead < field.dim():
         width = max(field.shape[-1], wanted.shape[-1])

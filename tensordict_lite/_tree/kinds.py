@@ -404,8 +404,7 @@ class RaggedKind(Kind):
         column, encoder, path = field.value.values, field.owner._policy.encoders.get(field.path[-1]), field.path
         if isinstance(given, Tensor) and given.is_nested:
             given = Ragged.from_rows(given)
-        if isinstance(given, np.ndarray) and given.dtype == object:  # of pandas: an array for each row
-            given = given.tolist()
+        given = given.tolist() if isinstance(given, np.ndarray) and given.dtype == object else given  # of pandas
         if isinstance(given, Ragged):
             values = _fitting(column, self._row(field, given.values, how), path)
             return Fitted(values, given.lengths.to(values.device))

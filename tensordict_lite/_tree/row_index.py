@@ -68,7 +68,7 @@ def _one_row(given: Any, count: int) -> int:
         # A tuple is rejected too: torch would read it as one index per dimension.
         raise TypeError(
             "rows are indexed by int, slice, mask or indices (a tensor, array or list), "
-            f"got {type(given).__name__}; use d[key] for a field"
+            f"got {type(given).__name__}; use d[key] for a field, and column(key) of JoinedRows"
         ) from None
     if not -count <= at < count:
         raise IndexError(f"row {at} is out of range, there are {count}")

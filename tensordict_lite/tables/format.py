@@ -215,10 +215,7 @@ def read_index(folder: str, open_file: Callable[[str], BinaryIO]) -> TableIndex:
         text = file.read(MAX_MANIFEST + 1).decode()
     if is_too_long(text):
         invalid(f"its {INDEX} is too long")
-    try:
-        data: Any = json.loads(text)
-    except ValueError as error:
-        invalid(f"its {INDEX} is cut off or damaged: {error}")
+    data: Any = json.loads(text)
     optional = {"open", "checksums"}
     if not isinstance(data, dict) or data.get("version") != 1:
         refuse_other_version(data, TABLE_VERSION, f"its {INDEX}")
