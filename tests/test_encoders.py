@@ -116,15 +116,6 @@ class TestRoundTrips:
         assert d["u"].shape == (3,) and d["v"].shape == () and d["t", "input_ids"].shape == (1,)
         assert d.decode("u") == d.decode("v") == d.decode("t") == "cat"
 
-        class Pair:  # the code of a string: a number, and a row of numbers
-            def encode(self, strings: list[str]) -> Any:
-                return {"n": torch.ones(len(strings)), "row": torch.ones(len(strings), 3)}
-
-            def decode(self, codes: Any) -> list[str]:
-                return ["cat"] * len(codes["row"])
-
-        assert DeviceDict({"p": value}, encoders=Pair()).decode("p") == "cat"
-
     @pytest.mark.parametrize(
         "value",
         [["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], dtype=object), [np.str_("a"), "b"],
