@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import importlib.util
 import inspect
+import sys
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,6 +22,9 @@ from tensordict_lite._tree.inside import kept_tensors, nests
 from tensordict_lite._tree.policy import Policy
 from tensordict_lite._tree.ragged import Ragged
 from tensordict_lite._tree.tree import TreeDict
+
+NOT_TRACED = pytest.mark.skipif(sys.gettrace() is not None, reason="an interrupt may leave the tracer's lock taken")
+"""For interrupts at any moment. `make coverage` would hang now and then."""
 
 
 def fails(error: type[BaseException] | tuple[type[BaseException], ...], text: str, call: Callable[[], Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import fails
+from checks import NOT_TRACED, fails
 from files import DEPTH, saved
 
 from tensordict_lite import DeviceDict, Vocabulary, load, save
@@ -118,6 +118,7 @@ class TestWriting:
         left = set(os.listdir(tmp_path)) - {"d"}
         assert len(left) == 1 and left.pop().startswith(".tensordict_lite-") and load(path)["x"] == 1
 
+    @NOT_TRACED
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the result of open() may be lost
     def test_interrupts_come_out_and_leave_nothing(self, tmp_path: Path) -> None:

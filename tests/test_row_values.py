@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import NOT_TRACED
 from files import DTYPES as STORED
 from files import OPAQUE
 from hypothesis import given
@@ -210,6 +211,7 @@ def test_a_list_without_strings_is_no_row(ragged: tuple[str, ...]) -> None:
     assert d.decode("text") == ["abc", "d"]
 
 
+@NOT_TRACED
 @pytest.mark.parametrize("index", [2, slice(1, 3), [1, 3], [True, False, True, False]])
 def test_ctrl_c_leaves_all_fields_or_none_written(index: Any) -> None:
     d = DeviceDict({f"k{i}": torch.zeros(4, 1 + i, dtype=torch.uint16 if i % 3 else torch.float32) for i in range(40)})

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import NOT_TRACED
 from safetensors import safe_open
 
 from tensordict_lite import DeviceDict, Utf8, load
@@ -131,7 +132,7 @@ def left_over(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=NOT_TRACED)])
 def test_a_signal_at_any_moment(
     tmp_path: Path, number: int, small_steps: None, record_property: Callable[[str, int], None]
 ) -> None:
