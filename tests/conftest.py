@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs the simulated device: its log, or that it has no streams"))
     # The longest first: a long test at the end would run alone, while the other cores wait.
     items.sort(key=lambda item: (not item.get_closest_marker("ranks"), not item.get_closest_marker("slow")))
+
+
+def pytest_collection_finish() -> None:
+    """Leave torch and the tests out of every later garbage collection: it is most of the time of one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -339,7 +339,8 @@ def without_collector(patience: float = 2.0) -> Iterator[None]:
     ``patience``: the seconds that a thread of Gloo may take to free the tensors of a call.
     """
     gc.disable()
-    gc.freeze()  # the objects below are those of the block
+    gc.collect()
+    gc.freeze()  # the objects below are those of the block; what is alive here stays frozen
     try:
         yield
         end = time.monotonic() + patience
@@ -351,7 +352,6 @@ def without_collector(patience: float = 2.0) -> Iterator[None]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()
     assert not garbage, f"a reference cycle holds tensors of the shapes {garbage}"
     assert not kept, f"tensors are alive after the call, of the shapes {kept}"
@@ -450,5 +450,4 @@ def test_a_pickle_leaves_nothing_to_the_collector(make: Callable[[], Any]) -> No
     try:
         assert min(garbage() for _ in range(4)) == 0  # the first call, and threads of other tests, may leave some
     finally:
-        gc.unfreeze()
         gc.enable()

@@ -179,15 +179,6 @@ class Loader(DataLoader[Any]):
         return iterator
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _freeze() -> Iterator[None]:
-    # Each test below collects garbage and forks. Both take long if the objects of all modules take part.
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _shut_down() -> Iterator[None]:
     yield
