@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ranks"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
-        elif not item.get_closest_marker("slow"):  # a worker gets a file at once: to send each test costs more than most
+        elif not item.get_closest_marker("slow"):
+            # A worker gets the tests of a file at once. To send each alone takes longer than most tests.
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if item.get_closest_marker("device") and not HAS_STREAMS:
             item.add_marker(pytest.mark.skip(reason="needs CUDA, or the device of `make test-device`"))

@@ -214,7 +214,6 @@ class TestSize:
         (DeviceDict, BY_VALUE, "fork"),
         (dict, 2 * BY_VALUE, "fork"),
         (DeviceDict, 2 * BY_VALUE, "forkserver"),
-        pytest.param(dict, 2 * BY_VALUE, "spawn", marks=pytest.mark.slow),
     ])  # fmt: skip
     def test_shared_memory_is_for_large_batches(self, wrap: Any, size: int, context: str) -> None:
         data: Any = [wrap(Wide(size)[i]) for i in range(8)]

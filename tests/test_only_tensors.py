@@ -571,7 +571,7 @@ def whole(samples: list[Any]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_through_workers_to_a_device(method: str) -> None:
     samples: Any = Samples()
     loader = DataLoader(samples, 2, num_workers=1, multiprocessing_context=method, collate_fn=whole)

@@ -382,7 +382,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [
-    ["main-end", "fork-end", "spawn-end", "spawn-raise", "forkserver-end"],
+    ["main-end", "fork-end", "spawn-end", "forkserver-raise"],
     ["main-raise"],
 ], ids=["end", "raise"])  # fmt: skip
 def test_a_writer_that_nobody_closed(tmp_path: Path, names: list[str]) -> None:

@@ -374,7 +374,7 @@ def test_a_field_that_is_replaced_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_worker_sends_rows_of_spans(method: str) -> None:
     found = JoinedRows([{"x": torch.arange(400.0).view(-1, 4) + i, "y": torch.arange(100)} for i in range(4)])
     loader = DataLoader(found, 64, num_workers=1, multiprocessing_context=method, collate_fn=collate)
