@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -132,6 +133,24 @@ def test_from_its_own_rows_one_batch_at_a_time(tmp_path: Path) -> None:
     assert torch.equal(table["n", "embedding"], model(table["x"]).detach())
     first = load(folder, rows=3)
     assert torch.equal(first["n", "embedding"], table["n", "embedding"][:3]), "all rows, so the first rows too"
+
+
+def test_it_keeps_no_batch_that_is_written(tmp_path: Path) -> None:
+    with RowWriter(tmp_path / "t", like={"i": [0]}) as writer:
+        writer.write({"i": range(6)})
+    made: list[ref[Tensor]] = []
+    alive: list[int] = []
+
+    def batches() -> Iterator[Tensor]:
+        for _ in range(3):
+            alive.append(sum(one() is not None for one in made))
+            batch = torch.ones(2)
+            made.append(ref(batch))
+            yield batch
+            del batch
+
+    add_column(tmp_path / "t", "y", batches())
+    assert alive == [0, 1, 1], "only the batch that was written last"
 
 
 def test_dicts_become_a_nested_dict(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def _first_with_values(batches: Iterable[Any], path: Path) -> tuple[Any, Iterato
             break
     if not leading:
         raise ValueError(f"{dotted(path)}: there is no batch; the first batch gives the dtype and the shape")
-    return leading[-1], chain(leading, values)
+    # Of the list itself, `chain` would keep the first batch to the end.
+    return leading[-1], chain(iter(leading), values)
 
 
 def _new_fields(parent: DeviceDict[Any], rest: Path, at: Path, value: Any, ragged: bool) -> DeviceDict[Any]:

@@ -320,11 +320,14 @@ def _no_rows(like: Any, encoders: Encoders | None, ragged: frozenset[Any]) -> tu
 
 def _with_rows(data: Mapping[str, Any], ragged: frozenset[Any], at: Path) -> dict[str, Any]:
     """``data`` with the fields that ``ragged`` names as `joined_rows`."""
-    return {
-        key: _with_rows(value, ragged, (*at, key)) if isinstance(value, Mapping) and not isinstance(value, TreeDict)
-        else joined_rows(value, (*at, key)) if ragged & {key, (*at, key)} else value
-        for key, value in data.items()
-    }  # fmt: skip
+    out = dict(data)
+    for key, value in data.items():
+        path = (*at, key)
+        if isinstance(value, Mapping) and not isinstance(value, TreeDict):
+            out[key] = _with_rows(value, ragged, path)
+        elif ragged & {key, path}:
+            out[key] = joined_rows(value, path)
+    return out
 
 
 def joined_rows(value: Any, path: Path) -> Any:
