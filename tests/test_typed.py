@@ -1189,6 +1189,18 @@ class TestAtTheBorder:
             if "z" in change:
                 assert str(caught.value).endswith(", from Outer.w, which is int64[2]")
 
+    def test_a_sample_of_a_class_that_declares_the_number_of_rows_is_not_blamed(self) -> None:
+        """None fits by itself."""
+
+        class Pair(TypedDeviceDict):
+            x: Float[Tensor, "2 3"]
+            label: Int[Tensor, "2"]
+
+        sample = {"x": [1.0] * 3, "label": 1}
+        assert collate([sample, sample], cls=Pair)["label"].tolist() == [1, 1]
+        with pytest.raises(ValueError, match=r"^Pair\.label: expected a row of Int\[Tensor, '2'\], got float32\[\]: "):
+            collate([sample, {**sample, "label": 1.5}], cls=Pair)
+
     @pytest.mark.parametrize(("change", "message"), [
         ({"x": [1.0]}, "Request.x: expected a row of Float[Tensor, 'batch 2'], got float32[1]: as a batch, "),
         ({"x": ["1", "2"]}, "Request.x: expected a row of Float[Tensor, 'batch 2'], got uint8[2, 1]: as a batch, "),

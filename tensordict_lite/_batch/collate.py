@@ -156,12 +156,8 @@ def collate(
     try:
         batch = batch_of(given)
     except (TypeError, ValueError):
-        for i, sample in enumerate(given if kind._has_fields and len(given) > 1 else ()):
-            try:
-                batch_of([sample])
-            except (TypeError, ValueError) as error:  # of the first sample that does not fit the class by itself
-                text = str(error).removeprefix("sample 0: ").removesuffix(" in sample 0")
-                raise (TypeError if isinstance(error, TypeError) else ValueError)(f"sample {i}: {text}") from None
+        if kind._has_fields and len(given) > 1 and (wrong := _error_of_one(batch_of, given)):
+            raise wrong from None
         raise
     pads.require_known(batch, "sample")
     if rows_of:
@@ -175,6 +171,29 @@ def collate(
 def _require_known_encoders(encoders: Encoders, batch: DeviceDict[Any]) -> None:
     keys = encoders if isinstance(encoders, Mapping) else ()
     require_known("encoders=", keys, batch, "sample", " Or allow it: declare the encoder in a class, for cls=")
+
+
+def _error_of_one(batch_of: Callable[[Sequence[Any]], object], samples: Sequence[Any]) -> Exception | None:
+    """The error of the first sample that does not fit the class, neither by itself nor in a batch that would.
+
+    By itself, one with an empty list does not fit either, nor does any if the class declares the number of rows.
+    """
+
+    def error_of(some: Sequence[Any]) -> Exception | None:
+        try:
+            batch_of(some)
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+    alone = [error_of([sample]) for sample in samples]
+    fitting = [sample for sample, error in zip(samples, alone, strict=True) if error is None][:1]
+    for i, error in enumerate(alone if fitting else alone[:1]):
+        among = [*fitting, samples[i]] if fitting else [samples[0]] * len(samples)
+        if error is not None and error_of(among):
+            text = str(error).removeprefix("sample 0: ").removesuffix(" in sample 0")
+            return (TypeError if isinstance(error, TypeError) else ValueError)(f"sample {i}: {text}")
+    return None
 
 
 def _ragged_fields(ragged: Any, pad: PadLike | None) -> frozenset[Any]:
